@@ -1,0 +1,55 @@
+"""Compressed collectives for DeepSpeed and Horovod, with an error bound you choose.
+
+    import ncz_plugins
+    communicator = ncz_plugins.Communicator(ncz_plugins.Config.load("ncclz"))
+    communicator.all_reduce(tensor)
+
+Importing this package needs torch and numpy at most: what takes more is imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .core.errors import ConfigError, FrameError, MismatchError, NczError, PeerError, UnsupportedError
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .core.communicator import Communicator
+    from .core.config import Config
+
+_LAZY = {"Communicator": ".core.communicator", "Config": ".core.config"}
+
+__all__ = [
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "FrameError",
+    "MismatchError",
+    "NczError",
+    "PeerError",
+    "UnsupportedError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(import_module(_LAZY[name], __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == __name__:
+            raise  # a part of this package is missing: no other package would help
+        raise ImportError(
+            f"{__name__}.{name} needs the package '{error.name}', which is not installed; "
+            f"`pip install {__name__}` installs all it needs",
+            name=error.name,
+        ) from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

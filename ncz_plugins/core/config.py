@@ -1,0 +1,480 @@
+"""The configuration: what may be set, what it means, and how it is read.
+
+`Config` is the one model. Its fields' descriptions, defaults and `Allowed` texts are the single
+source of the error messages, of configs/ncclz.schema.json and of the tables in
+docs/configuration.md. Nothing here imports torch, so that checking a file is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+
+from .errors import ConfigError
+
+SHORT_FORM = "ncclz"  # stands for all defaults, wherever a configuration is expected
+DEEPSPEED_KEY = "communication_compression"  # our key at the top level of a DeepSpeed configuration
+CHUNK = 4096  # as kernels.format.CHUNK, repeated here because importing that imports torch
+
+KiB, MiB = 1 << 10, 1 << 20
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
+_SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
+
+# ------------------------------------------------------------------ types of the fields
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a field accepts, in the words that error messages and the documentation use."""
+
+    text: str
+
+
+def _size_type(minimum: int, maximum: float, allowed: str) -> Any:
+    """The type of a number of bytes, which may be written as a string such as "64KiB"."""
+
+    def parse(value: object) -> int:
+        match = _SIZE.match(value) if isinstance(value, str) else None
+        size = int(match[1]) * _UNITS[match[2]] if match else value
+        if type(size) is not int or not minimum <= size <= maximum:  # a bool is an int, but not a size
+            raise ValueError(allowed)
+        return size
+
+    integer = {"type": "integer", "minimum": minimum} | ({"maximum": maximum} if maximum < math.inf else {})
+    text = {"type": "string", "pattern": _SIZE.pattern}
+    return Annotated[int, PlainValidator(parse), WithJsonSchema({"anyOf": [integer, text]}), Allowed(allowed)]
+
+
+# Strict: a boolean or a string is not a number. An integer does pass for a float.
+Integer = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+FrameBytes = _size_type(16 * KiB, 64 * MiB, "bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'")
+MinBytes = _size_type(0, math.inf, "bytes, 0 or more: an integer, or a string such as '64KiB'")
+Role = Literal["gradient", "parameter", "activation"]
+
+# ------------------------------------------------------------------ the model
+
+
+class _Section(BaseModel):
+    """Immutable, refuses unknown keys, and reports every problem in one `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
+
+    # pydantic then builds nested sections without calling __init__, and its errors keep their full path.
+    __init__.__pydantic_base_init__ = True
+
+
+class Quantizer(_Section):
+    """How values become integers: the only step that loses anything."""
+
+    kind: Literal["error_bound"] = Field(
+        default="error_bound",
+        description="The quantizer. error_bound: every element's error stays below a bound.",
+    )
+    mode: Literal["abs", "rel", "rms"] = Field(
+        default="rms",
+        description="The unit of value. abs: the tensor's own unit; rel: the largest magnitude of a block; "
+        "rms: the root mean square of a block. For rel and rms the ranks agree on the largest one (MAX).",
+    )
+    value: Annotated[
+        Number,
+        Field(gt=0),
+        Allowed("a finite number above 0; with mode rel below 1; with mode rms at most 10"),
+    ] = Field(
+        default=0.25,
+        description="The error bound of one rank's contribution, in the unit that mode names. "
+        "Smaller is more exact, larger compresses more.",
+    )
+    block: Annotated[Integer, Field(ge=0, multiple_of=CHUNK), Allowed(f"0, or a positive multiple of {CHUNK}")] = Field(
+        default=CHUNK,
+        description="Elements that share one scale; 0: the whole tensor is one block. Without effect in mode abs.",
+    )
+
+    @field_validator("value")
+    @classmethod
+    def _within_the_modes_range(cls, value: float, info: ValidationInfo) -> float:
+        mode = info.data.get("mode")
+        if (mode == "rel" and value >= 1) or (mode == "rms" and value > 10):
+            raise ValueError(f"too large for mode {mode}")
+        return value
+
+
+class Entropy(_Section):
+    """How the integers are written: lossless."""
+
+    coder: Literal["auto", "raw", "fixed"] = Field(
+        default="auto",
+        description="auto: the smallest on a sample of each frame; raw: 8, 16 or 32 bits per code; "
+        "fixed: each 32 codes at the width that their largest needs.",
+    )
+    predictor: Literal["auto", "none", "delta"] = Field(
+        default="auto",
+        description="What is subtracted from a code first. auto: whichever is smaller on a sample of each frame; "
+        "none: nothing; delta: the code before it, which pays for smooth data.",
+    )
+
+
+class Transport(_Section):
+    """How frames travel between the ranks."""
+
+    schedule: Literal["auto", "ring", "direct"] = Field(
+        default="auto",
+        description="auto: chosen from the number of ranks; ring: neighbours only, for many ranks; "
+        "direct: every rank to every other, for few ranks. The results are the same to the bit.",
+    )
+    frame_bytes: FrameBytes = Field(
+        default=MiB,
+        description="Input bytes per frame. Smaller frames overlap coding and transfer better, "
+        "larger ones have less overhead.",
+    )
+    min_bytes: MinBytes = Field(
+        default=64 * KiB,
+        description="Tensors smaller than this go uncompressed, as latency and not size is what they cost.",
+    )
+    timeout_seconds: Annotated[
+        Annotated[Number, Field(gt=0)] | None,
+        Allowed("null, or a finite number above 0"),
+    ] = Field(
+        default=None,
+        description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
+    )
+
+
+class Statistics(_Section):
+    """What is counted and reported."""
+
+    report_every: Annotated[Integer, Field(ge=0), Allowed("an integer, 0 or more")] = Field(
+        default=0, description="Steps between report lines on rank 0; 0: no report."
+    )
+    history: Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")] = Field(
+        default=1000, description="Steps whose statistics are kept in memory."
+    )
+
+
+class Config(_Section):
+    """All settings. `Config()` holds the defaults; `Config.load` reads every other form.
+
+    Immutable and hashable. Raises `ConfigError` for any invalid, unknown or mistyped setting.
+    """
+
+    quantizer: Quantizer = Quantizer()
+    entropy: Entropy = Entropy()
+    transport: Transport = Transport()
+    roles: Annotated[
+        tuple[Role, ...],
+        Field(min_length=1, json_schema_extra={"uniqueItems": True}),
+        Allowed(f"a list of one or more of {', '.join(get_args(Role))}, each at most once"),
+    ] = Field(default=("gradient",), description="The kinds of tensors that are compressed; all others are left alone.")
+    statistics: Statistics = Statistics()
+
+    @field_validator("roles")
+    @classmethod
+    def _unique_in_a_fixed_order(cls, roles: tuple[Role, ...]) -> tuple[Role, ...]:
+        if len(set(roles)) < len(roles):
+            raise ValueError("a role is repeated")
+        return tuple(role for role in get_args(Role) if role in roles)
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Config:
+        """The configuration that `source` describes.
+
+        source: None or "ncclz" (all defaults), a mapping, the path of a .yaml, .yml or .json file,
+        or a `Config`, which is returned as it is. A key "$schema", which editors use, is ignored.
+        Raises `ConfigError` that names the file, where there is one, and every problem in it.
+        """
+        if isinstance(source, Config):
+            return source
+        if source is None or source == SHORT_FORM:
+            return cls()
+        if isinstance(source, Mapping):
+            return _from_mapping(source)
+        if isinstance(source, str) and not os.path.exists(source):
+            raise ConfigError(_explain_missing(source))
+        if isinstance(source, (str, os.PathLike)):
+            document = read_document(source)
+            try:
+                return _from_mapping(document)
+            except ConfigError as error:
+                raise ConfigError(f"{os.fspath(source)}: {error}") from None
+        raise ConfigError(
+            f"{source!r} ({type(source).__name__}) is not a configuration; "
+            f"allowed: '{SHORT_FORM}', a mapping, or the path of a .yaml, .yml or .json file"
+        )
+
+    def canonical(self) -> str:
+        """Compact JSON with sorted keys: equal text means equal settings. Ranks compare this."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def describe(self) -> str:
+        """One short line for people."""
+        q = self.quantizer
+        per = "" if q.mode == "abs" else f" per {q.block} elements" if q.block else " per tensor"
+        predictor = "" if self.entropy.predictor == "auto" else f", predictor {self.entropy.predictor}"
+        return (
+            f"error bound {q.mode}:{q.value:g}{per}, coder {self.entropy.coder}{predictor}, "
+            f"schedule {self.transport.schedule}, frames {format_size(self.transport.frame_bytes)}, "
+            f"roles {'+'.join(self.roles)}"
+        )
+
+
+def _from_mapping(document: Mapping[str, Any]) -> Config:
+    if is_deepspeed(document):
+        raise ConfigError(
+            f"this is a DeepSpeed configuration; allowed: one of ncz_plugins, "
+            f"such as the value of its key '{DEEPSPEED_KEY}'"
+        )
+    return Config(**{key: value for key, value in _with_text_keys(document).items() if key != "$schema"})
+
+
+def _with_text_keys(document: Mapping[Any, Any]) -> dict[str, Any]:
+    """YAML allows any key (`on` is True); as text, a strange one is reported like any unknown key."""
+    return {str(k): _with_text_keys(v) if isinstance(v, Mapping) else v for k, v in document.items()}
+
+
+# ------------------------------------------------------------------ what the documentation is made of
+
+
+def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
+    """(dotted key, default, what is allowed, description) of every setting, in order."""
+    for name, field in section.model_fields.items():
+        if _is_section(field.annotation):
+            yield from settings(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field.default, _allowed(section, name), field.description
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of our files, for editors."""
+    schema = Config.model_json_schema()
+    schema |= {"title": "Configuration of ncz_plugins", "description": "Every key may be left out."}
+    schema["properties"] = {"$schema": {"type": "string", "description": "For editors."}} | schema["properties"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def format_size(size: int) -> str:
+    """Bytes in the largest binary unit that holds them evenly: 1048576 is "1 MiB"."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]} {unit}"
+    return f"{size} B"
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _allowed(section: type[BaseModel], name: str) -> str:
+    field = section.model_fields[name]
+    if _is_section(field.annotation):
+        return f"a mapping with the keys {', '.join(field.annotation.model_fields)}"
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(get_args(field.annotation))
+    return next(note.text for note in field.metadata if isinstance(note, Allowed))
+
+
+# ------------------------------------------------------------------ explaining what is wrong
+
+
+def _explain(error: ValidationError, section: type[BaseModel]) -> str:
+    """Every problem that pydantic found, in our words: one line if there is one, else a list."""
+    lines = {}  # by key, as several elements of one list may be wrong
+    for problem in error.errors():
+        owner, path = _locate(section, problem["loc"])
+        key, value = ".".join(path), _shorten(problem["input"])
+        if path[-1] not in owner.model_fields:
+            line = f"{key}: unknown key (value {value}); "
+            if meant := _closest_key(path, section, owner):
+                line += f"did you mean {meant}? "
+            line += f"allowed: {', '.join(owner.model_fields)}"
+        else:
+            line = f"{key}: {value} is not allowed; allowed: {_allowed(owner, path[-1])}"
+        lines.setdefault(key, line)
+    if len(lines) == 1:
+        return next(iter(lines.values()))
+    return f"{len(lines)} problems\n" + "\n".join(f"  {line}" for line in lines.values())
+
+
+def _locate(section: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
+    """The section that owns the setting at `location`, and the setting's path without list indices."""
+    owner, path = section, [str(location[0])]
+    for key in location[1:]:
+        field = owner.model_fields.get(path[-1])
+        if field is None or not _is_section(field.annotation):
+            break
+        owner = field.annotation
+        path.append(str(key))
+    return owner, path
+
+
+def _closest_key(path: list[str], root: type[BaseModel], owner: type[BaseModel]) -> str | None:
+    """The dotted key most likely meant: the same name elsewhere, else a similar one, here or elsewhere."""
+    name = path[-1]
+    elsewhere = {key.rpartition(".")[2]: key for key, *_ in settings(root)}
+    if name in elsewhere:
+        return elsewhere[name]
+    if near := get_close_matches(name, owner.model_fields, n=1, cutoff=0.5):
+        return ".".join([*path[:-1], *near])
+    near = get_close_matches(name, elsewhere, n=1)
+    return elsewhere[near[0]] if near else None
+
+
+def _explain_missing(source: str) -> str:
+    """Why a string that is neither the short form nor a file is no configuration."""
+    allowed = f"allowed: '{SHORT_FORM}' or the path of a .yaml, .yml or .json file"
+    if get_close_matches(source.lower(), [SHORT_FORM, "ncz", "nccl"], n=1):
+        return f"{source!r} is not a configuration; did you mean '{SHORT_FORM}'? {allowed}"
+    return f"{source}: no such file (looked in {os.getcwd()}); {allowed}"
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ------------------------------------------------------------------ reading files
+
+
+def read_document(path: str | os.PathLike) -> dict[Any, Any]:
+    """The mapping that a .yaml, .yml or .json file holds, not yet checked any further.
+
+    Raises `ConfigError`, naming the file and where possible the line, if the file cannot be read,
+    is not valid YAML or JSON, repeats a key, or does not hold a mapping.
+    """
+    path = Path(os.fsdecode(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from None
+    parse = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json}.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"{path}: unknown kind of file; allowed: .yaml, .yml, .json")
+    try:
+        document = parse(text, path)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # the date 2026-13-01, or brackets nested too deeply
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: holds {_shorten(document)}, not a mapping of settings")
+    return document
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ConfigError(f"{path}: key '{next(k for k in keys if keys.count(k) > 1)}' is given twice")
+        return mapping
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: invalid JSON: {error.msg}") from None
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}:{mark.line + 1}: invalid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:  # a character that YAML forbids
+        raise ConfigError(f"{path}: invalid YAML: {error}") from None
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """The safe loader, made to refuse repeated keys and to read 1e-3 as the number it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML follows YAML 1.1, where a float needs a dot and a signed exponent: 1e-3 would be a string.
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+# ------------------------------------------------------------------ inside a DeepSpeed configuration
+
+# Top-level keys that only a DeepSpeed configuration has: enough to tell one from ours.
+_DEEPSPEED_KEYS = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_optimization",
+    "fp16",
+    "bf16",
+}
+
+
+def is_deepspeed(document: Mapping[Any, Any]) -> bool:
+    """Whether `document` is a DeepSpeed configuration rather than one of ours."""
+    return any(key in _DEEPSPEED_KEYS or _means_our_key(key) for key in document)
+
+
+def find_in_deepspeed(document: Mapping[Any, Any]) -> Any:
+    """What a DeepSpeed configuration says about compression: a source for `Config.load`, or None if off.
+
+    That is the value of its top-level key "communication_compression"; null and false mean off.
+    Raises `ConfigError` if the key is misspelt or stands anywhere else, where DeepSpeed would
+    ignore it and train uncompressed without a sign.
+    """
+    for path in _paths_of_our_key(document):
+        if len(path) > 1:
+            raise ConfigError(f"'{DEEPSPEED_KEY}' stands at {'.'.join(path)}; move it to the top level of the file")
+        if path[0] != DEEPSPEED_KEY:
+            raise ConfigError(f"{path[0]}: unknown key; did you mean '{DEEPSPEED_KEY}'?")
+    source = document.get(DEEPSPEED_KEY)
+    return None if source is False else source
+
+
+def _means_our_key(key: object) -> bool:
+    """Whether `key` is ours or a misspelling. DeepSpeed's own communication_data_type is neither."""
+    letters = re.sub("[^a-z]", "", str(key).lower())
+    return SequenceMatcher(None, letters, DEEPSPEED_KEY.replace("_", "")).ratio() > 0.7
+
+
+def _paths_of_our_key(document: Mapping[Any, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in document.items():
+        path = (*prefix, str(key))
+        if _means_our_key(key):
+            yield path
+        elif isinstance(value, Mapping):
+            yield from _paths_of_our_key(value, path)

@@ -1,0 +1,54 @@
+"""Every error this package raises on purpose. All derive from `NczError`.
+
+Each message names the thing, the value and the remedy; the docstrings here say when a class is
+used and what to do about it. The standard base classes (ValueError, TypeError) are there so that
+code which knows nothing of this package still catches what it expects.
+"""
+
+from __future__ import annotations
+
+
+class NczError(Exception):
+    """Base of all errors of this package: catch this one to catch them all."""
+
+
+class ConfigError(NczError, ValueError):
+    """A configuration is missing, unreadable or invalid.
+
+    Raised at start-up, before any communication. The message lists every problem at once: the
+    dotted key, the value given, what is allowed. Remedy: correct the file; `ncz check FILE`
+    repeats the check without starting a training.
+    """
+
+
+class FrameError(NczError):
+    """Received bytes are not a frame this version can read: damaged, truncated or foreign.
+
+    Nothing was decoded past the damage. Remedy: make sure that all ranks run the same version and
+    that nothing else writes to the same process group; a repeated error hints at faulty hardware.
+    """
+
+
+class MismatchError(NczError):
+    """The ranks disagree: on the configuration, the version, the order of calls, a size or a dtype.
+
+    Remedy: give every rank the same configuration and the same sequence of collectives; the
+    message says which ranks differ and in what.
+    """
+
+
+class PeerError(NczError):
+    """Another rank is dead, closed the connection or did not answer within the time-out.
+
+    Remedy: look at that rank's own log first, its failure is the cause and this is the echo. If it
+    was only slow, raise `transport.timeout_seconds` or the process group's time-out.
+    """
+
+
+class UnsupportedError(NczError, TypeError):
+    """What was asked for cannot be compressed, and sending it uncompressed in silence is refused.
+
+    For instance a tensor on a device that has no kernels, a strided tensor, or a framework feature
+    that goes round the compressed path. Remedy: the message names the setting to change, or what
+    to call instead.
+    """

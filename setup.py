@@ -1,0 +1,63 @@
+"""Builds the native library; everything else about the package stands in setup.cfg.
+
+The library is not a Python extension: it has no Python symbols, is called `libncz_cpu.so` on every Python, and is
+loaded by ctypes. So one wheel, tagged py3-none-<platform>, serves all Python versions. Where no C++ compiler is
+found, the package is installed without it, and the numpy kernels serve.
+"""
+
+import platform
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+FOLDER = "ncz_plugins/kernels/cpu"
+# No contraction: a fused multiply-add would round other than the reference. No errno: lets rint vectorize.
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
+FLAGS += ["-fPIC", "-fvisibility=hidden", "-g0"]
+SOURCES = {f"{FOLDER}/library.cpp": [], f"{FOLDER}/portable.cpp": []}  # and their own flags
+if platform.machine().lower() in ("x86_64", "amd64"):
+    SOURCES[f"{FOLDER}/avx2.cpp"] = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
+
+
+class BuildLibrary(build_ext):
+    def get_ext_filename(self, fullname):
+        return f"{FOLDER}/libncz_cpu.so" if "." in fullname else "libncz_cpu.so"
+
+    def build_extension(self, extension):
+        try:
+            objects = []
+            for source, flags in SOURCES.items():
+                objects += self.compiler.compile(
+                    [source],
+                    output_dir=self.build_temp,
+                    extra_postargs=FLAGS + flags,
+                    depends=extension.depends,
+                )
+            target = self.get_ext_fullpath(extension.name)
+            self.compiler.link_shared_object(objects, target, target_lang="c++")
+        except Exception as error:  # no compiler, or not one that can build this
+            self.warn(
+                f"libncz_cpu.so could not be built ({error}). ncz_plugins will use its numpy kernels, about 100 times "
+                "slower. Install a C++17 compiler (g++ or clang++) and reinstall to have the compiled ones."
+            )
+
+
+class PlatformWheel(bdist_wheel):
+    """For one platform, but for any Python 3."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "ncz_plugins.kernels.cpu.libncz_cpu",
+            sources=list(SOURCES),
+            depends=[f"{FOLDER}/{header}" for header in ("bits.h", "codec.h", "floats.h", "format.h")],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,246 @@
+"""The `ncz` command, run as a user runs it: its output, its messages and its exit codes."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from ncz_plugins import __version__, cli, kernels
+from ncz_plugins.core import system
+from ncz_plugins.core.config import Config, json_schema, settings
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*"))
+
+
+@pytest.fixture
+def ncz(capsys, monkeypatch):
+    """Run the command in this process: exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "400")  # no line breaks in tables
+
+    def run(*arguments):
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as ended:  # argparse's own: --version, --help, wrong usage
+            code = ended.code
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+# ------------------------------------------------------------------ ncz check
+
+
+@pytest.mark.parametrize("file", [f for f in CONFIGS if f.name != "ncclz.schema.json"], ids=lambda f: f.name)
+def test_check_accepts_what_ships(ncz, file):
+    code, out, err = ncz("check", file)
+    assert (code, err) == (0, "")
+    assert out.startswith(str(file))
+    for key, *_ in settings():
+        assert f"\n{key} " in out
+
+
+def test_check_shows_values_and_marks_defaults(ncz, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("quantizer:\n  value: 0.125\nroles: [gradient, activation]\n")
+    code, out, _ = ncz("check", file)
+    rows = dict(line.strip().split(maxsplit=1) for line in out.splitlines() if " " in line)
+    assert code == 0
+    assert rows["quantizer.value"].split(maxsplit=1) == ["0.125", "default: 0.25"]
+    assert rows["quantizer.mode"].split() == ["rms", "default"]
+    assert rows["transport.timeout_seconds"].split() == ["null", "default"]
+    assert out.splitlines()[1] == Config.load(file).describe()
+    assert rows["roles"].split() == ["[gradient,", "activation]", "default:", "[gradient]"]
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("c.yaml", "quantizer: {bound_mode: rms}", "c.yaml: quantizer.bound_mode: unknown key (value 'rms'); did you"),
+        ("c.yaml", "quantizer: [", "c.yaml:1: invalid YAML"),
+        ("c.json", "{", "c.json:1: invalid JSON"),
+        ("c.txt", "", "c.txt: unknown kind of file"),
+        (
+            "ds.json",
+            '{"train_batch_size": 8}',
+            "ds.json: 'communication_compression' is missing: training would be unc",
+        ),
+        ("ds.json", '{"communication_compression": false}', "ds.json: 'communication_compression' is switched off"),
+        ("ds.json", '{"communication_compression": true}', "ds.json: True (bool) is not a configuration"),
+        ("ds.json", '{"communication_compression": "nclz"}', "ds.json: 'nclz' is not a configuration; did you mean"),
+        ("ds.json", '{"comunication_compression": "ncclz"}', "ds.json: comunication_compression: unknown key; did you"),
+        (
+            "ds.json",
+            '{"bf16": {"communication_compression": 1}}',
+            "ds.json: 'communication_compression' stands at bf16.",
+        ),
+        ("ds.json", '{"communication_compression": {"roles": []}}', "ds.json: roles: [] is not allowed"),
+    ],
+)
+def test_check_explains_what_is_wrong(ncz, tmp_path, name, text, says):
+    file = tmp_path / name
+    file.write_text(text)
+    code, out, err = ncz("check", file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"ncz: error: {tmp_path}/{says}")
+
+
+def test_check_of_a_missing_file(ncz):
+    code, out, err = ncz("check", "nowhere.yaml")
+    assert (code, out, err) == (2, "", "ncz: error: nowhere.yaml: cannot be read: No such file or directory\n")
+
+
+def test_check_follows_the_path_in_a_deepspeed_file(ncz, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ours.yaml").write_text("quantizer: {value: 0.125}")
+    Path("ds.json").write_text('{"train_batch_size": 8, "communication_compression": "ours.yaml"}')
+    code, out, _ = ncz("check", "ds.json")
+    assert code == 0 and "rms:0.125" in out
+    Path("ours.yaml").write_text("quantizer: {value: -1}")
+    code, _, err = ncz("check", "ds.json")
+    assert code == 2 and err.startswith("ncz: error: ds.json: ours.yaml: quantizer.value: -1 is not allowed")
+
+
+# ------------------------------------------------------------------ ncz schema
+
+
+def test_schema_goes_to_the_terminal_or_a_file(ncz, tmp_path):
+    code, out, _ = ncz("schema")
+    assert code == 0 and json.loads(out) == json_schema()
+    file = tmp_path / "schema.json"
+    code, silent, _ = ncz("schema", "--output", file)
+    assert (code, silent) == (0, "") and file.read_text() == out
+
+
+def test_schema_to_a_place_that_cannot_be_written(ncz, tmp_path):
+    code, _, err = ncz("schema", "--output", tmp_path / "missing" / "schema.json")
+    assert code == 2 and err.startswith("ncz: error: ") and "missing/schema.json" in err
+
+
+# ------------------------------------------------------------------ ncz info
+
+
+def test_info_as_json_tells_what_is_here(ncz):
+    code, out, _ = ncz("info", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["ncz_plugins"] == __version__
+    assert report["python"]["version"] == platform.python_version()
+    assert (report["torch"], report["numpy"]) == (torch.__version__, numpy.__version__)
+    assert report["kernels"]["status"] == kernels.statuses()
+    assert report["kernels"]["status"][report["kernels"]["in_use"]] == "ok"
+    assert report["distributed"]["gloo"] == torch.distributed.is_gloo_available()
+    assert len(report["gpus"]) == torch.cuda.device_count()
+    assert 1 <= report["cpu"]["usable_cores"] <= report["cpu"]["cores"]
+    assert set(report["packages"]) == {"deepspeed", "horovod", "cupy"}
+    assert set(report["compilers"]) == {"g++", "nvcc"}
+
+
+def test_info_for_people_says_the_same(ncz):
+    code, out, _ = ncz("info")
+    assert code == 0
+    for name, status in kernels.statuses().items():
+        assert f"kernels: {name}" in out and status.splitlines()[0] in out
+    assert f"kernels: {kernels.cpu_backend().name}" in out.split("(in use)")[0].splitlines()[-1]
+    assert torch.__version__ in out and __version__ in out and system.cpu()["model"] in out
+
+
+def test_info_lists_every_gpu():
+    gpus = [{"name": f"card {i}", "compute_capability": "9.0", "memory_bytes": (80 + i) * 2**30} for i in range(2)]
+    rows = dict(cli._rows(system.report() | {"gpus": gpus}))
+    assert rows["GPU 0"] == "card 0, compute capability 9.0, 80 GiB"
+    assert rows["GPU 1"] == "card 1, compute capability 9.0, 81 GiB"
+    assert "GPU" not in rows
+
+
+def test_info_reports_a_kernel_choice_that_cannot_be_met(ncz, monkeypatch):
+    monkeypatch.setenv(kernels.ENVIRONMENT, "warp")
+    kernels.cpu_backend.cache_clear()
+    try:
+        code, out, _ = ncz("info")
+        report = json.loads(ncz("info", "--json")[1])
+    finally:
+        kernels.cpu_backend.cache_clear()
+    assert code == 0
+    assert report["kernels"]["in_use"] is None and "'warp' is unknown" in report["kernels"]["error"]
+    assert "'warp' is unknown" in out and "(in use)" not in out
+
+
+def test_versions_come_from_what_is_installed():
+    assert system.installed_version("surely-not-installed", "numpy") == numpy.__version__
+    assert system.installed_version("surely-not-installed") is None
+
+
+def test_compilers_are_found_and_missing_ones_are_none(tmp_path, monkeypatch):
+    assert system.compiler("surely-not-installed") is None
+    fake = tmp_path / "nvcc"
+    fake.write_text("#!/bin/sh\necho 'nvcc: NVIDIA'\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert system.compiler("nvcc") == {"path": str(fake), "version": "Cuda compilation tools, release 13.0, V13.0.88"}
+
+
+# ------------------------------------------------------------------ the command itself
+
+
+def test_version_and_usage(ncz):
+    assert ncz("--version") == (0, f"ncz_plugins {__version__}\n", "")
+    code, out, err = ncz()
+    assert code == 2 and out == "" and "COMMAND" in err
+    code, _, err = ncz("chek")
+    assert code == 2 and "chek" in err
+    code, out, _ = ncz("--help")
+    assert code == 0 and all(command in out for command in ("info", "check", "schema"))
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_python_m_is_the_same_command():
+    process = start("-m", "ncz_plugins", "check", "nowhere.yaml")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert (out, err) == ("", "ncz: error: nowhere.yaml: cannot be read: No such file or directory\n")
+
+
+def test_check_imports_no_torch_nor_any_framework():
+    code = (
+        "import sys; from ncz_plugins.cli import main\n"
+        "assert main(['check', 'configs/ncclz.yaml']) == 0\n"
+        "assert not {'torch', 'deepspeed', 'horovod', 'cupy'} & set(sys.modules)"
+    )
+    process = start("-c", code)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
+def test_ctrl_c_and_a_closed_pipe_leave_no_traceback(tmp_path):
+    pipe = tmp_path / "c.yaml"
+    os.mkfifo(pipe)
+    process = start("-m", "ncz_plugins", "check", str(pipe))
+    with open(pipe, "w"):  # opens when the command has begun to read, and it reads until this end is closed
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+
+    process = start("-m", "ncz_plugins", "schema")
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert err == ""

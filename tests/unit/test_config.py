@@ -1,0 +1,581 @@
+"""Configuration: every form it is read from, every mistake it refuses, and the files that ship with it."""
+
+import copy
+import json
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncz_plugins import cli
+from ncz_plugins.core import config as configuration
+from ncz_plugins.core.config import Config, Quantizer, find_in_deepspeed, format_size, read_document, settings
+from ncz_plugins.core.errors import ConfigError, NczError
+from ncz_plugins.kernels import format as frame_format
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+OURS = sorted(f for f in CONFIGS.glob("ncclz*") if f.name != "ncclz.schema.json")
+DEEPSPEED = sorted(CONFIGS.glob("deepspeed_*.json"))
+
+
+def message(source):
+    """The text of the ConfigError that loading `source` raises."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load(source)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ forms
+
+
+def test_the_short_form_and_nothing_are_the_defaults():
+    assert Config.load() == Config.load(None) == Config.load("ncclz") == Config.load({}) == Config()
+
+
+def test_every_default_is_as_documented():
+    assert {key: default for key, default, _, _ in settings()} == {
+        "quantizer.kind": "error_bound",
+        "quantizer.mode": "rms",
+        "quantizer.value": 0.25,
+        "quantizer.block": 4096,
+        "entropy.coder": "auto",
+        "entropy.predictor": "auto",
+        "transport.schedule": "auto",
+        "transport.frame_bytes": 1024 * 1024,
+        "transport.min_bytes": 64 * 1024,
+        "transport.timeout_seconds": None,
+        "roles": ("gradient",),
+        "statistics.report_every": 0,
+        "statistics.history": 1000,
+    }
+
+
+def test_a_config_is_returned_as_it_is():
+    config = Config.load({"quantizer": {"value": 0.1}})
+    assert Config.load(config) is config
+
+
+SOME = {
+    "quantizer": {"mode": "abs", "value": 1e-3},
+    "transport": {"frame_bytes": "4MB"},
+    "roles": ["activation", "gradient"],
+}
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+@pytest.mark.parametrize("name, dump", [("c.json", json.dumps), ("c.yaml", yaml.safe_dump), ("c.yml", yaml.safe_dump)])
+def test_files_give_what_the_mapping_gives(tmp_path, name, dump, as_path):
+    file = tmp_path / name
+    file.write_text(dump(SOME))
+    assert Config.load(as_path(file)) == Config.load(SOME)
+
+
+def test_settings_are_what_was_given_and_the_rest_is_default():
+    config = Config.load(SOME)
+    assert (config.quantizer.mode, config.quantizer.value, config.quantizer.block) == ("abs", 1e-3, 4096)
+    assert config.transport.frame_bytes == 4_000_000
+    assert config.transport.min_bytes == Config().transport.min_bytes
+    assert config.roles == ("gradient", "activation")  # in one order, whatever order they were given in
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "+1e-3", "0.001"])
+def test_yaml_reads_all_ways_to_write_a_float(tmp_path, number):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"quantizer:\n  value: {number}\n")
+    assert Config.load(file).quantizer.value == 1e-3
+
+
+def test_yaml_is_loaded_safely(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("quantizer: !!python/object/apply:os.getcwd []\n")
+    assert "c.yaml:1: invalid YAML" in message(file)
+
+
+def test_schema_reference_for_editors_is_ignored():
+    assert Config.load({"$schema": "ncclz.schema.json"}) == Config()
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("20000B", 20000), ("64KiB", 65536), ("64 KiB", 65536), ("64kB", 64000), ("64KB", 64000), ("4MB", 4_000_000)],
+)
+def test_sizes_may_be_written_with_units(text, size):
+    config = Config.load({"transport": {"frame_bytes": text, "min_bytes": text}})
+    assert config.transport.frame_bytes == config.transport.min_bytes == size
+
+
+# ------------------------------------------------------------------ values at their limits
+
+GOOD = [
+    ("quantizer", {"mode": "abs", "value": 1e300}),
+    ("quantizer", {"mode": "abs", "value": 1}),
+    ("quantizer", {"mode": "rel", "value": 0.999}),
+    ("quantizer", {"mode": "rms", "value": 10}),
+    ("quantizer", {"value": 5e-324}),
+    ("quantizer", {"block": 0}),
+    ("quantizer", {"block": 3 * 4096}),
+    ("transport", {"frame_bytes": 16 * 1024}),
+    ("transport", {"frame_bytes": "64MiB"}),
+    ("transport", {"min_bytes": 0}),
+    ("transport", {"timeout_seconds": 1}),
+    ("statistics", {"report_every": 0, "history": 1}),
+]
+BAD = [
+    ("quantizer", {"kind": "stochastic"}),
+    ("quantizer", {"mode": "max"}),
+    ("quantizer", {"mode": "RMS"}),
+    ("quantizer", {"value": 0}),
+    ("quantizer", {"value": -0.1}),
+    ("quantizer", {"value": math.nan}),
+    ("quantizer", {"value": math.inf}),
+    ("quantizer", {"value": True}),
+    ("quantizer", {"value": "0.25"}),
+    ("quantizer", {"value": None}),
+    ("quantizer", {"value": [0.25]}),
+    ("quantizer", {"value": 10.001}),
+    ("quantizer", {"block": -4096}),
+    ("quantizer", {"block": 4095}),
+    ("quantizer", {"block": 4096.0}),
+    ("quantizer", {"block": True}),
+    ("quantizer", {"block": "4096"}),
+    ("entropy", {"coder": "huffman"}),
+    ("entropy", {"predictor": None}),
+    ("transport", {"schedule": "tree"}),
+    ("transport", {"frame_bytes": 16 * 1024 - 1}),
+    ("transport", {"frame_bytes": "65MiB"}),
+    ("transport", {"frame_bytes": "1 XiB"}),
+    ("transport", {"frame_bytes": "1.5MiB"}),
+    ("transport", {"frame_bytes": "1048576"}),
+    ("transport", {"frame_bytes": "-1MiB"}),
+    ("transport", {"frame_bytes": True}),
+    ("transport", {"frame_bytes": 1e6}),
+    ("transport", {"min_bytes": -1}),
+    ("transport", {"min_bytes": False}),
+    ("transport", {"min_bytes": None}),
+    ("transport", {"timeout_seconds": 0}),
+    ("transport", {"timeout_seconds": True}),
+    ("transport", {"timeout_seconds": "30"}),
+    ("transport", {"timeout_seconds": math.inf}),
+    ("statistics", {"report_every": -1}),
+    ("statistics", {"report_every": True}),
+    ("statistics", {"history": 0}),
+    ("statistics", {"history": 10.5}),
+]
+
+
+@pytest.mark.parametrize("section, values", GOOD)
+def test_values_at_the_limits_are_accepted(section, values):
+    loaded = getattr(Config.load({section: values}), section)
+    for key, value in values.items():
+        if not isinstance(value, str) or key in ("mode", "kind"):
+            assert getattr(loaded, key) == value
+
+
+@pytest.mark.parametrize("section, values", BAD)
+def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(section, values):
+    ((key, value),) = values.items()
+    allowed = {name: text for name, _, text, _ in settings()}[f"{section}.{key}"]
+    assert message({section: values}) == f"{section}.{key}: {value!r} is not allowed; allowed: {allowed}"
+
+
+def test_the_limit_of_value_depends_on_the_mode():
+    assert message({"quantizer": {"mode": "rel", "value": 1}}).startswith("quantizer.value: 1 is not allowed")
+    assert message({"quantizer": {"value": 11, "mode": "rms"}}).startswith("quantizer.value: 11 is not allowed")
+    assert Config.load({"quantizer": {"mode": "abs", "value": 11}}).quantizer.value == 11
+
+
+@pytest.mark.parametrize("roles", [[], ["gradient", "gradient"], ["gradients"], "gradient", None, [1], [["gradient"]]])
+def test_wrong_roles_are_refused(roles):
+    assert re.match(
+        r"roles: .* is not allowed; allowed: a list .* gradient, parameter, activation", message({"roles": roles})
+    )
+
+
+@pytest.mark.parametrize("section", ["quantizer", "entropy", "transport", "statistics"])
+@pytest.mark.parametrize("value", [None, "auto", 3, True, []])
+def test_a_section_must_be_a_mapping(section, value):
+    keys = ", ".join(type(getattr(Config(), section)).model_fields)
+    assert message({section: value}) == f"{section}: {value!r} is not allowed; allowed: a mapping with the keys {keys}"
+
+
+# ------------------------------------------------------------------ unknown keys
+
+
+def test_an_unknown_key_is_named_with_the_closest_valid_one():
+    assert message({"quantizer": {"bound_mode": "rms"}}) == (
+        "quantizer.bound_mode: unknown key (value 'rms'); "
+        "did you mean quantizer.mode? allowed: kind, mode, value, block"
+    )
+
+
+@pytest.mark.parametrize(
+    "source, meant",
+    [
+        ({"quantiser": {}}, "quantizer"),
+        ({"statistic": {}}, "statistics"),
+        ({"mode": "rms"}, "quantizer.mode"),  # one level too high
+        ({"quantizer": {"coder": "raw"}}, "entropy.coder"),  # in the wrong section
+        ({"transport": {"frame_size": 1}}, "transport.frame_bytes"),
+        ({"schedul": "ring"}, "transport.schedule"),
+    ],
+)
+def test_suggestions(source, meant):
+    assert f"did you mean {meant}?" in message(source)
+
+
+def test_no_suggestion_where_nothing_is_close():
+    assert (
+        message({"zzz": 1}) == "zzz: unknown key (value 1); allowed: quantizer, entropy, transport, roles, statistics"
+    )
+
+
+def test_keys_that_are_not_strings_are_reported_like_any_other(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("1: 2\nquantizer:\n  yes: 1\n")
+    assert {line.strip().partition(" ")[0] for line in message(file).splitlines()[1:]} == {"1:", "quantizer.True:"}
+    assert "self: unknown key" in message({"self": 1})
+
+
+def test_all_problems_come_at_once():
+    text = message({"quantizer": {"mode": "x", "bloc": 1}, "roles": ["x", "y"], "entropy": 3})
+    assert text.startswith("4 problems\n")
+    keys = [line.strip().partition(":")[0] for line in text.splitlines()[1:]]
+    assert sorted(keys) == ["entropy", "quantizer.bloc", "quantizer.mode", "roles"]
+
+
+def test_a_long_value_is_shortened():
+    assert len(message({"zzz": "x" * 10_000})) < 300
+
+
+def test_building_a_section_by_hand_reports_the_same_way():
+    with pytest.raises(ConfigError, match="mode: 'x' is not allowed; allowed: abs, rel, rms"):
+        Quantizer(mode="x")
+    with pytest.raises(ConfigError, match="did you mean quantizer.mode"):
+        Config(mode="rms")
+    assert Config(quantizer=Quantizer(value=0.1)) == Config.load({"quantizer": {"value": 0.1}})
+
+
+def test_config_errors_are_ncz_errors_and_value_errors():
+    assert issubclass(ConfigError, NczError) and issubclass(ConfigError, ValueError)
+
+
+# ------------------------------------------------------------------ sources that cannot be read
+
+
+@pytest.mark.parametrize("typo", ["nclz", "ncclzz", "NCCLZ", "ncz", "ncclz "])
+def test_a_misspelt_short_form_gets_a_suggestion(typo):
+    assert f"{typo!r} is not a configuration; did you mean 'ncclz'?" in message(typo)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert f"{tmp_path}/my.yaml: no such file" in message(f"{tmp_path}/my.yaml")
+    assert f"{tmp_path}/my.yaml: cannot be read: No such file" in message(tmp_path / "my.yaml")
+    assert f"{tmp_path}: cannot be read: " in message(tmp_path)  # a directory
+
+
+@pytest.mark.parametrize("source", [True, 3, 0.5, ["ncclz"], b"ncclz"])
+def test_other_types_are_refused(source):
+    assert f"{source!r} ({type(source).__name__}) is not a configuration; allowed: 'ncclz', a mapping" in message(
+        source
+    )
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("c.json", '{\n "quantizer": {\n}', "c.json:3: invalid JSON: "),
+        ("c.json", '{"roles": ["gradient"], "roles": []}', "c.json: key 'roles' is given twice"),
+        ("c.json", '{"quantizer": {"value": NaN}}', "c.json: quantizer.value: nan is not allowed"),
+        ("c.json", "[1, 2]", "c.json: holds [1, 2], not a mapping"),
+        ("c.json", "[" * 100_000, "c.json: maximum recursion depth exceeded"),
+        ("c.json", "", "c.json:1: invalid JSON: "),
+        ("c.yaml", "quantizer:\n  mode: [rms\n", "c.yaml:3: invalid YAML: "),
+        ("c.yaml", "quantizer:\n\tmode: rms\n", "c.yaml:2: invalid YAML: "),
+        ("c.yaml", "entropy:\n  coder: raw\n  coder: fixed\n", "c.yaml:3: invalid YAML: key 'coder' is given twice"),
+        ("c.yaml", "? [a]\n: 1\n", "c.yaml:1: invalid YAML: "),
+        ("c.yaml", "quantizer: \x01\n", "c.yaml: invalid YAML: "),
+        ("c.yaml", "quantizer: 2026-13-01\n", "c.yaml: month must be in 1..12"),
+        ("c.yaml", "", "c.yaml: holds None, not a mapping"),
+        ("c.yaml", "ncclz", "c.yaml: holds 'ncclz', not a mapping"),
+        ("c.yaml", "quantizer:\n  value: .nan\n", "c.yaml: quantizer.value: nan is not allowed"),
+        ("c.toml", "", "c.toml: unknown kind of file; allowed: .yaml, .yml, .json"),
+    ],
+)
+def test_a_file_that_is_not_right_is_named(tmp_path, name, text, says):
+    file = tmp_path / name
+    file.write_text(text)
+    assert message(file).startswith(f"{tmp_path}/{says}")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    file = tmp_path / "c.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert message(file).startswith(f"{file}: is not UTF-8 text")
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path):
+    file = tmp_path / "c.json"
+    file.write_bytes(b"\xef\xbb\xbf{}")
+    assert Config.load(file) == Config()
+
+
+# ------------------------------------------------------------------ the object
+
+
+def test_it_is_immutable_hashable_and_travels():
+    config = Config.load(SOME)
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.quantizer.value = 1.0
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.roles = ()
+    assert hash(config) == hash(Config.load(SOME))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+
+
+def test_canonical_text_is_equal_for_equal_settings_only():
+    plain = Config().canonical()
+    assert plain == Config.load({"transport": {"frame_bytes": "1MiB"}}).canonical()
+    assert (
+        Config.load({"quantizer": {"value": 1}}).canonical() == Config.load({"quantizer": {"value": 1.0}}).canonical()
+    )
+    assert (
+        Config.load({"roles": ["parameter", "gradient"]}).canonical()
+        == Config.load({"roles": ["gradient", "parameter"]}).canonical()
+    )
+    variants = [Config.load({section: values}).canonical() for section, values in GOOD]
+    assert plain not in variants[:5] and len(set(variants[:5])) == 5
+
+
+@st.composite
+def configs(draw):
+    mode = draw(st.sampled_from(["abs", "rel", "rms"]))
+    limit = {"abs": 1e30, "rel": 0.99, "rms": 10.0}[mode]
+    return {
+        "quantizer": {
+            "mode": mode,
+            "value": draw(st.floats(0, limit, exclude_min=True)),
+            "block": 4096 * draw(st.integers(0, 100)),
+        },
+        "transport": {
+            "frame_bytes": draw(st.integers(16 << 10, 64 << 20)),
+            "min_bytes": draw(st.integers(0, 1 << 40)),
+            "timeout_seconds": draw(st.none() | st.floats(1e-3, 1e6)),
+        },
+        "roles": draw(st.lists(st.sampled_from(["gradient", "parameter", "activation"]), min_size=1, unique=True)),
+    }
+
+
+@given(configs())
+def test_canonical_text_loads_back_to_the_same_settings(document):
+    config = Config.load(document)
+    text = config.canonical()
+    assert "\n" not in text and json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) == text
+    assert Config.load(json.loads(text)) == config
+    assert config.quantizer.value == document["quantizer"]["value"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+some_key = st.sampled_from(["quantizer", "transport", "roles", "value", "frame_bytes"]) | st.text(max_size=5)
+
+
+@given(st.dictionaries(some_key, json_values | st.dictionaries(some_key, json_values, max_size=3), max_size=3))
+def test_whatever_is_given_the_only_error_is_ours(document):
+    try:
+        assert isinstance(Config.load(document), Config)
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_describe_is_one_line_with_what_matters():
+    assert Config().describe() == (
+        "error bound rms:0.25 per 4096 elements, coder auto, schedule auto, frames 1 MiB, roles gradient"
+    )
+    assert "rms:0.25 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
+    text = Config.load(SOME | {"entropy": {"coder": "raw", "predictor": "delta"}}).describe()
+    assert text.startswith("error bound abs:0.001, coder raw, predictor delta, ")
+    assert text.endswith("frames 4000000 B, roles gradient+activation")
+
+
+@pytest.mark.parametrize(
+    "size, text", [(0, "0 B"), (1000, "1000 B"), (1 << 10, "1 KiB"), (3 << 19, "1536 KiB"), (1 << 30, "1 GiB")]
+)
+def test_sizes_for_people(size, text):
+    assert format_size(size) == text
+
+
+def test_block_is_counted_in_the_kernels_chunks():
+    assert configuration.CHUNK == frame_format.CHUNK
+
+
+# ------------------------------------------------------------------ inside a DeepSpeed configuration
+
+# Keys of DeepSpeed that resemble ours most, or that hold other mappings.
+DEEPSPEED_DOCUMENT = {
+    "train_batch_size": 8,
+    "communication_data_type": "fp32",
+    "seq_parallel_communication_data_type": "fp32",
+    "compression_training": {"weight_quantization": {"shared_parameters": {}}},
+    "comms_logger": {"enabled": True},
+    "activation_checkpointing": {},
+    "zero_optimization": {"stage": 2},
+}
+
+
+@pytest.mark.parametrize("value", ["ncclz", "my.yaml", {}, {"quantizer": {"value": 0.1}}, True, 3])
+def test_our_section_is_found(value):
+    assert find_in_deepspeed(DEEPSPEED_DOCUMENT | {"communication_compression": value}) == value
+
+
+def test_absent_null_and_false_are_off():
+    assert find_in_deepspeed(DEEPSPEED_DOCUMENT) is None
+    assert find_in_deepspeed(DEEPSPEED_DOCUMENT | {"communication_compression": None}) is None
+    assert find_in_deepspeed(DEEPSPEED_DOCUMENT | {"communication_compression": False}) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "comunication_compression",
+        "communication_compresion",
+        "communication-compression",
+        "CommunicationCompression",
+        "comms_compression",
+        "communications_compression",
+    ],
+)
+def test_a_misspelt_key_is_an_error_also_beside_the_right_one(key):
+    for document in (DEEPSPEED_DOCUMENT, DEEPSPEED_DOCUMENT | {"communication_compression": "ncclz"}):
+        with pytest.raises(ConfigError, match=f"{key}: unknown key; did you mean 'communication_compression'"):
+            find_in_deepspeed(document | {key: "ncclz"})
+
+
+def test_a_misplaced_key_is_an_error():
+    document = DEEPSPEED_DOCUMENT | {"zero_optimization": {"stage": 2, "communication_compression": "ncclz"}}
+    with pytest.raises(ConfigError, match="zero_optimization.communication_compression; move it to the top level"):
+        find_in_deepspeed(document)
+    with pytest.raises(ConfigError, match="at a.b.communication_compression; move it"):
+        find_in_deepspeed({"a": {"b": {"communication_compression": None}}})
+
+
+def test_a_deepspeed_file_is_not_taken_for_one_of_ours():
+    assert "this is a DeepSpeed configuration" in message(DEEPSPEED_DOCUMENT)
+    assert "this is a DeepSpeed configuration" in message(DEEPSPEED[0])
+    assert not configuration.is_deepspeed(SOME)
+
+
+# ------------------------------------------------------------------ the files that ship
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda f: f.name)
+def test_our_files_are_valid(file):
+    jsonschema = pytest.importorskip("jsonschema")
+    Config.load(file)
+    jsonschema.validate(read_document(file), configuration.json_schema())
+
+
+@pytest.mark.parametrize("name", ["ncclz.yaml", "ncclz.json"])
+def test_the_full_files_hold_every_key_at_its_default(name):
+    document = read_document(CONFIGS / name)
+    document.pop("$schema", None)
+    keys = {f"{k}.{inner}" for k, v in document.items() if isinstance(v, dict) for inner in v} | {"roles"}
+    assert keys == {key for key, *_ in settings()}
+    assert Config.load(CONFIGS / name) == Config()
+
+
+def test_the_tight_and_the_aggressive_file_are_that():
+    tight, aggressive = (Config.load(CONFIGS / f"ncclz_{name}.yaml").quantizer for name in ("tight", "aggressive"))
+    assert tight.mode == aggressive.mode == Config().quantizer.mode
+    assert tight.value < Config().quantizer.value < aggressive.value
+
+
+def test_the_deepspeed_files_show_the_short_form_and_a_mapping():
+    sources = [find_in_deepspeed(read_document(file)) for file in DEEPSPEED]
+    assert all(isinstance(Config.load(source), Config) for source in sources)
+    assert {type(source) for source in sources} == {str, dict}
+
+
+def test_deepspeed_itself_accepts_the_deepspeed_files():
+    pytest.importorskip("deepspeed")
+    code = (
+        "import sys\n"
+        "from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "for file in sys.argv[1:]:\n"
+        "    config = DeepSpeedConfig(file)\n"
+        "    print('stage', config.zero_optimization_stage, config.bfloat16_config.enabled, config.optimizer_name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, DEEPSPEED)],
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("stage ")]
+    expected = [f"stage {re.search('zero([0-9])', file.name)[1]} {'bf16' in file.name} adamw" for file in DEEPSPEED]
+    assert lines == expected
+
+
+# ------------------------------------------------------------------ schema and documentation
+
+
+@pytest.mark.skipif(
+    tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 10), reason="older pydantic words the same schema otherwise"
+)
+def test_the_committed_schema_is_the_models():
+    assert json.loads((CONFIGS / "ncclz.schema.json").read_text()) == configuration.json_schema()
+
+
+def test_the_schema_agrees_with_the_model():
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(configuration.json_schema())
+    jsonschema.Draft202012Validator.check_schema(validator.schema)
+    for section, values in GOOD:
+        assert validator.is_valid({section: values})
+    # JSON Schema cannot say limits that depend on the mode or stand behind a unit, and takes 1e6 for an integer.
+    beyond = [{"value": 10.001}, {"frame_bytes": "65MiB"}, {"block": 4096.0}, {"frame_bytes": 1e6}]
+    for section, values in BAD:
+        in_json = all(not isinstance(v, float) or math.isfinite(v) for v in values.values())
+        if in_json and values not in beyond:
+            assert not validator.is_valid({section: values}), values
+    assert not validator.is_valid({"unknown": 1}) and not validator.is_valid({"quantizer": {"unknown": 1}})
+
+
+def test_every_setting_is_described():
+    for key, _, allowed, description in settings():
+        assert allowed and description.endswith("."), key
+
+
+def test_the_reference_in_the_documentation_is_the_models():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    table = text.split("<!-- settings -->\n")[1].split("\n<!-- end of settings -->")[0]
+    assert table == cli.settings_table(), "run `ncz schema --markdown` and paste it into docs/configuration.md"
+
+
+def test_the_errors_in_the_documentation_are_real(tmp_path):
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    assert message({"quantizer": {"bound_mode": "rms", "value": -1}}) in text
+    with pytest.raises(ConfigError) as caught:
+        find_in_deepspeed({"zero_optimization": {"communication_compression": "ncclz"}})
+    assert str(caught.value) in text
+
+
+def test_every_file_that_the_documentation_names_exists():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    named = set(re.findall(r"`((?:ncclz|deepspeed_)[a-z0-9_.]*\.(?:yaml|json))`", text))
+    assert named - {"ncclz.yaml"} and all((CONFIGS / name).is_file() for name in named)
+    assert {file.name for file in CONFIGS.iterdir()} <= named

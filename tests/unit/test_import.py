@@ -1,0 +1,100 @@
+"""`import ncz_plugins` needs nothing but torch and numpy; what takes more says so."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ncz_plugins
+
+OPTIONAL = {"pydantic", "yaml", "rich", "deepspeed", "horovod", "cupy"}
+
+PROGRAM = """
+import sys
+
+class Absent:
+    '''Makes the named packages look as if they were not installed.'''
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {optional!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import ncz_plugins
+
+assert ncz_plugins.__version__
+assert issubclass(ncz_plugins.ConfigError, ncz_plugins.NczError)
+assert "Config" in dir(ncz_plugins) and "Communicator" in dir(ncz_plugins)
+assert not {optional!r} & set(sys.modules)
+try:
+    ncz_plugins.Config
+except ImportError as error:
+    print(error)
+else:
+    raise SystemExit("Config was imported without pydantic")
+"""
+
+
+def test_import_needs_none_of_the_optional_packages():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(optional=OPTIONAL)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    package = done.stdout.split("'")[1]
+    assert package in OPTIONAL
+    assert done.stdout.strip() == (
+        f"ncz_plugins.Config needs the package '{package}', which is not installed; "
+        "`pip install ncz_plugins` installs all it needs"
+    )
+
+
+def test_everything_that_is_exported_exists():
+    for name in ncz_plugins.__all__:
+        assert getattr(ncz_plugins, name) is not None
+        assert name in dir(ncz_plugins)
+    from ncz_plugins.core.config import Config
+
+    assert ncz_plugins.Config is Config
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'ncz_plugins' has no attribute 'Confg'"):
+        _ = ncz_plugins.Confg
+
+
+def test_the_errors_are_one_family():
+    errors = [getattr(ncz_plugins, name) for name in ncz_plugins.__all__ if name.endswith("Error")]
+    assert len(errors) == 6
+    assert all(issubclass(error, ncz_plugins.NczError) and error.__doc__ for error in errors)
+    assert issubclass(ncz_plugins.ConfigError, ValueError)
+    assert issubclass(ncz_plugins.UnsupportedError, TypeError)
+
+
+@pytest.mark.parametrize(
+    "folder, forbidden",
+    [
+        ("kernels", {"ncz_plugins.core", "ncz_plugins.deepspeed", "ncz_plugins.horovod", "deepspeed", "horovod"}),
+        ("core", {"ncz_plugins.deepspeed", "ncz_plugins.horovod", "deepspeed", "horovod", "cupy"}),
+    ],
+)
+def test_imports_point_down_only(folder, forbidden):
+    package = Path(ncz_plugins.__file__).parent
+    files = sorted((package / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        own = ("ncz_plugins", *file.relative_to(package).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = ".".join(own[: -node.level]) + "." if node.level else ""
+                stem = (base + (node.module or "")).rstrip(".")
+                names = [stem, *(f"{stem}.{alias.name}" for alias in node.names)]
+            for name in names:
+                assert not any(f"{name}.".startswith(f"{bad}.") for bad in forbidden), f"{file} imports {name}"
