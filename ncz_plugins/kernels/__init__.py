@@ -1,0 +1,62 @@
+"""Kernels: quantize, select and entropy-code. The same bytes from every backend.
+
+`reference` (numpy) is the specification, `cpu` (C++) is what normally runs on host tensors.
+This package imports nothing of `ncz_plugins.core`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+from .backend import Backend
+
+ENVIRONMENT = "NCZ_CPU_KERNELS"  # auto (default) | avx2 | portable | reference
+_CHOICES = ("avx2", "portable", "reference")
+
+
+def load(name: str) -> Backend:
+    """The CPU backend called `name`: avx2, portable or reference. ImportError says why it can't run here."""
+    if name == "reference":
+        from .reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if name in _CHOICES:
+        from .cpu import CpuBackend
+
+        return CpuBackend(name)
+    raise ImportError(f"{ENVIRONMENT}={name!r} is unknown; allowed: auto, {', '.join(_CHOICES)}")
+
+
+def statuses() -> dict[str, str]:
+    """For each CPU backend "ok", or the reason why it does not load here. Fastest first."""
+    found = {}
+    for name in _CHOICES:
+        try:
+            load(name)
+            found[name] = "ok"
+        except ImportError as error:
+            found[name] = str(error)
+    return found
+
+
+@functools.cache
+def cpu_backend() -> Backend:
+    """The fastest backend for host tensors on this machine, or the one named in NCZ_CPU_KERNELS."""
+    wanted = os.environ.get(ENVIRONMENT, "auto")
+    if wanted != "auto":
+        return load(wanted)
+    reasons = []
+    for name in ("avx2", "portable"):
+        try:
+            return load(name)
+        except ImportError as error:
+            reasons.append(f"{name}: {error}")
+    warnings.warn(
+        "ncz_plugins: no compiled CPU kernels load, the numpy reference serves (about 100 times slower). "
+        + "; ".join(reasons),
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return load("reference")

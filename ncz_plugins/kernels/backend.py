@@ -1,0 +1,70 @@
+"""What every backend offers: the kernels' one interface, on contiguous 1-D torch tensors.
+
+Shapes and dtypes that all methods share:
+
+- `x`, `out`: floats, [count], of one of `format.DTYPES`.
+- `inverse_steps`, `scales`: one number per chunk of `format.CHUNK` elements, [chunks], float64 for
+  float64 tensors and float32 for all others. `inverse_steps` holds 1/step; `scales` holds what a
+  code is multiplied by.
+- `codes`: int32, [count].
+- `frame` to write: uint8 with room for at least `format.max_frame_bytes(count)`; the method returns
+  how many bytes it wrote. `frame` to read: uint8, exactly one frame.
+- `coder`, `predictor`: `format.Coder` and `format.Predictor`; AUTO lets the selector choose.
+
+Backends never check what a caller inside this package gets right by construction (dtype, device,
+contiguity); they check everything that came over a network, and raise `format.DamagedFrame`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from .format import Coder, Predictor
+
+
+class Backend(ABC):
+    """Kernels for one kind of device. All backends produce the same bytes and the same numbers."""
+
+    name: str
+
+    @abstractmethod
+    def chunk_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest magnitude and sum of squares of each chunk: two float64 tensors, [chunks].
+
+        Both are +inf for a chunk that holds a NaN or an infinity.
+        """
+
+    @abstractmethod
+    def quantize(self, x: Tensor, inverse_steps: Tensor, codes: Tensor) -> None:
+        """codes = rint(x * inverse_step), clamped to what int32 holds."""
+
+    @abstractmethod
+    def dequantize(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """out = codes * scale, rounded to nearest even in the dtype of `out`."""
+
+    @abstractmethod
+    def encode_codes(self, codes: Tensor, coder: Coder, predictor: Predictor, frame: Tensor) -> int:
+        """Write `codes` as one frame."""
+
+    @abstractmethod
+    def decode_codes(self, frame: Tensor, codes: Tensor, add: bool = False) -> None:
+        """Read one frame into `codes`; with `add`, add to what stands there (modulo 2**32)."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, inverse_steps: Tensor, coder: Coder, predictor: Predictor, frame: Tensor) -> int:
+        """`quantize` and `encode_codes` in one pass."""
+
+    @abstractmethod
+    def decode(self, frame: Tensor, scales: Tensor, out: Tensor) -> None:
+        """`decode_codes` and `dequantize` in one pass."""
+
+    @abstractmethod
+    def reduce(
+        self, frame: Tensor, x: Tensor, inverse_steps: Tensor, coder: Coder, predictor: Predictor, out: Tensor
+    ) -> int:
+        """The ring's inner step in one pass: decode `frame`, add the codes of `x`, encode into `out`.
+
+        `out` and `frame` must not overlap.
+        """

@@ -1,0 +1,60 @@
+// The half types as bits, to and from float32: exact one way, to nearest even the other. Branch-free, so
+// that compilers vectorize loops over them.
+#pragma once
+
+#include <cfloat>
+
+#include "format.h"
+
+static_assert(FLT_EVAL_METHOD == 0, "every product must be rounded to its own type, as the reference rounds it");
+
+namespace {
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline double widen(double x) { return x; }
+inline float widen(float x) { return x; }
+inline float widen(ncz::bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
+
+inline float widen(ncz::float16 x) {
+    uint32_t magnitude = x.bits & 0x7fffu;
+    uint32_t normal = (magnitude << 13) + (112u << 23);  // 112: float32's exponent bias less float16's
+    uint32_t subnormal = bits_of(float(int32_t(magnitude)) * 0x1p-24f);
+    uint32_t special = (magnitude << 13) | 0x7f800000u;  // infinity or NaN
+    uint32_t bits = magnitude < 0x0400u ? subnormal : magnitude < 0x7c00u ? normal : special;
+    return float_of(bits | uint32_t(x.bits & 0x8000u) << 16);
+}
+
+inline void narrow(double value, double& out) { out = value; }
+inline void narrow(float value, float& out) { out = value; }
+
+inline void narrow(float value, ncz::bfloat16& out) {
+    uint32_t bits = bits_of(value);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    uint32_t quiet_nan = (bits >> 16) | 0x40u;
+    out.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+}
+
+inline void narrow(float value, ncz::float16& out) {
+    uint32_t bits = bits_of(value);
+    uint32_t magnitude = bits & 0x7fffffffu;
+    // Rounds up to 65520 and over into the infinity by itself.
+    uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // 0.5f has float16's smallest subnormal, 2**-24, as its last bit: the addition rounds.
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t half = magnitude < 0x38800000u ? subnormal : magnitude < 0x47800000u ? normal : special;
+    out.bits = uint16_t(half | (bits >> 16 & 0x8000u));
+}
+
+}  // namespace

@@ -1,0 +1,81 @@
+"""Writes the golden files: what must never change without a new frame version.
+
+    python tests/unit/golden/make.py
+
+`codes.npz` holds codes and, for each coder and predictor, the frame they give; `floats.npz` holds floats, inverse
+steps, and the codes and the statistics they give. Run it again only together with a change of docs/wire-format.md.
+The numbers come from a formula, so that no library's random numbers are pinned.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ncz_plugins.kernels import reference
+from ncz_plugins.kernels.format import CHUNK, Coder, Predictor, chunks_of
+
+FOLDER = Path(__file__).parent
+CODERS, PREDICTORS = (Coder.RAW, Coder.FIXED, Coder.AUTO), (Predictor.NONE, Predictor.DELTA, Predictor.AUTO)
+
+
+def noise(count: int) -> np.ndarray:
+    """uint32 without visible order: a multiplicative congruential sequence's high bits (Knuth, TAOCP 3.3.4)."""
+    state = np.uint64(12345)
+    values = np.empty(count, dtype=np.uint32)
+    with np.errstate(over="ignore"):
+        for i in range(count):
+            state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+            values[i] = state >> np.uint64(32)
+    return values
+
+
+def codes() -> dict[str, np.ndarray]:
+    every_width = np.concatenate([noise(32) >> np.uint32(32 - w) if w else np.zeros(32, np.uint32) for w in range(33)])
+    return {
+        "empty": np.zeros(0, np.int32),
+        "one": np.array([-3], np.int32),
+        "extremes": np.array([2**31 - 1, -(2**31), 0, -1, 1], np.int32),
+        "every_width": reference.unpredict(every_width, Predictor.NONE),
+        "bytes": (noise(100) % 200).astype(np.int32) - 100,
+        "rising": np.arange(1000, 1300, dtype=np.int32) * 3,
+        "two_chunks": (noise(CHUNK + 37) % 15).astype(np.int32) - 7,
+    }
+
+
+def floats() -> dict[str, np.ndarray]:
+    uniform = noise(CHUNK + 100).astype(np.float64) / 2**31 - 1
+    special = uniform[:200].astype(np.float32)
+    special[::20] = [np.nan, np.inf, -np.inf, 0, -0.0, 0.5, 1.5, 2.5, 1e-40, 3e38]
+    return {"float32": uniform.astype(np.float32), "float64": uniform**3, "special": special}
+
+
+def frame_name(name: str, coder: Coder, predictor: Predictor) -> str:
+    return f"{name}-{coder.name}-{predictor.name}".lower()
+
+
+def codes_and_frames() -> dict[str, np.ndarray]:
+    arrays = codes()
+    for name, values in codes().items():
+        for coder in CODERS:
+            for predictor in PREDICTORS:
+                frame = reference.encode_codes(values, coder, predictor)
+                arrays[frame_name(name, coder, predictor)] = np.frombuffer(frame, np.uint8)
+    return arrays
+
+
+def floats_and_codes() -> dict[str, np.ndarray]:
+    arrays = {}
+    for name, x in floats().items():
+        inverse_steps = (np.arange(chunks_of(x.size)) * 30 + 20.3).astype(x.dtype)
+        arrays[name] = x
+        arrays[f"{name}-inverse_steps"] = inverse_steps
+        arrays[f"{name}-codes"] = reference.quantize(x, inverse_steps)
+        arrays[f"{name}-absmax"], arrays[f"{name}-squares"] = reference.chunk_statistics(x)
+    return arrays
+
+
+if __name__ == "__main__":
+    np.savez_compressed(FOLDER / "codes.npz", **codes_and_frames())
+    np.savez_compressed(FOLDER / "floats.npz", **floats_and_codes())

@@ -1,0 +1,177 @@
+"""Frames that were cut, overwritten or made up: DamagedFrame or a valid decode, the same from every backend."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ncz_plugins import kernels
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Coder,
+    DamagedFrame,
+    Predictor,
+    chunks_of,
+    max_frame_bytes,
+)
+
+REFERENCE = kernels.load("reference")
+COMPILED = [kernels.load(name) for name in ("avx2", "portable") if kernels.statuses()[name] == "ok"]
+UNTOUCHED = -559038737
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="no compiled kernels to compare with the reference")
+
+
+def frame_of(count: int, coder: Coder, predictor: Predictor) -> torch.Tensor:
+    """A frame of codes of between 0 and 20 bits, another number in each block."""
+    generator = torch.Generator().manual_seed(count)
+    codes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=generator)
+    codes >>= torch.randint(0, 22, (-(-count // 32),), generator=generator).repeat_interleave(32)[:count]
+    frame = torch.empty(max_frame_bytes(count), dtype=torch.uint8)
+    return frame[: REFERENCE.encode_codes(codes.to(torch.int32), coder, predictor, frame)].clone()
+
+
+FRAMES = {
+    f"{coder.name}-{predictor.name}-{count}": (count, frame_of(count, coder, predictor))
+    for coder in (Coder.RAW, Coder.FIXED)
+    for predictor in (Predictor.NONE, Predictor.DELTA)
+    for count in (1, 75)
+}
+LONG = {
+    f"{coder.name}-{predictor.name}": (2 * CHUNK + 75, frame_of(2 * CHUNK + 75, coder, predictor))
+    for coder, predictor in (
+        (Coder.RAW, Predictor.DELTA),
+        (Coder.FIXED, Predictor.NONE),
+        (Coder.FIXED, Predictor.DELTA),
+    )
+}
+frames = pytest.mark.parametrize("count,frame", FRAMES.values(), ids=FRAMES.keys())
+
+
+def verdict(backend, frame: torch.Tensor, count: int) -> list[int] | str:
+    """The codes, or what the backend says is wrong."""
+    codes = torch.full((count,), UNTOUCHED, dtype=torch.int32)
+    try:
+        backend.decode_codes(frame, codes)
+    except DamagedFrame as error:
+        assert (codes == UNTOUCHED).all(), f"{backend.name} wrote codes of a damaged frame"
+        return str(error)
+    return codes.tolist()
+
+
+def check(frame: torch.Tensor, count: int) -> list[int] | str:
+    """The verdict, on which all backends must agree. They get an exactly sized copy, for sanitizers to watch."""
+    expected = verdict(REFERENCE, frame, count)
+    for backend in COMPILED:
+        assert verdict(backend, frame.clone(), count) == expected, backend.name
+    return expected
+
+
+@frames
+def test_whole_frames_are_accepted(count, frame):
+    assert isinstance(check(frame, count), list)
+
+
+@frames
+def test_truncation_at_every_byte(count, frame):
+    for size in range(frame.numel()):
+        assert isinstance(check(frame[:size], count), str)
+
+
+@frames
+def test_bytes_behind_the_frame(count, frame):
+    for extra in (1, 2, 8, 4096):
+        assert isinstance(check(torch.cat([frame, torch.zeros(extra, dtype=torch.uint8)]), count), str)
+
+
+@frames
+def test_every_value_of_every_header_byte(count, frame):
+    accepted = 0
+    for at in range(HEADER_BYTES):
+        for value in range(256):
+            damaged = frame.clone()
+            damaged[at] = value
+            result = check(damaged, count)
+            accepted += isinstance(result, list) and value != frame[at]
+    assert accepted == 1  # the other predictor: as valid, other codes
+
+
+@frames
+def test_another_count_than_expected(count, frame):
+    for other in (0, count - 1, count + 1, CHUNK + count):
+        assert f"holds {count} codes, expected {other}" in check(frame, other)
+
+
+@pytest.mark.parametrize("count,frame", LONG.values(), ids=LONG.keys())
+def test_every_byte_of_the_table_and_the_widths(count, frame):
+    """The bytes that say where other bytes lie, one at a time, to values about the limits."""
+    table = 2 * chunks_of(count)
+    first_chunk = HEADER_BYTES + table
+    for at in (*range(HEADER_BYTES, first_chunk), *range(first_chunk, first_chunk + CHUNK // 32, 9)):
+        for value in (0, 1, 32, 33, 255):
+            damaged = frame.clone()
+            damaged[at] = value
+            check(damaged, count)
+
+
+@frames
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_flips(count, frame, data):
+    damaged = frame.clone()
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, frame.numel() - 1))
+        damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    check(damaged, count)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_payloads_made_up_under_a_valid_header(data):
+    count = data.draw(st.integers(0, 100))
+    payload = data.draw(st.binary(max_size=120))
+    if data.draw(st.booleans()) and count:  # a right table, so that the widths are looked at
+        payload = struct.pack("<H", len(payload)) + payload
+    coder, width = data.draw(st.sampled_from([(0, 8), (0, 16), (0, 32), (1, 0), (1, 8), (0, 0), (7, 0)]))
+    predictor = data.draw(st.integers(0, 2))
+    header = struct.pack("<IBBBBIIII", MAGIC, VERSION, coder, predictor, width, count, len(payload), 0, 0)
+    check(torch.frombuffer(bytearray(header + payload), dtype=torch.uint8), count)
+
+
+def test_what_stands_in_padding_is_ignored():
+    """A sender may leave anything behind the last code of an octet; it must not get into a sum's frame."""
+    count = 3
+    x, inverse_steps = torch.ones(count), torch.ones(1)
+    for predictor in (Predictor.NONE, Predictor.DELTA):
+        frame = frame_of(count, Coder.FIXED, predictor)
+        frame[-1] = 0xFF
+        codes = check(frame, count)
+        assert isinstance(codes, list)
+        sums = []
+        for backend in (REFERENCE, *COMPILED):
+            out = torch.empty(max_frame_bytes(count), dtype=torch.uint8)
+            written = backend.reduce(frame, x, inverse_steps, Coder.FIXED, Predictor.NONE, out)
+            sums.append(out[:written].tolist())
+            assert verdict(backend, out[:written], count) == [code + 1 for code in codes]
+        assert all(s == sums[0] for s in sums)
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, *COMPILED], ids=lambda b: b.name)
+@frames
+def test_decode_and_reduce_refuse_too(backend, count, frame):
+    x, ones = torch.zeros(count), torch.ones(1)
+    damaged = frame[:-1].clone()
+    with pytest.raises(DamagedFrame, match="payload has"):
+        backend.decode(damaged, ones, x)
+    assert (x == 0).all()
+    out = torch.zeros(max_frame_bytes(count), dtype=torch.uint8)
+    with pytest.raises(DamagedFrame, match="payload has"):
+        backend.reduce(damaged, x, ones, Coder.AUTO, Predictor.AUTO, out)
+    assert (out == 0).all()

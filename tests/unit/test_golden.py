@@ -1,0 +1,53 @@
+"""The bytes of frames, and the numbers in them, are what they were when golden/make.py last ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ncz_plugins import kernels
+from ncz_plugins.kernels.format import Coder, Predictor, max_frame_bytes
+
+GOLDEN = Path(__file__).parent / "golden"
+CODES = dict(np.load(GOLDEN / "codes.npz"))
+FLOATS = dict(np.load(GOLDEN / "floats.npz"))
+FRAMES = [name for name in CODES if "-" in name]  # codes-coder-predictor
+STATUSES = kernels.statuses()
+
+
+@pytest.fixture(params=list(STATUSES))
+def backend(request):
+    if STATUSES[request.param] != "ok":
+        pytest.skip(STATUSES[request.param])
+    return kernels.load(request.param)
+
+
+def test_each_coder_and_predictor_is_pinned():
+    pinned = {tuple(name.split("-")[1:]) for name in FRAMES}
+    assert pinned == {(c.name.lower(), p.name.lower()) for c in Coder for p in Predictor}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames(backend, name):
+    kind, coder, predictor = name.split("-")
+    codes, golden = torch.from_numpy(CODES[kind]), torch.from_numpy(CODES[name])
+    frame = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
+    written = backend.encode_codes(codes, Coder[coder.upper()], Predictor[predictor.upper()], frame)
+    assert frame[:written].tolist() == golden.tolist()
+    decoded = torch.empty_like(codes)
+    backend.decode_codes(golden, decoded)
+    assert decoded.tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in FLOATS if "-" not in name])
+def test_quantizer_and_statistics(backend, name):
+    golden = {key.partition("-")[2]: torch.from_numpy(value) for key, value in FLOATS.items() if key.startswith(name)}
+    x = golden[""]
+    codes = torch.empty(x.numel(), dtype=torch.int32)
+    backend.quantize(x, golden["inverse_steps"], codes)
+    assert torch.equal(codes, golden["codes"])
+    absmax, squares = backend.chunk_statistics(x)
+    assert torch.equal(absmax, golden["absmax"]) and torch.equal(squares, golden["squares"])
