@@ -1,0 +1,87 @@
+"""What was sent, what it would have been, and why some calls went the plain way."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass, field, fields
+
+
+@dataclass
+class Counters:
+    """Sums over calls, as one rank sees them. Bytes are what this rank sends; times are in seconds.
+
+    Attributes:
+        calls: collectives asked for.
+        compressed_calls: those that went compressed; the others are in `bypasses`.
+        bytes_in: size of the tensors handed in.
+        plain_bytes: what a bandwidth-optimal plain collective would have sent.
+        wire_bytes: what was sent: frames, their sizes, agreements, and bypassed calls in full.
+        bypasses: reason -> calls.
+        agree_seconds: measuring the tensor and agreeing on the step.
+        encode_seconds, decode_seconds: inside the codec (decode + add + encode counts as encode).
+        wait_seconds: waiting for peers and the network.
+        seconds: from the start of a call to its end, on the thread that runs it.
+    """
+
+    calls: int = 0
+    compressed_calls: int = 0
+    bytes_in: int = 0
+    plain_bytes: int = 0
+    wire_bytes: int = 0
+    bypasses: dict[str, int] = field(default_factory=dict)
+    agree_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """plain_bytes / wire_bytes; 1.0 where nothing was sent."""
+        return self.plain_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def add(self, other: Counters) -> None:
+        for item in fields(self):
+            if item.name == "bypasses":
+                for reason, calls in other.bypasses.items():
+                    self.bypasses[reason] = self.bypasses.get(reason, 0) + calls
+            else:
+                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def to_dict(self) -> dict:
+        """Plain numbers, ready for JSON; includes the ratio."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+class Statistics:
+    """Counters over a whole run and per step. Safe to read while a collective runs.
+
+    Attributes:
+        total: since the start.
+        steps: one per finished step, the latest `history` of them, oldest first.
+    """
+
+    def __init__(self, history: int):
+        self.total = Counters()
+        self.steps: deque[Counters] = deque(maxlen=history)
+        self._step = Counters()
+        self._lock = threading.Lock()
+
+    def record(self, counters: Counters) -> None:
+        """Add one call."""
+        with self._lock:
+            self.total.add(counters)
+            self._step.add(counters)
+
+    def end_step(self) -> Counters:
+        """Close the current step and return its counters. The caller knows what a step is."""
+        with self._lock:
+            finished, self._step = self._step, Counters()
+            self.steps.append(finished)
+            return finished
+
+    def to_dict(self) -> dict:
+        """`total` and `steps`, ready for JSON."""
+        with self._lock:
+            return {"total": self.total.to_dict(), "steps": [step.to_dict() for step in self.steps]}

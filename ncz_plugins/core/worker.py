@@ -1,0 +1,82 @@
+"""One background thread that runs collectives in the order they were asked for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable
+
+from .errors import PeerError
+
+
+class Handle:
+    """What an asynchronous collective returns; stands in for torch.distributed's Work."""
+
+    def __init__(self, future: concurrent.futures.Future):
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the result is in place. Raises what went wrong; PeerError after `timeout` seconds."""
+        try:
+            self._future.result(None if timeout is None else _seconds(timeout))
+        except concurrent.futures.TimeoutError as error:
+            if self._future.done():
+                raise
+            raise PeerError(f"the collective did not end within {_seconds(timeout)} s; it goes on") from error
+        return True
+
+    def is_completed(self) -> bool:
+        """True once the result is in place or the collective has failed."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """True once the result is in place."""
+        return self._future.done() and self._future.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once completed."""
+        return self._future.exception() if self._future.done() else None
+
+
+def _seconds(timeout) -> float:
+    """torch.distributed takes a timedelta; seconds do as well."""
+    return timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
+
+
+class Worker:
+    """A daemon thread: a hung peer must not keep the interpreter from ending."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> Handle:
+        """Run `job` after all earlier ones."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self._jobs.put((job, future))
+        return Handle(future)
+
+    def __del__(self):
+        self._jobs.put(None)  # nobody can submit any more, so the thread may end
+
+    def close(self, timeout: float) -> bool:
+        """End after the jobs asked for so far; False if that takes longer than `timeout` seconds."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _run(jobs: queue.SimpleQueue) -> None:
+    # A function, not a method: the thread must not keep the communicator that owns it alive.
+    while (item := jobs.get()) is not None:
+        job, future = item
+        try:
+            job()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del item, job, future  # do not hold tensors while idle

@@ -1,0 +1,171 @@
+"""Everything about a communicator that is not a number: handles, bypasses, groups, life and death."""
+
+import gc
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+from common import digest, finish, start, values
+
+from ncz_plugins import Communicator, Config, NczError, UnsupportedError
+
+rank, world_size = start()
+everyone = [values(r, 100_000) for r in range(world_size)]
+exact = sum(everyone)
+result = {}
+
+
+def raises(error: type, call, *words: str) -> None:
+    try:
+        call()
+    except error as caught:
+        assert all(word in str(caught) for word in words), caught
+    else:
+        raise AssertionError(f"no {error.__name__}")
+
+
+def bypasses(communicator: Communicator) -> dict:
+    return dict(communicator.stats.total.bypasses)
+
+
+# Bypasses: each with its reason, each with torch.distributed's exact result.
+with Communicator() as communicator:
+    integers = torch.arange(50_000)
+    communicator.all_reduce(integers)
+    assert torch.equal(integers, torch.arange(50_000) * world_size)
+    small = everyone[rank][:100].clone()
+    communicator.all_reduce(small)
+    plain = everyone[rank][:100].clone()
+    dist.all_reduce(plain)
+    assert torch.equal(small, plain)
+    largest = everyone[rank].clone()
+    communicator.all_reduce(largest, dist.ReduceOp.MAX)
+    assert torch.equal(largest, torch.stack(everyone).amax(0))
+    weights = everyone[rank].clone()
+    communicator.all_reduce(weights, role="parameter")
+    plain = everyone[rank].clone()
+    dist.all_reduce(plain)
+    assert torch.equal(weights, plain)
+    empty = torch.empty(0)
+    communicator.all_reduce(empty)
+    average = everyone[rank][:100].clone()
+    handle = communicator.all_reduce(average, dist.ReduceOp.AVG, async_op=True)  # plain, as it is small
+    handle.wait()
+    handle.wait()
+    assert handle.is_completed()
+    torch.testing.assert_close(average, exact[:100] / world_size)
+    result["early bypasses"] = bypasses(communicator)
+
+# NaN and infinity come through, on every rank, at their own places.
+with Communicator() as communicator:
+    for poison in (float("nan"), float("inf"), float("-inf")):
+        tensor = everyone[rank].clone()
+        if rank == world_size - 1:
+            tensor[77_777] = poison
+        communicator.all_reduce(tensor)
+        assert not tensor[77_777].isfinite()
+        assert tensor.isfinite().sum() == tensor.numel() - 1
+        part = torch.empty(100_000)
+        whole = torch.cat(everyone)
+        if rank == 0:
+            whole[-1] = poison
+        communicator.reduce_scatter_tensor(part, whole)
+        assert part.isfinite().all() == (rank != world_size - 1)
+    tensor = torch.full((100_000,), 1.0, dtype=torch.float64)
+    result["late bypasses"] = bypasses(communicator)
+with Communicator({"quantizer": {"mode": "abs", "value": 1e-12}}) as communicator:
+    tensor = everyone[rank].clone()
+    communicator.all_reduce(tensor)
+    plain = everyone[rank].clone()
+    dist.all_reduce(plain)
+    assert torch.equal(tensor, plain)
+    result["overflow"] = bypasses(communicator)
+with Communicator({"quantizer": {"mode": "rel", "value": 1e-5}}) as communicator:
+    tensor = everyone[rank].bfloat16()
+    communicator.all_reduce(tensor)
+    result["not worth it"] = bypasses(communicator)
+
+# Handles: many at once, waited for in any order, from another thread too, results in place.
+with Communicator({"quantizer": {"mode": "rms", "value": 0.01}}) as communicator:
+    tensors = [values(rank, 30_000 + i, seed=i) for i in range(12)]
+    handles = [communicator.all_reduce(tensor, async_op=True) for tensor in tensors]
+    dist.barrier()  # the group itself stays free for others meanwhile
+    for handle in reversed(handles):
+        assert handle.wait() is True and handle.is_completed() and handle.is_success()
+        assert handle.exception() is None
+    for i, tensor in enumerate(tensors):
+        wanted = sum(values(r, 30_000 + i, seed=i) for r in range(world_size))
+        assert (tensor - wanted).abs().max() < 0.05 * world_size**2
+    result["async"] = [digest(tensor) for tensor in tensors]
+    tensor = everyone[rank].clone()
+    handle = communicator.all_reduce(tensor, async_op=True)
+    waiter = threading.Thread(target=handle.wait)
+    waiter.start()
+    waiter.join(30)
+    assert not waiter.is_alive()
+    result["bytes"] = communicator.stats.to_dict()["total"]
+
+# Shapes: anything contiguous; what is not is refused with the remedy.
+with Communicator({"transport": {"min_bytes": 0}}) as communicator:
+    cube = everyone[rank][:99_000].clone().view(10, 99, 100)
+    communicator.all_reduce(cube)
+    scalar = torch.tensor(float(rank))
+    communicator.all_reduce(scalar)
+    assert cube.shape == (10, 99, 100) and scalar.shape == ()
+    raises(UnsupportedError, lambda: communicator.all_reduce(cube.transpose(0, 1)), "contiguous()")
+    raises(UnsupportedError, lambda: communicator.all_reduce(torch.empty(9, device="meta")), "meta", "CPU")
+    raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(3), torch.empty(4)), "4 elements")
+    raises(UnsupportedError, lambda: communicator.broadcast(cube, 99), "src=99")
+
+# Closing: twice is fine, using it afterwards is not.
+communicator = Communicator()
+communicator.close()
+communicator.close()
+if world_size > 1:
+    raises(NczError, lambda: communicator.all_reduce(everyone[rank].clone()), "closed")
+
+# Subgroups: of any shape, several over the same ranks, made in the same order by their members only.
+if world_size >= 3:
+    pair = dist.new_group([0, world_size - 1])
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    if rank in (0, world_size - 1):
+        first, second = Communicator(group=pair), Communicator({"transport": {"schedule": "direct"}}, pair)
+        one, two = everyone[rank].clone(), everyone[rank].clone()
+        handle = first.all_reduce(one, async_op=True)
+        second.all_reduce(two)
+        handle.wait()
+        assert torch.equal(one, two)
+        third = everyone[rank].clone()
+        first.broadcast(third, world_size - 1)  # src is a global rank, as in torch.distributed
+        assert (third - everyone[-1]).abs().max() < world_size
+        first.close()
+        second.close()
+    own = everyone[rank].clone()
+    Communicator(group=alone).all_reduce(own)
+    assert torch.equal(own, everyone[rank])
+
+
+# Making and closing many leaves nothing behind.
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def cycle() -> None:
+    with Communicator() as communicator:
+        communicator.all_reduce(everyone[rank].clone())
+
+
+for _ in range(3):
+    cycle()
+gc.collect()
+dist.barrier()
+before, threads = open_files(), threading.active_count()
+for _ in range(20):
+    cycle()
+gc.collect()
+dist.barrier()
+result["leaked"] = [open_files() - before, threading.active_count() - threads]
+
+assert Config.load("ncclz") == communicator.config
+finish(result)

@@ -1,0 +1,78 @@
+"""Every collective x dtype x size x schedule against the exact answer; leaves a digest of each result."""
+
+import torch
+import torch.distributed as dist
+from common import digest, finish, start, values
+
+from ncz_plugins import Communicator
+
+SIZES = (0, 1, 7, 4099, 120_011)  # a prime number of elements last
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HALF_ULP = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+BOUND = 0.01
+
+rank, world_size = start()
+outcomes = {}
+
+
+def check(name: str, got: torch.Tensor, exact: torch.Tensor, addends: int = 1) -> None:
+    """Within the bound, plus the rounding of the result to a short dtype."""
+    if exact.numel():
+        # A plain collective of a short dtype rounds after every addition, and is not ours to judge.
+        slack = world_size * HALF_ULP[got.dtype] * exact.abs().max().item() * 2
+        error = (got.double() - exact).abs().max().item()
+        # Plain float32 sums round as well.
+        assert error <= addends * BOUND + slack + 1e-5, f"{name}: error {error}"
+    outcomes[name] = digest(got)
+
+
+for schedule in ("ring", "direct"):
+    for frame_bytes in ("16KiB", "1MiB"):
+        config = {
+            "quantizer": {"mode": "abs", "value": BOUND},
+            "transport": {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": 0},
+        }
+        with Communicator(config) as communicator:
+            for dtype in DTYPES:
+                for numel in SIZES:
+                    name = f"{dtype} {numel}"
+                    mine = values(rank, numel, dtype)
+                    everyone = [values(r, numel, dtype).double() for r in range(world_size)]
+
+                    tensor = mine.clone()
+                    assert communicator.all_reduce(tensor) is None
+                    check(f"all_reduce {name}", tensor, sum(everyone), world_size)
+
+                    tensor = mine.clone()
+                    handle = communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
+                    handle.wait()
+                    check(f"average {name}", tensor, sum(everyone) / world_size)
+
+                    whole = values(rank, numel * world_size, dtype)
+                    exact = sum(values(r, numel * world_size, dtype).double() for r in range(world_size))
+                    part = torch.empty(numel, dtype=dtype)
+                    communicator.reduce_scatter_tensor(part, whole)
+                    check(f"reduce_scatter {name}", part, exact[rank * numel :][:numel], world_size)
+
+                    aliased = whole.clone()  # as ZeRO 3 does: the output is a part of the input
+                    own = aliased[rank * numel :][:numel]
+                    communicator.reduce_scatter_tensor(own, aliased)
+                    assert torch.equal(own, part)
+
+                    gathered = torch.empty(numel * world_size, dtype=dtype)
+                    communicator.all_gather_into_tensor(gathered, mine)
+                    check(f"all_gather {name}", gathered, torch.cat(everyone) if everyone else gathered)
+
+                    aliased = torch.zeros_like(gathered)  # the input is a part of the output
+                    aliased[rank * numel :][:numel] = mine
+                    communicator.all_gather_into_tensor(aliased, aliased[rank * numel :][:numel])
+                    assert torch.equal(aliased, gathered)
+
+                    for src in {0, world_size - 1}:
+                        tensor = mine.clone()
+                        communicator.broadcast(tensor, src)
+                        check(f"broadcast from {src} {name}", tensor, everyone[src])
+            total = communicator.stats.total
+            assert (total.compressed_calls > 0) == (world_size > 1), total
+
+finish(outcomes)

@@ -1,0 +1,38 @@
+"""What every worker needs."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def start() -> tuple[int, int]:
+    """Join the others; returns rank and world size."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def finish(result: object) -> None:
+    """Leave the result for the test, and leave together with the others."""
+    leave(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def leave(result: object) -> None:
+    """Leave the result for the test; for a rank whose peers are gone."""
+    Path(os.environ["NCZ_TEST_RESULT"]).write_text(json.dumps(result))
+
+
+def values(rank: int, numel: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    """What `rank` holds; every rank can compute it, so that the exact answer is known everywhere."""
+    generator = torch.Generator().manual_seed(97 * rank + seed)
+    return (torch.randn(numel, generator=generator) * (1 + rank)).to(dtype)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()

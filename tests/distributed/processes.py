@@ -1,0 +1,76 @@
+"""Starts one real process per rank and never waits for ever."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+WORKERS = Path(__file__).with_name("_workers")
+
+
+@dataclass
+class Finished:
+    """One rank's process: its exit code, what it printed, and the JSON it left (None if it left none)."""
+
+    returncode: int
+    output: str
+    result: object
+
+
+def run(worker: str, world_size: int, tmp_path: Path, *arguments: str, seconds: float = 120) -> list[Finished]:
+    """Run `_workers/WORKER.py` once per rank; every process is gone when this returns.
+
+    A worker finds its rank, the world size and the meeting point in the environment, as under any
+    launcher, and the file to write its result to in NCZ_TEST_RESULT.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    started = []
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "NCZ_TEST_RESULT": str(tmp_path / f"rank{rank}.json"),
+        }
+        log = open(tmp_path / f"rank{rank}.log", "w+")
+        command = [sys.executable, "-u", str(WORKERS / f"{worker}.py"), *arguments]
+        started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
+    deadline = time.monotonic() + seconds
+    late = []
+    for rank, (process, _) in enumerate(started):
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(rank)
+    for process, _ in started:
+        process.kill()
+        process.wait()
+    finished = []
+    for rank, (process, log) in enumerate(started):
+        log.seek(0)
+        result = tmp_path / f"rank{rank}.json"
+        finished.append(
+            Finished(process.returncode, log.read(), json.loads(result.read_text()) if result.exists() else None)
+        )
+        log.close()
+    assert not late, f"ranks {late} did not end within {seconds} s:\n" + report(finished)
+    return finished
+
+
+def report(finished: list[Finished]) -> str:
+    """What every rank printed, for the message of a failed assertion."""
+    return "\n".join(f"--- rank {rank} exited with {f.returncode}\n{f.output}" for rank, f in enumerate(finished))
+
+
+def results(finished: list[Finished]) -> list:
+    """Every rank's result, once it is sure that all ended well."""
+    assert all(f.returncode == 0 for f in finished), report(finished)
+    return [f.result for f in finished]

@@ -1,0 +1,62 @@
+"""The cuts: they cover every element once, on chunk boundaries, alike for all frames of a segment."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncz_plugins.core.frame import Layout, Window
+from ncz_plugins.kernels.format import CHUNK, chunks_of
+
+sizes = st.one_of(st.integers(0, 20), st.integers(0, 40 * CHUNK))
+blocks = st.sampled_from([0, CHUNK, 4 * CHUNK])
+frame_elements = st.sampled_from([1, CHUNK, 5 * CHUNK, 1 << 20])
+
+
+def check(layout: Layout) -> None:
+    elements, chunks = [], []
+    for segment in range(len(layout.lengths)):
+        start = layout.segment(segment).start
+        for index in range(layout.frames):
+            frame, covered = layout.frame(segment, index), layout.frame_chunks(segment, index)
+            assert (frame.start - start) % CHUNK == 0 or frame.start == frame.stop
+            assert covered.stop - covered.start == chunks_of(frame.stop - frame.start)
+            elements += range(frame.start, frame.stop)
+            chunks += range(covered.start, covered.stop)
+    assert elements == list(range(layout.numel))
+    assert chunks == list(range(layout.chunks))
+
+
+@given(sizes, st.integers(1, 9), frame_elements, blocks)
+def test_split_covers_everything_once(numel, segments, frame, block):
+    layout = Layout.split(numel, segments, frame, block)
+    assert len(layout.lengths) == segments and layout.numel == numel
+    check(layout)
+
+
+@given(st.lists(sizes, min_size=1, max_size=4), frame_elements)
+def test_given_lengths_are_covered_once(lengths, frame):
+    check(Layout.of(lengths, frame))
+
+
+@given(sizes, st.integers(1, 9), blocks)
+def test_blocks_do_not_depend_on_the_number_of_segments(numel, segments, block):
+    assert Layout.split(numel, segments, CHUNK, block).block_lengths(block) == Layout.split(
+        numel, 1, CHUNK, block
+    ).block_lengths(block)
+
+
+@given(sizes, st.integers(1, 9), blocks)
+def test_blocks_cover_every_element_and_chunk(numel, segments, block):
+    layout = Layout.split(numel, segments, CHUNK, block)
+    assert sum(layout.block_lengths(block)) == numel
+    assert sum(layout.chunks_per_block(block)) == layout.chunks
+
+
+def test_a_segment_is_cut_into_several_frames_so_that_coding_and_transfer_overlap():
+    assert Layout.split(1 << 20, 2, 1 << 20, 0).frames >= 4
+
+
+def test_a_window_is_a_view():
+    data = torch.arange(10.0)
+    Window(data, start=100)[slice(102, 104)].zero_()
+    assert data.tolist() == [0, 1, 0, 0, 4, 5, 6, 7, 8, 9]

@@ -1,0 +1,86 @@
+"""The background thread and its handles."""
+
+import gc
+import threading
+import weakref
+from datetime import timedelta
+
+import pytest
+
+from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.worker import Worker
+
+
+def test_jobs_run_in_order_on_one_other_thread():
+    worker, seen = Worker("test"), []
+    handles = [worker.submit(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(50)]
+    assert all(handle.wait() for handle in handles)
+    assert seen == [(i, "test") for i in range(50)]
+    assert worker.close(5)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), TimeoutError("the job's own"), PeerError("gone")])
+def test_what_a_job_raises_comes_out_of_wait_each_time(error):
+    def job():
+        raise error
+
+    worker = Worker("test")
+    handle = worker.submit(job)
+    for _ in range(2):
+        with pytest.raises(type(error), match=str(error)):
+            handle.wait(5)
+    assert handle.is_completed() and not handle.is_success() and handle.exception() is error
+    assert worker.submit(lambda: None).wait()  # the thread goes on
+    assert worker.close(5)
+
+
+@pytest.mark.parametrize("timeout", [0.05, timedelta(seconds=0.05)])
+def test_waiting_is_bounded_where_asked_for(timeout):
+    worker, go = Worker("test"), threading.Event()
+    handle = worker.submit(go.wait)
+    with pytest.raises(PeerError, match="0.05 s"):
+        handle.wait(timeout)
+    assert not handle.is_completed() and handle.exception() is None
+    go.set()
+    assert handle.wait()
+    assert worker.close(5)
+
+
+def test_closing_finishes_what_was_asked_for():
+    worker, seen = Worker("test"), []
+    for i in range(10):
+        worker.submit(lambda i=i: seen.append(i))
+    assert worker.close(5)
+    assert seen == list(range(10))
+
+
+def test_closing_does_not_wait_for_ever():
+    worker, go = Worker("test"), threading.Event()
+    worker.submit(go.wait)
+    assert not worker.close(0.05)
+    go.set()
+
+
+def test_an_idle_thread_holds_on_to_nothing():
+    class Tensor:
+        def job(self):
+            pass
+
+    worker, tensor = Worker("test"), Tensor()
+    watched = weakref.ref(tensor)
+    worker.submit(tensor.job).wait()
+    worker.submit(lambda: None).wait()
+    del tensor
+    gc.collect()
+    assert watched() is None
+    assert worker.close(5)
+
+
+def test_a_forgotten_worker_ends_its_thread():
+    worker = Worker("forgotten")
+    worker.submit(lambda: None).wait()
+    thread = next(t for t in threading.enumerate() if t.name == "forgotten")
+    del worker
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
