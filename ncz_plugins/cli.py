@@ -19,6 +19,7 @@ from rich.text import Text
 
 from .core import config as configuration
 from .core.config import DEEPSPEED_KEY, Config
+from .core.documents import read_document
 from .core.errors import ConfigError, NczError
 from .version import __version__
 
@@ -107,7 +108,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    document = configuration.read_document(options.file)
+    document = read_document(options.file)
     if configuration.is_deepspeed(document):
         verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)"
         config = _of_deepspeed(document, options.file)

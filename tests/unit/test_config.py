@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from ncz_plugins import cli
 from ncz_plugins.core import config as configuration
-from ncz_plugins.core.config import Config, Quantizer, find_in_deepspeed, format_size, read_document, settings
+from ncz_plugins.core.config import Config, Quantizer, find_in_deepspeed, format_size, settings
+from ncz_plugins.core.documents import read_document
 from ncz_plugins.core.errors import ConfigError, NczError
 from ncz_plugins.kernels import format as frame_format
 
