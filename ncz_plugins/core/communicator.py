@@ -162,8 +162,10 @@ class Communicator:
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
-        if self.world_size > 1 and self._worker.close(_CLOSE_SECONDS):
-            self._break(NczError("this communicator was closed"))
+        if self.world_size > 1 and self._worker.close(_CLOSE_SECONDS) and self._broken is None:
+            self._broken = NczError("this communicator was closed")
+            # Dropped and not aborted: what is still on its way to a peer arrives.
+            del self._transport, self._own_group
 
     def __enter__(self) -> Communicator:
         return self
@@ -283,7 +285,7 @@ class Communicator:
         """Refuse further calls and close the connections, so that peers that wait for us notice."""
         if self._broken is None:
             self._broken = error
-            self._transport.close()
+            self._transport.abort()
             del self._transport, self._own_group
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..kernels.format import VERSION
 from ..version import __version__
 from .config import Config
-from .errors import MismatchError, PeerError
+from .errors import MismatchError, NczError, PeerError
 
 
 def meet(ranks: list[int], purpose: str) -> dist.Store:
@@ -25,18 +25,21 @@ def meet(ranks: list[int], purpose: str) -> dist.Store:
     return dist.PrefixStore(f"{name}/{met_before}", store)
 
 
-def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config | None) -> None:
+def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config | NczError | None) -> None:
     """Raise MismatchError on every rank unless all run the same versions with the same configuration.
 
     Args:
         store: what `meet` returned; `rank` counts within those who met.
-        config: None where compression is off.
+        config: None where compression is off; where it can't be on, the error that says why.
 
     The first rank reads what all wrote and publishes the verdict, so that nobody is left waiting.
     Raises PeerError on every rank if one does not show up within the store's time-out.
     """
     mine = {"version": __version__, "frame version": VERSION}
-    mine |= {"compression": "off"} if config is None else {"compression": "on", **json.loads(config.canonical())}
+    if isinstance(config, Config):
+        mine |= {"compression": "on", **json.loads(config.canonical())}
+    else:
+        mine |= {"compression": "off" if config is None else f"refused: {config}"}
     store.set(f"rank {rank}", json.dumps(mine))
     if rank == 0:
         store.set("verdict", _verdict(store, world_size))
@@ -62,10 +65,12 @@ def _verdict(store: dist.Store, world_size: int) -> str:
                 "it died, or does not import ncz_plugins where the others do"
             )
     differences = []
-    for key in dict.fromkeys(key for one in everyone for key in one):
+    for key in everyone[0]:
+        if any(key not in one for one in everyone):
+            continue  # a setting of ranks where compression is on, which they have not all in common
         ranks_of: dict[str, list[int]] = {}
         for rank, one in enumerate(everyone):
-            ranks_of.setdefault(json.dumps(one.get(key)), []).append(rank)
+            ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
         if len(ranks_of) > 1:
             differences.append(f"{key} is " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in ranks_of.items()))
     return "differ: " + "; ".join(differences) if differences else ""

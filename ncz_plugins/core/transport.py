@@ -61,7 +61,7 @@ class Transport:
         self.rank = group.rank()
         self.world_size = group.size()
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Drop the connections at once, so that peers that wait for this rank notice."""
         if hasattr(self._group, "abort"):  # else it goes with its last reference
             self._group.abort()

@@ -1,0 +1,21 @@
+"""Compressed gradients under DeepSpeed: `import ncz_plugins.deepspeed` before `deepspeed.initialize`.
+
+Then the key "communication_compression" of the DeepSpeed configuration switches compression on for
+an engine: "ncclz" for all defaults, a mapping of settings, or the path of a file. Without the key
+nothing changes. `engine.communication_compression` is the `GradientCompression` of that engine,
+with its `stats`; None where compression is off.
+"""
+
+from __future__ import annotations
+
+try:
+    import deepspeed  # noqa: F401
+except ImportError as error:
+    raise ImportError("ncz_plugins.deepspeed needs DeepSpeed: pip install 'ncz_plugins[deepspeed]'") from error
+
+from . import seam
+from .compression import GradientCompression
+
+seam.install()
+
+__all__ = ["GradientCompression"]

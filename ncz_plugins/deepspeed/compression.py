@@ -1,0 +1,121 @@
+"""What one DeepSpeed engine needs to compress its gradients."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ..core.communicator import Communicator
+from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
+from ..core.errors import ConfigError, MismatchError, NczError, UnsupportedError
+from ..core.handshake import compare_ranks, meet
+from ..core.stats import Statistics
+from ..version import __version__
+
+
+class GradientCompression:
+    """The compressed gradient reductions of one engine.
+
+    Attributes:
+        config: the settings in force.
+        stats: `Statistics`; one step is one optimizer step.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.stats = Statistics(config.statistics.history)
+        # DeepSpeed passes different group objects for the same ranks, so the ranks are the key.
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
+
+    def communicator(self, group: dist.ProcessGroup | None) -> Communicator:
+        """The communicator of the ranks of `group`. The first call is a collective over them."""
+        group = dist.group.WORLD if group is None else group
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._communicators:
+            self._communicators[ranks] = Communicator(self.config, group, self.stats)
+        return self._communicators[ranks]
+
+    def end_step(self, step: int) -> None:
+        """Close one optimizer step in the statistics, and report it where the configuration says so."""
+        done = self.stats.end_step()
+        every = self.config.statistics.report_every
+        if every and step % every == 0 and dist.get_rank() == 0:
+            bypassed = ", ".join(f"{calls} x {reason}" for reason, calls in done.bypasses.items())
+            print(
+                f"ncz_plugins: step {step}: {done.bytes_in / 1e6:.2f} MB of gradients, "
+                f"{done.plain_bytes / 1e6:.2f} -> {done.wire_bytes / 1e6:.2f} MB sent, ratio {done.ratio:.2f}, "
+                f"{done.seconds * 1e3:.0f} ms" + (f", plain: {bypassed}" if bypassed else ""),
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Free the connections. The engine's reductions fail afterwards."""
+        for communicator in self._communicators.values():
+            communicator.close()
+
+
+def configured(deepspeed_config) -> GradientCompression | None:
+    """What a DeepSpeedConfig asks for: None where it does not have our key.
+
+    Raises ConfigError or UnsupportedError for what can't be. If that is so on some ranks only, or
+    ranks ask for different things, the others raise MismatchError.
+    """
+    try:
+        asked = _read(deepspeed_config)
+    except NczError as error:
+        asked = error  # to be raised once the other ranks know
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = list(range(dist.get_world_size()))
+        store = meet(ranks, "deepspeed engine")
+        try:
+            compare_ranks(store, dist.get_rank(), len(ranks), asked)
+        except MismatchError:
+            if not isinstance(asked, NczError):
+                raise
+    if isinstance(asked, NczError):
+        raise asked
+    return None if asked is None else GradientCompression(asked)
+
+
+def _read(deepspeed_config) -> Config | None:
+    try:
+        source = find_in_deepspeed(deepspeed_config._param_dict)
+        config = None if source is None else Config.load(source)
+    except ConfigError as error:
+        raise ConfigError(f"{DEEPSPEED_KEY}: {error}") from None
+    if config is not None:
+        _refuse_what_goes_round(deepspeed_config, config)
+    return config
+
+
+def describe(compression: GradientCompression, zero_stage: int) -> str:
+    """The one line that says what is active."""
+    return (
+        f"ncz_plugins {__version__}: gradient reductions are compressed (ZeRO {zero_stage}, "
+        f"{dist.get_world_size() if dist.is_initialized() else 1} ranks): {compression.config.describe()}"
+    )
+
+
+def _refuse_what_goes_round(deepspeed_config, config: Config) -> None:
+    """Options with which gradients would not pass through our hands: an error beats a silent plain run."""
+    zero = deepspeed_config.zero_config
+    if config.roles != ("gradient",):
+        raise ConfigError(
+            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed only gradients can be compressed; "
+            'allowed: ["gradient"]'
+        )
+    if deepspeed_config.compile_config.deepcompile:
+        raise UnsupportedError(
+            f"compile.deepcompile: true can't be combined with {DEEPSPEED_KEY}: it reduces gradients from C++, "
+            "past this plugin. Set compile.deepcompile to false, or remove one of the two"
+        )
+    if zero.zero_quantized_gradients:
+        raise UnsupportedError(
+            f"zero_optimization.zero_quantized_gradients: true can't be combined with {DEEPSPEED_KEY}: "
+            "gradients are compressed by one or the other. Remove one of the two"
+        )
+    if zero.stage in (1, 2) and zero.reduce_scatter and not zero.use_multi_rank_bucket_allreduce:
+        raise UnsupportedError(
+            f"zero_optimization.use_multi_rank_bucket_allreduce: false can't be combined with {DEEPSPEED_KEY}: "
+            "it reduces to one rank at a time, which has no compressed form. "
+            "Set it to true (the default), or zero_optimization.reduce_scatter to false"
+        )

@@ -1,0 +1,88 @@
+"""Starts a real launcher and brings back what every rank wrote."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = Path(__file__).resolve().parent / "_workers"
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        returncode: the launcher's exit status.
+        output: standard output and error of the launcher and all ranks.
+        ranks: what each rank saved, in the order of ranks (see `_workers/common.py`).
+    """
+
+    returncode: int
+    output: str
+    ranks: list[dict]
+
+
+def deepspeed(*script: object, ranks: int = 2) -> list[str]:
+    """The command that starts a script, or `--module` and a module, under DeepSpeed's launcher."""
+    return [f"{BIN}/deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), *map(str, script)]
+
+
+def torchrun(*script: object, ranks: int = 2) -> list[str]:
+    """The same under PyTorch's launcher."""
+    return [f"{BIN}/torchrun", "--nproc_per_node", str(ranks), "--master_port", str(free_port()), *map(str, script)]
+
+
+def launch(
+    command: list[str], folder: Path, *, timeout: float, fails: bool = False, environment: dict[str, str] | None = None
+) -> Outcome:
+    """Run `command` to its end and collect the results that its ranks saved in `folder`.
+
+    Its whole process group is killed at the end, and after `timeout` seconds. Fails, showing the
+    output, if it took longer, or if it did not end the way `fails` says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "NCZ_TEST_RESULTS": str(folder)}
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    log = folder / "output.log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **settings, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done after {timeout} s: {command}\n{_end_of(log)}") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert (process.returncode != 0) == fails, f"exit status {process.returncode}: {command}\n{_end_of(log)}"
+    files = sorted(folder.glob("rank*.json"), key=lambda file: int(file.stem.removeprefix("rank")))
+    return Outcome(
+        process.returncode, log.read_text(errors="replace"), [json.loads(file.read_text()) for file in files]
+    )
+
+
+def _end_of(log: Path, lines: int = 60) -> str:
+    """The end of a log, and where all of it is."""
+    return "\n".join([f"{log}:", *log.read_text(errors="replace").splitlines()[-lines:]])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
