@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from ..kernels.format import CHUNK, chunks_of
@@ -83,20 +84,20 @@ class Layout:
         first = sum(map(chunks_of, self.lengths[:segment]))
         return slice(first, first + chunks_of(self.lengths[segment]))
 
-    def block_lengths(self, block: int) -> list[int]:
-        """Elements of each block that shares a scale; blocks start afresh in every segment.
+    def block_lengths(self, block: int) -> np.ndarray:
+        """Elements of each block that shares a scale, [blocks]; blocks start afresh in every segment.
 
         `block` is a multiple of CHUNK, or 0 for one block that is the whole tensor.
         """
         if block == 0:
-            return [self.numel]
-        return [min(block, n - start) for n in self.lengths for start in range(0, n, block)]
+            return np.array([self.numel])
+        return np.concatenate([np.minimum(block, n - np.arange(0, n, block)) for n in self.lengths])
 
-    def chunks_per_block(self, block: int) -> list[int]:
-        """Chunks of each of those blocks."""
+    def chunks_per_block(self, block: int) -> np.ndarray:
+        """Chunks of each of those blocks, [blocks]."""
         if block == 0:
-            return [self.chunks]
-        return [chunks_of(n) for n in self.block_lengths(block)]
+            return np.array([self.chunks])
+        return -(-self.block_lengths(block) // CHUNK)
 
 
 @dataclass(frozen=True)

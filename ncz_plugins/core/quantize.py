@@ -71,12 +71,12 @@ def measure(backend: Backend, source: Window, layout: Layout, segments: range, q
         absmax[here], squares[here] = largest.numpy(), total.numpy()
     measured = [absmax.max(initial=0.0)]
     if quantizer.mode != "abs":
-        first = np.concatenate([[0], np.cumsum(layout.chunks_per_block(quantizer.block))[:-1]])
+        sizes = layout.chunks_per_block(quantizer.block)
+        first = np.cumsum(sizes) - sizes
         if quantizer.mode == "rel":
             relative_to = np.maximum.reduceat(absmax, first)
         else:
-            lengths = np.array(layout.block_lengths(quantizer.block))
-            relative_to = np.sqrt(np.add.reduceat(squares, first) / lengths)
+            relative_to = np.sqrt(np.add.reduceat(squares, first) / layout.block_lengths(quantizer.block))
         measured = np.concatenate([measured, relative_to])
     return torch.from_numpy(_rounded_up(np.asarray(measured), work_dtype(source.data.dtype)))
 
@@ -107,8 +107,7 @@ def derive(
         largest = typical = relative_to
     else:
         bound = quantizer.value * relative_to
-        lengths = np.array(layout.block_lengths(quantizer.block))
-        largest = np.minimum(absmax, np.sqrt(lengths) * relative_to)
+        largest = np.minimum(absmax, np.sqrt(layout.block_lengths(quantizer.block)) * relative_to)
         typical = np.minimum(absmax, 4.0 * relative_to)
     if (largest + bound).max(initial=0.0) * addends / divisor > torch.finfo(dtype).max:
         return Bypass.NON_FINITE
