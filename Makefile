@@ -1,0 +1,40 @@
+# Everything starts with one of these; the first use also makes .venv with all that is needed (Python 3.10 to 3.13).
+#
+#   PYTHON=python3.12        the interpreter that .venv is made from
+#   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
+#                            hundreds of megabytes instead of gigabytes, and they are enough for all of this
+#   ARGS="..."               passed on: make test ARGS="-k ring", make demo ARGS="--steps 50"
+
+PYTHON ?= python3
+TORCH_INDEX_URL ?=
+ARGS ?=
+export TORCH_INDEX_URL
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:   ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+setup:  ## make .venv and build the native library (done by the others when needed)
+	@$(PYTHON) tools/bootstrap.py
+
+demo: setup  ## train a small GPT with DeepSpeed, plain and compressed, and compare
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: setup  ## all tests
+	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+lint: setup  ## style of all Python files
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+bench: setup  ## speed of the coders beside memcpy
+	@$(BIN)/python benchmarks/codec.py $(ARGS)
+
+clean:  ## remove .venv, build products and results
+	rm -rf .venv build dist results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache
+	find ncz_plugins -name '*.so' -delete
+	find ncz_plugins examples benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +

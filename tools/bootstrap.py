@@ -1,0 +1,187 @@
+"""Make .venv with everything the project needs, unless that has been done already.
+
+Called by the Makefile with any Python 3.10 to 3.13; uses the standard library only. Environment: TORCH_INDEX_URL (a
+package index for torch alone) and pip's own variables.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "setup-stamp"
+LOG = ROOT / ".cache" / "setup.log"
+NATIVE = ROOT / "ncz_plugins" / "kernels" / "cpu"  # sources of the native library, and where it is built
+EXTRAS = "deepspeed,dev,bench"
+LOG_TAIL = 25  # lines shown when a stage fails
+
+# What a failed stage's output says, and what to do about it.
+REMEDIES = (
+    (("ensurepip", "No module named venv"), "Python's venv module is missing: apt-get install python3-venv"),
+    (("No space left on device",), "The disk is full; torch and DeepSpeed need about 1.5 GB (without CUDA)."),
+    (
+        ("NewConnectionError", "Temporary failure in name resolution", "Read timed out", "ProxyError", "SSLError"),
+        "The package index cannot be reached. Check the network, or set PIP_INDEX_URL, PIP_PROXY or PIP_CERT.",
+    ),
+    (("No matching distribution found",), "The package index lacks a version that constraints.txt asks for."),
+)
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says why and what to do."""
+
+
+def fingerprint() -> str:
+    """A hash of all that decides what .venv contains; the place counts, as an environment cannot be moved."""
+    inputs = [ROOT / name for name in ("constraints.txt", "setup.cfg", "setup.py", "pyproject.toml")]
+    inputs += sorted(path for path in NATIVE.iterdir() if path.suffix in {".cpp", ".h"})
+    digest = hashlib.sha256(f"{sys.version} {ROOT} {EXTRAS}".encode())
+    for path in inputs:
+        if path.exists():
+            digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def check_machine():
+    """Refuse early, and with the remedy, what would fail late."""
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        version = ".".join(map(str, sys.version_info[:3]))
+        raise SetupError(f"{sys.executable} is Python {version}; needed is 3.10 to 3.13: make PYTHON=python3.12 ...")
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    if not shutil.which(compiler):
+        raise SetupError(f"There is no {compiler}, which builds the native library: apt-get install g++")
+
+
+class Stages:
+    """Runs the commands one after another, showing a numbered line with the time for each.
+
+    On a terminal the line is live (a spinner and what pip is doing); elsewhere a line is printed at the start and at
+    the end. All output goes to LOG.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.number = 0
+        self.live = sys.stdout.isatty()
+        LOG.parent.mkdir(exist_ok=True)
+        LOG.write_text("")
+
+    def run(self, title: str, *commands: list):
+        self.number += 1
+        label = f"[{self.number}/{self.count}] {title}"
+        started = time.monotonic()
+        if not self.live:
+            print(f"{label} ...", flush=True)
+        for command in commands:
+            self._run_one([str(word) for word in command], label, started)
+        self._line(f"{label}: {time.monotonic() - started:.1f} s", end="\n")
+
+    def _run_one(self, command: list, label: str, started: float):
+        tail = deque(maxlen=LOG_TAIL)
+        with open(LOG, "a") as log:
+            log.write(f"\n$ {' '.join(command)}\n")
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            )
+
+            def read():
+                for line in process.stdout:
+                    log.write(line)
+                    tail.append(line.rstrip())
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            try:
+                while reader.is_alive():
+                    reader.join(0.1)
+                    if self.live:
+                        elapsed = time.monotonic() - started
+                        spinner = "|/-\\"[int(elapsed * 8) % 4]
+                        self._line(f"{spinner} {label} {elapsed:4.0f} s  {tail[-1].strip() if tail else ''}")
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                reader.join()
+                process.wait()
+        if process.returncode:
+            self._line(f"{label}: failed", end="\n")
+            print("\n".join(f"    {line}" for line in tail))
+            raise SetupError(f"{remedy(LOG.read_text())}\nThe whole output is in {LOG}")
+
+    def _line(self, text: str, end: str = ""):
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\033[K{text[:width]}", end=end, flush=True)
+        else:
+            print(text, flush=True)
+
+
+def remedy(output: str) -> str:
+    for signs, advice in REMEDIES:
+        if any(sign in output for sign in signs):
+            return advice
+    return "The reason is in the lines above."
+
+
+def same_python() -> bool:
+    """Whether .venv exists and was made by this version of Python."""
+    try:
+        made_by = subprocess.run([PYTHON, "-c", "import sys; print(sys.version)"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return False
+    return made_by.stdout.strip() == sys.version
+
+
+def install(stages: Stages):
+    pip_install = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", "constraints.txt"]
+    torch_index = os.environ.get("TORCH_INDEX_URL")
+
+    STAMP.unlink(missing_ok=True)
+    if same_python():
+        stages.run("use the environment in .venv", [PYTHON, "--version"])
+    else:
+        stages.run("make an environment in .venv", [sys.executable, "-m", "venv", "--clear", VENV])
+    # First and alone, from its own index if one is given, so that nothing else chooses the build of torch.
+    stages.run("install PyTorch", [*pip_install, *(["--index-url", torch_index] if torch_index else []), "torch"])
+    # Built in isolation, where it does not see torch and so does not ask for a CUDA compiler on a machine with a GPU.
+    stages.run("install DeepSpeed", [*pip_install, "--use-pep517", "deepspeed"])
+    # Not in isolation, so that building again after a change needs no network.
+    for library in NATIVE.glob("*.so"):
+        library.unlink()
+    stages.run(
+        "build ncz_plugins, install tools",
+        [*pip_install, "setuptools"],
+        [*pip_install, "--verbose", "--no-build-isolation", "--editable", f".[{EXTRAS}]"],
+    )
+    if not any(NATIVE.glob("*.so")):
+        raise SetupError(f"The native library did not compile; the compiler's messages are in {LOG}")
+
+
+def main() -> int:
+    current = fingerprint()
+    if STAMP.exists() and STAMP.read_text() == current:
+        return 0
+    try:
+        check_machine()
+        install(Stages(4))
+    except SetupError as error:
+        print(f"Set-up failed. {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nSet-up interrupted; the next make takes it up again.", file=sys.stderr)
+        return 130
+    STAMP.write_text(current)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
