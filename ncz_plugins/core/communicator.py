@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
 from ..kernels.format import DTYPES
 from . import direct, plain, ring
-from .codec import TensorCodec
+from .collective import Call, bypassed, frame_elements, layout_of_sum, run
 from .config import Config
-from .errors import MismatchError, NczError, UnsupportedError
+from .errors import NczError, UnsupportedError
 from .frame import Layout, Window
 from .handshake import compare_ranks, meet
-from .quantize import Bypass, Scales, derive, measure
-from .stats import Counters, Statistics
+from .quantize import Bypass
+from .stats import Statistics
 from .transport import Transport, open_group, peer_errors
 from .worker import Handle, Worker
 
@@ -86,15 +83,19 @@ class Communicator:
         bypass = self._bypass(role, op, tensor, tensor)
         if bypass:
             return self._plain("all_reduce", tensor, bypass, run_plain, async_op)
-        block = 0 if self.config.quantizer.mode == "abs" else self.config.quantizer.block
-        layout = Layout.split(tensor.numel(), self.world_size, self._frame_elements(tensor), block)
         flat = Window(tensor.view(-1))
-        return self._start(
-            _Call(
-                "all_reduce", layout, flat, flat, range(self.world_size), self._schedule.all_reduce, run_plain, op=op
-            ),
-            async_op,
+        call = Call(
+            "all_reduce",
+            layout_of_sum(tensor, self.world_size, self.config),
+            source=flat,
+            output=flat,
+            measured=range(self.world_size),
+            schedule=self._schedule.all_reduce,
+            plain=partial(self._plain_in_own_group, run_plain),
+            addends=self.world_size,
+            divisor=self._divisor(op),
         )
+        return self._start(call, async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM, async_op: bool = False, *, role: str | None = None
@@ -108,14 +109,19 @@ class Communicator:
         bypass = self._bypass(role, op, input, output)
         if bypass:
             return self._plain("reduce_scatter_tensor", input, bypass, run_plain, async_op)
-        layout = Layout.of([output.numel()] * self.world_size, self._frame_elements(input))
-        source = Window(input.view(-1))
-        own = Window(output.view(-1), layout.segment(self.rank).start)
-        schedule = self._schedule.reduce_scatter
-        return self._start(
-            _Call("reduce_scatter_tensor", layout, source, own, range(self.world_size), schedule, run_plain, op=op),
-            async_op,
+        layout = self._equal_parts(output)
+        call = Call(
+            "reduce_scatter_tensor",
+            layout,
+            source=Window(input.view(-1)),
+            output=Window(output.view(-1), layout.segment(self.rank).start),
+            measured=range(self.world_size),
+            schedule=self._schedule.reduce_scatter,
+            plain=partial(self._plain_in_own_group, run_plain),
+            addends=self.world_size,
+            divisor=self._divisor(op),
         )
+        return self._start(call, async_op)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor, async_op: bool = False, *, role: str | None = None):
         """Put the `input` of every rank into `output`, in rank order.
@@ -129,14 +135,17 @@ class Communicator:
         bypass = self._bypass(role, None, output, input)
         if bypass:
             return self._plain("all_gather_into_tensor", input, bypass, run_plain, async_op)
-        layout = Layout.of([input.numel()] * self.world_size, self._frame_elements(input))
-        own = Window(input.view(-1), layout.segment(self.rank).start)
-        result = Window(output.view(-1))
-        measured = range(self.rank, self.rank + 1)
-        return self._start(
-            _Call("all_gather_into_tensor", layout, own, result, measured, self._schedule.all_gather, run_plain),
-            async_op,
+        layout = self._equal_parts(input)
+        call = Call(
+            "all_gather_into_tensor",
+            layout,
+            source=Window(input.view(-1), layout.segment(self.rank).start),
+            output=Window(output.view(-1)),
+            measured=range(self.rank, self.rank + 1),
+            schedule=self._schedule.all_gather,
+            plain=partial(self._plain_in_own_group, run_plain),
         )
+        return self._start(call, async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, *, role: str | None = None):
         """Replace `tensor` on every rank by what the global rank `src` holds.
@@ -152,11 +161,18 @@ class Communicator:
         bypass = self._bypass(role, None, tensor, tensor)
         if bypass:
             return self._plain("broadcast", tensor, bypass, run_plain, async_op)
-        layout = Layout.of([tensor.numel()], self._frame_elements(tensor))
         flat = Window(tensor.view(-1))
-        measured = range(1 if self.rank == root else 0)
-        schedule = partial(self._schedule.broadcast, root=root)
-        return self._start(_Call("broadcast", layout, flat, flat, measured, schedule, run_plain, root=root), async_op)
+        call = Call(
+            "broadcast",
+            Layout.of([tensor.numel()], frame_elements(tensor, self.config)),
+            source=flat,
+            output=flat,
+            measured=range(1 if self.rank == root else 0),
+            schedule=partial(self._schedule.broadcast, root=root),
+            plain=partial(self._plain_in_own_group, run_plain),
+            root=root,
+        )
+        return self._start(call, async_op)
 
     # ---------------------------------------------------------------- life cycle
 
@@ -182,8 +198,11 @@ class Communicator:
             name = "direct" if self.world_size in _DIRECT_RANKS else "ring"
         return {"ring": ring, "direct": direct}[name]
 
-    def _frame_elements(self, tensor: Tensor) -> int:
-        return self.config.transport.frame_bytes // tensor.element_size()
+    def _divisor(self, op) -> int:
+        return self.world_size if op == dist.ReduceOp.AVG else 1
+
+    def _equal_parts(self, part: Tensor) -> Layout:
+        return Layout.of([part.numel()] * self.world_size, frame_elements(part, self.config))
 
     def _bypass(self, role: str | None, op, whole: Tensor, part: Tensor) -> Bypass | None:
         """A reason to go plain that every rank sees without asking the others; raises on what can't be served."""
@@ -218,11 +237,15 @@ class Communicator:
     # ---------------------------------------------------------------- running
 
     def _plain(self, collective: str, input: Tensor, bypass: Bypass, run_plain: Callable, async_op: bool):
-        self.stats.record(_plain_counters(collective, input, bypass, self.world_size))
+        self.stats.record(bypassed(collective, input, bypass, self.world_size))
         work = run_plain(self.group)
         return work if async_op else work.wait() and None
 
-    def _start(self, call: _Call, async_op: bool) -> Handle | None:
+    def _plain_in_own_group(self, run_plain: Callable) -> None:
+        with peer_errors("the plain collective"):
+            run_plain(self._own_group).wait()
+
+    def _start(self, call: Call, async_op: bool) -> Handle | None:
         self._calls += 1
         handle = self._worker.submit(partial(self._guarded, call, self._calls))
         if async_op:
@@ -230,56 +253,15 @@ class Communicator:
         handle.wait()
         return None
 
-    def _guarded(self, call: _Call, number: int) -> None:
+    def _guarded(self, call: Call, number: int) -> None:
         """Run on the worker thread. A failure ends the communicator: its ranks no longer agree on what comes next."""
         if self._broken is not None:
             raise self._broken
         try:
-            self.stats.record(self._run(call, number))
+            self.stats.record(run(call, number, self._transport, self._backend, self.config))
         except BaseException as error:
             self._break(error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}"))
             raise
-
-    def _run(self, call: _Call, number: int) -> Counters:
-        input, n = call.source.data, self.world_size
-        plain_bytes = plain.sent_bytes(call.collective, input.nbytes, n)
-        counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
-        started = time.perf_counter()
-        scales = self._agree(call, number, counters)
-        counters.agree_seconds = time.perf_counter() - started
-        if isinstance(scales, Bypass):
-            with peer_errors("the plain collective", counters):
-                call.plain(self._own_group).wait()
-            counters.wire_bytes += plain_bytes
-            counters.bypasses[scales.value] = 1
-        else:
-            counters.compressed_calls = 1
-            entropy = self.config.entropy
-            codec = TensorCodec(self._backend, call.layout, scales, entropy, call.source, call.output, counters)
-            call.schedule(self._transport, codec, counters)
-        counters.seconds = time.perf_counter() - started
-        return counters
-
-    def _agree(self, call: _Call, number: int, counters: Counters) -> Scales | Bypass:
-        quantizer, dtype = self.config.quantizer, call.source.data.dtype
-        # Whether all ranks make the same call is asked first: the vector after it has a length that
-        # depends on the call. The answer travels while the tensor is being measured.
-        described = call.described(number)
-        both = torch.tensor([*described.values(), *(-v for v in described.values())])
-        same_call = self._transport.start_max(both, counters)
-        agreed = measure(self._backend, call.source, call.layout, call.measured, quantizer)
-        same_call.wait()
-        highest, lowest = both[: len(described)].tolist(), (-both[len(described) :]).tolist()
-        for (what, mine), low, high in zip(described.items(), lowest, highest):
-            if low != high:
-                raise MismatchError(
-                    f"{call.collective}: ranks differ in {what}: {mine} on rank {self.rank}, from {low} to {high} "
-                    "over all ranks. Every rank must make the same calls in the same order."
-                )
-        self._transport.start_max(agreed, counters).wait()
-        addends = self.world_size if call.op is not None else 1
-        divisor = self.world_size if call.op == dist.ReduceOp.AVG else 1
-        return derive(agreed, call.layout, quantizer, dtype, addends, divisor)
 
     def _break(self, error: NczError) -> None:
         """Refuse further calls and close the connections, so that peers that wait for us notice."""
@@ -287,42 +269,3 @@ class Communicator:
             self._broken = error
             self._transport.abort()
             del self._transport, self._own_group
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One collective, ready to run.
-
-    Attributes:
-        measured: segments of `source` that count in the agreement on steps.
-        schedule: takes the transport, the codec and the counters.
-        plain: the uncompressed collective; takes the process group and returns the work under way.
-        op: the reduction, None where nothing is summed.
-        root: group rank that a broadcast starts from.
-    """
-
-    collective: str
-    layout: Layout
-    source: Window
-    output: Window
-    measured: range
-    schedule: Callable
-    plain: Callable
-    op: dist.ReduceOp | None = None
-    root: int = 0
-
-    def described(self, number: int) -> dict[str, int]:
-        """What all ranks must have in common."""
-        return {
-            "number of the call": number,
-            "collective": plain.COLLECTIVES.index(self.collective),
-            "elements": self.layout.numel,
-            "dtype": DTYPES.index(self.source.data.dtype),
-            "reduce op": 0 if self.op is None else 1 + _OPS.index(self.op),
-            "source rank": self.root,
-        }
-
-
-def _plain_counters(collective: str, input: Tensor, bypass: Bypass, world_size: int) -> Counters:
-    sent = plain.sent_bytes(collective, input.nbytes, world_size)
-    return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, bypasses={bypass.value: 1})

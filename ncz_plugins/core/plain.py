@@ -1,4 +1,4 @@
-"""The uncompressed collectives that a call falls back to, and what they cost on the wire.
+"""The uncompressed collectives that a call falls back to.
 
 They call the process group itself, not torch.distributed's functions, because those refuse a group
 that torch did not register, such as the communicator's own.
@@ -8,20 +8,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
-
-# Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
-_SENT = {
-    "all_reduce": lambda nbytes, n: 2 * nbytes * (n - 1) // n,
-    "reduce_scatter_tensor": lambda nbytes, n: nbytes * (n - 1) // n,
-    "all_gather_into_tensor": lambda nbytes, n: nbytes * (n - 1),
-    "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
-}
-COLLECTIVES = tuple(_SENT)
-
-
-def sent_bytes(collective: str, nbytes: int, world_size: int) -> int:
-    """What each rank sends, on average, when the collective runs plain on `nbytes` of input."""
-    return _SENT[collective](nbytes, world_size)
 
 
 def all_reduce(tensor: Tensor, op, group):

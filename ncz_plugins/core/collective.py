@@ -1,0 +1,135 @@
+"""One compressed collective from beginning to end: agree, then exchange frames, or go plain."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import Backend
+from ..kernels.format import DTYPES
+from .codec import TensorCodec
+from .config import Config
+from .errors import MismatchError
+from .frame import Layout, Window
+from .quantize import Bypass, Scales, derive, measure
+from .stats import Counters
+
+# Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
+_PLAIN_BYTES = {
+    "all_reduce": lambda nbytes, n: 2 * nbytes * (n - 1) // n,
+    "reduce_scatter_tensor": lambda nbytes, n: nbytes * (n - 1) // n,
+    "all_gather_into_tensor": lambda nbytes, n: nbytes * (n - 1),
+    "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, ready to run.
+
+    Attributes:
+        source: what this rank contributes.
+        output: where the result goes; may be the memory of `source`.
+        measured: segments of `source` that count in the agreement on steps.
+        schedule: takes the transport, the codec and the counters.
+        plain: the uncompressed collective, for when it turns out that compression can't serve.
+        addends: ranks whose values are summed.
+        divisor: what the sum is divided by.
+        root: rank that a broadcast starts from.
+    """
+
+    collective: str
+    layout: Layout
+    source: Window
+    output: Window
+    measured: range
+    schedule: Callable
+    plain: Callable[[], None]
+    addends: int = 1
+    divisor: float = 1
+    root: int = 0
+
+    def described(self, number: int, config: Config) -> dict[str, int]:
+        """What all ranks must have in common."""
+        return {
+            "number of the call": number,
+            "collective": list(_PLAIN_BYTES).index(self.collective),
+            "elements": self.layout.numel,
+            "dtype": DTYPES.index(self.source.data.dtype),
+            "divisor of the sum (in millionths)": round(self.divisor * 1e6),
+            "source rank": self.root,
+            "checksum of the configuration": zlib.crc32(config.canonical().encode()),
+        }
+
+
+def run(call: Call, number: int, transport, backend: Backend, config: Config) -> Counters:
+    """Run `call` to its end on this rank.
+
+    Args:
+        number: how many calls this rank has made, this one included.
+        transport: a `Transport`, or what offers the same over another runtime.
+
+    Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
+    """
+    input = call.source.data
+    plain_bytes = plain_wire_bytes(call.collective, input, transport.world_size)
+    counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
+    started = time.perf_counter()
+    scales = _agree(call, number, transport, backend, config, counters)
+    counters.agree_seconds = time.perf_counter() - started
+    if isinstance(scales, Bypass):
+        call.plain()
+        counters.wire_bytes += plain_bytes
+        counters.bypasses[scales.value] = 1
+    else:
+        counters.compressed_calls = 1
+        codec = TensorCodec(backend, call.layout, scales, config.entropy, call.source, call.output, counters)
+        call.schedule(transport, codec, counters)
+    counters.seconds = time.perf_counter() - started
+    return counters
+
+
+def frame_elements(tensor: Tensor, config: Config) -> int:
+    """Elements of a full frame of `tensor`."""
+    return config.transport.frame_bytes // tensor.element_size()
+
+
+def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
+    """How a tensor that is summed over ranks is cut."""
+    block = 0 if config.quantizer.mode == "abs" else config.quantizer.block
+    return Layout.split(tensor.numel(), world_size, frame_elements(tensor, config), block)
+
+
+def bypassed(collective: str, input: Tensor, reason: Bypass, world_size: int) -> Counters:
+    """The counters of a call that goes plain without asking the other ranks."""
+    sent = plain_wire_bytes(collective, input, world_size)
+    return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, bypasses={reason.value: 1})
+
+
+def plain_wire_bytes(collective: str, input: Tensor, world_size: int) -> int:
+    """What each rank sends, on average, when the collective runs plain."""
+    return _PLAIN_BYTES[collective](input.nbytes, world_size)
+
+
+def _agree(call: Call, number: int, transport, backend: Backend, config: Config, counters: Counters) -> Scales | Bypass:
+    # Whether all ranks make the same call is asked first: the vector after it has a length that
+    # depends on the call. The answer travels while the tensor is being measured.
+    described = call.described(number, config)
+    both = torch.tensor([*described.values(), *(-v for v in described.values())])
+    same_call = transport.start_max(both, counters)
+    agreed = measure(backend, call.source, call.layout, call.measured, config.quantizer)
+    same_call.wait()
+    highest, lowest = both[: len(described)].tolist(), (-both[len(described) :]).tolist()
+    for (what, mine), low, high in zip(described.items(), lowest, highest):
+        if low != high:
+            raise MismatchError(
+                f"{call.collective}: ranks differ in {what}: {mine} on rank {transport.rank}, from {low} to {high} "
+                "over all ranks. Every rank must make the same calls in the same order."
+            )
+    transport.start_max(agreed, counters).wait()
+    return derive(agreed, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
