@@ -3,6 +3,7 @@
 #   PYTHON=python3.12        the interpreter that .venv is made from
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
 #                            hundreds of megabytes instead of gigabytes, and they are enough for all of this
+#   NCZ_CACHE=DIR            where the compiled Horovod is kept for the next clone, by default ~/.cache/ncz_plugins
 #   ARGS="..."               passed on: make test ARGS="-k ring", make demo ARGS="--steps 50"
 
 PYTHON ?= python3

@@ -66,7 +66,7 @@ def train(engine, corpus: Corpus, arguments, write):
     context = engine.module.config.context
     engine.train()
     for step in range(arguments.steps):
-        started, gradient_traffic, loss_sum = time.perf_counter(), SentBytes(), 0.0
+        started, gradient_traffic, loss_sum = time.perf_counter(), SentBytes(dist.barrier), 0.0
         for micro_step in range(step * accumulation, (step + 1) * accumulation):
             tokens, targets = corpus.batch(batch, context, seed=arguments.seed, step=micro_step, rank=rank)
             loss = engine(tokens.to(engine.device), targets.to(engine.device))

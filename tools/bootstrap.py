@@ -1,18 +1,22 @@
 """Make .venv with everything the project needs, unless that has been done already.
 
 Called by the Makefile with any Python 3.10 to 3.13; uses the standard library only. Environment: TORCH_INDEX_URL (a
-package index for torch alone) and pip's own variables.
+package index for torch alone), what horovod_wheel.py reads, and pip's own variables.
 """
 
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
 from pathlib import Path
+
+import horovod_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -32,6 +36,7 @@ REMEDIES = (
         "The package index cannot be reached. Check the network, or set PIP_INDEX_URL, PIP_PROXY or PIP_CERT.",
     ),
     (("No matching distribution found",), "The package index lacks a version that constraints.txt asks for."),
+    *horovod_wheel.REMEDIES,
 )
 
 
@@ -42,6 +47,7 @@ class SetupError(Exception):
 def fingerprint() -> str:
     """A hash of all that decides what .venv contains; the place counts, as an environment cannot be moved."""
     inputs = [ROOT / name for name in ("constraints.txt", "setup.cfg", "setup.py", "pyproject.toml")]
+    inputs.append(Path(horovod_wheel.__file__))
     inputs += sorted(path for path in NATIVE.iterdir() if path.suffix in {".cpp", ".h"})
     digest = hashlib.sha256(f"{sys.version} {ROOT} {EXTRAS}".encode())
     for path in inputs:
@@ -55,9 +61,9 @@ def check_machine():
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         version = ".".join(map(str, sys.version_info[:3]))
         raise SetupError(f"{sys.executable} is Python {version}; needed is 3.10 to 3.13: make PYTHON=python3.12 ...")
-    compiler = os.environ.get("CXX", "g++").split()[0]
-    if not shutil.which(compiler):
-        raise SetupError(f"There is no {compiler}, which builds the native library: apt-get install g++")
+    lacks = horovod_wheel.missing(Path(sysconfig.get_path("include")))
+    if lacks:
+        raise SetupError("\n".join(lacks))
 
 
 class Stages:
@@ -89,7 +95,13 @@ class Stages:
         with open(LOG, "a") as log:
             log.write(f"\n$ {' '.join(command)}\n")
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that an interrupt ends the compilers that it started, too
             )
 
             def read():
@@ -107,7 +119,7 @@ class Stages:
                         spinner = "|/-\\"[int(elapsed * 8) % 4]
                         self._line(f"{spinner} {label} {elapsed:4.0f} s  {tail[-1].strip() if tail else ''}")
             except BaseException:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 raise
             finally:
                 reader.join()
@@ -164,15 +176,21 @@ def install(stages: Stages):
     )
     if not any(NATIVE.glob("*.so")):
         raise SetupError(f"The native library did not compile; the compiler's messages are in {LOG}")
+    # Last, so that all else is ready should it fail.
+    stages.run(
+        "install Horovod (compiled the first time: 2 to 5 minutes)", [PYTHON, ROOT / "tools" / "horovod_wheel.py"]
+    )
 
 
 def main() -> int:
     current = fingerprint()
     if STAMP.exists() and STAMP.read_text() == current:
         return 0
+    for cause in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(cause, signal.default_int_handler)
     try:
         check_machine()
-        install(Stages(4))
+        install(Stages(5))
     except SetupError as error:
         print(f"Set-up failed. {error}", file=sys.stderr)
         return 1

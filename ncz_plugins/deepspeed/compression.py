@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ..core.communicator import Communicator
 from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
@@ -102,6 +103,12 @@ def _refuse_what_goes_round(deepspeed_config, config: Config) -> None:
         raise ConfigError(
             f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed only gradients can be compressed; "
             'allowed: ["gradient"]'
+        )
+    device = get_accelerator().device_name()
+    if device != "cpu":
+        raise UnsupportedError(
+            f"{DEEPSPEED_KEY}: the accelerator is {device}; this version compresses CPU tensors only. "
+            "Remove the key, or run with DS_ACCELERATOR=cpu"
         )
     if deepspeed_config.compile_config.deepcompile:
         raise UnsupportedError(

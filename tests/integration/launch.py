@@ -1,6 +1,7 @@
 """Starts a real launcher and brings back what every rank wrote."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -10,9 +11,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).resolve().parent / "_workers"
 BIN = Path(sys.executable).parent
+
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make setup` builds it"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,11 @@ def deepspeed(*script: object, ranks: int = 2) -> list[str]:
 def torchrun(*script: object, ranks: int = 2) -> list[str]:
     """The same under PyTorch's launcher."""
     return [f"{BIN}/torchrun", "--nproc_per_node", str(ranks), "--master_port", str(free_port()), *map(str, script)]
+
+
+def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -> list[str]:
+    """The same under Horovod's launcher, which takes `options` of its own."""
+    return [f"{BIN}/horovodrun", "-np", str(ranks), *options, sys.executable, *map(str, script)]
 
 
 def launch(

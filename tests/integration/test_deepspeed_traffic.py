@@ -1,8 +1,6 @@
 """The example GPT under ZeRO 2, plain and compressed, each alone on a network whose bytes the kernel counts."""
 
 import json
-import os
-import subprocess
 from statistics import fmean
 
 import pytest
@@ -13,21 +11,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 EXAMPLES = ROOT / "examples"
 STEPS = 150  # earlier the loss still falls fast, and by seed one run or the other is ahead by up to 1%
 LAST_STEPS = 20
-WITH_LOOPBACK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-
-
-@pytest.fixture(scope="module")
-def private_network() -> list[str]:
-    """What to put before a command so that it has a loopback interface of its own."""
-    unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-    prefix = [*unshare, *WITH_LOOPBACK]
-    try:
-        done = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=30)
-    except FileNotFoundError as error:
-        pytest.skip(f"no private network namespace: {error}")
-    if done.returncode:
-        pytest.skip(f"no private network namespace: {' '.join(prefix)} true: {done.stderr.strip()}")
-    return prefix
 
 
 def train(private_network, config: str, folder) -> list[dict]:

@@ -1,0 +1,149 @@
+"""Where this plugin meets Horovod: everything that it replaces there, in one place.
+
+Calls that carry no NCZ pass through to what was there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import horovod
+import horovod.torch as hvd
+import horovod.torch.mpi_ops as mpi_ops
+import horovod.torch.optimizer as optimizer
+
+from ..core.errors import UnsupportedError
+from . import functions, reduction
+from .compressor import OfOneOptimizer, Tagged, as_instance
+from .reduction import Pending
+
+_installed = False
+
+
+def install() -> None:
+    """Put the plugin in place, once. Raises UnsupportedError if this Horovod is laid out differently."""
+    global _installed
+    if _installed:
+        return
+    # The optimizer imported these by name, so that is where they are replaced for tagged tensors.
+    _wrap([optimizer], "allreduce_async_", _takes_tagged)
+    _wrap([optimizer], "grouped_allreduce_async_", _takes_tagged_group)
+    _wrap([optimizer, hvd, mpi_ops], "synchronize", _takes_pending)
+    _wrap([hvd, mpi_ops], "poll", _polls_pending)
+    _wrap([hvd, mpi_ops], "allreduce", functools.partial(_takes_compression, functions.allreduce))
+    _wrap([hvd, mpi_ops], "grouped_allreduce", functools.partial(_takes_compression, functions.grouped_allreduce))
+    for name in ("reducescatter", "grouped_reducescatter"):
+        _wrap([hvd, mpi_ops], name, _refuses_compression)
+    _wrap([optimizer, hvd], "DistributedOptimizer", _takes_ncz)
+    # Every way to initialize Horovod, elastic's included, ends here.
+    _wrap([mpi_ops._basics], "init", _forgets)
+    _installed = True
+
+
+def _wrap(owners: list, name: str, wrapper) -> None:
+    try:
+        originals = [getattr(owner, name) for owner in owners]
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"Horovod {horovod.__version__} has no {error.name}, which ncz_plugins hooks into; "
+            "use a Horovod version that the README lists as tested"
+        ) from error
+    replacement = functools.wraps(originals[0])(wrapper(originals[0]))
+    for owner in owners:
+        setattr(owner, name, replacement)
+
+
+def _takes_tagged(original):
+    def allreduce_async_(
+        tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
+    ):
+        process_set = hvd.global_process_set if process_set is None else process_set
+        if isinstance(tensor, Tagged):
+            op = mpi_ops.handle_average_backwards_compatibility(op, average)
+            scale = prescale_factor * postscale_factor
+            owners = tensor.compressor, tensor.owner
+            pending = reduction.submit(*owners, [tensor.tensor], False, name, op, scale, process_set)
+            if pending is not None:
+                return pending
+            tensor, average = tensor.tensor, None
+        return original(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+
+    return allreduce_async_
+
+
+def _takes_tagged_group(original):
+    def grouped_allreduce_async_(
+        tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
+    ):
+        process_set = hvd.global_process_set if process_set is None else process_set
+        if len(tensors) and isinstance(tensors[0], Tagged):
+            op = mpi_ops.handle_average_backwards_compatibility(op, average)
+            scale = prescale_factor * postscale_factor
+            owners, tensors = (tensors[0].compressor, tensors[0].owner), [tagged.tensor for tagged in tensors]
+            pending = reduction.submit(*owners, tensors, True, name, op, scale, process_set)
+            if pending is not None:
+                return pending
+            average = None
+        return original(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+
+    return grouped_allreduce_async_
+
+
+def _takes_pending(original):
+    def synchronize(handle):
+        return handle() if isinstance(handle, Pending) else original(handle)
+
+    return synchronize
+
+
+def _polls_pending(original):
+    def poll(handle):
+        return handle.done if isinstance(handle, Pending) else original(handle)
+
+    return poll
+
+
+def _takes_compression(ours, original):
+    def allreduce(*args, **kwargs):
+        arguments = _bound(original, *args, **kwargs)
+        return original(*args, **kwargs) if as_instance(arguments.get("compression")) is None else ours(**arguments)
+
+    return allreduce
+
+
+def _refuses_compression(original):
+    def reducescatter(*args, **kwargs):
+        if as_instance(_bound(original, *args, **kwargs).get("compression")) is not None:
+            raise UnsupportedError(f"hvd.{original.__name__} can't be compressed with NCZ; use hvd.Compression.none")
+        return original(*args, **kwargs)
+
+    return reducescatter
+
+
+def _takes_ncz(original):
+    def DistributedOptimizer(*args, **kwargs):
+        arguments = _bound(original, *args, **kwargs)
+        compressor = as_instance(arguments.get("compression"))
+        if compressor is None:
+            return original(*args, **kwargs)
+        if arguments.get("op") == hvd.Adasum:
+            raise UnsupportedError(
+                "op=hvd.Adasum can't be combined with compression=NCZ: it needs the exact gradients of every rank. "
+                "Use hvd.Average or hvd.Sum, or another compression"
+            )
+        return original(**{**arguments, "compression": OfOneOptimizer(compressor)})
+
+    return DistributedOptimizer
+
+
+def _forgets(original):
+    def init(*args, **kwargs):
+        reduction.reset()
+        return original(*args, **kwargs)
+
+    return init
+
+
+def _bound(original, *args, **kwargs) -> dict:
+    return inspect.signature(original).bind(*args, **kwargs).arguments

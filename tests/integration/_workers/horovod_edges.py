@@ -1,0 +1,329 @@
+"""Cases of hvd.DistributedOptimizer that need more than other settings."""
+
+import warnings
+from functools import partial
+
+import horovod.torch as hvd
+import torch
+from horovod_common import (
+    INPUTS,
+    OUTPUTS,
+    gradients,
+    largest,
+    largest_error,
+    loss_of,
+    new_model,
+    own_values,
+    save,
+    sha256,
+)
+from torch import nn
+
+import ncz_plugins.horovod
+from ncz_plugins import ConfigError
+from ncz_plugins.horovod import NCZ
+
+BOUND = 2e-4
+POISONED_RANK = 1
+POISONED = ((3, 5), float("nan")), ((100, 7), float("inf"))  # places in the first weight, and what is put there
+
+
+def bounded(value: float = BOUND) -> dict:
+    return {"quantizer": {"mode": "abs", "value": value}, "transport": {"min_bytes": 0}}
+
+
+def wrapped(model: nn.Module, compression, prefix: str = "", **arguments):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    names = [(prefix + name, p) for name, p in model.named_parameters()]
+    return hvd.DistributedOptimizer(sgd, names, compression=compression, **arguments)
+
+
+def like(model: nn.Module, new) -> nn.Module:
+    """A second model with the same weights."""
+    twin = new()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def reduced(model: nn.Module, optimizer, loss) -> list[torch.Tensor]:
+    optimizer.zero_grad()
+    loss(model).backward()
+    optimizer.synchronize()
+    return gradients(model)
+
+
+def step(optimizer) -> None:
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def counts(compressor: NCZ) -> list[dict]:
+    return [
+        {"calls": s.calls, "compressed": s.compressed_calls, "bypasses": s.bypasses} for s in compressor.stats.steps
+    ]
+
+
+def embedding(sparse_as_dense: bool) -> dict:
+    """Sparse gradients of an embedding, dense ones of the rest."""
+
+    def new():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(300, 40, sparse=True), nn.Linear(40, 200), nn.GELU(), nn.Linear(200, 3))
+
+    def loss(model):
+        tokens = own_values((4, 6), 5, torch.int64).abs() + 7 * hvd.rank()
+        return model(tokens).square().sum()
+
+    model, compressor = new(), NCZ(bounded())
+    optimizer = wrapped(model, compressor, sparse_as_dense=sparse_as_dense)
+    plain = like(model, new)
+    expected = reduced(plain, wrapped(plain, hvd.Compression.none, "plain.", sparse_as_dense=sparse_as_dense), loss)
+    ours = reduced(model, optimizer, loss)
+    result = {
+        "is_sparse": model[0].weight.grad.is_sparse,
+        "embedding_error": largest_error(ours[:1], expected[:1]),
+        "error": largest_error(ours[1:], expected[1:]),
+        "largest": largest(expected),
+        "bytes_in": compressor.stats.total.bytes_in,
+        "embedding_bytes": model[0].weight.nbytes,
+        "other_bytes": sum(p.nbytes for p in model.parameters()) - model[0].weight.nbytes,
+    }
+    step(optimizer)
+    return {**result, "counts": counts(compressor), "sha256": sha256(model.parameters())}
+
+
+def not_finite() -> dict:
+    """In the first of two steps one rank's gradient of the first weight has values that are not finite."""
+
+    def poison(gradient):
+        gradient = gradient.clone()
+        for place, value in POISONED:
+            gradient[place] = value
+        return gradient
+
+    compressor = NCZ(bounded())
+    model = new_model()
+    plain = like(model, new_model)
+    results = []
+    for each, compression, prefix in ((model, compressor, ""), (plain, hvd.Compression.none, "plain.")):
+        optimizer = wrapped(each, compression, prefix)
+        hook = each.entry.weight.register_hook(poison) if hvd.rank() == POISONED_RANK else None
+        results.append(reduced(each, optimizer, lambda m: loss_of(m, 0)))
+        if hook:
+            hook.remove()
+        if each is model:
+            reduced(each, optimizer, lambda m: loss_of(m, 1))
+    ours, expected = results
+    return {
+        "places": [(~g.isfinite()).nonzero().tolist() for g in ours],
+        "expected_places": [sorted(list(place) for place, _ in POISONED), [], [], [], [], [], [], []],
+        "same_kind": [
+            all(torch.equal(f(a), f(b)) for f in (torch.isnan, torch.isposinf, torch.isneginf))
+            for a, b in zip(ours, expected)
+        ],
+        "error": largest_error(*([g.nan_to_num(0, 0, 0) for g in each] for each in results)),
+        "largest": largest([g.nan_to_num(0, 0, 0) for g in expected]),
+        "counts": counts(compressor),
+    }
+
+
+def tiny() -> dict:
+    """A model below min_bytes."""
+
+    def new():
+        torch.manual_seed(0)
+        return nn.Linear(INPUTS, OUTPUTS)
+
+    model, compressor = new(), NCZ()
+    plain = like(model, new)
+    ours, expected = (
+        reduced(m, wrapped(m, compression, prefix), lambda m: loss_of(m, 0))
+        for m, compression, prefix in ((model, compressor, ""), (plain, hvd.Compression.none, "plain."))
+    )
+    return {
+        "min_bytes": compressor.config.transport.min_bytes,
+        "error": largest_error(ours, expected),
+        "largest": largest(expected),
+        "counts": counts(compressor),
+    }
+
+
+def clipping() -> dict:
+    """Gradients are clipped between synchronize and step."""
+    model, compressor = new_model(), NCZ(bounded())
+    optimizer = wrapped(model, compressor)
+    norms = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Horovod's, of a step that would reduce a second time
+        for number in range(3):
+            reduced(model, optimizer, lambda m, number=number: loss_of(m, number))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            norms.append(torch.stack([g.norm() for g in gradients(model)]).norm().item())
+            step(optimizer)
+    return {"norms": norms, "counts": counts(compressor), "sha256": sha256(model.parameters())}
+
+
+def restored() -> dict:
+    """The optimizer is restored after backward: those gradients must be forgotten."""
+    model, compressor = new_model(), NCZ(bounded())
+    optimizer = wrapped(model, compressor)
+    loss_of(model, 0).backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    plain = like(model, new_model)
+    ours = reduced(model, optimizer, lambda m: loss_of(m, 1))
+    expected = reduced(plain, wrapped(plain, hvd.Compression.none, "plain."), lambda m: loss_of(m, 1))
+    step(optimizer)
+    return {
+        "error": largest_error(ours, expected),
+        "counts": counts(compressor),
+        "sha256": sha256(model.parameters()),
+    }
+
+
+def schedule() -> dict:
+    """A new configuration before each step, as Config or as anything else, and an invalid one."""
+    model, compressor = new_model(), NCZ(bounded())
+    optimizer = wrapped(model, compressor)
+    plain = like(model, new_model)
+    plain_optimizer = wrapped(plain, hvd.Compression.none, "plain.")
+    bounds, errors, ratios = [1e-2, 1e-3, 1e-5], [], []
+    for bound in bounds:
+        compressor.config = bounded(bound)
+        ours, expected = (
+            reduced(m, o, lambda m: loss_of(m, 0)) for m, o in ((model, optimizer), (plain, plain_optimizer))
+        )
+        errors.append(largest_error(ours, expected))
+        ratios.append(compressor.stats.steps[-1].ratio)
+    before = compressor.config
+    try:
+        compressor.config = bounded(-1)
+        refused = None
+    except ConfigError as error:
+        refused = str(error)
+    return {
+        "bounds": bounds,
+        "errors": errors,
+        "ratios": ratios,
+        "refused": refused,
+        "kept": compressor.config is before,
+        "largest": largest(expected),
+    }
+
+
+def two_optimizers() -> dict:
+    """Both share one NCZ. One rank has a gradient less, which is known only when the second is synchronized."""
+    compressor = NCZ(bounded())
+    models = [new_model(), new_model()]
+    plain_models = [new_model(), new_model()]
+
+    def backward(models) -> None:
+        branches = "ab" if hvd.rank() == 0 else "b"
+        (loss_of(models[0], 0, branches=branches) + loss_of(models[1], 1, branches=branches)).backward()
+
+    optimizers = [wrapped(m, compressor, f"{i}.") for i, m in enumerate(models)]
+    plain_optimizers = [wrapped(m, hvd.Compression.none, f"{i}.plain.") for i, m in enumerate(plain_models)]
+    for some, their_optimizers in ((models, optimizers), (plain_models, plain_optimizers)):
+        backward(some)
+        for optimizer in their_optimizers:
+            optimizer.synchronize()
+    for optimizer in optimizers:
+        step(optimizer)
+    ours, expected = ([*gradients(a), *gradients(b)] for a, b in (models, plain_models))
+    return {
+        "error": largest_error(ours, expected),
+        "counts": counts(compressor),
+        "sha256": sha256([*models[0].parameters(), *models[1].parameters()]),
+    }
+
+
+def average_of_a_metric() -> dict:
+    """Between backward and synchronize, with the optimizer's own NCZ, while one rank has a gradient less."""
+    compressor = NCZ(bounded())
+    model = new_model()
+    optimizer = wrapped(model, compressor)
+    loss_of(model, 0, branches="ab" if hvd.rank() == 0 else "b").backward()
+    metric = ncz_plugins.horovod.allreduce(torch.tensor([float(hvd.rank())] * 100), compression=compressor)
+    optimizer.step()
+    return {
+        "error": (metric - (hvd.size() - 1) / 2).abs().max().item(),
+        "sha256": sha256(model.parameters()),
+    }
+
+
+def process_sets() -> dict:
+    """The optimizer on ranks 0 and 2; single tensors on overlapping sets; a set whose number is used again."""
+    compressor = NCZ(bounded())
+    result = {}
+    pair = hvd.add_process_set([0, 2])
+    model = new_model()
+    plain = like(model, new_model)
+    ours, expected = (
+        reduced(m, wrapped(m, compression, prefix, process_set=pair), lambda m: loss_of(m, 0))
+        for m, compression, prefix in ((model, compressor, ""), (plain, hvd.Compression.none, "plain."))
+    )
+    result["optimizer"] = {"included": pair.included(), "error": largest_error(ours, expected), "sha256": sha256(ours)}
+    result["optimizer"] |= {"compressed_calls": compressor.stats.total.compressed_calls}
+
+    sets = {"0 2": pair, "0 1": hvd.add_process_set([0, 1]), "1 2": hvd.add_process_set([1, 2])}
+    mine = {name: process_set for name, process_set in sets.items() if process_set.included()}
+    handles = {}
+    for name in sorted(mine, reverse=hvd.rank() == 1):
+        handles[name] = ncz_plugins.horovod.allreduce_async(
+            own_values(5000), name=name, op=hvd.Sum, process_set=mine[name], compression=compressor
+        )
+    ours = {name: hvd.synchronize(handle) for name, handle in handles.items()}
+    result["overlapping"] = {}
+    for name in mine:
+        expected = hvd.allreduce(own_values(5000), name=f"plain {name}", op=hvd.Sum, process_set=mine[name])
+        error = largest_error([ours[name]], [expected])
+        result["overlapping"][name] = {"error": error, "sha256": sha256([ours[name]])}
+
+    # Ranks 0 and 1 have made another number of calls before they find themselves in a set of that number.
+    number = pair.process_set_id
+    for process_set in sets.values():
+        hvd.remove_process_set(process_set)
+    mixed = hvd.add_process_set([0, 1])
+    result["reused"] = {"number": mixed.process_set_id == number}
+    if mixed.included():
+        ours, expected = (
+            average(own_values(5000), name="reused", process_set=mixed)
+            for average in (partial(ncz_plugins.horovod.allreduce, compression=compressor), hvd.allreduce)
+        )
+        result["reused"] |= {"error": largest_error([ours], [expected]), "sha256": sha256([ours])}
+
+    alone = hvd.add_process_set([1])
+    result["alone"] = {"included": alone.included()}
+    if alone.included():
+        ours = ncz_plugins.horovod.allreduce(own_values(5000), process_set=alone, compression=compressor)
+        result["alone"] |= {"exact": torch.equal(ours, own_values(5000)), "counts": counts(compressor)[-1]}
+    return result
+
+
+def join() -> dict:
+    """The first rank has run out of data: Horovod's all-to-all can't go on without it."""
+    error = None
+    if hvd.rank() > 0:
+        try:
+            ncz_plugins.horovod.allreduce(own_values(5000), compression=NCZ(bounded()))
+        except Exception as caught:
+            error = {"kind": type(caught).__name__, "message": str(caught)}
+    hvd.join()
+    return {"error": error}
+
+
+hvd.init(process_sets="dynamic")
+results = {
+    "sparse": embedding(sparse_as_dense=False),
+    "sparse as dense": embedding(sparse_as_dense=True),
+    "not finite": not_finite(),
+    "tiny": tiny(),
+    "clipping": clipping(),
+    "restored": restored(),
+    "schedule": schedule(),
+    "two optimizers": two_optimizers(),
+    "average of a metric": average_of_a_metric(),
+}
+if hvd.size() == 3:
+    results["process sets"] = process_sets()
+results["join"] = join()
+save(results)

@@ -1,0 +1,99 @@
+"""What must be refused, by every rank; each error is saved, and then the next case is tried.
+
+usage: horovod_refusals.py DIFFERENT.json INVALID.yaml
+DIFFERENT.json: {name: [configuration of each rank]}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from horovod.torch.compression import Compressor
+from horovod_common import loss_of, new_model, own_values, save
+
+import ncz_plugins.horovod
+from ncz_plugins.horovod import NCZ
+
+SIZE = 50_000
+
+
+def optimizer(compression, **arguments):
+    model = new_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compression, **arguments)
+
+
+def from_environment():
+    os.environ["NCZ_CONFIG"] = invalid
+    try:
+        return NCZ()
+    finally:
+        del os.environ["NCZ_CONFIG"]
+
+
+def same_names(names) -> None:
+    """A reduction of these, which differ between ranks, although all their sizes are the same."""
+    compressor = NCZ(transport={"min_bytes": 0})
+    handles = [ncz_plugins.horovod.allreduce_async(own_values(SIZE), name=n, compression=compressor) for n in names]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+def train_with_different(config) -> None:
+    """One rank's configuration changes after a step in which all agreed."""
+    compressor = NCZ()
+    model, its_optimizer = optimizer(compressor)
+    for settings in ({}, config):
+        compressor.config = settings
+        its_optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        its_optimizer.step()
+
+
+def waited_for_after_a_failure() -> None:
+    compressor = NCZ(quantizer={"value": 0.1 * (1 + hvd.rank())})
+    handle = ncz_plugins.horovod.allreduce_async(own_values(SIZE), compression=compressor)
+    try:
+        hvd.synchronize(handle)
+    except ncz_plugins.MismatchError:
+        hvd.synchronize(handle)  # must not pass for reduced
+
+
+hvd.init()
+different, invalid = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+tensor = own_values(SIZE)
+cases = {
+    "unknown section": lambda: NCZ(quantiser={"value": 0.1}),
+    "impossible value": lambda: NCZ({"quantizer": {"value": -1}}),
+    "invalid file": lambda: NCZ(invalid),
+    "missing file": lambda: NCZ("nowhere/ncclz.yaml"),
+    "file and sections": lambda: NCZ("ncclz", quantizer={"value": 0.1}),
+    "another type": lambda: NCZ(0.1),
+    "roles that Horovod does not offer": lambda: NCZ(roles=["gradient", "parameter"]),
+    "invalid file in the environment": from_environment,
+    "adasum": lambda: optimizer(NCZ, op=hvd.Adasum),
+    "adasum with an instance": lambda: optimizer(NCZ(), op=hvd.Adasum),
+    "reducescatter": lambda: hvd.reducescatter(tensor, compression=NCZ),
+    "grouped reducescatter": lambda: hvd.grouped_reducescatter([tensor], compression=NCZ()),
+    "other names": lambda: same_names(["a", "bc"[hvd.rank()]]),
+    "fewer on one rank": lambda: same_names(["a", "b"][hvd.rank() :]),
+    "given up": waited_for_after_a_failure,
+    **{name: lambda configs=configs: train_with_different(configs[hvd.rank()]) for name, configs in different.items()},
+}
+errors = {}
+for name, case in cases.items():
+    try:
+        case()
+        errors[name] = None
+    except Exception as error:
+        errors[name] = {"kind": type(error).__name__, "message": str(error)}
+save(
+    {
+        "errors": errors,
+        "is_compressor": [issubclass(NCZ, Compressor), isinstance(NCZ(), Compressor)],
+        "still_works": torch.equal(hvd.allreduce(torch.ones(3), op=hvd.Sum), torch.full((3,), float(hvd.size()))),
+    }
+)

@@ -1,0 +1,139 @@
+"""hvd.DistributedOptimizer where other settings alone do not lead: see the worker."""
+
+import pytest
+from launch import WORKERS, horovodrun, launch, needs_horovod
+
+pytestmark = [pytest.mark.slow, needs_horovod]
+
+BOUND = 2e-4  # as the worker has it
+ROUNDING = 2.0**-22  # of sums that two runs add in another order, as a share of the largest value
+COMPRESSED_ONCE = {"calls": 1, "compressed": 1, "bypasses": {}}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return launch(horovodrun(WORKERS / "horovod_edges.py"), tmp_path_factory.mktemp("two_ranks"), timeout=120).ranks
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    command = horovodrun(WORKERS / "horovod_edges.py", ranks=3)
+    return launch(command, tmp_path_factory.mktemp("three_ranks"), timeout=120).ranks
+
+
+@pytest.fixture(params=["two_ranks", "three_ranks"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
+
+
+def identical(results) -> bool:
+    return len({result["sha256"] for result in results}) == 1
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse as dense"])
+def test_sparse_gradients_stay_sparse_and_the_others_are_compressed(name, ranks):
+    for rank in ranks:
+        result = rank[name]
+        assert result["is_sparse"]
+        assert result["counts"] == [COMPRESSED_ONCE]
+        assert 0 < result["error"] <= BOUND + ROUNDING * result["largest"]
+        if name == "sparse":
+            assert result["embedding_error"] == 0
+            assert result["bytes_in"] == result["other_bytes"]
+        else:
+            assert 0 < result["embedding_error"] <= BOUND + ROUNDING * result["largest"]
+            assert result["bytes_in"] == result["other_bytes"] + result["embedding_bytes"]
+    assert identical(rank[name] for rank in ranks)
+
+
+def test_what_is_not_finite_comes_out_where_it_was_on_every_rank(ranks):
+    for rank in ranks:
+        result = rank["not finite"]
+        assert result["places"] == result["expected_places"]
+        assert all(result["same_kind"])
+        assert result["error"] <= ROUNDING * result["largest"]
+        assert result["counts"] == [{"calls": 1, "compressed": 0, "bypasses": {"non-finite": 1}}, COMPRESSED_ONCE]
+
+
+def test_a_model_below_min_bytes_goes_plain_and_counted(ranks):
+    for rank in ranks:
+        result = rank["tiny"]
+        assert result["counts"] == [{"calls": 1, "compressed": 0, "bypasses": {"too small": 1}}]
+        assert result["error"] <= ROUNDING * result["largest"]
+
+
+def test_gradients_can_be_clipped_between_synchronize_and_step(ranks):
+    for rank in ranks:
+        assert rank["clipping"]["norms"] == pytest.approx([0.01] * 3, rel=1e-3)
+        assert rank["clipping"]["counts"] == [COMPRESSED_ONCE] * 3
+    assert identical(rank["clipping"] for rank in ranks)
+
+
+def test_restoring_the_optimizer_forgets_what_was_pending(ranks):
+    for rank in ranks:
+        assert 0 < rank["restored"]["error"] <= 1.01 * BOUND
+        assert rank["restored"]["counts"] == [COMPRESSED_ONCE]
+    assert identical(rank["restored"] for rank in ranks)
+
+
+def test_the_configuration_can_change_between_steps(ranks):
+    for rank in ranks:
+        result = rank["schedule"]
+        for bound, error in zip(result["bounds"], result["errors"]):
+            assert bound / 10 < error <= bound + ROUNDING * result["largest"]
+        assert result["ratios"] == sorted(result["ratios"], reverse=True)
+        assert "quantizer.value: -1 is not allowed" in result["refused"]
+        assert result["kept"]
+
+
+def test_two_optimizers_can_share_one_ncz(ranks):
+    for rank in ranks:
+        assert 0 < rank["two optimizers"]["error"] <= 1.01 * BOUND
+        assert rank["two optimizers"]["counts"] == [COMPRESSED_ONCE] * 2
+    assert identical(rank["two optimizers"] for rank in ranks)
+
+
+def test_a_metric_can_be_averaged_before_the_optimizer_synchronizes(ranks):
+    for rank in ranks:
+        assert rank["average of a metric"]["error"] <= 1.01 * BOUND
+    assert identical(rank["average of a metric"] for rank in ranks)
+
+
+def test_a_rank_that_joined_is_an_error_on_the_others_and_not_a_hang(ranks):
+    first, *others = (rank["join"]["error"] for rank in ranks)
+    assert first is None
+    assert {error["kind"] for error in others} == {"MismatchError"}
+
+
+class TestProcessSets:
+    @pytest.fixture(autouse=True)
+    def found(self, three_ranks):
+        self.ranks = [rank["process sets"] for rank in three_ranks]
+
+    def test_the_optimizer_reduces_over_its_own(self):
+        results = [rank["optimizer"] for rank in self.ranks]
+        assert [result["included"] for result in results] == [True, False, True]
+        for result in (results[0], results[2]):
+            assert result["compressed_calls"] == 1
+            assert 0 < result["error"] <= 1.01 * BOUND
+        assert results[1]["compressed_calls"] == 0
+        assert results[0]["sha256"] == results[2]["sha256"] != results[1]["sha256"]
+
+    def test_overlapping_sets_started_in_another_order(self):
+        for name, members in {"0 2": [0, 2], "0 1": [0, 1], "1 2": [1, 2]}.items():
+            results = [rank["overlapping"].get(name) for rank in self.ranks]
+            assert [i for i, result in enumerate(results) if result] == members
+            for i in members:
+                assert 0 < results[i]["error"] <= 2.01 * BOUND  # a sum of two
+            assert identical(results[i] for i in members)
+
+    def test_a_new_set_that_gets_the_number_of_a_removed_one(self):
+        results = [rank["reused"] for rank in self.ranks]
+        assert all(result["number"] for result in results)
+        assert [0 < result["error"] <= 1.01 * BOUND for result in results[:2]] == [True, True]
+        assert identical(results[:2])
+
+    def test_a_set_of_one_rank(self):
+        assert [rank["alone"]["included"] for rank in self.ranks] == [False, True, False]
+        assert self.ranks[1]["alone"]["exact"]
+        assert self.ranks[1]["alone"]["counts"] == {"calls": 1, "compressed": 0, "bypasses": {"one rank": 1}}

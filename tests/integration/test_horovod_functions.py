@@ -1,0 +1,61 @@
+"""`allreduce` and its siblings for single tensors, beside Horovod's own; configured by NCZ_CONFIG alone."""
+
+import json
+
+import pytest
+from launch import WORKERS, horovodrun, launch, needs_horovod
+
+pytestmark = [pytest.mark.slow, needs_horovod]
+
+BOUND = 2e-4
+CONFIG = {"quantizer": {"mode": "abs", "value": BOUND}, "transport": {"min_bytes": 0}}
+# Of a result or two, as a share of the largest value.
+ROUNDING = {"torch.float16": 2.0**-11, "torch.bfloat16": 2.0**-8}
+FLOAT32 = 2.0**-22
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("functions")
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = horovodrun(WORKERS / "horovod_functions.py")
+    outcome = launch(command, folder, timeout=120, environment={"NCZ_CONFIG": str(config)})
+    assert len(outcome.ranks) == 2
+    return outcome.ranks
+
+
+def test_compressed_results_are_horovods_own_within_the_bound(ranks):
+    for rank in ranks:
+        for name, result in rank["compressed"].items():
+            bound = BOUND * result["scale"] + ROUNDING.get(name, FLOAT32) * result["largest"]
+            assert 0 < result["error"] <= bound, name
+            assert result["compressed_calls"] == 1, name
+            assert result["unchanged"] and result["dtypes"], name
+
+
+def test_compressed_results_are_identical_on_all_ranks(ranks):
+    for name, result in ranks[0]["compressed"].items():
+        assert [rank["compressed"][name]["sha256"] for rank in ranks] == [result["sha256"]] * len(ranks), name
+
+
+def test_what_goes_plain_is_exact_and_counted(ranks):
+    for rank in ranks:
+        for name, result in rank["plain"].items():
+            assert result["exact"], name
+            assert result["bypasses"] == {"dtype" if "int" in name else "reduce op": 1}, name
+
+
+def test_handles_can_be_waited_for_in_any_order_and_again(ranks):
+    for rank in ranks:
+        result = rank["handles"]
+        assert result["before"] == [False] * 3 and result["after"] == [True] * 3
+        assert 0 < result["error"] <= 1.01 * BOUND
+        assert result["again"]
+    assert len({rank["handles"]["sha256"] for rank in ranks}) == 1
+
+
+def test_gradients_flow_back(ranks):
+    for rank in ranks:
+        for name, result in rank["backward"].items():
+            assert 0 < result["error"] <= 2.01 * BOUND, name  # doubled in the group

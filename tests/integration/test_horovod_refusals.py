@@ -1,0 +1,70 @@
+"""What can't be compressed as asked is an error on every rank: not a plain run, a hang or a wrong result."""
+
+import json
+
+import pytest
+from launch import WORKERS, horovodrun, launch, needs_horovod
+
+pytestmark = [pytest.mark.slow, needs_horovod]
+
+INVALID = "quantizer: {valeu: 0.1}\n"
+# name: the configuration of each rank in the second step; in the first, all have the defaults
+DIFFERENT = {
+    "different bounds": [{"quantizer": {"value": 0.25}}, {"quantizer": {"value": 0.1}}],
+    "too small on one rank": [{"transport": {"min_bytes": 0}}, {"transport": {"min_bytes": "1GiB"}}],
+    "another schedule": [{"transport": {"schedule": "direct"}}, {"transport": {"schedule": "ring"}}],
+    "changed on one rank": [{}, {"entropy": {"coder": "fixed"}}],
+}
+# name: (the kind of error, what its message must name)
+CASES = {
+    "unknown section": ("ConfigError", ["quantiser", "did you mean quantizer"]),
+    "impossible value": ("ConfigError", ["quantizer.value", "-1", "above 0"]),
+    "invalid file": ("ConfigError", ["invalid.yaml", "quantizer.valeu", "quantizer.value"]),
+    "missing file": ("ConfigError", ["nowhere/ncclz.yaml: no such file"]),
+    "file and sections": ("ConfigError", ["not both", "quantizer"]),
+    "another type": ("ConfigError", ["0.1 (float) is not a configuration"]),
+    "roles that Horovod does not offer": ("ConfigError", ["roles", "parameter", '["gradient"]']),
+    "invalid file in the environment": ("ConfigError", ["invalid.yaml", "quantizer.valeu"]),
+    "adasum": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
+    "adasum with an instance": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
+    "reducescatter": ("UnsupportedError", ["hvd.reducescatter", "Compression.none"]),
+    "grouped reducescatter": ("UnsupportedError", ["hvd.grouped_reducescatter", "Compression.none"]),
+    "other names": ("MismatchError", ["names"]),
+    "fewer on one rank": ("MismatchError", ["number of tensors"]),
+    "given up": ("HorovodInternalError", ["nothing was reduced"]),
+    **{name: ("MismatchError", ["configuration"]) for name in DIFFERENT},
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    different, invalid = folder / "different.json", folder / "invalid.yaml"
+    different.write_text(json.dumps(DIFFERENT))
+    invalid.write_text(INVALID)
+    outcome = launch(horovodrun(WORKERS / "horovod_refusals.py", different, invalid), folder, timeout=90)
+    assert len(outcome.ranks) == 2
+    return outcome.ranks
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_refuses_and_says_why(name, refused):
+    kind, named = CASES[name]
+    for rank in refused:
+        error = rank["errors"][name]
+        assert error is not None, "no error"
+        assert error["kind"] == kind, error
+        for text in named:
+            assert text in error["message"]
+
+
+def test_all_refusals_are_tested(refused):
+    assert set(CASES) == set(refused[0]["errors"])
+
+
+def test_horovod_still_works_after_them(refused):
+    assert [rank["still_works"] for rank in refused] == [True, True]
+
+
+def test_it_is_a_compressor_to_whoever_asks(refused):
+    assert [rank["is_compressor"] for rank in refused] == [[True, True]] * 2

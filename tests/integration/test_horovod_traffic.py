@@ -1,0 +1,71 @@
+"""The example GPT under Horovod: plain, as fp16 and compressed, each on a network whose bytes the kernel counts."""
+
+import json
+from statistics import fmean
+
+import pytest
+from launch import ROOT, horovodrun, launch, needs_horovod
+
+pytestmark = [pytest.mark.slow, needs_horovod, pytest.mark.timeout(600)]
+
+SCRIPT = ROOT / "examples" / "train_horovod.py"
+STEPS = 150  # earlier the loss still falls fast, and by seed one run or the other is ahead by up to 1%
+SHORT = 10  # enough to count bytes, which are the same in every step
+LAST_STEPS = 20
+# Between its operations Horovod's ranks talk every millisecond, which in slow steps is more than a tenth of our bytes.
+QUIET = {"GLOO_SOCKET_IFNAME": "lo", "HOROVOD_CYCLE_TIME": "10"}
+
+
+def train(private_network, compression: str, steps: int, folder) -> list[dict]:
+    """The records that the example writes: one per step, and a last one for the whole run."""
+    log = folder / "log.jsonl"
+    command = horovodrun(SCRIPT, "--compression", compression, "--steps", steps, "--log-file", log)
+    launch([*private_network, *command], folder, timeout=280, environment=QUIET)
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(private_network, tmp_path_factory):
+    return train(private_network, "none", STEPS, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def fp16(private_network, tmp_path_factory):
+    return train(private_network, "fp16", SHORT, tmp_path_factory.mktemp("fp16"))
+
+
+@pytest.fixture(scope="module")
+def ncz(private_network, tmp_path_factory):
+    return train(private_network, "ncz", STEPS, tmp_path_factory.mktemp("ncz"))
+
+
+def bytes_per_step(records: list[dict]) -> float:
+    return fmean(record["interface_bytes"] for record in records[:-1])
+
+
+def test_the_runs_were_as_meant(plain, fp16, ncz):
+    assert (len(plain), len(fp16), len(ncz)) == (STEPS + 1, SHORT + 1, STEPS + 1)
+    assert "compression" not in plain[-1] and "compression" not in fp16[-1]
+    assert ncz[-1]["compression"]["bypasses"] == {}
+    for record in ncz[:-1]:
+        assert record["compression"]["compressed_calls"] == record["compression"]["calls"] > 0
+
+
+def test_the_statistics_tell_what_the_interface_carries(plain, ncz):
+    shrunk = bytes_per_step(plain) / bytes_per_step(ncz)
+    assert shrunk == pytest.approx(ncz[-1]["compression"]["ratio"], rel=0.05)
+
+
+def test_at_most_half_of_what_horovods_fp16_sends(fp16, ncz):
+    assert bytes_per_step(ncz) <= bytes_per_step(fp16) / 2
+
+
+def test_the_loss_follows_the_plain_run(plain, ncz):
+    plain_loss, loss = (fmean(record["loss"] for record in records[-1 - LAST_STEPS : -1]) for records in (plain, ncz))
+    assert loss == pytest.approx(plain_loss, rel=0.01)
+    assert plain_loss < plain[0]["loss"] / 1.5  # it did learn
+
+
+def test_replicas_are_identical(plain, fp16, ncz):
+    for records in (plain, fp16, ncz):
+        assert records[-1]["replicas_identical"]
