@@ -16,10 +16,10 @@ LAST_STEPS = 20
 QUIET = {"GLOO_SOCKET_IFNAME": "lo", "HOROVOD_CYCLE_TIME": "10"}
 
 
-def train(private_network, compression: str, steps: int, folder) -> list[dict]:
+def train(private_network, compression: str, steps: int, folder, ranks: int = 2) -> list[dict]:
     """The records that the example writes: one per step, and a last one for the whole run."""
     log = folder / "log.jsonl"
-    command = horovodrun(SCRIPT, "--compression", compression, "--steps", steps, "--log-file", log)
+    command = horovodrun(SCRIPT, "--compression", compression, "--steps", steps, "--log-file", log, ranks=ranks)
     launch([*private_network, *command], folder, timeout=280, environment=QUIET)
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -39,6 +39,13 @@ def ncz(private_network, tmp_path_factory):
     return train(private_network, "ncz", STEPS, tmp_path_factory.mktemp("ncz"))
 
 
+@pytest.fixture(scope="module")
+def three_ranks(private_network, tmp_path_factory):
+    """A plain and a compressed run on three ranks."""
+    folders = {compression: tmp_path_factory.mktemp(f"{compression}-3-ranks") for compression in ("none", "ncz")}
+    return [train(private_network, kind, SHORT, folder, ranks=3) for kind, folder in folders.items()]
+
+
 def bytes_per_step(records: list[dict]) -> float:
     return fmean(record["interface_bytes"] for record in records[:-1])
 
@@ -54,6 +61,13 @@ def test_the_runs_were_as_meant(plain, fp16, ncz):
 def test_the_statistics_tell_what_the_interface_carries(plain, ncz):
     shrunk = bytes_per_step(plain) / bytes_per_step(ncz)
     assert shrunk == pytest.approx(ncz[-1]["compression"]["ratio"], rel=0.05)
+
+
+def test_three_ranks_shrink_as_the_statistics_say_and_stay_identical(three_ranks):
+    plain, ncz = three_ranks
+    shrunk = bytes_per_step(plain) / bytes_per_step(ncz)
+    assert shrunk == pytest.approx(ncz[-1]["compression"]["ratio"], rel=0.05)
+    assert ncz[-1]["replicas_identical"] and len(ncz[-1]["parameters_sha256"]) == 3
 
 
 def test_at_most_half_of_what_horovods_fp16_sends(fp16, ncz):
