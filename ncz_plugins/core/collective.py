@@ -61,7 +61,7 @@ class Call:
             "collective": list(_PLAIN_BYTES).index(self.collective),
             "elements": self.layout.numel,
             "dtype": DTYPES.index(self.source.data.dtype),
-            "divisor of the sum (in millionths)": round(self.divisor * 1e6),
+            "checksum of the divisor": zlib.crc32(repr(float(self.divisor)).encode()),
             "source rank": self.root,
             "checksum of the configuration": zlib.crc32(config.canonical().encode()),
         }

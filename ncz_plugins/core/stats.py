@@ -49,6 +49,14 @@ class Counters:
             else:
                 setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
+    def describe(self) -> str:
+        """One short line for people."""
+        bypassed = ", ".join(f"{calls} x {reason}" for reason, calls in self.bypasses.items())
+        return (
+            f"{self.bytes_in / 1e6:.2f} MB handed in, {self.plain_bytes / 1e6:.2f} -> {self.wire_bytes / 1e6:.2f} MB "
+            f"sent, ratio {self.ratio:.2f}, {self.seconds * 1e3:.0f} ms" + (f", plain: {bypassed}" if bypassed else "")
+        )
+
     def to_dict(self) -> dict:
         """Plain numbers, ready for JSON; includes the ratio."""
         return {**asdict(self), "ratio": self.ratio}

@@ -40,13 +40,7 @@ class GradientCompression:
         done = self.stats.end_step()
         every = self.config.statistics.report_every
         if every and step % every == 0 and dist.get_rank() == 0:
-            bypassed = ", ".join(f"{calls} x {reason}" for reason, calls in done.bypasses.items())
-            print(
-                f"ncz_plugins: step {step}: {done.bytes_in / 1e6:.2f} MB of gradients, "
-                f"{done.plain_bytes / 1e6:.2f} -> {done.wire_bytes / 1e6:.2f} MB sent, ratio {done.ratio:.2f}, "
-                f"{done.seconds * 1e3:.0f} ms" + (f", plain: {bypassed}" if bypassed else ""),
-                flush=True,
-            )
+            print(f"ncz_plugins: step {step}: {done.describe()}", flush=True)
 
     def close(self) -> None:
         """Free the connections. The engine's reductions fail afterwards."""

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from types import MethodType
 
+import horovod.torch as hvd
 from horovod.torch.compression import Compressor
 from torch import Tensor
 
@@ -57,20 +58,27 @@ class NCZ(Compressor):
     The class itself can be passed too and then means its default instance, `NCZ.default()`.
     """
 
-    _default: NCZ | None = None
-
     def __init__(self, source=None, **sections):
         if source is not None and sections:
             raise ConfigError(f"NCZ takes a configuration or sections of one, not both ({', '.join(sections)})")
-        self.config = sections or (os.environ.get(ENVIRONMENT) if source is None else source)
+        self.config = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
         self.stats = Statistics(self.config.statistics.history)
+        self._steps = 0
 
     @classmethod
     def default(cls) -> NCZ:
         """The instance that the class stands for where it is passed as such."""
-        if cls._default is None:
+        if "_default" not in vars(cls):  # a subclass has one of its own
             cls._default = cls()
         return cls._default
+
+    def end_step(self) -> None:
+        """Close one step in the statistics, and report it where the configuration says so."""
+        self._steps += 1
+        done = self.stats.end_step()
+        every = self.config.statistics.report_every
+        if every and self._steps % every == 0 and hvd.rank() == 0:
+            print(f"ncz_plugins: step {self._steps}: {done.describe()}", flush=True)
 
     @property
     def config(self) -> Config:

@@ -96,7 +96,7 @@ class _State:
                 self._reduce(compressor, bucket, index)
                 for pending in bucket:
                     pending.done = True
-        compressor.stats.end_step()
+        compressor.end_step()
 
     def _compare_ranks(self, compressor: NCZ, pendings: list[Pending]) -> None:
         """Raise MismatchError on every rank of a process set if not all are about to do the same.

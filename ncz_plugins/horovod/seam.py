@@ -14,6 +14,7 @@ import horovod.torch.mpi_ops as mpi_ops
 import horovod.torch.optimizer as optimizer
 
 from ..core.errors import UnsupportedError
+from ..version import __version__
 from . import functions, reduction
 from .compressor import OfOneOptimizer, Tagged, as_instance
 from .reduction import Pending
@@ -99,7 +100,10 @@ def _takes_pending(original):
 
 def _polls_pending(original):
     def poll(handle):
-        return handle.done if isinstance(handle, Pending) else original(handle)
+        if not isinstance(handle, Pending):
+            return original(handle)
+        handle()  # nothing goes on in the background, so a loop that only polls would never end
+        return True
 
     return poll
 
@@ -131,6 +135,12 @@ def _takes_ncz(original):
             raise UnsupportedError(
                 "op=hvd.Adasum can't be combined with compression=NCZ: it needs the exact gradients of every rank. "
                 "Use hvd.Average or hvd.Sum, or another compression"
+            )
+        if hvd.rank() == 0:
+            print(
+                f"ncz_plugins {__version__}: gradient all-reduces are compressed (Horovod, {hvd.size()} ranks): "
+                f"{compressor.config.describe()}",
+                flush=True,
             )
         return original(**{**arguments, "compression": OfOneOptimizer(compressor)})
 
