@@ -6,6 +6,7 @@ found, the package is installed without it, and the numpy kernels serve.
 """
 
 import platform
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -55,7 +56,7 @@ setup(
         Extension(
             "ncz_plugins.kernels.cpu.libncz_cpu",
             sources=list(SOURCES),
-            depends=[f"{FOLDER}/{header}" for header in ("bits.h", "codec.h", "floats.h", "format.h")],
+            depends=sorted(glob(f"{FOLDER}/*.h")),
             optional=True,
         )
     ],

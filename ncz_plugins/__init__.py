@@ -4,6 +4,9 @@
     communicator = ncz_plugins.Communicator(ncz_plugins.Config.load("ncclz"))
     communicator.all_reduce(tensor)
 
+    data = ncz_plugins.compress(tensor, {"quantizer": {"mode": "range", "value": 1e-3}})
+    tensor = ncz_plugins.decompress(data)
+
 Importing this package needs torch and numpy at most: what takes more is imported on first use.
 """
 
@@ -12,16 +15,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import ConfigError, FrameError, MismatchError, NczError, PeerError, UnsupportedError
+from .core.errors import BoundError, ConfigError, FrameError, MismatchError, NczError, PeerError, UnsupportedError
 from .version import __version__
 
 if TYPE_CHECKING:
     from .core.communicator import Communicator
     from .core.config import Config
+    from .core.container import compress, decompress
 
-_LAZY = {"Communicator": ".core.communicator", "Config": ".core.config"}
+_LAZY = {
+    "Communicator": ".core.communicator",
+    "Config": ".core.config",
+    "compress": ".core.container",
+    "decompress": ".core.container",
+}
 
 __all__ = [
+    "BoundError",
     "Communicator",
     "Config",
     "ConfigError",
@@ -31,6 +41,8 @@ __all__ = [
     "PeerError",
     "UnsupportedError",
     "__version__",
+    "compress",
+    "decompress",
 ]
 
 

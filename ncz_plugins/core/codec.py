@@ -3,110 +3,214 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from ..kernels.format import Coder, DamagedFrame, Predictor, max_frame_bytes
-from .config import Entropy
+from ..kernels.format import (
+    HAS_CHECKSUM,
+    HEADER,
+    HEADER_BYTES,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Noise,
+    Predictor,
+    max_frame_bytes,
+)
+from ..kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
+from ..kernels.scratch import Scratch
+from .config import Config
 from .errors import FrameError
 from .frame import Layout, Window
 from .quantize import Scales
 from .stats import Counters
 
+_scratch = Scratch()
 
-class TensorCodec:
-    """Encodes what this rank holds, and decodes into where the result belongs.
+
+def coding(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
+    """How `config` wants codes to be written.
 
     Args:
+        link_gbps: what is known of the link, in Gbit/s, for where `config` leaves that open.
+    """
+    gbps = config.transport.link_gbps or link_gbps or 1
+    picoseconds_per_byte = max(1, round(8000 / gbps))
+    return Coding(
+        Coder[config.entropy.coder.upper()],
+        Predictor[config.entropy.predictor.upper()],
+        backend.costs._replace(link=picoseconds_per_byte),
+    )
+
+
+@dataclass
+class TensorCodec(ABC):
+    """Encodes what this rank holds, and decodes into where the result belongs. FrameError says what is damaged.
+
+    Attributes:
         source: this rank's values.
         output: where decoded frames go; it may be the memory of `source`.
+        checksum: whether frames get a checksum, and must come with one.
         counters: takes the seconds spent in coding.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        layout: Layout,
-        scales: Scales,
-        entropy: Entropy,
-        source: Window,
-        output: Window,
-        counters: Counters,
-    ):
-        self.layout = layout
-        self._backend = backend
-        self._scales = scales
-        self._coder = Coder[entropy.coder.upper()]
-        self._predictor = Predictor[entropy.predictor.upper()]
-        self._source = source
-        self._output = output
-        self._counters = counters
-        # Frames are written here and then copied out at their real size, which is much smaller.
-        self._scratch = torch.empty(self.frame_capacity, dtype=torch.uint8)
-        self._codes: Tensor | None = None
+    backend: Backend
+    layout: Layout
+    coding: Coding
+    source: Window
+    output: Window
+    checksum: bool
+    counters: Counters
 
     @property
+    @abstractmethod
     def frame_capacity(self) -> int:
         """Bytes that no frame of this tensor can exceed."""
-        return max_frame_bytes(self.layout.frame_elements)
 
     def encode(self, segment: int, index: int) -> Tensor:
         """The frame of this rank's own values."""
-        started = time.perf_counter()
-        x, inverse_steps = self._own(segment, index)
-        size = self._backend.encode(x, inverse_steps, self._coder, self._predictor, self._scratch)
-        return self._finished(size, started)
+        return self.sum(segment, index, [])
 
     def reduce(self, segment: int, index: int, frame: Tensor) -> Tensor:
-        """The frame of `frame`'s codes plus this rank's own."""
-        started = time.perf_counter()
-        x, inverse_steps = self._own(segment, index)
-        try:
-            size = self._backend.reduce(frame, x, inverse_steps, self._coder, self._predictor, self._scratch)
-        except DamagedFrame as damage:
-            raise self._frame_error(segment, index, damage) from damage
-        return self._finished(size, started)
+        """The frame of the values in `frame` plus this rank's own."""
+        return self.sum(segment, index, [frame])
 
     def sum(self, segment: int, index: int, frames: list[Tensor]) -> Tensor:
-        """The frame of the codes of all `frames` plus this rank's own."""
+        """The frame of the values in all `frames` plus this rank's own.
+
+        Args:
+            frames: if there are several, those of all other ranks, the rank after this one first.
+        """
         started = time.perf_counter()
-        x, inverse_steps = self._own(segment, index)
-        if self._codes is None:
-            self._codes = torch.empty(self.layout.frame_elements, dtype=torch.int32)
-        codes = self._codes[: x.numel()]
-        self._backend.quantize(x, inverse_steps, codes)
+        # A frame is written here and then copied out at its real size, which is much smaller.
+        room = _scratch.of("frame", self.frame_capacity, torch.uint8)
         try:
             for frame in frames:
-                self._backend.decode_codes(frame, codes, add=True)
+                self._demand_checksum(frame)
+            size = self._write_sum(segment, index, frames, room)
         except DamagedFrame as damage:
-            raise self._frame_error(segment, index, damage) from damage
-        return self._finished(self._backend.encode_codes(codes, self._coder, self._predictor, self._scratch), started)
+            raise _frame_error(segment, index, damage) from damage
+        written = room[:size].clone()
+        if self.checksum:
+            self.backend.seal(written)
+        self.counters.encode_seconds += time.perf_counter() - started
+        return written
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         """Write the values of a finished frame to the output."""
         started = time.perf_counter()
-        scales = self._scales.scales[self.layout.frame_chunks(segment, index)]
         try:
-            self._backend.decode(frame, scales, self._output[self.layout.frame(segment, index)])
+            self._demand_checksum(frame)
+            self._read(segment, index, frame)
         except DamagedFrame as damage:
-            raise self._frame_error(segment, index, damage) from damage
-        self._counters.decode_seconds += time.perf_counter() - started
+            raise _frame_error(segment, index, damage) from damage
+        self.counters.decode_seconds += time.perf_counter() - started
 
-    def _own(self, segment: int, index: int) -> tuple[Tensor, Tensor]:
-        return (
-            self._source[self.layout.frame(segment, index)],
-            self._scales.inverse_steps[self.layout.frame_chunks(segment, index)],
-        )
+    @abstractmethod
+    def _write_sum(self, segment: int, index: int, frames: list[Tensor], room: Tensor) -> int:
+        """As `sum`, into `room`, of which the size is returned. Raises DamagedFrame."""
 
-    def _finished(self, size: int, started: float) -> Tensor:
-        frame = self._scratch[:size].clone()
-        self._counters.encode_seconds += time.perf_counter() - started
-        return frame
+    @abstractmethod
+    def _read(self, segment: int, index: int, frame: Tensor) -> None:
+        """As `decode`. Raises DamagedFrame."""
 
-    def _frame_error(self, segment: int, index: int, damage: DamagedFrame) -> FrameError:
-        return FrameError(
-            f"frame {index} of segment {segment} is damaged: {damage}. "
-            "All ranks must run the same version of ncz_plugins; otherwise suspect the network or memory."
-        )
+    def _demand_checksum(self, frame: Tensor) -> None:
+        """Kernels verify a checksum where there is one."""
+        if self.checksum and frame.numel() >= HEADER_BYTES:
+            *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+            if not flags & HAS_CHECKSUM:
+                raise DamagedFrame("it has no checksum, and entropy.checksum asks for one")
+
+
+@dataclass
+class QuantizingCodec(TensorCodec):
+    """Adds codes, as integers.
+
+    Attributes:
+        scales: the steps that all ranks share.
+        noise: for the stochastic quantizer; its elements count from the start of the tensor.
+    """
+
+    scales: Scales
+    noise: Noise | None = None
+
+    def __post_init__(self):
+        self._codes: Tensor | None = None
+
+    @property
+    def frame_capacity(self) -> int:
+        return max_frame_bytes(self.layout.frame_elements)
+
+    def _write_sum(self, segment, index, frames, room):
+        elements = self.layout.frame(segment, index)
+        x = self.source[elements]
+        inverse_steps = self.scales.inverse_steps[self.layout.frame_chunks(segment, index)]
+        noise = self.noise and self.noise._replace(first=elements.start)
+        if not frames:
+            return self.backend.encode(x, inverse_steps, self.coding, room, noise)
+        if len(frames) == 1:
+            return self.backend.reduce(frames[0], x, inverse_steps, self.coding, room, noise)
+        if self._codes is None:
+            self._codes = torch.empty(self.layout.frame_elements, dtype=torch.int32)
+        codes = self._codes[: x.numel()]
+        self.backend.quantize(x, inverse_steps, codes, noise)
+        for frame in frames:
+            self.backend.decode_codes(frame, codes, add=True)
+        return self.backend.encode_codes(codes, self.coding, room)
+
+    def _read(self, segment, index, frame):
+        scales = self.scales.scales[self.layout.frame_chunks(segment, index)]
+        self.backend.decode(frame, scales, self.output[self.layout.frame(segment, index)])
+
+
+@dataclass
+class LosslessCodec(TensorCodec):
+    """Adds floats, as a plain collective does: several frames in rank order, else in the order in which they come.
+
+    Attributes:
+        divisor: what the sum is divided by.
+    """
+
+    divisor: float = 1
+
+    @property
+    def frame_capacity(self) -> int:
+        window = self.source or self.output
+        return max_lossless_bytes(self.layout.frame_elements, window.data.element_size())
+
+    def _write_sum(self, segment, index, frames, room):
+        own = self.source[self.layout.frame(segment, index)]
+        if not frames:
+            return encode_floats(self.backend, own, self.coding, room)
+        # Several frames are summed by the owner of the segment, whose rank is the segment's number.
+        before = max(0, len(frames) - segment)
+        total = None
+        for frame in [*frames[before:], None, *frames[:before]]:
+            values = own if frame is None else self._floats(frame, own)
+            if total is None:  # half types are added in float32 and rounded once
+                total = values.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+            else:
+                total += values
+        return encode_floats(self.backend, total.to(own.dtype), self.coding, room)
+
+    def _read(self, segment, index, frame):
+        out = self.output[self.layout.frame(segment, index)]
+        decode_floats(self.backend, frame, out)
+        if self.divisor != 1:
+            out /= self.divisor
+
+    def _floats(self, frame: Tensor, like: Tensor) -> Tensor:
+        values = torch.empty_like(like)
+        decode_floats(self.backend, frame, values)
+        return values
+
+
+def _frame_error(segment: int, index: int, damage: DamagedFrame) -> FrameError:
+    return FrameError(
+        f"frame {index} of segment {segment} is damaged: {damage}. "
+        "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
+    )

@@ -7,16 +7,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from ..kernels.format import DTYPES
-from .codec import TensorCodec
+from ..kernels.format import DTYPES, Noise
+from .codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
 from .config import Config
 from .errors import MismatchError
 from .frame import Layout, Window
-from .quantize import Bypass, Scales, derive, measure
+from .handshake import Comparison
+from .quantize import Bypass, derive, measure
 from .stats import Counters
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
@@ -80,15 +80,14 @@ def run(call: Call, number: int, transport, backend: Backend, config: Config) ->
     plain_bytes = plain_wire_bytes(call.collective, input, transport.world_size)
     counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
     started = time.perf_counter()
-    scales = _agree(call, number, transport, backend, config, counters)
+    codec = _agree(call, number, transport, backend, config, counters)
     counters.agree_seconds = time.perf_counter() - started
-    if isinstance(scales, Bypass):
+    if isinstance(codec, Bypass):
         call.plain()
         counters.wire_bytes += plain_bytes
-        counters.bypasses[scales.value] = 1
+        counters.bypasses[codec.value] = 1
     else:
         counters.compressed_calls = 1
-        codec = TensorCodec(backend, call.layout, scales, config.entropy, call.source, call.output, counters)
         call.schedule(transport, codec, counters)
     counters.seconds = time.perf_counter() - started
     return counters
@@ -101,7 +100,7 @@ def frame_elements(tensor: Tensor, config: Config) -> int:
 
 def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
     """How a tensor that is summed over ranks is cut."""
-    block = 0 if config.quantizer.mode == "abs" else config.quantizer.block
+    block = config.quantizer.block_in_effect
     return Layout.split(tensor.numel(), world_size, frame_elements(tensor, config), block)
 
 
@@ -116,20 +115,33 @@ def plain_wire_bytes(collective: str, input: Tensor, world_size: int) -> int:
     return _PLAIN_BYTES[collective](input.nbytes, world_size)
 
 
-def _agree(call: Call, number: int, transport, backend: Backend, config: Config, counters: Counters) -> Scales | Bypass:
+def _agree(
+    call: Call, number: int, transport, backend: Backend, config: Config, counters: Counters
+) -> TensorCodec | Bypass:
+    """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
     # depends on the call. The answer travels while the tensor is being measured.
     described = call.described(number, config)
-    both = torch.tensor([*described.values(), *(-v for v in described.values())])
-    same_call = transport.start_max(both, counters)
-    agreed = measure(backend, call.source, call.layout, call.measured, config.quantizer)
+    comparison = Comparison(described)
+    same_call = transport.start_max(comparison.tensor, counters)
+    lossless = config.quantizer.kind == "lossless"
+    if not lossless:
+        agreed = measure(backend, call.source, call.layout, call.measured, config.quantizer)
     same_call.wait()
-    highest, lowest = both[: len(described)].tolist(), (-both[len(described) :]).tolist()
-    for (what, mine), low, high in zip(described.items(), lowest, highest):
-        if low != high:
-            raise MismatchError(
-                f"{call.collective}: ranks differ in {what}: {mine} on rank {transport.rank}, from {low} to {high} "
-                "over all ranks. Every rank must make the same calls in the same order."
-            )
+    for what, (low, high) in comparison.differing().items():
+        raise MismatchError(
+            f"{call.collective}: ranks differ in {what}: {described[what]} on rank {transport.rank}, "
+            f"from {low} to {high} over all ranks. Every rank must make the same calls in the same order."
+        )
+    how = coding(config, backend, transport.link_gbps)
+    common = (backend, call.layout, how, call.source, call.output, config.entropy.checksum, counters)
+    if lossless:
+        return LosslessCodec(*common, divisor=call.divisor)
     transport.start_max(agreed, counters).wait()
-    return derive(agreed, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
+    scales = derive(agreed, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
+    if isinstance(scales, Bypass):
+        return scales
+    noise = None
+    if config.quantizer.kind == "stochastic":
+        noise = Noise(config.quantizer.seed, number % 2**32, transport.rank)
+    return QuantizingCodec(*common, scales, noise)

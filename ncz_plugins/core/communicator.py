@@ -44,7 +44,8 @@ class Communicator:
     background thread, in the order they were made. Results are bit-identical on all ranks. For
     float32 and float64 the error of an element is at most `eb` times the ranks summed (SUM), or
     `eb` (AVG, gathers, broadcasts), where `eb` is what the configured bound comes to in that
-    element's block; for float16 and bfloat16 the rounding of the result to that dtype is added.
+    element's block; for sums in float16 and bfloat16 the rounding of the result is added. With kind
+    lossless the result is a plain sum of floats.
 
     Calls that compression can't serve or help run plain and are counted by reason in `stats` (see
     `quantize.Bypass`). `role` says what a tensor is ("gradient", "parameter", "activation"): roles

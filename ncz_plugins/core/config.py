@@ -91,19 +91,22 @@ class _Section(BaseModel):
 class Quantizer(_Section):
     """How values become integers: the only step that loses anything."""
 
-    kind: Literal["error_bound"] = Field(
+    kind: Literal["error_bound", "stochastic", "lossless"] = Field(
         default="error_bound",
-        description="The quantizer. error_bound: every element's error stays below a bound.",
+        description="error_bound: rounds to the nearest, every element's error stays below the bound; "
+        "stochastic: rounds up or down at random, so that the mean error is zero, below the same bound; "
+        "lossless: keeps every bit and takes none of the settings below.",
     )
-    mode: Literal["abs", "rel", "rms"] = Field(
+    mode: Literal["abs", "rel", "rms", "range"] = Field(
         default="rms",
         description="The unit of value. abs: the tensor's own unit; rel: the largest magnitude of a block; "
-        "rms: the root mean square of a block. For rel and rms the ranks agree on the largest one (MAX).",
+        "rms: the root mean square of a block; range: highest less lowest value of a block. "
+        "For rel, rms and range the ranks agree on the largest one (MAX).",
     )
     value: Annotated[
         Number,
         Field(gt=0),
-        Allowed("a finite number above 0; with mode rel below 1; with mode rms at most 10"),
+        Allowed("a finite number above 0; with mode rel or range below 1; with mode rms at most 10"),
     ] = Field(
         default=0.25,
         description="The error bound of one rank's contribution, in the unit that mode names. "
@@ -113,28 +116,44 @@ class Quantizer(_Section):
         default=CHUNK,
         description="Elements that share one scale; 0: the whole tensor is one block. Without effect in mode abs.",
     )
+    seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
+        default=0,
+        description="Where the random numbers of kind stochastic begin: the same seed gives the same results.",
+    )
 
     @field_validator("value")
     @classmethod
     def _within_the_modes_range(cls, value: float, info: ValidationInfo) -> float:
         mode = info.data.get("mode")
-        if (mode == "rel" and value >= 1) or (mode == "rms" and value > 10):
+        if (mode in ("rel", "range") and value >= 1) or (mode == "rms" and value > 10):
             raise ValueError(f"too large for mode {mode}")
         return value
+
+    @property
+    def block_in_effect(self) -> int:
+        """`block`, or 0 where one scale serves the whole tensor or none is needed."""
+        return 0 if self.kind == "lossless" or self.mode == "abs" else self.block
 
 
 class Entropy(_Section):
     """How the integers are written: lossless."""
 
-    coder: Literal["auto", "raw", "fixed"] = Field(
+    coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
         default="auto",
-        description="auto: the smallest on a sample of each frame; raw: 8, 16 or 32 bits per code; "
-        "fixed: each 32 codes at the width that their largest needs.",
+        description="auto: the one with the least time to code and to send, by a sample of each frame; "
+        "raw: 8, 16 or 32 bits per code; fixed: each 32 codes at the width that their largest needs; "
+        "huffman: short bit strings for frequent codes; "
+        "rans: fractions of a bit, for data in which most codes are the same.",
     )
     predictor: Literal["auto", "none", "delta"] = Field(
         default="auto",
-        description="What is subtracted from a code first. auto: whichever is smaller on a sample of each frame; "
+        description="What is subtracted from a code first. auto: whichever pays more, by a sample of each frame; "
         "none: nothing; delta: the code before it, which pays for smooth data.",
+    )
+    checksum: Annotated[bool, Field(strict=True), Allowed("true, false")] = Field(
+        default=False,
+        description="Whether every frame carries a checksum that its receiver verifies, "
+        "against errors that the network and the memory do not notice themselves.",
     )
 
 
@@ -144,7 +163,8 @@ class Transport(_Section):
     schedule: Literal["auto", "ring", "direct"] = Field(
         default="auto",
         description="auto: chosen from the number of ranks; ring: neighbours only, for many ranks; "
-        "direct: every rank to every other, for few ranks. The results are the same to the bit.",
+        "direct: every rank to every other, for few ranks. The results are the same to the bit "
+        "(with kind lossless, but for the rounding of sums).",
     )
     frame_bytes: FrameBytes = Field(
         default=MiB,
@@ -154,6 +174,14 @@ class Transport(_Section):
     min_bytes: MinBytes = Field(
         default=64 * KiB,
         description="Tensors smaller than this go uncompressed, as latency and not size is what they cost.",
+    )
+    link_gbps: Annotated[
+        Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
+        Allowed("null, or a number from 0.001 to 10000"),
+    ] = Field(
+        default=None,
+        description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more time "
+        "coding may take; null: what Linux states for the network interface that gloo uses, or else 1.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(gt=0)] | None,
@@ -233,9 +261,11 @@ class Config(_Section):
         """One short line for people."""
         q = self.quantizer
         per = "" if q.mode == "abs" else f" per {q.block} elements" if q.block else " per tensor"
+        bound = "lossless" if q.kind == "lossless" else f"{q.kind.replace('_', ' ')} {q.mode}:{q.value:g}{per}"
         predictor = "" if self.entropy.predictor == "auto" else f", predictor {self.entropy.predictor}"
+        checksum = ", checksums" if self.entropy.checksum else ""
         return (
-            f"error bound {q.mode}:{q.value:g}{per}, coder {self.entropy.coder}{predictor}, "
+            f"{bound}, coder {self.entropy.coder}{predictor}{checksum}, "
             f"schedule {self.transport.schedule}, frames {format_size(self.transport.frame_bytes)}, "
             f"roles {'+'.join(self.roles)}"
         )

@@ -21,8 +21,16 @@ class ConfigError(NczError, ValueError):
     """
 
 
+class BoundError(NczError, ValueError):
+    """A tensor can't be compressed within the error bound that was asked for: it is too fine for 32-bit codes.
+
+    The message names the smallest bound that would do. Remedy: use that or a larger one, another
+    mode, or `quantizer.kind: lossless`.
+    """
+
+
 class FrameError(NczError):
-    """Received bytes are not a frame this version can read: damaged, truncated or foreign.
+    """Received or stored bytes are nothing this version can read: damaged, truncated or foreign.
 
     Nothing was decoded past the damage. Remedy: make sure that all ranks run the same version and
     that nothing else writes to the same process group; a repeated error hints at faulty hardware.

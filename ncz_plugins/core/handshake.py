@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
+import torch
 import torch.distributed as dist
 
 from ..kernels.format import VERSION
@@ -51,6 +52,27 @@ def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config 
         raise MismatchError(f"ranks {verdict}. All must run the same ncz_plugins with the same configuration")
     if verdict:
         raise PeerError(verdict)
+
+
+class Comparison:
+    """Whether all ranks hold the same numbers, found out by a MAX all-reduce of the numbers and their negatives.
+
+    Args:
+        numbers: this rank's, each with what it stands for.
+
+    Attributes:
+        tensor: to be replaced by its element-wise maximum over ranks, before `differing` is called.
+    """
+
+    def __init__(self, numbers: dict[str, int]):
+        self._names = list(numbers)
+        self.tensor = torch.tensor([*numbers.values(), *(-number for number in numbers.values())])
+
+    def differing(self) -> dict[str, tuple[int, int]]:
+        """The lowest and the highest of what is not the same on all ranks."""
+        highest, negated = self.tensor.view(2, -1).tolist()
+        ends = {name: (-low, high) for name, low, high in zip(self._names, negated, highest)}
+        return {name: (low, high) for name, (low, high) in ends.items() if low != high}
 
 
 def _verdict(store: dist.Store, world_size: int) -> str:

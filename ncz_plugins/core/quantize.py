@@ -16,13 +16,15 @@ from torch import Tensor
 
 from ..kernels.backend import Backend
 from .config import Quantizer
+from .errors import ConfigError
 from .frame import Layout, Window
 
-# Share of the largest magnitude that the arithmetic itself may add to the error: two roundings in
-# quantizing (1/step, the product), up to three in dequantizing (int to float, step/n, the product).
-# Reserving it keeps the bound strict; naive code exceeds it by 2% at a bound of 1e-6.
+# Roundings that the arithmetic may add to the error, each of half a unit in the last place of the largest result: two
+# in quantizing (1/step, the product), up to three in dequantizing (int to float, step/n, the product), the rest in
+# measuring and here. Reserving them keeps the bound strict; naive code exceeds it by 2% at a bound of 1e-6.
 _ROUNDINGS = 6
-_MAX_CODE = 2**31 - 1
+_MAX_CODE = 2**31 - 2**10  # the sum of all ranks' codes; less than int32 holds, as products are rounded
+_STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
 _WORTH = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
 
 
@@ -58,31 +60,41 @@ def work_dtype(dtype: torch.dtype) -> type[np.floating]:
 
 
 def measure(backend: Backend, source: Window, layout: Layout, segments: range, quantizer: Quantizer) -> Tensor:
-    """This rank's part of the agreement: [1 + blocks], in the dtype that steps have.
+    """This rank's part of the agreement, in the dtype that steps have.
 
-    The first number is the largest magnitude; the others are what the bound is relative to, per
-    block. Only `segments` are looked at (others count as zero); +inf stands for NaN and infinity.
+    The first number is the largest magnitude; the others are what the bound is relative to: none in
+    mode abs, [blocks] in rel and rms, in range first the highest values, [blocks], then the lowest ones
+    with the sign changed, [blocks]. Only `segments` are looked at: blocks of others count as zero, or
+    -inf in range, where zero could be a highest value. +inf stands for NaN and infinity.
     """
-    absmax = np.zeros(layout.chunks)
+    highest, negated = np.full((2, layout.chunks), -np.inf if quantizer.mode == "range" else 0.0)
     squares = np.zeros(layout.chunks)
     for i in segments:
         here = layout.segment_chunks(i)
-        largest, total = backend.chunk_statistics(source[layout.segment(i)])
-        absmax[here], squares[here] = largest.numpy(), total.numpy()
-    measured = [absmax.max(initial=0.0)]
+        low, high, total = backend.chunk_statistics(source[layout.segment(i)])
+        highest[here], negated[here], squares[here] = high.numpy(), -low.numpy(), total.numpy()
+    absmax = np.maximum(highest, negated)
+    measured = [[absmax.max(initial=0.0)]]
     if quantizer.mode != "abs":
         sizes = layout.chunks_per_block(quantizer.block)
         first = np.cumsum(sizes) - sizes
-        if quantizer.mode == "rel":
-            relative_to = np.maximum.reduceat(absmax, first)
-        else:
-            relative_to = np.sqrt(np.add.reduceat(squares, first) / layout.block_lengths(quantizer.block))
-        measured = np.concatenate([measured, relative_to])
-    return torch.from_numpy(_rounded_up(np.asarray(measured), work_dtype(source.data.dtype)))
+    if quantizer.mode == "rel":
+        measured += [np.maximum.reduceat(absmax, first)]
+    elif quantizer.mode == "range":
+        measured += [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
+    elif quantizer.mode == "rms":
+        lengths = layout.block_lengths(quantizer.block)
+        mean = np.add.reduceat(squares, first) / lengths
+        mean *= 1 - (64 + sizes) * 2.0**-53  # not too large, however the sum was rounded
+        # The square of a float64 may overflow, or vanish; the root mean square is this at least.
+        at_least = np.maximum.reduceat(absmax, first) / np.sqrt(lengths)
+        usable = (mean > 1e-290) & np.isfinite(mean)
+        measured += [np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)]
+    return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
 
 
 def derive(
-    agreed: Tensor, layout: Layout, quantizer: Quantizer, dtype: torch.dtype, addends: int, divisor: int = 1
+    agreed: Tensor, layout: Layout, quantizer: Quantizer, dtype: torch.dtype, addends: int, divisor: float = 1
 ) -> Scales | Bypass:
     """The steps that follow from the agreed vector, or the reason to go the plain way.
 
@@ -91,34 +103,33 @@ def derive(
         addends: how many ranks' codes are summed (1 for gathers and broadcasts).
         divisor: what a sum is divided by (the world size for an average).
     """
+    if torch.isposinf(agreed).any():
+        return Bypass.NON_FINITE
     work = work_dtype(dtype)
-    info = np.finfo(work)
-    vector = agreed.numpy().astype(np.float64)
-    if not np.isfinite(vector).all():
-        return Bypass.NON_FINITE
-    absmax, relative_to = vector[0], vector[1:]
-    blocks = layout.chunks_per_block(0 if quantizer.mode == "abs" else quantizer.block)
-    if quantizer.mode == "abs":
-        bound = np.array([quantizer.value])
-        largest = np.array([absmax])
-        typical = largest
-    elif quantizer.mode == "rel":
-        bound = quantizer.value * relative_to
-        largest = typical = relative_to
-    else:
-        bound = quantizer.value * relative_to
-        largest = np.minimum(absmax, np.sqrt(layout.block_lengths(quantizer.block)) * relative_to)
-        typical = np.minimum(absmax, 4.0 * relative_to)
-    if (largest + bound).max(initial=0.0) * addends / divisor > torch.finfo(dtype).max:
-        return Bypass.NON_FINITE
-    usable = bound - _ROUNDINGS * float(info.epsneg) / 2 * largest
-    # All-zero blocks have bound 0, and a bound under the smallest normal number means nothing: that
-    # number is the step then. The cap keeps an absurdly wide absolute bound from becoming infinite.
+    info, final = np.finfo(work), torch.finfo(dtype)
     with np.errstate(over="ignore"):
-        step = _rounded_down(np.clip(2 * usable, float(info.tiny), float(info.max) / 4), work)
-    codes = largest / step.astype(np.float64)
-    if (usable < bound / 4).any() or addends * (codes.max(initial=0.0) + 1) > _MAX_CODE:
+        relative_to, largest, typical = _blocks(agreed, layout, quantizer)
+        bound = quantizer.value * relative_to
+        if ((largest + bound) * (addends / divisor) > final.max).any():
+            return Bypass.NON_FINITE
+    # Below this, neither steps nor the scales of an average have all their digits: such bounds are not told apart.
+    bound = np.maximum(bound, 4 * float(info.tiny) * max(1, divisor))
+    too_fine = bound < _finest(largest, quantizer, work, addends)
+    usable = bound - _reserved(work) * (largest + bound)
+    if addends == 1 and dtype.itemsize == 2:
+        # The result's own rounding, too. That of a small error doubles it at most: what was rounded had this dtype.
+        rounding = final.eps / 2 * np.maximum(largest + bound, final.tiny)
+        usable = np.maximum(usable - rounding, usable / 2)
+    # The cap keeps an absurdly wide absolute bound from becoming infinite.
+    step = _rounded_down(np.minimum(_STEP_PER_BOUND[quantizer.kind] * usable, float(info.max) / 4), work)
+    if quantizer.mode == "range" and quantizer.kind == "error_bound":
+        # A block that holds nothing but one value leaves no room for an error, and needs none if that is the step.
+        single = too_fine & (relative_to == 0)
+        step = np.where(single, largest, step).astype(work)
+        too_fine &= ~single
+    if too_fine.any():
         return Bypass.CODE_OVERFLOW
+    blocks = layout.chunks_per_block(quantizer.block_in_effect)
     bits = np.log2(2 * typical / step.astype(np.float64) + 1) + 1
     if len(bits) and np.average(bits, weights=np.maximum(blocks, 1)) > _WORTH * 8 * dtype.itemsize:
         return Bypass.NOT_WORTH
@@ -127,6 +138,49 @@ def derive(
         inverse_steps=torch.from_numpy(work(1) / per_chunk),
         scales=torch.from_numpy(per_chunk / work(divisor)),
     )
+
+
+def smallest_value(agreed: Tensor, layout: Layout, quantizer: Quantizer, dtype: torch.dtype) -> float | None:
+    """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
+    relative_to, largest, _ = _blocks(agreed, layout, quantizer)
+    finest = _finest(largest, quantizer, work_dtype(dtype), addends=1)
+    needed = largest > 0
+    if quantizer.kind == "error_bound":
+        needed &= relative_to > 0  # see the blocks of one value above
+    with np.errstate(divide="ignore", over="ignore"):
+        value = np.max(finest[needed] / relative_to[needed], initial=0)
+    try:
+        return Quantizer(kind=quantizer.kind, mode=quantizer.mode, value=float(value)).value
+    except ConfigError:  # more than the mode allows
+        return None
+
+
+def _blocks(agreed: Tensor, layout: Layout, quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per block, [blocks], float64: what the bound is relative to, the largest magnitude, and the usual spread."""
+    vector = agreed.numpy().astype(np.float64)
+    absmax, measured = vector[0], vector[1:]
+    if quantizer.mode == "abs":
+        return np.ones(1), vector, vector
+    if quantizer.mode == "rel":
+        return measured, measured, measured
+    if quantizer.mode == "rms":
+        largest = np.minimum(absmax, np.sqrt(layout.block_lengths(quantizer.block)) * measured)
+        return measured, largest, np.minimum(absmax, 4.0 * measured)
+    highest, negated = np.where(np.isneginf(measured), 0, measured).reshape(2, -1)
+    extent = highest + negated
+    return extent, np.maximum(np.abs(highest), np.abs(negated)), extent
+
+
+def _reserved(work: type[np.floating]) -> float:
+    """The part of the largest result that the arithmetic may add to the error."""
+    return _ROUNDINGS * float(np.finfo(work).epsneg)
+
+
+def _finest(largest: np.ndarray, quantizer: Quantizer, work: type[np.floating], addends: int) -> np.ndarray:
+    """The smallest bound of each block that leaves a quarter of it to the steps, and whose codes don't overflow."""
+    reserved = _reserved(work)
+    usable = addends * (largest / (_MAX_CODE - addends)) / _STEP_PER_BOUND[quantizer.kind]
+    return np.maximum(reserved * largest / (0.75 - reserved), (reserved * largest + usable) / (1 - reserved))
 
 
 def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:

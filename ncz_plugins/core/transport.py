@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import system
 from .errors import FrameError, PeerError, UnsupportedError
 from .stats import Counters
 
@@ -60,6 +61,7 @@ class Transport:
         self._group = group
         self.rank = group.rank()
         self.world_size = group.size()
+        self.link_gbps = system.gloo_link_gbps()
 
     def abort(self) -> None:
         """Drop the connections at once, so that peers that wait for this rank notice."""

@@ -20,6 +20,7 @@ from ..core import direct, ring
 from ..core.collective import Call, bypassed, layout_of_sum, run
 from ..core.errors import MismatchError, PeerError, UnsupportedError
 from ..core.frame import Window
+from ..core.handshake import Comparison
 from ..core.quantize import Bypass
 from ..core.transport import Transport
 from ..kernels.format import DTYPES
@@ -113,11 +114,10 @@ class _State:
             "number of tensors to reduce": len(pendings),
             "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(repr(tensors).encode()),
         }
-        both = torch.tensor([*described.values(), *(-v for v in described.values())])
+        comparison = Comparison(described)
         name = f"ncz.{process_set.process_set_id}.compare"
-        hvd.synchronize(hvd.allreduce_async_(both, op=hvd.Max, name=name, process_set=process_set))
-        differing = [what for what, high, low in zip(described, both, -both[len(described) :]) if high != low]
-        if differing:
+        hvd.synchronize(hvd.allreduce_async_(comparison.tensor, op=hvd.Max, name=name, process_set=process_set))
+        if differing := comparison.differing():
             raise MismatchError(
                 f"ranks {', '.join(map(str, process_set.ranks))} differ in: {'; '.join(differing)}. All must have the "
                 f"same configuration and make the same calls. On rank {hvd.rank()}: {compressor.config.canonical()}; "

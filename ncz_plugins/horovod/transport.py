@@ -35,6 +35,8 @@ class HorovodTransport:
         name: the call's own; Horovod matches operations over ranks by name.
     """
 
+    link_gbps = None  # Horovod does not tell what it goes over
+
     def __init__(self, process_set, name: str):
         self._process_set = process_set
         self._name = name

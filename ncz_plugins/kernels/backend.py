@@ -9,7 +9,8 @@ Shapes and dtypes that all methods share:
 - `codes`: int32, [count].
 - `frame` to write: uint8 with room for at least `format.max_frame_bytes(count)`; the method returns
   how many bytes it wrote. `frame` to read: uint8, exactly one frame.
-- `coder`, `predictor`: `format.Coder` and `format.Predictor`; AUTO lets the selector choose.
+- `coding`: `format.Coding`, which coder and predictor to use.
+- `noise`: `format.Noise` to round at random, None to round to the nearest.
 
 Backends never check what a caller inside this package gets right by construction (dtype, device,
 contiguity); they check everything that came over a network, and raise `format.DamagedFrame`.
@@ -21,31 +22,32 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from .format import Coder, Predictor
+from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Costs, Noise
 
 
 class Backend(ABC):
     """Kernels for one kind of device. All backends produce the same bytes and the same numbers."""
 
     name: str
+    costs: Costs = Costs()  # what coding costs here; the price of the link is the caller's to set
 
     @abstractmethod
-    def chunk_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest magnitude and sum of squares of each chunk: two float64 tensors, [chunks].
+    def chunk_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lowest value, highest value and sum of squares of each chunk: three float64 tensors, [chunks].
 
-        Both are +inf for a chunk that holds a NaN or an infinity.
+        They are -inf, +inf and +inf for a chunk that holds a NaN or an infinity.
         """
 
     @abstractmethod
-    def quantize(self, x: Tensor, inverse_steps: Tensor, codes: Tensor) -> None:
-        """codes = rint(x * inverse_step), clamped to what int32 holds."""
+    def quantize(self, x: Tensor, inverse_steps: Tensor, codes: Tensor, noise: Noise | None = None) -> None:
+        """codes = x * inverse_step, rounded, clamped to what int32 holds."""
 
     @abstractmethod
     def dequantize(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """out = codes * scale, rounded to nearest even in the dtype of `out`."""
 
     @abstractmethod
-    def encode_codes(self, codes: Tensor, coder: Coder, predictor: Predictor, frame: Tensor) -> int:
+    def encode_codes(self, codes: Tensor, coding: Coding, frame: Tensor) -> int:
         """Write `codes` as one frame."""
 
     @abstractmethod
@@ -53,7 +55,9 @@ class Backend(ABC):
         """Read one frame into `codes`; with `add`, add to what stands there (modulo 2**32)."""
 
     @abstractmethod
-    def encode(self, x: Tensor, inverse_steps: Tensor, coder: Coder, predictor: Predictor, frame: Tensor) -> int:
+    def encode(
+        self, x: Tensor, inverse_steps: Tensor, coding: Coding, frame: Tensor, noise: Noise | None = None
+    ) -> int:
         """`quantize` and `encode_codes` in one pass."""
 
     @abstractmethod
@@ -62,9 +66,26 @@ class Backend(ABC):
 
     @abstractmethod
     def reduce(
-        self, frame: Tensor, x: Tensor, inverse_steps: Tensor, coder: Coder, predictor: Predictor, out: Tensor
+        self,
+        frame: Tensor,
+        x: Tensor,
+        inverse_steps: Tensor,
+        coding: Coding,
+        out: Tensor,
+        noise: Noise | None = None,
     ) -> int:
         """The ring's inner step in one pass: decode `frame`, add the codes of `x`, encode into `out`.
 
         `out` and `frame` must not overlap.
         """
+
+    @abstractmethod
+    def checksum(self, frame: Tensor) -> int:
+        """The checksum of a whole frame, whatever stands in its checksum field."""
+
+    def seal(self, frame: Tensor) -> None:
+        """Give a finished frame its checksum. The decoders verify it."""
+        header = HEADER.unpack_from(frame[:HEADER_BYTES].numpy())
+        fields = [*header[:-2], HAS_CHECKSUM]
+        HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, 0)
+        HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, self.checksum(frame))

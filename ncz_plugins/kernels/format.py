@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,20 @@ HEADER_BYTES = HEADER.size
 CHUNK = 4096  # elements that are coded together: delta restarts, and one step holds, per chunk
 BLOCK = 32  # symbols that share one width byte in FIXED
 OCTET = 8  # symbols that are packed together; a short last block is padded to whole octets
-SAMPLE_CHUNKS = 4  # chunks the selector looks at: at most 64 KiB of float32
+PIECE, SAMPLE_PIECES = 128, 64  # the selector looks at so many pieces of so many codes
 LANES = 128  # partial sums per chunk, so that every backend adds squares in the same order
+
+HAS_CHECKSUM = 1  # in the flags
+
+DIRECT = 128  # HUFFMAN and RANS: symbols below are tokens themselves
+TOLD_BITS = 2  # of a larger one, that its token tells beside the exponent: the highest and the lowest
+TOKENS = DIRECT + (32 - 7 << TOLD_BITS)
+HUFFMAN_MAX_LENGTH = 11  # bits
+HUFFMAN_LANES = 4  # bit strings per chunk
+RANS_LANES = 4  # states per page
+RANS_PAGE = 4 * CHUNK
+RANS_BITS = 12  # of a probability
+RANS_LOWEST = 1 << 16  # state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,6 +43,9 @@ class Coder(IntEnum):
 
     RAW = 0
     FIXED = 1
+    HUFFMAN = 2
+    RANS = 3
+    SPLIT = 4  # floats, not codes: see lossless.py
     AUTO = 255
 
 
@@ -39,6 +55,34 @@ class Predictor(IntEnum):
     NONE = 0
     DELTA = 1
     AUTO = 255
+
+
+class Costs(NamedTuple):
+    """What the selector reckons with, in picoseconds. Coding is encoding and decoding together."""
+
+    link: int = 8000  # per byte: 1 Gbit/s
+    raw: int = 600  # per code
+    fixed: int = 500
+    huffman: int = 1800
+    rans: int = 900
+    rans_rest: int = 3000  # per code other than the most frequent one
+
+
+class Coding(NamedTuple):
+    """How codes are to be written. What is left on AUTO, the selector chooses for each frame."""
+
+    coder: Coder = Coder.AUTO
+    predictor: Predictor = Predictor.AUTO
+    costs: Costs = Costs()
+
+
+class Noise(NamedTuple):
+    """Which random numbers decide the rounding of a tensor's elements."""
+
+    seed: int  # below 2**64
+    call: int  # below 2**32
+    rank: int  # below 2**32
+    first: int = 0  # number of the first element
 
 
 class DamagedFrame(ValueError):

@@ -26,6 +26,10 @@ def test_bypasses_are_counted_by_reason(behaviour):
         assert outcome["not worth it"] == {"not worth it": 1}
 
 
+def test_stochastic_results_are_the_same_on_all_ranks(behaviour):
+    assert all(outcome["stochastic"] == behaviour[0]["stochastic"] for outcome in behaviour)
+
+
 def test_asynchronous_results_are_the_same_on_all_ranks(behaviour):
     assert all(outcome["async"] == behaviour[0]["async"] for outcome in behaviour)
 

@@ -49,11 +49,14 @@ def test_every_default_is_as_documented():
         "quantizer.mode": "rms",
         "quantizer.value": 0.25,
         "quantizer.block": 4096,
+        "quantizer.seed": 0,
         "entropy.coder": "auto",
         "entropy.predictor": "auto",
+        "entropy.checksum": False,
         "transport.schedule": "auto",
         "transport.frame_bytes": 1024 * 1024,
         "transport.min_bytes": 64 * 1024,
+        "transport.link_gbps": None,
         "transport.timeout_seconds": None,
         "roles": ("gradient",),
         "statistics.report_every": 0,
@@ -122,17 +125,25 @@ GOOD = [
     ("quantizer", {"mode": "abs", "value": 1}),
     ("quantizer", {"mode": "rel", "value": 0.999}),
     ("quantizer", {"mode": "rms", "value": 10}),
+    ("quantizer", {"mode": "range", "value": 0.999}),
+    ("quantizer", {"kind": "stochastic", "seed": 2**64 - 1}),
+    ("quantizer", {"kind": "lossless"}),
     ("quantizer", {"value": 5e-324}),
     ("quantizer", {"block": 0}),
     ("quantizer", {"block": 3 * 4096}),
+    ("entropy", {"coder": "huffman", "checksum": True}),
+    ("entropy", {"coder": "rans", "checksum": False}),
     ("transport", {"frame_bytes": 16 * 1024}),
     ("transport", {"frame_bytes": "64MiB"}),
     ("transport", {"min_bytes": 0}),
+    ("transport", {"link_gbps": 0.001}),
+    ("transport", {"link_gbps": 10000}),
     ("transport", {"timeout_seconds": 1}),
     ("statistics", {"report_every": 0, "history": 1}),
 ]
 BAD = [
-    ("quantizer", {"kind": "stochastic"}),
+    ("quantizer", {"kind": "nearest"}),
+    ("quantizer", {"kind": None}),
     ("quantizer", {"mode": "max"}),
     ("quantizer", {"mode": "RMS"}),
     ("quantizer", {"value": 0}),
@@ -149,7 +160,15 @@ BAD = [
     ("quantizer", {"block": 4096.0}),
     ("quantizer", {"block": True}),
     ("quantizer", {"block": "4096"}),
-    ("entropy", {"coder": "huffman"}),
+    ("quantizer", {"seed": -1}),
+    ("quantizer", {"seed": 2**64}),
+    ("quantizer", {"seed": 1.5}),
+    ("quantizer", {"seed": True}),
+    ("quantizer", {"seed": None}),
+    ("entropy", {"coder": "split"}),
+    ("entropy", {"checksum": 1}),
+    ("entropy", {"checksum": "yes"}),
+    ("entropy", {"checksum": None}),
     ("entropy", {"predictor": None}),
     ("transport", {"schedule": "tree"}),
     ("transport", {"frame_bytes": 16 * 1024 - 1}),
@@ -163,6 +182,12 @@ BAD = [
     ("transport", {"min_bytes": -1}),
     ("transport", {"min_bytes": False}),
     ("transport", {"min_bytes": None}),
+    ("transport", {"link_gbps": 0}),
+    ("transport", {"link_gbps": 0.0009}),
+    ("transport", {"link_gbps": 10001}),
+    ("transport", {"link_gbps": math.inf}),
+    ("transport", {"link_gbps": True}),
+    ("transport", {"link_gbps": "10"}),
     ("transport", {"timeout_seconds": 0}),
     ("transport", {"timeout_seconds": True}),
     ("transport", {"timeout_seconds": "30"}),
@@ -190,7 +215,8 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(section, values
 
 
 def test_the_limit_of_value_depends_on_the_mode():
-    assert message({"quantizer": {"mode": "rel", "value": 1}}).startswith("quantizer.value: 1 is not allowed")
+    for mode in ("rel", "range"):
+        assert message({"quantizer": {"mode": mode, "value": 1}}).startswith("quantizer.value: 1 is not allowed")
     assert message({"quantizer": {"value": 11, "mode": "rms"}}).startswith("quantizer.value: 11 is not allowed")
     assert Config.load({"quantizer": {"mode": "abs", "value": 11}}).quantizer.value == 11
 
@@ -215,7 +241,7 @@ def test_a_section_must_be_a_mapping(section, value):
 def test_an_unknown_key_is_named_with_the_closest_valid_one():
     assert message({"quantizer": {"bound_mode": "rms"}}) == (
         "quantizer.bound_mode: unknown key (value 'rms'); "
-        "did you mean quantizer.mode? allowed: kind, mode, value, block"
+        "did you mean quantizer.mode? allowed: kind, mode, value, block, seed"
     )
 
 
@@ -259,7 +285,7 @@ def test_a_long_value_is_shortened():
 
 
 def test_building_a_section_by_hand_reports_the_same_way():
-    with pytest.raises(ConfigError, match="mode: 'x' is not allowed; allowed: abs, rel, rms"):
+    with pytest.raises(ConfigError, match="mode: 'x' is not allowed; allowed: abs, rel, rms, range$"):
         Quantizer(mode="x")
     with pytest.raises(ConfigError, match="did you mean quantizer.mode"):
         Config(mode="rms")
@@ -359,17 +385,21 @@ def test_canonical_text_is_equal_for_equal_settings_only():
 
 @st.composite
 def configs(draw):
-    mode = draw(st.sampled_from(["abs", "rel", "rms"]))
-    limit = {"abs": 1e30, "rel": 0.99, "rms": 10.0}[mode]
+    mode = draw(st.sampled_from(["abs", "rel", "rms", "range"]))
+    limit = {"abs": 1e30, "rel": 0.99, "rms": 10.0, "range": 0.99}[mode]
     return {
         "quantizer": {
+            "kind": draw(st.sampled_from(["error_bound", "stochastic", "lossless"])),
             "mode": mode,
             "value": draw(st.floats(0, limit, exclude_min=True)),
             "block": 4096 * draw(st.integers(0, 100)),
+            "seed": draw(st.integers(0, 2**64 - 1)),
         },
+        "entropy": {"checksum": draw(st.booleans())},
         "transport": {
             "frame_bytes": draw(st.integers(16 << 10, 64 << 20)),
             "min_bytes": draw(st.integers(0, 1 << 40)),
+            "link_gbps": draw(st.none() | st.floats(1e-3, 1e4)),
             "timeout_seconds": draw(st.none() | st.floats(1e-3, 1e6)),
         },
         "roles": draw(st.lists(st.sampled_from(["gradient", "parameter", "activation"]), min_size=1, unique=True)),
@@ -406,6 +436,9 @@ def test_describe_is_one_line_with_what_matters():
         "error bound rms:0.25 per 4096 elements, coder auto, schedule auto, frames 1 MiB, roles gradient"
     )
     assert "rms:0.25 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
+    assert Config.load({"quantizer": {"kind": "stochastic"}}).describe().startswith("stochastic rms:0.25 per 4096 el")
+    assert Config.load({"quantizer": {"kind": "lossless"}}).describe().startswith("lossless, coder auto, schedule")
+    assert "coder auto, checksums, schedule" in Config.load({"entropy": {"checksum": True}}).describe()
     text = Config.load(SOME | {"entropy": {"coder": "raw", "predictor": "delta"}}).describe()
     assert text.startswith("error bound abs:0.001, coder raw, predictor delta, ")
     assert text.endswith("frames 4000000 B, roles gradient+activation")
@@ -416,6 +449,13 @@ def test_describe_is_one_line_with_what_matters():
 )
 def test_sizes_for_people(size, text):
     assert format_size(size) == text
+
+
+@pytest.mark.parametrize("mode", ["abs", "rel", "rms", "range"])
+@pytest.mark.parametrize("kind", ["error_bound", "stochastic", "lossless"])
+def test_a_block_takes_effect_where_there_are_scales_that_differ(kind, mode):
+    quantizer = Quantizer(kind=kind, mode=mode, block=8192)
+    assert quantizer.block_in_effect == (0 if mode == "abs" or kind == "lossless" else 8192)
 
 
 def test_block_is_counted_in_the_kernels_chunks():

@@ -6,31 +6,33 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ncz_plugins import kernels
-from ncz_plugins.core.config import Quantizer
+from ncz_plugins import BoundError, compress, decompress, kernels
+from ncz_plugins.core.config import Config, Quantizer
 from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.quantize import Bypass, Scales, derive, measure
-from ncz_plugins.kernels.format import CHUNK
+from ncz_plugins.core.quantize import Bypass, Scales, derive, measure, smallest_value
+from ncz_plugins.kernels.format import CHUNK, Noise
 
 BACKEND = kernels.cpu_backend()
-# What the rounding of a result to a dtype of few bits may add, as a share of the result.
+# What the rounding of a sum to a dtype of few bits may add, as a share of the result.
 HALF_ULP = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # float16 also rounds to multiples of 2**-24 near zero.
 SMALLEST = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 0, torch.float16: 2.0**-25}
+KINDS = ["error_bound", "stochastic"]
+MODES = ["abs", "rel", "rms", "range"]
 
 
 def agree(tensors: list[torch.Tensor], quantizer: Quantizer, divisor: int = 1) -> Scales | Bypass:
-    numel = tensors[0].numel()
-    layout = Layout.split(numel, 1, 1 << 20, 0 if quantizer.mode == "abs" else quantizer.block)
+    layout = Layout.split(tensors[0].numel(), 1, 1 << 20, quantizer.block_in_effect)
     agreed = torch.stack([measure(BACKEND, Window(t), layout, range(1), quantizer) for t in tensors]).amax(0)
     return derive(agreed, layout, quantizer, tensors[0].dtype, len(tensors), divisor)
 
 
-def sum_of_codes(tensors: list[torch.Tensor], scales: Scales) -> torch.Tensor:
+def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: Quantizer | None = None) -> torch.Tensor:
     total = torch.zeros(tensors[0].numel(), dtype=torch.int32)
-    for tensor in tensors:
+    for rank, tensor in enumerate(tensors):
+        noise = Noise(quantizer.seed, 1, rank) if quantizer and quantizer.kind == "stochastic" else None
         codes = torch.empty_like(total)
-        BACKEND.quantize(tensor, scales.inverse_steps, codes)
+        BACKEND.quantize(tensor, scales.inverse_steps, codes, noise)
         total += codes
     out = torch.empty_like(tensors[0])
     BACKEND.dequantize(total, scales.scales, out)
@@ -43,68 +45,169 @@ def exact(tensor: torch.Tensor) -> np.ndarray:
 
 def per_element(tensors, quantizer: Quantizer) -> np.ndarray:
     """The bound of each element, from its definition."""
-    if quantizer.mode == "abs":
-        return np.full(tensors[0].numel(), quantizer.value, dtype=np.longdouble)
     numel = tensors[0].numel()
+    if quantizer.mode == "abs":
+        return np.full(numel, quantizer.value, dtype=np.longdouble)
     block = quantizer.block or numel
     bounds = np.empty(numel, dtype=np.longdouble)
     for start in range(0, numel, block):
         parts = [exact(t[start : start + block]) for t in tensors]
         if quantizer.mode == "rel":
             relative_to = max(np.abs(part).max() for part in parts)
-        else:
+        elif quantizer.mode == "rms":
             relative_to = max(np.sqrt((part**2).mean()) for part in parts)
+        else:
+            relative_to = max(part.max() for part in parts) - min(part.min() for part in parts)
         bounds[start : start + block] = np.longdouble(quantizer.value) * relative_to
     return bounds
 
 
-dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-modes = st.sampled_from(["abs", "rel", "rms"])
-exponents = st.integers(-140, 120)
+def smallest_bound(dtype: torch.dtype, divisor: int = 1) -> np.longdouble:
+    """Bounds below this are not told apart."""
+    return np.longdouble(np.finfo(np.float64 if dtype == torch.float64 else np.float32).tiny) * 4 * divisor
+
+
+def mixed(rng: np.random.Generator, numel: int, dtype: torch.dtype, exponent: int, offset: float) -> torch.Tensor:
+    """Mixed magnitudes within a block, `offset` away from zero, all times 2**exponent."""
+    values = rng.standard_normal(numel) * np.exp2(rng.integers(-12, 1, numel)) + offset
+    return torch.from_numpy(np.ldexp(values, exponent)).to(dtype)
+
+
+# From denormal to near the largest number that does not become infinite in a sum.
+EXPONENTS = {torch.float32: (-149, 120), torch.float64: (-1074, 1016), torch.bfloat16: (-133, 120)}
+EXPONENTS[torch.float16] = (-24, 9)
+a_case = st.tuples(st.sampled_from(sorted(EXPONENTS, key=str)), st.floats(0, 1)).map(
+    lambda drawn: (drawn[0], round(EXPONENTS[drawn[0]][0] + drawn[1] * np.ptp(EXPONENTS[drawn[0]])))
+)
+a_quantizer = st.builds(
+    Quantizer,
+    kind=st.sampled_from(KINDS),
+    mode=st.sampled_from(MODES),
+    value=st.floats(-6, -1).map(lambda exponent: 10.0**exponent),
+    block=st.sampled_from([0, CHUNK, 2 * CHUNK]),
+    seed=st.integers(0, 2**64 - 1),
+)
+a_size = st.sampled_from([1, 2, 31, 4096, 4097, 9001])
+an_offset = st.sampled_from([0.0, 0.0, 1.0, -3.0])
+a_seed = st.integers(0, 2**31)
+
+
+def in_units_of(quantizer: Quantizer, exponent: int) -> Quantizer:
+    """In mode abs the bound goes with the data."""
+    if quantizer.mode != "abs":
+        return quantizer
+    return quantizer.model_copy(update={"value": max(float(np.ldexp(quantizer.value, exponent)), 5e-324)})
+
+
+FINE = Quantizer(mode="rel", value=1e-6, block=0)
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    dtype=dtypes,
-    mode=modes,
-    log_bound=st.floats(-6, -1),
-    exponent=exponents,
-    numel=st.sampled_from([1, 2, 31, 4096, 4097, 9001]),
-    block=st.sampled_from([0, CHUNK, 2 * CHUNK]),
-    ranks=st.integers(1, 5),
-    average=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-@example(torch.float32, "rel", -6.0, 0, 9001, 0, 1, False, 0)
-@example(torch.float32, "rel", -6.0, 0, 9001, 0, 3, True, 1)
-@example(torch.float32, "rms", -1.0, -140, 4097, CHUNK, 2, False, 2)
-def test_no_element_leaves_the_bound(dtype, mode, log_bound, exponent, numel, block, ranks, average, seed):
-    # In float16's own range its products would be lost, so its data stays where it has normal numbers.
-    scale = 2.0 ** (max(-10, min(10, exponent)) if dtype == torch.float16 else exponent)
+@given(a_case, a_quantizer, a_size, an_offset, st.integers(1, 5), st.booleans(), a_seed)
+@example((torch.float32, 0), FINE, 9001, 0.0, 1, False, 0)
+@example((torch.float32, 0), FINE, 9001, 0.0, 3, True, 1)
+@example((torch.float32, -140), Quantizer(mode="rms", value=0.1), 4097, 0.0, 2, False, 2)
+@example((torch.float64, -600), Quantizer(mode="rms", value=0.1), 4097, 0.0, 2, False, 3)  # squares vanish
+@example((torch.float64, 600), Quantizer(mode="rms", value=0.1), 4097, 0.0, 2, False, 4)  # squares overflow
+@example((torch.float32, -149), Quantizer(kind="stochastic", mode="abs", value=0.1), 31, 0.0, 5, True, 5)
+def test_no_element_of_a_sum_leaves_the_bound(case, quantizer, numel, offset, ranks, average, seed):
+    dtype, exponent = case
     rng = np.random.default_rng(seed)
-    spread = np.exp2(rng.integers(-12, 1, numel))  # mixed magnitudes within a block
-    tensors = [torch.from_numpy(rng.standard_normal(numel) * spread * scale).to(dtype) for _ in range(ranks)]
-    value = 10.0**log_bound
-    quantizer = Quantizer(mode=mode, value=value * scale if mode == "abs" else value, block=block)
-    scales = agree(tensors, quantizer, ranks if average else 1)
+    tensors = [mixed(rng, numel, dtype, exponent, offset) for _ in range(ranks)]
+    quantizer = in_units_of(quantizer, exponent)
+    divisor = ranks if average else 1
+    scales = agree(tensors, quantizer, divisor)
+    bounds = per_element(tensors, quantizer)
+    largest = max(np.abs(exact(tensor)).max() for tensor in tensors)
     if isinstance(scales, Bypass):
-        # A bound too fine for the dtype's own precision, or too fine to pay.
-        assert scales in (Bypass.CODE_OVERFLOW, Bypass.NOT_WORTH)
-        assert value < 1e-3
+        if scales is Bypass.NON_FINITE:  # a sum could be
+            assert (largest + bounds.max()) * ranks > torch.finfo(dtype).max / 2
+        else:  # a bound too fine for the dtype's own precision, or too fine to pay
+            assert scales in (Bypass.CODE_OVERFLOW, Bypass.NOT_WORTH)
+            assert bounds.min() < 1e-3 * largest
         return
-    out = exact(sum_of_codes(tensors, scales))
-    ideal = sum(exact(t) for t in tensors) / (ranks if average else 1)
-    info = np.finfo(np.float64 if dtype == torch.float64 else np.float32)
-    # Bounds below the smallest normal number are not told apart.
-    bound = np.maximum(per_element(tensors, quantizer), np.longdouble(info.tiny)) * (1 if average else ranks)
-    error = np.abs(out - ideal)
-    worst = (error - bound - HALF_ULP[dtype] * np.abs(out)).max()
-    assert worst <= SMALLEST[dtype], f"{worst} beyond the bound"
+    error = np.abs(exact(sum_of_codes(tensors, scales, quantizer)) - sum(exact(t) for t in tensors) / divisor)
+    allowed = np.maximum(bounds, smallest_bound(dtype, divisor)) * ranks / divisor
+    if ranks > 1:
+        allowed = allowed + np.maximum(HALF_ULP[dtype] * (largest * ranks / divisor + allowed), SMALLEST[dtype])
+    assert (error <= allowed).all(), f"{(error - allowed).max()} beyond the bound"
+
+
+@settings(max_examples=300, deadline=None)
+@given(a_case, a_quantizer, a_size, an_offset, st.booleans(), a_seed)
+@example((torch.float32, 0), FINE, 9001, 0.0, False, 0)
+@example((torch.float16, 0), Quantizer(mode="range", value=0.01), 9001, 1.0, False, 0)
+@example((torch.float16, -20), Quantizer(mode="rel", value=0.1), 4096, 0.0, False, 0)
+def test_no_element_leaves_the_bound_through_compress(case, quantizer, numel, offset, lossless, seed):
+    """Not even by the rounding of the result to a half type."""
+    dtype, exponent = case
+    tensor = mixed(np.random.default_rng(seed), numel, dtype, exponent, offset)
+    quantizer = in_units_of(quantizer, exponent)
+    if lossless:
+        quantizer = quantizer.model_copy(update={"kind": "lossless"})
+    try:
+        out = decompress(compress(tensor, Config(quantizer=quantizer)))
+    except BoundError:
+        assert per_element([tensor], quantizer).min() < 2e-6 * np.abs(exact(tensor)).max()
+        return
+    error = np.abs(exact(out) - exact(tensor))
+    allowed = 0 if lossless else np.maximum(per_element([tensor], quantizer), smallest_bound(dtype))
+    assert (error <= allowed).all(), f"{(error - allowed).max()} beyond the bound"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_halves_of_steps_stay_within_the_bound(dtype, kind, mode):
+    """The worst that rounding can meet, at a bound so fine that the arithmetic's own error counts."""
+    tensor = torch.linspace(-1, 1, 9001, dtype=dtype)
+    for value in np.geomspace(1e-6, 1e-1, 11):
+        quantizer = Quantizer(kind=kind, mode=mode, value=value, block=0)
+        step = agree([tensor], quantizer).scales[0]
+        worst = ((torch.arange(9001) - 4500) * (torch.floor(1 / step) / 4500).floor().clamp(min=1) + 0.5) * step
+        worst = worst[worst.abs() <= 1]
+        for near in (
+            worst,
+            worst.nextafter(torch.tensor(9, dtype=dtype)),
+            worst.nextafter(-torch.tensor(9, dtype=dtype)),
+        ):
+            near = torch.cat([tensor[:1], near.clamp(-1, 1), tensor[-1:]])
+            bound = per_element([near], quantizer)
+            out = sum_of_codes([near], agree([near], quantizer), quantizer)
+            assert (np.abs(exact(out) - exact(near)) <= bound).all(), value
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounding_at_random_has_no_bias(dtype, mode):
+    """By Hoeffding's inequality, a mean as far off as this comes by chance in less than one of 10**9 runs."""
+    calls, numel = 64, 5000
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(dtype)
+    quantizer = Quantizer(kind="stochastic", mode=mode, value=0.2)
+    scales = agree([tensor], quantizer)
+    step = scales.scales.repeat_interleave(CHUNK)[:numel].double()
+    codes = torch.empty(numel, dtype=torch.int32)
+    mean = torch.zeros(numel, dtype=torch.float64)
+    for call in range(calls):
+        BACKEND.quantize(tensor, scales.inverse_steps, codes, Noise(quantizer.seed, call, 0))
+        mean += (codes - tensor.double() / step) / calls
+    assert mean.mean().abs() < np.sqrt(np.log(2e9) / (2 * calls * numel))
+    assert mean.abs().max() < np.sqrt(np.log(2e9 * numel) / (2 * calls))  # nor has any single element
+    assert mean.abs().max() > 0.1  # it is random at all
+
+
+def test_random_numbers_differ_by_call_rank_and_seed_only():
+    tensor = torch.full((5000,), 0.5)
+    codes = {}
+    for noise in [Noise(1, 2, 3), Noise(1, 2, 3), Noise(1, 2, 4), Noise(1, 3, 3), Noise(2, 2, 3)]:
+        codes[noise] = torch.empty(5000, dtype=torch.int32)
+        BACKEND.quantize(tensor, torch.ones(2), codes[noise], noise)
+    assert len(codes) == 4 and len({tuple(c.tolist()) for c in codes.values()}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("mode", ["abs", "rel", "rms"])
+@pytest.mark.parametrize("mode", MODES)
 def test_one_non_finite_value_anywhere_is_seen(dtype, poison, mode):
     for at in (0, 4095, 4096, 5000):
         tensor = torch.ones(5001, dtype=dtype)
@@ -112,7 +215,7 @@ def test_one_non_finite_value_anywhere_is_seen(dtype, poison, mode):
         assert agree([torch.ones_like(tensor), tensor], Quantizer(mode=mode, value=0.1)) is Bypass.NON_FINITE
 
 
-@pytest.mark.parametrize("mode", ["abs", "rel", "rms"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zeros_stay_zeros(mode, dtype):
     zeros = torch.zeros(5000, dtype=dtype)
@@ -161,3 +264,70 @@ def test_a_result_never_becomes_infinite_by_its_error(value):
             assert scales is Bypass.NON_FINITE and magnitude == largest
         else:
             assert ((sum_of_codes([tensor], scales).double() - magnitude).abs() <= value * magnitude).all()
+
+
+def test_one_value_in_a_block_leaves_no_range_and_no_error():
+    tensor = torch.cat([torch.full((CHUNK,), -9999.0), torch.randn(CHUNK), torch.full((5,), 273.15)])
+    quantizer = Quantizer(mode="range", value=1e-3)
+    out = sum_of_codes([tensor], agree([tensor], quantizer))
+    assert torch.equal(out[:CHUNK], tensor[:CHUNK]) and torch.equal(out[2 * CHUNK :], tensor[2 * CHUNK :])
+    assert agree([tensor, -tensor], quantizer).scales[0] < 9999  # but it differs between ranks
+    assert agree([tensor], Quantizer(kind="stochastic", mode="range", value=1e-3)) is Bypass.CODE_OVERFLOW
+
+
+def test_in_mode_range_a_rank_says_nothing_of_what_others_measure():
+    """Zero would be within their range: [5, 6] would become [0, 6]."""
+    layout, quantizer = Layout.of([CHUNK, CHUNK], CHUNK), Quantizer(mode="range", value=0.01)
+    whole = torch.linspace(5, 6, 2 * CHUNK)
+    parts = [
+        measure(BACKEND, Window(whole[i * CHUNK :][:CHUNK], i * CHUNK), layout, range(i, i + 1), quantizer)
+        for i in (0, 1)
+    ]
+    both = measure(BACKEND, Window(whole), layout, range(2), quantizer)
+    assert torch.equal(torch.maximum(*parts), both)
+    nobody = measure(BACKEND, Window(whole), layout, range(0), quantizer)
+    scales = derive(torch.maximum(parts[0], nobody), layout, quantizer, torch.float32, addends=1)
+    codes = torch.empty(CHUNK, dtype=torch.int32)
+    BACKEND.quantize(torch.zeros(CHUNK), scales.inverse_steps[1:], codes)
+    assert not codes.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_smallest_value_is_that(kind, mode, dtype):
+    tensor = torch.randn(9001, dtype=dtype, generator=torch.Generator().manual_seed(5))
+    tensor[4096:8192] *= 1e-3
+    layout = Layout.split(9001, 1, 1 << 20, 0 if mode == "abs" else CHUNK)
+    measured = measure(BACKEND, Window(tensor), layout, range(1), Quantizer(kind=kind, mode=mode))
+    smallest = smallest_value(measured, layout, Quantizer(kind=kind, mode=mode), dtype)
+    for factor, works in ((1.001, True), (0.999, False)):
+        quantizer = Quantizer(kind=kind, mode=mode, value=factor * smallest)
+        scales = derive(measured, layout, quantizer, dtype, addends=1)
+        assert (scales is not Bypass.CODE_OVERFLOW) == works
+
+
+def test_where_no_value_will_do_there_is_no_smallest():
+    tensor = torch.full((5000,), 1000.0)
+    tensor[::2] = 1000.0001  # one unit in the last place
+    layout, quantizer = Layout.split(5000, 1, 1 << 20, CHUNK), Quantizer(mode="range", value=0.1)
+    measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
+    assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
+    assert smallest_value(measured, layout, quantizer, torch.float32) is None
+
+
+def test_the_smallest_value_does_not_mind_blocks_of_one_value():
+    tensor = torch.cat([torch.full((CHUNK,), 7.0), torch.randn(CHUNK)])
+    layout, quantizer = Layout.split(2 * CHUNK, 1, 1 << 20, CHUNK), Quantizer(mode="range", value=1e-9)
+    measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
+    assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
+    assert 1e-9 < smallest_value(measured, layout, quantizer, torch.float32) < 1e-6
+
+
+@pytest.mark.parametrize("exponent", [-600, -540, -537, -530, -500, 0, 500, 600])
+def test_a_root_mean_square_is_never_measured_too_large(exponent):
+    """Also where squares vanish, or round to the smallest number there is."""
+    tensor = torch.full((5000,), float(np.ldexp(np.sqrt(0.75), exponent)), dtype=torch.float64)
+    layout = Layout.split(5000, 1, 1 << 20, 0)
+    _, rms = measure(BACKEND, Window(tensor), layout, range(1), Quantizer(mode="rms", block=0)).tolist()
+    assert tensor[0] / np.sqrt(5000) <= rms <= tensor[0]

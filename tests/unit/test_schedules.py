@@ -1,4 +1,4 @@
-"""Ring and direct over real gloo, all ranks in one process: exact integers, and the same on every rank."""
+"""Ring and direct over real gloo, all ranks in one process: exact sums, and the same on every rank."""
 
 import pytest
 import torch
@@ -6,17 +6,25 @@ from ranks import play
 
 from ncz_plugins import kernels
 from ncz_plugins.core import direct, ring
-from ncz_plugins.core.codec import TensorCodec
+from ncz_plugins.core.codec import LosslessCodec
+from ncz_plugins.core.collective import Call, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import FrameError
+from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.frame import Layout, Window
 from ncz_plugins.core.quantize import derive, measure
 from ncz_plugins.core.stats import Counters
-from ncz_plugins.kernels.format import CHUNK
+from ncz_plugins.kernels.format import CHUNK, HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise
+from ncz_plugins.kernels.lossless import max_lossless_bytes
 
 SCHEDULES = {"ring": ring, "direct": direct}
 BOUND = 0.01
-CONFIG = Config.load({"quantizer": {"mode": "abs", "value": BOUND}})
+BOUNDED = {"mode": "abs", "value": BOUND}
+CONFIG = Config(quantizer=BOUNDED)
+STOCHASTIC = Config(quantizer={"kind": "stochastic", "seed": 7, **BOUNDED})
+LOSSLESS = Config(quantizer={"kind": "lossless"})
+CHECKED = Config(quantizer=BOUNDED, entropy={"checksum": True})
+LOSSLESS_CHECKED = Config(quantizer={"kind": "lossless"}, entropy={"checksum": True})
+ALL = {"nearest": CONFIG, "stochastic": STOCHASTIC, "lossless": LOSSLESS, "checked": CHECKED}
 WORLD_SIZES = (2, 3, 4, 8)  # one rank never gets as far as a schedule
 
 
@@ -25,130 +33,315 @@ def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=generator).mul_(1 + rank).to(dtype)
 
 
-def codec_for(transport, layout, source, output, addends, counters, measured=None):
-    """What the communicator does before it hands over to a schedule."""
-    backend = kernels.cpu_backend()
-    measured = range(len(layout.lengths)) if measured is None else measured
-    agreed = measure(backend, source, layout, measured, CONFIG.quantizer)
-    transport.start_max(agreed, counters).wait()
-    scales = derive(agreed, layout, CONFIG.quantizer, source.data.dtype, addends)
-    return TensorCodec(backend, layout, scales, CONFIG.entropy, source, output, counters)
+def go(transport, config: Config, number: int = 1, **call) -> Counters:
+    """Run a call that must not go plain."""
+
+    def plain():
+        raise AssertionError("the call went plain")
+
+    return run(Call(plain=plain, **call), number, transport, kernels.cpu_backend(), config)
 
 
-def expected_sum(world_size: int, numel: int) -> tuple[torch.Tensor, float]:
-    """The sum of what all ranks hold, and how far from it a result may be."""
-    return sum(values(rank, numel).double() for rank in range(world_size)), world_size * BOUND
+def expected_sum(world_size: int, numel: int) -> torch.Tensor:
+    return sum(values(rank, numel).double() for rank in range(world_size))
 
 
-def all_reduce(schedule, world_size: int, numel: int, frame_elements: int) -> list[torch.Tensor]:
+def all_reduce(
+    schedule,
+    world_size: int,
+    numel: int,
+    frame_elements: int = CHUNK,
+    config: Config = CONFIG,
+    number: int = 1,
+    dtype=torch.float32,
+    average: bool = False,
+    inputs=values,
+) -> list[torch.Tensor]:
+    """The result on each rank."""
+
     def body(transport):
-        counters = Counters()
-        tensor = values(transport.rank, numel)
-        flat = Window(tensor)
-        layout = Layout.split(numel, world_size, frame_elements, 0)
-        codec = codec_for(transport, layout, flat, flat, world_size, counters)
-        SCHEDULES[schedule].all_reduce(transport, codec, counters)
+        tensor = inputs(transport.rank, numel, dtype)
+        go(
+            transport,
+            config,
+            number,
+            collective="all_reduce",
+            layout=Layout.split(numel, world_size, frame_elements, 0),
+            source=Window(tensor),
+            output=Window(tensor),
+            measured=range(world_size),
+            schedule=SCHEDULES[schedule].all_reduce,
+            addends=world_size,
+            divisor=world_size if average else 1,
+        )
         return tensor
 
     return play(world_size, body)
 
 
+def same_bits(tensors: list[torch.Tensor]) -> bool:
+    """NaN counts, and -0.0 is not 0.0."""
+    first = tensors[0].view(torch.uint8)
+    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("numel", [1, 3, 4099, 5 * CHUNK, 150_001])
-def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel):
+@pytest.mark.parametrize("config", [CONFIG, STOCHASTIC], ids=["nearest", "stochastic"])
+def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel, config):
     outcomes = [
         tensor
         for schedule in SCHEDULES
         for frame_elements in (CHUNK, 3 * CHUNK, 1 << 20)
-        for tensor in all_reduce(schedule, world_size, numel, frame_elements)
+        for tensor in all_reduce(schedule, world_size, numel, frame_elements, config)
     ]
-    exact, bound = expected_sum(world_size, numel)
-    assert (outcomes[0].double() - exact).abs().max() <= bound
+    assert (outcomes[0].double() - expected_sum(world_size, numel)).abs().max() <= world_size * BOUND
     # One set of bits: on all ranks, for both schedules, for every frame size.
-    assert all(torch.equal(outcomes[0], other) for other in outcomes[1:])
+    assert same_bits(outcomes)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("part", [1, 4097, 3 * CHUNK])
-def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part):
+@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
+def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, config):
     def body(transport):
-        counters = Counters()
-        source = Window(values(transport.rank, part * world_size))
         layout = Layout.of([part] * world_size, CHUNK)
         output = torch.full((part,), float("nan"))
-        own = Window(output, layout.segment(transport.rank).start)
-        codec = codec_for(transport, layout, source, own, world_size, counters)
-        SCHEDULES[schedule].reduce_scatter(transport, codec, counters)
+        go(
+            transport,
+            config,
+            collective="reduce_scatter_tensor",
+            layout=layout,
+            source=Window(values(transport.rank, part * world_size)),
+            output=Window(output, layout.segment(transport.rank).start),
+            measured=range(world_size),
+            schedule=SCHEDULES[schedule].reduce_scatter,
+            addends=world_size,
+        )
         return output
 
     whole = torch.cat(play(world_size, body))
-    exact, bound = expected_sum(world_size, part * world_size)
-    assert (whole.double() - exact).abs().max() <= bound
+    bound = 1e-5 if config is LOSSLESS else world_size * BOUND
+    assert (whole.double() - expected_sum(world_size, part * world_size)).abs().max() <= bound
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("part", [1, 4097, 3 * CHUNK])
-def test_all_gather_gives_everyone_every_part(schedule, world_size, part):
+@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
+def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config):
     def body(transport):
-        counters = Counters()
         layout = Layout.of([part] * world_size, CHUNK)
-        own = Window(values(transport.rank, part), layout.segment(transport.rank).start)
         output = torch.full((part * world_size,), float("nan"))
-        codec = codec_for(
-            transport, layout, own, Window(output), 1, counters, range(transport.rank, transport.rank + 1)
+        go(
+            transport,
+            config,
+            collective="all_gather_into_tensor",
+            layout=layout,
+            source=Window(values(transport.rank, part), layout.segment(transport.rank).start),
+            output=Window(output),
+            measured=range(transport.rank, transport.rank + 1),
+            schedule=SCHEDULES[schedule].all_gather,
         )
-        SCHEDULES[schedule].all_gather(transport, codec, counters)
         return output
 
     outcomes = play(world_size, body)
     exact = torch.cat([values(rank, part) for rank in range(world_size)])
-    assert (outcomes[0] - exact).abs().max() <= BOUND
-    assert all(torch.equal(outcomes[0], other) for other in outcomes[1:])
+    assert (outcomes[0] - exact).abs().max() <= (0 if config is LOSSLESS else BOUND)
+    assert same_bits(outcomes)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("root", [0, -1])
-def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root):
+@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
+def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, config):
     root %= world_size
     numel = 5 * CHUNK + 1
 
     def body(transport):
-        counters = Counters()
         tensor = values(transport.rank, numel)
-        layout = Layout.of([numel], CHUNK)
-        codec = codec_for(transport, layout, Window(tensor), Window(tensor), 1, counters)
-        SCHEDULES[schedule].broadcast(transport, codec, counters, root=root)
+        go(
+            transport,
+            config,
+            collective="broadcast",
+            layout=Layout.of([numel], CHUNK),
+            source=Window(tensor),
+            output=Window(tensor),
+            measured=range(1 if transport.rank == root else 0),
+            schedule=lambda *args: SCHEDULES[schedule].broadcast(*args, root=root),
+            root=root,
+        )
         return tensor
 
     outcomes = play(world_size, body)
-    assert (outcomes[0] - values(root, numel)).abs().max() <= BOUND
-    assert all(torch.equal(outcomes[0], other) for other in outcomes[1:])
+    assert (outcomes[0] - values(root, numel)).abs().max() <= (0 if config is LOSSLESS else BOUND)
+    assert same_bits(outcomes)
 
 
-def test_the_sums_do_not_depend_on_who_sums_first():
-    """Integers: the ranks' codes, added in any order, are what comes out."""
-    world_size, numel = 4, 3 * CHUNK
-    out = all_reduce("ring", world_size, numel, CHUNK)[0]
+def summed_codes(world_size: int, numel: int, config: Config, number: int) -> torch.Tensor:
+    """What an all-reduce must give, by adding the ranks' codes in another order."""
     backend = kernels.cpu_backend()
     layout = Layout.split(numel, world_size, CHUNK, 0)
-    agreed = torch.stack(
-        [
-            measure(backend, Window(values(rank, numel)), layout, range(world_size), CONFIG.quantizer)
-            for rank in range(world_size)
-        ]
-    ).amax(0)
-    scales = derive(agreed, layout, CONFIG.quantizer, torch.float32, world_size)
+    measured = [
+        measure(backend, Window(values(rank, numel)), layout, range(world_size), config.quantizer)
+        for rank in range(world_size)
+    ]
+    scales = derive(torch.stack(measured).amax(0), layout, config.quantizer, torch.float32, world_size)
     codes = torch.zeros(numel, dtype=torch.int32)
     for rank in reversed(range(world_size)):
         own = torch.empty_like(codes)
-        backend.quantize(values(rank, numel), scales.inverse_steps, own)
+        noise = Noise(config.quantizer.seed, number, rank) if config.quantizer.kind == "stochastic" else None
+        backend.quantize(values(rank, numel), scales.inverse_steps, own, noise)
         codes += own
     expected = torch.empty(numel)
     backend.dequantize(codes, scales.scales, expected)
-    assert torch.equal(out, expected)
+    return expected
+
+
+@pytest.mark.parametrize("config", [CONFIG, STOCHASTIC], ids=["nearest", "stochastic"])
+def test_the_sums_do_not_depend_on_who_sums_first(config):
+    """Integers: the ranks' codes, added in any order, are what comes out; noise counts from the tensor's start."""
+    out = all_reduce("ring", 4, 3 * CHUNK, config=config, number=9)[0]
+    assert torch.equal(out, summed_codes(4, 3 * CHUNK, config, number=9))
+
+
+def test_the_stochastic_quantizer_goes_by_call_and_seed():
+    again = [all_reduce("ring", 2, 5000, config=STOCHASTIC, number=number)[0] for number in (1, 1, 2, 2**32 + 1)]
+    assert torch.equal(again[0], again[1]) and not torch.equal(again[0], again[2])
+    assert torch.equal(again[0], again[3])  # the number is one of 32 bits
+    other = Config(quantizer={"kind": "stochastic", "seed": 8, **BOUNDED})
+    assert not torch.equal(again[0], all_reduce("ring", 2, 5000, config=other)[0])
+
+
+# ---------------------------------------------------------------- lossless
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_lossless_sums_are_those_of_plain_floats(world_size, dtype, average):
+    numel = 3 * world_size * CHUNK + 5
+    parts = [values(rank, numel, dtype) for rank in range(world_size)]
+    wide = torch.promote_types(dtype, torch.float32)
+    in_rank_order = sum(part.to(wide) for part in parts).to(dtype)
+    hop_by_hop = torch.empty(numel, dtype=dtype)
+    layout = Layout.split(numel, world_size, CHUNK, 0)
+    for segment in range(world_size):  # the rank after the owner begins, the owner ends
+        here = layout.segment(segment)
+        hop_by_hop[here] = sum(parts[(segment + hop) % world_size][here] for hop in range(1, world_size + 1))
+    for schedule, expected in (("ring", hop_by_hop), ("direct", in_rank_order)):
+        outcomes = all_reduce(schedule, world_size, numel, config=LOSSLESS, dtype=dtype, average=average)
+        assert same_bits([expected / world_size if average else expected, *outcomes])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_lossless_lets_anything_pass(schedule, world_size):
+    """NaN, infinities, denormals and zeros of both signs, at their own places and with the same bits on every rank."""
+
+    def special(rank: int, numel: int, dtype) -> torch.Tensor:
+        tensor = values(rank, numel, dtype)
+        tensor[5000] = -0.0
+        tensor[5001] = 1e-42
+        if rank == 1:
+            tensor[0], tensor[4100], tensor[-1] = float("nan"), float("inf"), float("-inf")
+        return tensor
+
+    outcomes = all_reduce(schedule, world_size, 9001, config=LOSSLESS_CHECKED, inputs=special)
+    assert same_bits(outcomes)
+    out = outcomes[0]
+    assert out[0].isnan() and out[4100] == float("inf") and out[-1] == float("-inf")
+    assert out.isfinite().sum() == 9001 - 3
+    assert torch.equal(out[5000].view(torch.int32), torch.tensor(-0.0).view(torch.int32))
+    assert out[5001].double() == pytest.approx(world_size * 1e-42, rel=1e-2)
+
+
+def test_lossless_ranks_still_compare_their_calls():
+    def body(transport):
+        tensor = values(transport.rank, 5000)
+        with pytest.raises(MismatchError, match="number of the call"):
+            go(
+                transport,
+                LOSSLESS,
+                number=1 + transport.rank,
+                collective="all_reduce",
+                layout=Layout.split(5000, 2, CHUNK, 0),
+                source=Window(tensor),
+                output=Window(tensor),
+                measured=range(2),
+                schedule=ring.all_reduce,
+                addends=2,
+            )
+
+    play(2, body)
+
+
+@pytest.mark.parametrize("segment", range(4))
+def test_a_lossless_owner_adds_in_rank_order(segment):
+    """1e8 + 1 - 1e8 + 1: only one order gives what rank order gives."""
+    parts = [torch.full((10,), x) for x in (1e8, 1.0, -1e8, 1.0)]
+    layout, backend = Layout.of([10] * 4, CHUNK), kernels.cpu_backend()
+    counters = Counters()
+
+    def codec(rank: int) -> LosslessCodec:
+        window = Window(parts[rank].repeat(4))
+        return LosslessCodec(backend, layout, Coding(), window, Window(torch.zeros(40)), False, counters)
+
+    owner = codec(segment)
+    frame = owner.sum(segment, 0, [codec((segment + i) % 4).encode(segment, 0) for i in (1, 2, 3)])
+    owner.decode(segment, 0, frame)
+    assert owner.output[layout.segment(segment)].tolist() == [1.0] * 10
+    assert owner.frame_capacity == max_lossless_bytes(layout.frame_elements, 4)
+
+
+# ---------------------------------------------------------------- checksums
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("config", [CHECKED, LOSSLESS_CHECKED], ids=["codes", "lossless"])
+def test_with_checksums_every_frame_has_one_and_nothing_else_changes(schedule, world_size, config):
+    flags = []
+
+    def body(transport):
+        stream = transport.stream
+
+        def watched(*args):
+            made = stream(*args)
+            receive = made.receive
+
+            def noted():
+                frame = receive()
+                flags.append(HEADER.unpack(frame[:HEADER_BYTES].numpy())[-2])
+                return frame
+
+            made.receive = noted
+            return made
+
+        transport.stream = watched
+        tensor = values(transport.rank, 20_001)
+        go(
+            transport,
+            config,
+            collective="all_reduce",
+            layout=Layout.split(20_001, world_size, CHUNK, 0),
+            source=Window(tensor),
+            output=Window(tensor),
+            measured=range(world_size),
+            schedule=SCHEDULES[schedule].all_reduce,
+            addends=world_size,
+        )
+        return tensor
+
+    outcomes = play(world_size, body)
+    assert flags and set(flags) == {HAS_CHECKSUM}
+    unchecked = CONFIG if config is CHECKED else LOSSLESS
+    assert same_bits([*outcomes, *all_reduce(schedule, world_size, 20_001, config=unchecked)])
+
+
+# ---------------------------------------------------------------- on the wire
 
 
 def test_wire_bytes_are_what_the_peer_receives():
@@ -156,23 +349,38 @@ def test_wire_bytes_are_what_the_peer_receives():
     received = []
 
     def body(transport):
-        counters = Counters()
         tensor = values(transport.rank, 8 * CHUNK)
-        layout = Layout.split(tensor.numel(), 2, CHUNK, 0)
-        codec = codec_for(transport, layout, Window(tensor), Window(tensor), 2, counters)
-        before = counters.wire_bytes
-        original = codec.reduce
-        codec.reduce = lambda s, i, frame: received.append((transport.rank, frame.nbytes)) or original(s, i, frame)
-        original_decode = codec.decode
+        frames_only = []
 
-        def decode(segment, index, frame):
-            if segment != transport.rank:
+        def schedule(transport, codec, counters):
+            before = counters.wire_bytes
+            reduce, decode = codec.reduce, codec.decode
+
+            def noted_reduce(segment, index, frame):
                 received.append((transport.rank, frame.nbytes))
-            original_decode(segment, index, frame)
+                return reduce(segment, index, frame)
 
-        codec.decode = decode
-        ring.all_reduce(transport, codec, counters)
-        return counters.wire_bytes - before
+            def noted_decode(segment, index, frame):
+                if segment != transport.rank:
+                    received.append((transport.rank, frame.nbytes))
+                decode(segment, index, frame)
+
+            codec.reduce, codec.decode = noted_reduce, noted_decode
+            ring.all_reduce(transport, codec, counters)
+            frames_only.append(counters.wire_bytes - before)
+
+        go(
+            transport,
+            CONFIG,
+            collective="all_reduce",
+            layout=Layout.split(tensor.numel(), 2, CHUNK, 0),
+            source=Window(tensor),
+            output=Window(tensor),
+            measured=range(2),
+            schedule=schedule,
+            addends=2,
+        )
+        return frames_only[0]
 
     sent = play(2, body)
     for rank in range(2):

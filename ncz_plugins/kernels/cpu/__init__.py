@@ -7,27 +7,47 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..backend import Backend
-from ..format import DTYPES, HEADER, HEADER_BYTES, MAGIC, VERSION, DamagedFrame, chunks_of
+from ..format import (
+    DTYPES,
+    HEADER,
+    HEADER_BYTES,
+    HUFFMAN_LANES,
+    MAGIC,
+    RANS_LANES,
+    RANS_PAGE,
+    VERSION,
+    Coding,
+    DamagedFrame,
+    Noise,
+    chunks_of,
+)
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 1  # ncz::ABI_VERSION in format.h
+ABI_VERSION = 2  # ncz::ABI_VERSION in format.h
 
-_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
-    "chunk_statistics": (None, (_POINTER, _INT32, _INT64, _POINTER, _POINTER)),
-    "quantize": (None, (_POINTER, _INT32, _POINTER, _INT64, _POINTER)),
+    "scratch_bytes": (_INT64, (_INT64,)),
+    "checksum": (_UINT32, (_POINTER, _INT64)),
+    "chunk_statistics": (None, (_POINTER, _INT32, _INT64, _POINTER, _POINTER, _POINTER)),
+    "quantize": (None, (_POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER)),
     "dequantize": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
-    "encode_codes": (_INT64, (_POINTER, _INT64, _INT32, _INT32, _POINTER)),
-    "decode_codes": (_INT64, (_POINTER, _INT64, _INT64, _POINTER, _INT32)),
-    "encode": (_INT64, (_POINTER, _INT32, _POINTER, _INT64, _INT32, _INT32, _POINTER)),
-    "decode": (_INT64, (_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT32)),
-    "reduce": (_INT64, (_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _INT32, _INT32, _POINTER)),
+    "encode_codes": (_INT64, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
+    "decode_codes": (_INT64, (_POINTER, _INT64, _INT64, _POINTER, _INT32, _POINTER)),
+    "encode": (_INT64, (_POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER)),
+    "decode": (_INT64, (_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT32, _POINTER)),
+    "reduce": (
+        _INT64,
+        (_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER),
+    ),
 }
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
@@ -36,7 +56,7 @@ _DAMAGE = {  # ncz::Damage in format.h: what the reference says, in its words
     1: f"{{bytes}} bytes are too few for a frame header of {HEADER_BYTES}",
     2: f"magic is {{magic:#010x}}, not {MAGIC:#010x}: not a frame",
     3: f"frame version is {{version}}; this build reads version {VERSION}",
-    4: "reserved header fields are {flags:#x} and {checksum:#x}, not 0",
+    4: "header has unknown flags {flags:#x}, or a checksum ({checksum:#x}) without its flag",
     5: "predictor {predictor} is unknown",
     6: "frame holds {stored} codes, expected {count}",
     7: "payload has {payload} bytes, the header says {payload_bytes}",
@@ -46,7 +66,42 @@ _DAMAGE = {  # ncz::Damage in format.h: what the reference says, in its words
     11: "chunk sizes add up to {value} bytes, the payload holds {chunk_bytes}",
     12: "FIXED chunk has a width over 32 or too few width bytes",
     13: "FIXED chunk has {value} bytes, its widths ask for another number",
+    14: "checksum is {value:#010x}, the header says {checksum:#010x}",
+    15: "HUFFMAN code has {value} lengths in a payload of {payload} bytes",
+    16: "HUFFMAN code is not complete",
+    17: "HUFFMAN payload has {value} bytes behind its code, its table of lanes takes {lane_table}",
+    18: "lane sizes add up to {lane_bytes} bytes, the payload holds {lanes}",
+    19: "a HUFFMAN lane does not end where it should",
+    20: "RANS payload of {payload} bytes begins with mode {value}",
+    21: "RANS payload is too short for its frequencies, or they are of unknown values",
+    22: "RANS frequencies do not add up to the whole",
+    23: "RANS payload has {value} bytes behind its frequencies, its pages' table takes more",
+    24: "pages add up to {page_bytes} bytes, the payload holds {pages}",
+    25: "a RANS page is not what its frequencies allow, or does not end where it should",
 }
+
+
+class _Coding(ctypes.Structure):  # ncz::Coding
+    _fields_ = [("coder", _INT32), ("predictor", _INT32), ("costs", _INT64 * 6)]
+
+
+class _Noise(ctypes.Structure):  # ncz::Noise
+    _fields_ = [("seed", ctypes.c_uint64), ("call", _UINT32), ("rank", _UINT32), ("first", ctypes.c_uint64)]
+
+
+class _Scratch(threading.local):
+    """Memory that the functions work in, for each thread its own."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> int:
+        """The address of at least `size` bytes."""
+        if self.memory.numel() < size:
+            self.memory = torch.empty(size, dtype=torch.uint8)
+        return self.memory.data_ptr()
+
+
+_scratch = _Scratch()
 
 
 class CpuBackend(Backend):
@@ -66,38 +121,54 @@ class CpuBackend(Backend):
             setattr(self, f"_{name}", function)
 
     def chunk_statistics(self, x):
-        absmax, squares = torch.empty(2, chunks_of(x.numel()), dtype=torch.float64)
-        self._chunk_statistics(x.data_ptr(), _DTYPE[x.dtype], x.numel(), absmax.data_ptr(), squares.data_ptr())
-        return absmax, squares
+        results = torch.empty(3, chunks_of(x.numel()), dtype=torch.float64).unbind()
+        self._chunk_statistics(x.data_ptr(), _DTYPE[x.dtype], x.numel(), *(each.data_ptr() for each in results))
+        return results
 
-    def quantize(self, x, inverse_steps, codes):
-        self._quantize(x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel(), codes.data_ptr())
+    def quantize(self, x, inverse_steps, codes, noise=None):
+        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
+        self._quantize(*floats, codes.data_ptr(), _noise(noise))
 
     def dequantize(self, codes, scales, out):
         self._dequantize(codes.data_ptr(), scales.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype])
 
-    def encode_codes(self, codes, coder, predictor, frame):
-        return self._encode_codes(codes.data_ptr(), codes.numel(), coder, predictor, frame.data_ptr())
-
-    def decode_codes(self, frame, codes, add=False):
+    def encode_codes(self, codes, coding, frame):
         count = codes.numel()
-        _check(self._decode_codes(frame.data_ptr(), frame.numel(), count, codes.data_ptr(), add), frame, count)
-
-    def encode(self, x, inverse_steps, coder, predictor, frame):
-        return self._encode(
-            x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel(), coder, predictor, frame.data_ptr()
+        return self._encode_codes(
+            codes.data_ptr(), count, _coding(coding), frame.data_ptr(), self._scratch_to_write(count)
         )
 
-    def decode(self, frame, scales, out):
-        count, dtype = out.numel(), _DTYPE[out.dtype]
-        done = self._decode(frame.data_ptr(), frame.numel(), scales.data_ptr(), count, out.data_ptr(), dtype)
+    def decode_codes(self, frame, codes, add=False):
+        count, scratch = codes.numel(), self._scratch_to_read()
+        done = self._decode_codes(frame.data_ptr(), frame.numel(), count, codes.data_ptr(), add, scratch)
         _check(done, frame, count)
 
-    def reduce(self, frame, x, inverse_steps, coder, predictor, out):
-        count, dtype = x.numel(), _DTYPE[x.dtype]
-        own = x.data_ptr(), dtype, inverse_steps.data_ptr(), count
-        written = self._reduce(frame.data_ptr(), frame.numel(), *own, coder, predictor, out.data_ptr())
-        return _check(written, frame, count)
+    def encode(self, x, inverse_steps, coding, frame, noise=None):
+        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
+        scratch = self._scratch_to_write(x.numel())
+        return self._encode(*floats, _coding(coding), frame.data_ptr(), _noise(noise), scratch)
+
+    def decode(self, frame, scales, out):
+        count, dtype, scratch = out.numel(), _DTYPE[out.dtype], self._scratch_to_read()
+        done = self._decode(frame.data_ptr(), frame.numel(), scales.data_ptr(), count, out.data_ptr(), dtype, scratch)
+        _check(done, frame, count)
+
+    def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
+        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
+        scratch = self._scratch_to_write(x.numel())
+        written = self._reduce(
+            frame.data_ptr(), frame.numel(), *floats, _coding(coding), out.data_ptr(), _noise(noise), scratch
+        )
+        return _check(written, frame, x.numel())
+
+    def checksum(self, frame):
+        return self._checksum(frame.data_ptr(), frame.numel())
+
+    def _scratch_to_write(self, count: int) -> int:
+        return _scratch.of(self._scratch_bytes(count))
+
+    def _scratch_to_read(self) -> int:
+        return _scratch.of(self._scratch_bytes(0))
 
 
 @functools.cache
@@ -115,6 +186,15 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+@functools.lru_cache(maxsize=64)
+def _coding(coding: Coding):
+    return ctypes.byref(_Coding(coding.coder, coding.predictor, tuple(coding.costs)))
+
+
+def _noise(noise: Noise | None):
+    return None if noise is None else ctypes.byref(_Noise(*noise))
+
+
 def _check(result: int, frame: Tensor, count: int) -> int:
     """`result` of a function that reads `frame`, unless it says that the frame is damaged."""
     if result >= 0:
@@ -125,4 +205,19 @@ def _check(result: int, frame: Tensor, count: int) -> int:
     facts["payload"] = frame.numel() - HEADER_BYTES
     facts["table"] = 2 * chunks_of(count)
     facts["chunk_bytes"] = facts["payload"] - facts["table"]
+    facts["lane_table"] = 2 * HUFFMAN_LANES * chunks_of(count)
+    if cause == 18:
+        sizes = _table(frame, value, facts["lane_table"])
+        facts.update(lane_bytes=sum(sizes), lanes=value - facts["lane_table"])
+    if cause == 24:
+        pages = -(-count // RANS_PAGE)
+        sizes = _table(frame, value, 4 * pages)
+        page_bytes = 4 * RANS_LANES * pages + 2 * sum(sizes[::2]) + sum(sizes[1::2])
+        facts.update(page_bytes=page_bytes, pages=value - 4 * pages)
     raise DamagedFrame(_DAMAGE[cause].format(**facts))
+
+
+def _table(frame: Tensor, behind: int, size: int) -> list[int]:
+    """The 16-bit numbers in the first `size` of the last `behind` bytes."""
+    first = frame.numel() - behind
+    return np.frombuffer(frame[first : first + size].numpy().tobytes(), dtype="<u2").tolist()

@@ -9,6 +9,14 @@
 
 namespace {
 
+constexpr int VECTOR_BYTES = 32;
+typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
+
+// `factor` times the low 32 bits of each 64.
+inline Wide multiply_low_halves(Wide numbers, uint32_t factor) {
+    return Wide(_mm256_mul_epu32(__m256i(numbers), _mm256_set1_epi64x(factor)));
+}
+
 // The low `width` bits of every lane. (1 << width) - 1 in all lanes is a multiplication by ones at the lanes' ends.
 template <int lane>
 inline uint64_t lanes_mask(unsigned width) {
@@ -60,20 +68,26 @@ inline void store8(__m256 values, ncz::float16* out) {
 
 // min and max give their second operand where the first is NaN, as the reference does.
 template <class T>
-inline __m256i quantize8(const T* x, float inverse_step) {
-    const __m256 limit = _mm256_set1_ps(2147483520.0f);
+inline __m256 clamped8(const T* x, float inverse_step) {
     __m256 scaled = _mm256_mul_ps(load8(x), _mm256_set1_ps(inverse_step));
-    scaled = _mm256_max_ps(_mm256_min_ps(scaled, limit), _mm256_set1_ps(-2147483520.0f));
-    return _mm256_cvtps_epi32(scaled);
+    scaled = _mm256_min_ps(scaled, _mm256_set1_ps(2147483520.0f));
+    return _mm256_max_ps(scaled, _mm256_set1_ps(-2147483520.0f));
+}
+
+inline __m256d clamped4(const double* x, double inverse_step) {
+    __m256d scaled = _mm256_mul_pd(_mm256_loadu_pd(x), _mm256_set1_pd(inverse_step));
+    scaled = _mm256_min_pd(scaled, _mm256_set1_pd(2147483647.0));
+    return _mm256_max_pd(scaled, _mm256_set1_pd(-2147483647.0));
+}
+
+template <class T>
+inline __m256i quantize8(const T* x, float inverse_step) {
+    return _mm256_cvtps_epi32(clamped8(x, inverse_step));
 }
 
 inline __m256i quantize8(const double* x, double inverse_step) {
-    auto four = [inverse_step](const double* x) {
-        __m256d scaled = _mm256_mul_pd(_mm256_loadu_pd(x), _mm256_set1_pd(inverse_step));
-        scaled = _mm256_min_pd(scaled, _mm256_set1_pd(2147483647.0));
-        return _mm256_cvtpd_epi32(_mm256_max_pd(scaled, _mm256_set1_pd(-2147483647.0)));
-    };
-    return _mm256_set_m128i(four(x + 4), four(x));
+    return _mm256_set_m128i(_mm256_cvtpd_epi32(clamped4(x + 4, inverse_step)),
+                            _mm256_cvtpd_epi32(clamped4(x, inverse_step)));
 }
 
 template <class T>
@@ -87,6 +101,25 @@ inline void dequantize8(__m256i codes, double scale, double* out) {
     };
     four(_mm256_castsi256_si128(codes), out);
     four(_mm256_extracti128_si256(codes, 1), out + 4);
+}
+
+// Rounds up with a probability of the fraction. `random`: 24 random bits above 8 others for each.
+template <class T>
+inline __m256i quantize8(const T* x, float inverse_step, __m256i random) {
+    __m256 scaled = clamped8(x, inverse_step), floor = _mm256_floor_ps(scaled);
+    __m256 uniform = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(random, 8)), _mm256_set1_ps(0x1p-24f));
+    __m256 is_up = _mm256_cmp_ps(uniform, _mm256_sub_ps(scaled, floor), _CMP_LT_OQ);
+    return _mm256_sub_epi32(_mm256_cvttps_epi32(floor), _mm256_castps_si256(is_up));
+}
+
+inline __m256i quantize8(const double* x, double inverse_step, __m256i random) {
+    auto four = [inverse_step](const double* x, __m128i random) {
+        __m256d scaled = clamped4(x, inverse_step), floor = _mm256_floor_pd(scaled);
+        __m256d uniform = _mm256_mul_pd(_mm256_cvtepi32_pd(_mm_srli_epi32(random, 8)), _mm256_set1_pd(0x1p-24));
+        __m256d is_up = _mm256_cmp_pd(uniform, _mm256_sub_pd(scaled, floor), _CMP_LT_OQ);
+        return _mm256_cvttpd_epi32(_mm256_add_pd(floor, _mm256_and_pd(is_up, _mm256_set1_pd(1))));
+    };
+    return _mm256_set_m128i(four(x + 4, _mm256_extracti128_si256(random, 1)), four(x, _mm256_castsi256_si128(random)));
 }
 
 // ------------------------------------------------------------------ blocks
@@ -119,6 +152,11 @@ inline Block add_blocks(const Block& a, const Block& b) {
 template <class T, class Scale>
 inline Block quantize_block(const T* x, Scale inverse_step) {
     return block_of([&](int k) { return quantize8(x + 8 * k, inverse_step); });
+}
+
+template <class T, class Scale>
+inline Block quantize_block(const T* x, Scale inverse_step, const uint32_t* random) {
+    return block_of([&](int k) { return quantize8(x + 8 * k, inverse_step, load_eight(random + 8 * k)); });
 }
 
 template <class T, class Scale>
@@ -219,6 +257,15 @@ inline Block unpack_block(const uint8_t* in, unsigned width) {
     Words<32> octets = unpack_words<32>(in, width);
     return block_of([&](int k) { return load_eight(octets.words + 4 * k); });
 }
+
+// ------------------------------------------------------------------ some of eight bytes
+
+// Bit k of `mask` as the lowest bit of byte k.
+inline uint64_t bytes_of_mask(unsigned mask) { return _pdep_u64(mask, lanes_mask<8>(1)); }
+
+// The bytes where `chosen` has 1 side by side, zeros behind them; and the inverse. The others of `chosen` are 0.
+inline uint64_t compact_bytes(uint64_t bytes, uint64_t chosen) { return _pext_u64(bytes, chosen * 0xff); }
+inline uint64_t expand_bytes(uint64_t bytes, uint64_t chosen) { return _pdep_u64(bytes, chosen * 0xff); }
 
 }  // namespace
 

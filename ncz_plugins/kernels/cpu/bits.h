@@ -54,6 +54,10 @@ inline void store_joined(const uint64_t* words, unsigned bits, uint8_t* out) {
 template <int lane>
 inline void pack_words(Words<lane> block, unsigned width, uint8_t* out) {
     constexpr int n = Words<lane>::PER_OCTET;
+    if (width == lane) {
+        memcpy(out, &block, sizeof block);
+        return;
+    }
     squeeze(block, width);
     for (int k = 0; k < ncz::OCTETS; ++k) {
         if (n == 1)
@@ -66,6 +70,10 @@ inline void pack_words(Words<lane> block, unsigned width, uint8_t* out) {
 template <int lane>
 inline Words<lane> unpack_words(const uint8_t* in, unsigned width) {
     Words<lane> block;
+    if (width == lane) {
+        memcpy(&block, in, sizeof block);
+        return block;
+    }
     for (unsigned i = 0; i < block.COUNT; ++i) {
         unsigned first_bit = i * (64 / lane) * width;
         block.words[i] = load64(in + first_bit / 8) >> first_bit % 8;
@@ -77,9 +85,13 @@ inline Words<lane> unpack_words(const uint8_t* in, unsigned width) {
 // 62 bits that begin 6 bits into a byte do not fit into one load: the second symbol is loaded by itself.
 template <>
 inline Words<32> unpack_words<32>(const uint8_t* in, unsigned width) {
+    Words<32> block;
+    if (width == 32) {
+        memcpy(&block, in, sizeof block);
+        return block;
+    }
     uint64_t mask = (uint64_t(1) << width) - 1;
     auto symbol = [&](unsigned i) { return load64(in + i * width / 8) >> i * width % 8 & mask; };
-    Words<32> block;
     for (unsigned i = 0; i < 16; ++i) block.words[i] = symbol(2 * i) | symbol(2 * i + 1) << 32;
     return block;
 }

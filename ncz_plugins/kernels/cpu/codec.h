@@ -16,21 +16,20 @@
 
 #include <type_traits>
 
+#include "checksum.h"
 #include "floats.h"
 #include "format.h"
+#include "huffman.h"
+#include "noise.h"
+#include "rans.h"
+#include "select.h"
 
 namespace {
 
 using namespace ncz;
 
-inline int64_t chunks_of(int64_t count) { return (count + CHUNK - 1) / CHUNK; }
 inline int blocks_of(int n) { return (n + BLOCK - 1) / BLOCK; }
 inline int octets_of(int n) { return (n + OCTET - 1) / OCTET; }
-
-inline int length_of(int64_t chunk, int64_t count) {
-    int64_t left = count - chunk * CHUNK;
-    return int(left < CHUNK ? left : CHUNK);
-}
 
 // `n` of the 32 numbers of a block, zeros behind them: the last block of a tensor is short.
 template <class T>
@@ -61,7 +60,8 @@ template <class Source, class Sink>
     return sink;
 }
 
-// Chunk `c` of `count` codes. Source: begin(chunk, length), next(n). Sink: begin(chunk, length), put(block, n), end().
+// Chunk `c` of `count` codes. Source: begin(chunk, length), next(n), and where the selector looks at it, seek(element).
+// Sink: begin(chunk, length), put(block, n), end().
 // Works on copies of both, whose addresses are never taken, with everything inlined: so their state stays in registers.
 template <class Source, class Sink>
 [[gnu::flatten, gnu::noinline]] void run_chunk(Source& shared_source, Sink& shared_sink, int64_t c, int64_t count) {
@@ -89,7 +89,8 @@ Sink run(Source source, Sink sink, int64_t count) {
 class CodesSource {
   public:
     explicit CodesSource(const int32_t* codes) : codes_(codes) {}
-    void begin(int64_t c, int) { at_ = codes_ + c * CHUNK; }
+    void seek(int64_t first) { at_ = codes_ + first; }
+    void begin(int64_t c, int) { seek(c * CHUNK); }
     Block next(int n) {
         Block block = load_short(at_, n);
         at_ += n;
@@ -119,10 +120,11 @@ template <class T, class Scale>
 class FloatsSource {
   public:
     FloatsSource(const T* x, const Scale* inverse_steps) : x_(x), inverse_steps_(inverse_steps) {}
-    void begin(int64_t c, int) {
-        at_ = x_ + c * CHUNK;
-        inverse_step_ = inverse_steps_[c];
+    void seek(int64_t first) {
+        at_ = x_ + first;
+        inverse_step_ = inverse_steps_[first / CHUNK];
     }
+    void begin(int64_t c, int) { seek(c * CHUNK); }
     Block next(int n) {
         const T* from = at_;
         at_ += n;
@@ -134,6 +136,33 @@ class FloatsSource {
     const T *x_, *at_ = nullptr;
     const Scale* inverse_steps_;
     Scale inverse_step_ = 0;
+};
+
+// As FloatsSource, but rounded up or down at random.
+template <class T, class Scale>
+class StochasticSource {
+  public:
+    StochasticSource(const T* x, const Scale* inverse_steps, const Noise& noise)
+        : x_(x), inverse_steps_(inverse_steps), random_(noise) {}
+    void begin(int64_t c, int) {
+        element_ = c * CHUNK;
+        inverse_step_ = inverse_steps_[c];
+    }
+    Block next(int n) {
+        const T* from = x_ + element_;
+        uint32_t words[BLOCK];
+        random_.of_block(element_, words);
+        element_ += n;
+        return n == BLOCK ? quantize_block(from, inverse_step_, words)
+                          : quantize_block(Padded<T>(from, n).values, inverse_step_, words);
+    }
+
+  private:
+    const T* x_;
+    const Scale* inverse_steps_;
+    Scale inverse_step_ = 0;
+    int64_t element_ = 0;
+    RandomWords random_;
 };
 
 template <class T, class Scale>
@@ -179,47 +208,103 @@ class SumSource {
 
 // ------------------------------------------------------------------ reading frames
 
-inline int64_t damaged(Damage cause, int64_t value = 0) { return -(int64_t(cause) + 256 * value); }
+// What HUFFMAN and RANS decode, as integers of the same width, for FrameSource to read. Too large to be copied with it.
+class DecodedSymbols {
+  public:
+    // A unit of symbols, and what is read and written beyond it.
+    static constexpr int64_t SCRATCH_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
 
-// RAW is read and written as FIXED with one width for all: an octet of 8, 16 or 32 bits is an array of integers.
+    explicit DecodedSymbols(uint8_t* scratch) : symbols_(reinterpret_cast<uint32_t*>(scratch)) {}
+    DecodedSymbols(const DecodedSymbols&) = delete;
+
+    int64_t open(int32_t coder, const uint8_t* payload, int64_t bytes, int64_t count) {
+        coder_ = coder;
+        return coder == HUFFMAN ? huffman_.open(payload, bytes, count) : rans_.open(payload, bytes, count);
+    }
+
+    // Chunks must be asked for one after the other. Damaged ones are zeros, and damage() tells it.
+    [[gnu::noinline]] const uint8_t* chunk(int64_t c) {
+        return coder_ == HUFFMAN ? chunk(huffman_, c, HUFFMAN_LANE) : chunk(rans_, c, RANS_DAMAGED_PAGE);
+    }
+
+    unsigned width() const { return coder_ == HUFFMAN ? huffman_.width() : rans_.width(); }
+    const uint8_t* end() const { return bytes() + SCRATCH_BYTES; }
+    int64_t damage() const { return damage_; }
+
+  private:
+    template <class Decoder>
+    const uint8_t* chunk(Decoder& decoder, int64_t c, Damage cause) {
+        constexpr int64_t chunks = Decoder::UNIT / CHUNK;
+        if (c % chunks == 0 && !decoder.decode(c / chunks, symbols_)) {
+            memset(symbols_, 0, size_t(SCRATCH_BYTES));
+            damage_ = damaged(cause);
+        }
+        return bytes() + c % chunks * CHUNK * (decoder.width() / 8);
+    }
+
+    const uint8_t* bytes() const { return reinterpret_cast<const uint8_t*>(symbols_); }
+
+    uint32_t* symbols_;
+    int32_t coder_ = HUFFMAN;
+    int64_t damage_ = 0;
+    HuffmanDecoder huffman_;
+    RansDecoder rans_;
+};
+
+// Symbols of one width for all, those of RAW or decoded ones, are read as FIXED is: an octet of 8, 16 or 32 bits is an
+// array of integers.
 class FrameSource {
   public:
-    // 0, or what is wrong with the frame, which then must not be read.
+    explicit FrameSource(DecodedSymbols& decoded) : decoded_(&decoded) {}
+
+    // 0, or what is wrong with the frame, which then must not be read. Damage in HUFFMAN's chunks and RANS's pages only
+    // shows on reading: `damage` tells it afterwards.
     int64_t open(const uint8_t* frame, int64_t bytes, int64_t count) {
         Header header;
         if (bytes < HEADER_BYTES) return damaged(NO_HEADER);
         memcpy(&header, frame, sizeof header);
         if (header.magic != MAGIC) return damaged(BAD_MAGIC);
         if (header.version != VERSION) return damaged(BAD_VERSION);
-        if (header.flags || header.checksum) return damaged(RESERVED_SET);
+        bool has_checksum = header.flags == HAS_CHECKSUM;
+        if (!has_checksum && (header.flags || header.checksum)) return damaged(BAD_FLAGS);
         if (header.predictor != NONE && header.predictor != DELTA) return damaged(BAD_PREDICTOR);
         if (header.count != count) return damaged(OTHER_COUNT);
         if (header.payload_bytes != bytes - HEADER_BYTES) return damaged(OTHER_LENGTH);
+        if (has_checksum) {
+            uint32_t checksum = checksum_of(frame, bytes);
+            if (checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
+        }
         payload_ = frame + HEADER_BYTES;
         end_ = frame + bytes;
         is_delta_ = header.predictor == DELTA;
-        raw_width_ = header.width;
-        if (header.coder == RAW && (raw_width_ == 8 || raw_width_ == 16 || raw_width_ == 32))
-            return end_ - payload_ == count * (raw_width_ / 8) ? 0 : damaged(RAW_LENGTH);
-        if (header.coder == FIXED && raw_width_ == 0) return open_fixed(count);
+        coder_ = header.coder;
+        width_ = header.width;
+        if (coder_ == RAW && (width_ == 8 || width_ == 16 || width_ == 32))
+            return end_ - payload_ == count * (width_ / 8) ? 0 : damaged(RAW_LENGTH);
+        if (coder_ == FIXED && width_ == 0) return open_fixed(count);
+        if ((coder_ == HUFFMAN || coder_ == RANS) && width_ == 0) return open_coded(count);
         return damaged(BAD_CODER);
     }
+
+    int64_t damage() const { return decoded_->damage(); }
 
     // Chunks are found fastest in rising order.
     void begin(int64_t c, int length) {
         delta_ = Delta();
-        if (raw_width_) {
-            in_ = payload_ + c * CHUNK * (raw_width_ / 8);
-            return;
+        if (coder_ == FIXED) {
+            seek(c);
+            widths_ = chunk_;
+            in_ = chunk_ + blocks_of(length);
+        } else if (coder_ == RAW) {
+            in_ = payload_ + c * CHUNK * (width_ / 8);
+        } else {
+            in_ = decoded_->chunk(c);
         }
-        seek(c);
-        widths_ = chunk_;
-        in_ = chunk_ + blocks_of(length);
     }
 
     Block next(int n) {
-        unsigned width = raw_width_ ? raw_width_ : *widths_++;
-        unsigned bytes = raw_width_ ? unsigned(n) * (width / 8) : unsigned(octets_of(n)) * width;
+        unsigned width = width_ ? width_ : *widths_++;
+        unsigned bytes = width_ ? unsigned(n) * (width / 8) : unsigned(octets_of(n)) * width;
         Block symbols;
         if (end_ - in_ >= int64_t(OCTETS * width + SLACK)) {
             symbols = unpack_block(in_, width);
@@ -234,6 +319,13 @@ class FrameSource {
     }
 
   private:
+    int64_t open_coded(int64_t count) {
+        int64_t wrong = decoded_->open(coder_, payload_, end_ - payload_, count);
+        width_ = decoded_->width();
+        end_ = decoded_->end();
+        return wrong;
+    }
+
     int64_t open_fixed(int64_t count) {
         int64_t chunks = chunks_of(count), sum = 0;
         first_chunk_ = payload_ + 2 * chunks;
@@ -277,7 +369,9 @@ class FrameSource {
     }
 
     const uint8_t *payload_ = nullptr, *end_ = nullptr, *first_chunk_ = nullptr;
-    unsigned raw_width_ = 0;  // 0: FIXED
+    DecodedSymbols* decoded_;
+    int32_t coder_ = FIXED;
+    unsigned width_ = 0;  // of all symbols; 0: FIXED
     bool is_delta_ = false;
 
     int64_t at_ = 0;  // the chunk that lies at chunk_
@@ -369,127 +463,197 @@ class RawSink {
 
 // Measures instead of writing.
 template <bool is_delta>
-class CostSink {
+class WidthSink {
   public:
     void begin(int64_t, int) { symbols_ = {}; }
     void put(const Block& codes, int n) {
         unsigned width = width_of(symbols_.of(codes, n));
         widest_ = width > widest_ ? width : widest_;
-        fixed_bytes_ += 1 + int64_t(unsigned(octets_of(n)) * width);
-        elements_ += n;
     }
     void end() {}
-    unsigned raw_width() const { return widest_ <= 8 ? 8 : widest_ <= 16 ? 16 : 32; }
-    int64_t bytes(int32_t coder) const { return coder == FIXED ? fixed_bytes_ : elements_ * (raw_width() / 8); }
+    unsigned raw_width() const { return raw_width_of(widest_); }
 
   private:
     unsigned widest_ = 0;
-    int64_t fixed_bytes_ = 0, elements_ = 0;
     Symbols<is_delta> symbols_;
 };
 
-template <bool is_delta, class Source>
-CostSink<is_delta> cost_of_sample(Source source, int64_t count) {
-    CostSink<is_delta> cost;
-    int64_t chunks = chunks_of(count);
-    int64_t samples = chunks < SAMPLE_CHUNKS ? chunks : SAMPLE_CHUNKS;
-    for (int64_t s = 0; s < samples; ++s) {
-        int64_t c = chunks <= SAMPLE_CHUNKS ? s : s * (chunks - 1) / (SAMPLE_CHUNKS - 1);
-        run_chunk(source, cost, c, count);
-    }
-    return cost;
-}
+// Collects the symbols of a unit, which `encoder` then takes all at once.
+template <bool is_delta, class Encoder>
+class EncoderSink {
+  public:
+    static constexpr int64_t SCRATCH_BYTES = 4 * Encoder::UNIT;
 
-// Resolve AUTO: the pair of the allowed ones that takes fewest bytes on a sample, the earliest at a draw.
+    EncoderSink(Encoder& encoder, int64_t count, uint8_t* scratch)
+        : encoder_(&encoder), left_(count), unit_(reinterpret_cast<uint32_t*>(scratch)), at_(unit_) {}
+    void begin(int64_t, int length) {
+        symbols_ = {};
+        length_ = length;
+    }
+    void put(const Block& codes, int n) {
+        Block symbols = symbols_.of(codes, n);
+        unsigned width = width_of(symbols);
+        widest_ = width > widest_ ? width : widest_;
+        store_block(symbols, at_);
+        at_ += n;
+    }
+    void end() {
+        left_ -= length_;
+        if (at_ - unit_ < Encoder::UNIT && left_) return;
+        encoder_->add(unit_, int(at_ - unit_));
+        at_ = unit_;
+    }
+    unsigned raw_width() const { return raw_width_of(widest_); }
+
+  private:
+    Encoder* encoder_;
+    int64_t left_;
+    int length_ = 0;
+    uint32_t *unit_, *at_;
+    unsigned widest_ = 0;
+    Symbols<is_delta> symbols_;
+};
+
 template <class Source>
-void select(Source source, int64_t count, int32_t& coder, int32_t& predictor) {
-    if (coder != AUTO_CODER && predictor != AUTO_PREDICTOR) return;
-    auto none = cost_of_sample<false>(source, count);
-    auto delta = cost_of_sample<true>(source, count);
-    struct Candidate {
-        int32_t coder, predictor;
-        int64_t bytes;
-    };
-    const Candidate candidates[] = {
-        {FIXED, NONE, none.bytes(FIXED)},
-        {FIXED, DELTA, delta.bytes(FIXED)},
-        {RAW, NONE, none.bytes(RAW)},
-        {RAW, DELTA, delta.bytes(RAW)},
-    };
-    const Candidate* best = nullptr;
-    for (const Candidate& candidate : candidates) {
-        bool allowed = (coder == AUTO_CODER || coder == candidate.coder) &&
-                       (predictor == AUTO_PREDICTOR || predictor == candidate.predictor);
-        if (allowed && (!best || candidate.bytes < best->bytes)) best = &candidate;
-    }
-    coder = best->coder;
-    predictor = best->predictor;
+Choice select(Source source, int64_t count, const Coding& coding) {
+    bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;
+    if (is_settled && coding.coder != RANS) return {coding.coder, coding.predictor, 0};
+    int32_t codes[MOST_SAMPLED];
+    int n = 0;
+    for_each_piece(count, [&](int64_t first, int length) {
+        source.seek(first);
+        for (int left = length; left > 0; left -= BLOCK)
+            store_block(source.next(left < BLOCK ? left : BLOCK), codes + n + length - left);
+        n += length;
+    });
+    return choose(codes, n, count, coding);
 }
 
-template <bool is_delta, class Source>
-int64_t write_frame(Source source, int64_t count, int32_t coder, uint8_t* frame) {
-    uint8_t* payload = frame + HEADER_BYTES;
-    const uint8_t* end;
-    unsigned width = 0;
-    if (coder == RAW) {
-        width = run(source, CostSink<is_delta>(), count).raw_width();
-        end = run(source, RawSink<is_delta>(payload, width), count).out();
-    } else {
-        end = run(source, FixedSink<is_delta>(payload, count), count).out();
+// Parts of the memory that a caller lends for the time of a call.
+struct Scratch {
+    static constexpr int64_t UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
+
+    static int64_t bytes(int64_t count) {
+        int64_t huffman = HuffmanEncoder::scratch_bytes(count), rans = RansEncoder::scratch_bytes(count);
+        return 2 * UNIT_BYTES + 4 * count + (huffman > rans ? huffman : rans);
     }
+
+    Scratch(uint8_t* scratch, int64_t count)
+        : decoded(scratch),
+          unit(scratch + UNIT_BYTES),
+          codes(reinterpret_cast<int32_t*>(scratch + 2 * UNIT_BYTES)),
+          encoder(scratch + 2 * UNIT_BYTES + 4 * count) {}
+
+    uint8_t *decoded, *unit;  // symbols that are decoded together, and those that are encoded together
+    int32_t* codes;
+    uint8_t* encoder;
+};
+
+// In front of a payload of `bytes`; gives the bytes of both.
+inline int64_t write_header(uint8_t* frame, int32_t coder, int32_t predictor, unsigned width, int64_t count,
+                            int64_t bytes) {
     Header header = {};
     header.magic = MAGIC;
     header.version = VERSION;
     header.coder = uint8_t(coder);
-    header.predictor = is_delta ? DELTA : NONE;
+    header.predictor = uint8_t(predictor);
     header.width = uint8_t(width);
     header.count = uint32_t(count);
-    header.payload_bytes = uint32_t(end - payload);
+    header.payload_bytes = uint32_t(bytes);
     memcpy(frame, &header, sizeof header);
-    return end - frame;
+    return HEADER_BYTES + bytes;
+}
+
+template <bool is_delta, class Source>
+int64_t write_fixed(Source source, int64_t count, uint8_t* frame) {
+    uint8_t* payload = frame + HEADER_BYTES;
+    int64_t bytes = run(source, FixedSink<is_delta>(payload, count), count).out() - payload;
+    return write_header(frame, FIXED, is_delta, 0, count, bytes);
+}
+
+template <bool is_delta, class Source>
+int64_t write_raw(Source source, int64_t count, unsigned width, uint8_t* frame) {
+    uint8_t* payload = frame + HEADER_BYTES;
+    int64_t bytes = run(source, RawSink<is_delta>(payload, width), count).out() - payload;
+    return write_header(frame, RAW, is_delta, width, count, bytes);
+}
+
+// With HUFFMAN or RANS, unless RAW takes fewer bytes.
+template <bool is_delta, class Encoder, class Source>
+int64_t write_coded(Source source, Encoder& encoder, int32_t coder, int64_t count, uint8_t* frame, uint8_t* unit) {
+    unsigned raw_width = run(source, EncoderSink<is_delta, Encoder>(encoder, count, unit), count).raw_width();
+    int64_t bytes = encoder.write(frame + HEADER_BYTES, count * (raw_width / 8));
+    if (bytes < 0) return write_raw<is_delta>(source, count, raw_width, frame);
+    return write_header(frame, coder, is_delta, 0, count, bytes);
+}
+
+template <bool is_delta, class Source>
+int64_t write_frame(Source source, int64_t count, Choice choice, uint8_t* frame, const Scratch& scratch) {
+    switch (choice.coder) {
+        case FIXED: return write_fixed<is_delta>(source, count, frame);
+        case HUFFMAN: {
+            HuffmanEncoder encoder(count, scratch.encoder);
+            return write_coded<is_delta>(source, encoder, HUFFMAN, count, frame, scratch.unit);
+        }
+        case RANS: {
+            RansEncoder encoder(count, choice.mode, scratch.encoder);
+            return write_coded<is_delta>(source, encoder, RANS, count, frame, scratch.unit);
+        }
+        default: {
+            unsigned width = run(source, WidthSink<is_delta>(), count).raw_width();
+            return write_raw<is_delta>(source, count, width, frame);
+        }
+    }
 }
 
 template <class Source>
-int64_t write_frame(Source source, int64_t count, int32_t coder, int32_t predictor, uint8_t* frame) {
-    select(source, count, coder, predictor);
-    return predictor == DELTA ? write_frame<true>(source, count, coder, frame)
-                              : write_frame<false>(source, count, coder, frame);
+int64_t write_frame(Source source, int64_t count, const Coding& coding, uint8_t* frame, const Scratch& scratch) {
+    Choice choice = select(source, count, coding);
+    return choice.predictor == DELTA ? write_frame<true>(source, count, choice, frame, scratch)
+                                     : write_frame<false>(source, count, choice, frame, scratch);
 }
 
 // ------------------------------------------------------------------ statistics
 
+// The range of `n` numbers, if none of them is a NaN.
 template <class Float>
-struct Bits;
-template <>
-struct Bits<float> {
-    using type = int32_t;
-    static constexpr type magnitude = 0x7fffffff, infinity = 0x7f800000;
-};
-template <>
-struct Bits<double> {
-    using type = int64_t;
-    static constexpr type magnitude = 0x7fffffffffffffff, infinity = 0x7ff0000000000000;
-};
+void range_of(const Float* x, int n, double* lowest, double* highest) {
+    typedef Float Vector __attribute__((vector_size(VECTOR_BYTES)));
+    constexpr int LENGTH = VECTOR_BYTES / sizeof(Float), VECTORS = 4;
+    Vector lows[VECTORS], highs[VECTORS], vector;
+    for (int v = 0; v < VECTORS; ++v) lows[v] = highs[v] = Vector{} + x[0];
+    int i = 0;
+    for (; i + VECTORS * LENGTH <= n; i += VECTORS * LENGTH)
+        for (int v = 0; v < VECTORS; ++v) {
+            memcpy(&vector, x + i + v * LENGTH, sizeof vector);
+            lows[v] = vector < lows[v] ? vector : lows[v];
+            highs[v] = vector > highs[v] ? vector : highs[v];
+        }
+    Float low = x[0], high = x[0];
+    auto take = [&](Float value) {
+        low = value < low ? value : low;
+        high = value > high ? value : high;
+    };
+    for (; i < n; ++i) take(x[i]);
+    for (int v = 0; v < VECTORS; ++v)
+        for (int j = 0; j < LENGTH; ++j) {
+            take(lows[v][j]);
+            take(highs[v][j]);
+        }
+    *lowest = double(low) + 0.0;  // not -0.0
+    *highest = double(high) + 0.0;
+}
 
 template <class Float>
-void statistics_of_chunk(const Float* x, double* absmax, double* squares) {
-    using Int = typename Bits<Float>::type;
-    // Magnitudes compare like their bits, and those of an infinity and of every NaN are the largest.
-    Int largest = 0;
-    for (int i = 0; i < CHUNK; ++i) {
-        Int bits;
-        memcpy(&bits, x + i, sizeof bits);
-        bits &= Bits<Float>::magnitude;
-        largest = bits > largest ? bits : largest;
-    }
-    if (largest >= Bits<Float>::infinity) {
-        *absmax = *squares = __builtin_inf();
-        return;
-    }
-    Float magnitude;
-    memcpy(&magnitude, &largest, sizeof largest);
-    *absmax = double(magnitude);
+bool are_finite(const Float* x, int n) {
+    bool all = true;
+    for (int i = 0; i < n; ++i) all &= x[i] - x[i] == 0;
+    return all;
+}
 
+// Sum of squares of a whole chunk.
+template <class Float>
+double squares_of(const Float* x) {
     constexpr int GROUP = 16;  // sums that stay in registers
     double sums[LANES];
     for (int first = 0; first < LANES; first += GROUP) {
@@ -500,7 +664,7 @@ void statistics_of_chunk(const Float* x, double* absmax, double* squares) {
     }
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-    *squares = sums[0];
+    return sums[0];
 }
 
 // The chunk as whole chunk of float or double, at best where it lies.
@@ -514,10 +678,19 @@ inline const Float* widen_chunk(const T* x, int n, Float* padded) {
 }
 
 template <class T>
-void chunk_statistics(const T* x, int64_t count, double* absmax, double* squares) {
+void chunk_statistics(const T* x, int64_t count, double* lowest, double* highest, double* squares) {
     alignas(64) decltype(widen(T())) padded[CHUNK];
-    for (int64_t c = 0; c < chunks_of(count); ++c)
-        statistics_of_chunk(widen_chunk(x + c * CHUNK, length_of(c, count), padded), absmax + c, squares + c);
+    for (int64_t c = 0; c < chunks_of(count); ++c) {
+        int n = length_of(c, count);
+        auto chunk = widen_chunk(x + c * CHUNK, n, padded);
+        range_of(chunk, n, lowest + c, highest + c);
+        squares[c] = squares_of(chunk);
+        // Anything that is not finite shows in the squares. So do float64 numbers that are very large.
+        if (!(squares[c] < __builtin_inf()) && !are_finite(chunk, n)) {
+            lowest[c] = -__builtin_inf();
+            highest[c] = squares[c] = __builtin_inf();
+        }
+    }
 }
 
 // ------------------------------------------------------------------ element types
@@ -546,21 +719,28 @@ FloatsSink<T, Scale> sink_of(T* out, const Scale* scales) {
     return {out, scales};
 }
 
+template <class T, class Scale>
+void quantize_at_random(const T* x, const Scale* inverse_steps, const Noise& noise, int64_t count, int32_t* codes) {
+    run(StochasticSource<T, Scale>(x, inverse_steps, noise), CodesSink<false>(codes), count);
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------ the C functions
 //
-// Arguments as in ../backend.py. `dtype` is a format.Dtype. Functions that return int64_t give the bytes they wrote
-// (0 where they write none), or a negative number when `frame` is damaged; nothing is written then.
+// Arguments as in ../backend.py. `dtype` is a format.Dtype; `noise` may be null; `scratch` has scratch_bytes(count).
+// Functions that read a frame give the bytes they wrote (0 where they write none), or a negative number if it is
+// damaged. Nothing is written then, but for a HUFFMAN or RANS frame whose damage shows on decoding.
 
-NCZ_EXPORT void NCZ_NAME(chunk_statistics)(const void* x, int32_t dtype, int64_t count, double* absmax,
-                                           double* squares) {
-    with_types(x, nullptr, dtype, [&](auto* x, auto*) { chunk_statistics(x, count, absmax, squares); });
+NCZ_EXPORT void NCZ_NAME(chunk_statistics)(const void* x, int32_t dtype, int64_t count, double* lowest,
+                                           double* highest, double* squares) {
+    with_types(x, nullptr, dtype, [&](auto* x, auto*) { chunk_statistics(x, count, lowest, highest, squares); });
 }
 
 NCZ_EXPORT void NCZ_NAME(quantize)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
-                                   int32_t* codes) {
+                                   int32_t* codes, const Noise* noise) {
     with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
+        if (noise) return quantize_at_random(x, inverse_steps, *noise, count, codes);
         run(source_of(x, inverse_steps), CodesSink<false>(codes), count);
     });
 }
@@ -571,44 +751,69 @@ NCZ_EXPORT void NCZ_NAME(dequantize)(const int32_t* codes, const void* scales, i
                [&](auto* out, auto* scales) { run(CodesSource(codes), sink_of(out, scales), count); });
 }
 
-NCZ_EXPORT int64_t NCZ_NAME(encode_codes)(const int32_t* codes, int64_t count, int32_t coder, int32_t predictor,
-                                          uint8_t* frame) {
-    return write_frame(CodesSource(codes), count, coder, predictor, frame);
+NCZ_EXPORT int64_t NCZ_NAME(scratch_bytes)(int64_t count) { return Scratch::bytes(count); }
+
+NCZ_EXPORT uint32_t NCZ_NAME(checksum)(const uint8_t* frame, int64_t bytes) { return checksum_of(frame, bytes); }
+
+NCZ_EXPORT int64_t NCZ_NAME(encode_codes)(const int32_t* codes, int64_t count, const Coding* coding, uint8_t* frame,
+                                          uint8_t* scratch) {
+    return write_frame(CodesSource(codes), count, *coding, frame, Scratch(scratch, count));
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(decode_codes)(const uint8_t* frame, int64_t bytes, int64_t count, int32_t* codes,
-                                          int32_t add) {
-    FrameSource source;
+                                          int32_t add, uint8_t* scratch) {
+    DecodedSymbols decoded(scratch);
+    FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
     if (add)
         run(source, CodesSink<true>(codes), count);
     else
         run(source, CodesSink<false>(codes), count);
-    return 0;
+    return source.damage();
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(encode)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
-                                    int32_t coder, int32_t predictor, uint8_t* frame) {
+                                    const Coding* coding, uint8_t* frame, const Noise* noise, uint8_t* memory) {
+    Scratch scratch(memory, count);
     return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        return write_frame(source_of(x, inverse_steps), count, coder, predictor, frame);
+        if (!noise) return write_frame(source_of(x, inverse_steps), count, *coding, frame, scratch);
+        quantize_at_random(x, inverse_steps, *noise, count, scratch.codes);
+        return write_frame(CodesSource(scratch.codes), count, *coding, frame, scratch);
     });
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(decode)(const uint8_t* frame, int64_t bytes, const void* scales, int64_t count, void* out,
-                                    int32_t dtype) {
-    FrameSource source;
+                                    int32_t dtype, uint8_t* scratch) {
+    DecodedSymbols decoded(scratch);
+    FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
     with_types(out, scales, dtype, [&](auto* out, auto* scales) { run(source, sink_of(out, scales), count); });
-    return 0;
+    return source.damage();
 }
 
+// Only FIXED is written while the sum is made: all others, and the selector, need it more than once.
 NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const void* x, int32_t dtype,
-                                    const void* inverse_steps, int64_t count, int32_t coder, int32_t predictor,
-                                    uint8_t* out) {
-    FrameSource source;
+                                    const void* inverse_steps, int64_t count, const Coding* coding, uint8_t* out,
+                                    const Noise* noise, uint8_t* memory) {
+    Scratch scratch(memory, count);
+    DecodedSymbols decoded(scratch.decoded);
+    FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
     return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
         auto own = source_of(x, inverse_steps);
-        return write_frame(SumSource<FrameSource, decltype(own)>(source, own), count, coder, predictor, out);
+        SumSource<FrameSource, decltype(own)> sum(source, own);
+        if (coding->coder == FIXED && coding->predictor != AUTO_PREDICTOR && !noise) {
+            int64_t written = coding->predictor == DELTA ? write_fixed<true>(sum, count, out)
+                                                         : write_fixed<false>(sum, count, out);
+            return decoded.damage() ? decoded.damage() : written;
+        }
+        if (noise) {
+            quantize_at_random(x, inverse_steps, *noise, count, scratch.codes);
+            run(source, CodesSink<true>(scratch.codes), count);
+        } else {
+            run(sum, CodesSink<false>(scratch.codes), count);
+        }
+        if (int64_t wrong = decoded.damage()) return wrong;
+        return write_frame(CodesSource(scratch.codes), count, *coding, out, scratch);
     });
 }

@@ -22,6 +22,12 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
+// As ?:, of which gcc would make a branch where one side takes float arithmetic, and vectorize nothing.
+inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
+    uint32_t mask = 0u - uint32_t(condition);
+    return (yes & mask) | (no & ~mask);
+}
+
 inline double widen(double x) { return x; }
 inline float widen(float x) { return x; }
 inline float widen(ncz::bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
@@ -31,7 +37,7 @@ inline float widen(ncz::float16 x) {
     uint32_t normal = (magnitude << 13) + (112u << 23);  // 112: float32's exponent bias less float16's
     uint32_t subnormal = bits_of(float(int32_t(magnitude)) * 0x1p-24f);
     uint32_t special = (magnitude << 13) | 0x7f800000u;  // infinity or NaN
-    uint32_t bits = magnitude < 0x0400u ? subnormal : magnitude < 0x7c00u ? normal : special;
+    uint32_t bits = choose(magnitude < 0x0400u, subnormal, magnitude < 0x7c00u ? normal : special);
     return float_of(bits | uint32_t(x.bits & 0x8000u) << 16);
 }
 
@@ -53,7 +59,7 @@ inline void narrow(float value, ncz::float16& out) {
     // 0.5f has float16's smallest subnormal, 2**-24, as its last bit: the addition rounds.
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    uint32_t half = magnitude < 0x38800000u ? subnormal : magnitude < 0x47800000u ? normal : special;
+    uint32_t half = choose(magnitude < 0x38800000u, subnormal, magnitude < 0x47800000u ? normal : special);
     out.bits = uint16_t(half | (bits >> 16 & 0x8000u));
 }
 

@@ -13,7 +13,7 @@
 
 namespace ncz {
 
-constexpr int32_t ABI_VERSION = 1;  // of the C functions; ncz_plugins/kernels/cpu/__init__.py asks for the same
+constexpr int32_t ABI_VERSION = 2;  // of the C functions; ncz_plugins/kernels/cpu/__init__.py asks for the same
 
 constexpr uint32_t MAGIC = 0x465A434E;
 constexpr uint8_t VERSION = 1;
@@ -22,10 +22,23 @@ constexpr int64_t CHUNK = 4096;
 constexpr int BLOCK = 32;
 constexpr int OCTET = 8;
 constexpr int OCTETS = BLOCK / OCTET;
-constexpr int64_t SAMPLE_CHUNKS = 4;
+constexpr int64_t PIECE = 128, SAMPLE_PIECES = 64;
 constexpr int LANES = 128;
 
-enum Coder : int32_t { RAW = 0, FIXED = 1, AUTO_CODER = 255 };
+constexpr uint32_t HAS_CHECKSUM = 1;
+
+constexpr unsigned DIRECT = 128;
+constexpr unsigned TOLD_BITS = 2;
+constexpr unsigned LEAST_EXTRA_BITS = 7 - TOLD_BITS;  // of tokens that have any
+constexpr unsigned TOKENS = DIRECT + ((32 - 7) << TOLD_BITS);
+constexpr unsigned HUFFMAN_MAX_LENGTH = 11;
+constexpr int HUFFMAN_LANES = 4;
+constexpr int RANS_LANES = 4;
+constexpr int64_t RANS_PAGE = 4 * CHUNK;
+constexpr unsigned RANS_BITS = 12;
+constexpr uint32_t RANS_LOWEST = 1 << 16;
+
+enum Coder : int32_t { RAW = 0, FIXED = 1, HUFFMAN = 2, RANS = 3, AUTO_CODER = 255 };
 enum Predictor : int32_t { NONE = 0, DELTA = 1, AUTO_PREDICTOR = 255 };
 
 // Element types, numbered by their position in format.DTYPES. The two half types are only bits here.
@@ -45,21 +58,65 @@ struct Header {
 constexpr int64_t HEADER_BYTES = sizeof(Header);
 static_assert(HEADER_BYTES == 24, "the header has no padding");
 
+// As in format.py, all in picoseconds.
+struct Costs {
+    int64_t link, raw, fixed, huffman, rans, rans_rest;
+};
+struct Coding {
+    int32_t coder, predictor;
+    Costs costs;
+};
+struct Noise {
+    uint64_t seed;
+    uint32_t call, rank;
+    uint64_t first;
+};
+
 // Why a frame was refused. Functions return -(cause + 256 * value); Python words the message.
 enum Damage : int64_t {
     NO_HEADER = 1,
     BAD_MAGIC = 2,
     BAD_VERSION = 3,
-    RESERVED_SET = 4,
+    BAD_FLAGS = 4,
     BAD_PREDICTOR = 5,
     OTHER_COUNT = 6,
     OTHER_LENGTH = 7,
     RAW_LENGTH = 8,
     BAD_CODER = 9,
     NO_TABLE = 10,
-    TABLE_SUM = 11,    // value: what the chunk sizes add up to
+    TABLE_SUM = 11,  // value: what the chunk sizes add up to
     BAD_WIDTH = 12,
-    CHUNK_LENGTH = 13  // value: bytes of the chunk
+    CHUNK_LENGTH = 13,    // value: bytes of the chunk
+    OTHER_CHECKSUM = 14,  // value: what it is
+    HUFFMAN_TABLE = 15,   // value: lengths that it should have
+    HUFFMAN_CODE = 16,
+    HUFFMAN_NO_LANES = 17,  // value: bytes behind the code
+    HUFFMAN_LANE_SUM = 18,  // value: as before
+    HUFFMAN_LANE = 19,
+    RANS_MODE = 20,  // value: the mode
+    RANS_TABLE = 21,
+    RANS_FREQUENCIES = 22,
+    RANS_NO_PAGES = 23,  // value: bytes behind the frequencies
+    RANS_PAGE_SUM = 24,  // value: as before
+    RANS_DAMAGED_PAGE = 25
 };
 
 }  // namespace ncz
+
+// Functions are local to each file, so that nothing that was compiled for AVX2 is linked into the portable kernels.
+namespace {
+
+inline int64_t damaged(ncz::Damage cause, int64_t value = 0) { return -(int64_t(cause) + 256 * value); }
+
+inline int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) / ncz::CHUNK; }
+
+// Bits of all symbols of a RAW frame whose largest has `bits`.
+inline unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits <= 16 ? 16 : 32; }
+
+// Elements of a chunk of `count`.
+inline int length_of(int64_t chunk, int64_t count) {
+    int64_t left = count - chunk * ncz::CHUNK;
+    return int(left < ncz::CHUNK ? left : ncz::CHUNK);
+}
+
+}  // namespace

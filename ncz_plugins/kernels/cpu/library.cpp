@@ -2,6 +2,10 @@
 
 #include "format.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 NCZ_EXPORT int32_t ncz_abi_version() { return ncz::ABI_VERSION; }
 
 // Why the AVX2 functions must not be called here, or null.
@@ -10,7 +14,8 @@ NCZ_EXPORT const char* ncz_avx2_missing() {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2")) return "this CPU lacks AVX2";
     if (!__builtin_cpu_supports("bmi2")) return "this CPU lacks BMI2";
-    if (!__builtin_cpu_supports("f16c")) return "this CPU lacks F16C";
+    unsigned a, b, c, d;  // clang's __builtin_cpu_supports does not know F16C
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_F16C)) return "this CPU lacks F16C";
     if (__builtin_cpu_is("amdfam15h") || __builtin_cpu_is("amdfam17h"))
         return "this AMD CPU (before Zen 3) has pext and pdep in microcode, which is slower than the portable kernels";
     return nullptr;

@@ -10,8 +10,13 @@
 namespace {
 
 // Vectors as gcc and clang have them on every processor, in registers or not.
-typedef uint64_t Pair __attribute__((vector_size(16)));
-typedef uint32_t Four __attribute__((vector_size(16)));
+constexpr int VECTOR_BYTES = 16;
+typedef uint64_t Pair __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Four __attribute__((vector_size(VECTOR_BYTES)));
+
+// Not a vector: not all compilers see that a product of 32 bits is meant.
+typedef uint64_t Wide;
+inline Wide multiply_low_halves(Wide number, uint32_t factor) { return uint64_t(uint32_t(number)) * factor; }
 
 // Numbers picked out of `a` (0 to 3) and `b` (4 to 7).
 #if defined(__clang__) || __GNUC__ >= 12
@@ -66,18 +71,28 @@ inline void spread(Words<lane>& block, unsigned lane_width) {
     });
 }
 
-inline int32_t round_to_code(float scaled) {
+inline float clamped(float scaled) {
     constexpr float limit = 2147483520.0f;  // the largest float32 that int32 holds
     scaled = scaled < limit ? scaled : limit;
-    scaled = scaled > -limit ? scaled : -limit;
-    return int32_t(lrintf(scaled));
+    return scaled > -limit ? scaled : -limit;
 }
 
-inline int32_t round_to_code(double scaled) {
+inline double clamped(double scaled) {
     constexpr double limit = 2147483647.0;
     scaled = scaled < limit ? scaled : limit;
-    scaled = scaled > -limit ? scaled : -limit;
-    return int32_t(lrint(scaled));
+    return scaled > -limit ? scaled : -limit;
+}
+
+inline int32_t round_to_code(float scaled) { return int32_t(lrintf(clamped(scaled))); }
+inline int32_t round_to_code(double scaled) { return int32_t(lrint(clamped(scaled))); }
+
+// Up with a probability of the fraction: if that is more than the upper 24 bits of `random`.
+template <class Float>
+inline int32_t round_at_random(Float scaled, uint32_t random) {
+    scaled = clamped(scaled);
+    int32_t code = int32_t(scaled);  // towards zero
+    code -= Float(code) > scaled;
+    return code + (Float(int32_t(random >> 8)) * Float(0x1p-24) < scaled - Float(code));
 }
 
 struct Block {
@@ -98,7 +113,7 @@ inline Block load_block(const int32_t* from) {
     return block;
 }
 
-inline void store_block(const Block& block, int32_t* to) { memcpy(to, &block, sizeof block); }
+inline void store_block(const Block& block, void* to) { memcpy(to, &block, sizeof block); }
 
 inline Block add_blocks(const Block& a, const Block& b) {
     return block_of([&](int i) { return uint32_t(a.values[i]) + uint32_t(b.values[i]); });
@@ -117,6 +132,11 @@ inline Block quantize_block(const T* x, Scale inverse_step) {
         if (all < 1 << 22) return codes;
     }
     return block_of([&](int i) { return round_to_code(widen(x[i]) * inverse_step); });
+}
+
+template <class T, class Scale>
+inline Block quantize_block(const T* x, Scale inverse_step, const uint32_t* random) {
+    return block_of([&](int i) { return round_at_random(widen(x[i]) * inverse_step, random[i]); });
 }
 
 template <class T, class Scale>
@@ -206,6 +226,32 @@ inline Block unpack_block(const uint8_t* in, unsigned width) {
     if (width <= 8) return unpack_lanes<uint8_t>(in, width);
     if (width <= 16) return unpack_lanes<uint16_t>(in, width);
     return unpack_lanes<uint32_t>(in, width);
+}
+
+// Bit k of `mask` as the lowest bit of byte k.
+inline uint64_t bytes_of_mask(unsigned mask) {
+    uint64_t bits = mask * 0x0101010101010101u & 0x8040201008040201u;
+    return (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+}
+
+// The bytes where `chosen` has 1 side by side, zeros behind them; and the inverse. The others of `chosen` are 0.
+inline uint64_t compact_bytes(uint64_t bytes, uint64_t chosen) {
+    uint64_t result = 0;
+    bytes &= chosen * 0xff;
+    for (unsigned k = 0, to = 0; k < 8; ++k) {
+        result |= (bytes >> 8 * k & 0xff) << to;
+        to += unsigned(chosen >> 8 * k & 1) * 8;
+    }
+    return result;
+}
+
+inline uint64_t expand_bytes(uint64_t bytes, uint64_t chosen) {
+    uint64_t result = 0;
+    for (unsigned k = 0; k < 8; ++k) {
+        result |= (bytes & 0xff) << 8 * k;
+        bytes >>= (chosen >> 8 * k & 1) * 8;
+    }
+    return result & chosen * 0xff;
 }
 
 }  // namespace

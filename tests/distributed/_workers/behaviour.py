@@ -86,6 +86,31 @@ with Communicator({"quantizer": {"mode": "rel", "value": 1e-5}}) as communicator
     communicator.all_reduce(tensor)
     result["not worth it"] = bypasses(communicator)
 
+# Without loss, all of that passes compressed, and a sum is what adding in the order of ranks gives.
+lossless = {"quantizer": {"kind": "lossless"}, "transport": {"schedule": "direct"}, "entropy": {"checksum": True}}
+with Communicator(lossless) as communicator:
+    poisoned = [tensor.clone() for tensor in everyone]
+    poisoned[0][7], poisoned[-1][77_777] = float("nan"), float("inf")
+    tensor = poisoned[rank].clone()
+    communicator.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert digest(tensor) == digest(sum(poisoned) / world_size)
+    gathered = torch.empty(100_000 * world_size)
+    communicator.all_gather_into_tensor(gathered, poisoned[rank])
+    assert digest(gathered) == digest(torch.cat(poisoned))
+    total = communicator.stats.total
+    assert total.compressed_calls == 2 and not total.bypasses and total.ratio > 1.05
+
+# At random, but alike everywhere, and another error in every call.
+with Communicator({"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.5}}) as communicator:
+    errors = []
+    for _ in range(20):
+        tensor = everyone[rank].clone()
+        communicator.all_reduce(tensor)
+        errors.append(tensor - exact)
+    assert all(error.abs().max() <= 0.5 * world_size + 1e-4 for error in errors)
+    assert sum(errors).abs().mean() < 0.5 * sum(error.abs().mean() for error in errors)
+    result["stochastic"] = digest(tensor)
+
 # Handles: many at once, waited for in any order, from another thread too, results in place.
 with Communicator({"quantizer": {"mode": "rms", "value": 0.01}}) as communicator:
     tensors = [values(rank, 30_000 + i, seed=i) for i in range(12)]

@@ -43,8 +43,8 @@ if culprit:
     elif case == "damaged":
         encode = kernels.cpu_backend().encode
 
-        def damaging(x, inverse_steps, coder, predictor, frame):
-            size = encode(x, inverse_steps, coder, predictor, frame)
+        def damaging(x, inverse_steps, coding, frame, noise=None):
+            size = encode(x, inverse_steps, coding, frame, noise)
             frame[4] += 1  # the version
             return size
 

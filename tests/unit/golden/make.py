@@ -3,21 +3,23 @@
     python tests/unit/golden/make.py
 
 `codes.npz` holds codes and, for each coder and predictor, the frame they give; `floats.npz` holds floats, inverse
-steps, and the codes and the statistics they give. Run it again only together with a change of docs/wire-format.md.
-The numbers come from a formula, so that no library's random numbers are pinned.
+steps, the codes (rounded to nearest, and at random) and the statistics they give. Run it again only together with a
+change of docs/wire-format.md. The numbers come from a formula, so that no library's random numbers are pinned.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 
-from ncz_plugins.kernels import reference
-from ncz_plugins.kernels.format import CHUNK, Coder, Predictor, chunks_of
+from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Noise, Predictor, chunks_of
+from ncz_plugins.kernels.reference import frames, symbols, values
 
 FOLDER = Path(__file__).parent
-CODERS, PREDICTORS = (Coder.RAW, Coder.FIXED, Coder.AUTO), (Predictor.NONE, Predictor.DELTA, Predictor.AUTO)
+CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
+NOISE = Noise(seed=2**40 + 7, call=3, rank=1, first=10)
 
 
 def noise(count: int) -> np.ndarray:
@@ -37,10 +39,12 @@ def codes() -> dict[str, np.ndarray]:
         "empty": np.zeros(0, np.int32),
         "one": np.array([-3], np.int32),
         "extremes": np.array([2**31 - 1, -(2**31), 0, -1, 1], np.int32),
-        "every_width": reference.unpredict(every_width, Predictor.NONE),
+        "every_width": symbols.unpredict(every_width, Predictor.NONE),
         "bytes": (noise(100) % 200).astype(np.int32) - 100,
         "rising": np.arange(1000, 1300, dtype=np.int32) * 3,
         "two_chunks": (noise(CHUNK + 37) % 15).astype(np.int32) - 7,
+        "sparse": np.where(noise(CHUNK + 37) % 20, 0, noise(CHUNK + 37) >> 20).astype(np.int32),
+        "two_pages": (noise(4 * CHUNK + 300) % 100 > 97).astype(np.int32),
     }
 
 
@@ -51,17 +55,16 @@ def floats() -> dict[str, np.ndarray]:
     return {"float32": uniform.astype(np.float32), "float64": uniform**3, "special": special}
 
 
-def frame_name(name: str, coder: Coder, predictor: Predictor) -> str:
-    return f"{name}-{coder.name}-{predictor.name}".lower()
+def frame_name(name: str, coding: Coding) -> str:
+    return f"{name}-{coding.coder.name}-{coding.predictor.name}".lower()
 
 
 def codes_and_frames() -> dict[str, np.ndarray]:
     arrays = codes()
-    for name, values in codes().items():
-        for coder in CODERS:
-            for predictor in PREDICTORS:
-                frame = reference.encode_codes(values, coder, predictor)
-                arrays[frame_name(name, coder, predictor)] = np.frombuffer(frame, np.uint8)
+    for name, array in codes().items():
+        for coder, predictor in itertools.product(CODERS, Predictor):
+            coding = Coding(coder, predictor)
+            arrays[frame_name(name, coding)] = np.frombuffer(frames.encode_codes(array, coding), np.uint8)
     return arrays
 
 
@@ -71,8 +74,10 @@ def floats_and_codes() -> dict[str, np.ndarray]:
         inverse_steps = (np.arange(chunks_of(x.size)) * 30 + 20.3).astype(x.dtype)
         arrays[name] = x
         arrays[f"{name}-inverse_steps"] = inverse_steps
-        arrays[f"{name}-codes"] = reference.quantize(x, inverse_steps)
-        arrays[f"{name}-absmax"], arrays[f"{name}-squares"] = reference.chunk_statistics(x)
+        arrays[f"{name}-codes"] = values.quantize(x, inverse_steps)
+        arrays[f"{name}-noisy_codes"] = values.quantize(x, inverse_steps, NOISE)
+        for statistic, numbers in zip(("lowest", "highest", "squares"), values.chunk_statistics(x)):
+            arrays[f"{name}-{statistic}"] = numbers
     return arrays
 
 

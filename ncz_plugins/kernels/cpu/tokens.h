@@ -1,0 +1,62 @@
+// The alphabet of HUFFMAN and RANS: a symbol is a token and, if it is not below DIRECT, extra bits.
+#pragma once
+
+#include "floats.h"
+#include "format.h"
+
+namespace {
+
+// A token of DIRECT or more tells the place of the symbol's leading bit and the bit below it, which is what the bits of
+// a float begin with, and the lowest bit, which is the code's sign. The symbol is halved, as compilers vectorize the
+// conversion of an int32, and has bits taken out of it that a float has no room for, as they could be rounded up.
+inline unsigned token_of(uint32_t symbol) {
+    uint32_t bits = bits_of(float(int32_t((symbol & ~(symbol >> 8)) >> 1)));
+    constexpr uint32_t first = (127 - 1 + 7) << 1;  // of DIRECT, halved
+    uint32_t large = ncz::DIRECT + (((bits >> 22) - first) << 1 | (symbol & 1));
+    return symbol < large ? symbol : large;  // for symbols below DIRECT, `large` is larger than they are
+}
+
+// Bits of a symbol that its token does not tell: those from the second on.
+inline unsigned extra_bits_of(unsigned token) {
+    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::TOLD_BITS) + ncz::LEAST_EXTRA_BITS;
+}
+
+// The lowest symbol of a token: one whose extra bits are all zero.
+inline uint32_t base_of(unsigned token) {
+    return token < ncz::DIRECT ? token : (2 + (token >> 1 & 1)) << (extra_bits_of(token) + 1) | (token & 1);
+}
+
+// Gives whether all are below DIRECT, that is, the symbols themselves.
+inline bool tokens_of(const uint32_t* symbols, int n, uint8_t* tokens) {
+    uint32_t all = 0;
+    for (int i = 0; i < n; ++i) all |= symbols[i];
+    if (all < ncz::DIRECT)
+        for (int i = 0; i < n; ++i) tokens[i] = uint8_t(symbols[i]);
+    else
+        for (int i = 0; i < n; ++i) tokens[i] = uint8_t(token_of(symbols[i]));
+    return all < ncz::DIRECT;
+}
+
+constexpr int BYTE_VALUES = 256;
+
+// How often each byte occurs. In four tables, as an increment would wait for that of the same byte just before.
+class ByteCounts {
+  public:
+    void add(const uint8_t* bytes, int64_t n) {
+        int64_t i = 0;
+        for (; i + TABLES <= n; i += TABLES)
+            for (int k = 0; k < TABLES; ++k) ++counts_[k][bytes[i + k]];
+        for (; i < n; ++i) ++counts_[0][bytes[i]];
+    }
+    uint64_t of(int value) const {
+        uint64_t sum = 0;
+        for (const uint32_t* table : counts_) sum += table[value];
+        return sum;
+    }
+
+  private:
+    static constexpr int TABLES = 4;
+    uint32_t counts_[TABLES][BYTE_VALUES] = {};
+};
+
+}  // namespace

@@ -1,0 +1,158 @@
+"""Floats bit for bit: the SPLIT frames of docs/wire-format.md, made of frames of codes.
+
+Torch operations on the floats' bits around a backend's `encode_codes` and `decode_codes`. Shapes and dtypes are those
+of backend.py.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .format import (
+    HAS_CHECKSUM,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    OCTET,
+    VERSION,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Predictor,
+    max_frame_bytes,
+)
+from .scratch import Scratch
+
+_HEAD = struct.Struct(f"{HEADER.format}I")  # the header, and the base
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
+_scratch = Scratch()
+
+
+def max_lossless_bytes(count: int, itemsize: int) -> int:
+    """Bytes that any SPLIT frame of `count` floats of `itemsize` bytes fits in, whatever their values."""
+    # A code of 8 bits less the one before it has 9, which the coders write in 16 at most; one of 16 bits in 32.
+    planes = itemsize - 1 if itemsize == 8 else itemsize
+    of_a_byte = max_frame_bytes(count) - 2 * OCTET * -(-count // OCTET)
+    return _HEAD.size + (planes - 1) * of_a_byte + (max_frame_bytes(count) if itemsize == 8 else of_a_byte)
+
+
+def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) -> int:
+    """Write `x` as one frame to `frame`, which has room for `max_lossless_bytes`. Returns the bytes written."""
+    count, itemsize = x.numel(), x.element_size()
+    rotated = _scratch.of("rotated", count, _INTEGERS[itemsize])
+    codes = _scratch.of("codes", count, torch.int32)
+    inner = _scratch.of("plane", max_frame_bytes(count), torch.uint8)
+    _rotate_left(x.view(rotated.dtype), rotated)
+    planes = _planes(rotated)
+    base = _base(codes.copy_(planes[0]), _largest(planes[0]))
+    planes[0].sub_(_signed(base, planes[0]))
+    end = _HEAD.size
+    for plane in planes:
+        size = backend.encode_codes(codes.copy_(plane), coding, inner)
+        frame[end : end + size] = inner[:size]
+        end += size
+    header = (MAGIC, VERSION, Coder.SPLIT, Predictor.NONE, 8 * itemsize, count, end - HEADER_BYTES, 0, 0)
+    _HEAD.pack_into(frame[: _HEAD.size].numpy(), 0, *header, base)
+    return end
+
+
+def decode_floats(backend: Backend, frame: Tensor, out: Tensor) -> None:
+    """Read one frame into `out`. Raises DamagedFrame, with `out` as it was, if it is not valid to the last byte."""
+    base = _check_head(backend, frame, out)
+    rotated = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()])
+    codes = _scratch.of("codes", out.numel(), torch.int32)
+    planes = _planes(rotated)
+    if base > _largest(planes[0]):
+        raise DamagedFrame(f"SPLIT frame has base {base}, which its floats can't have")
+    rest = frame[_HEAD.size :]
+    for plane in planes:
+        inner, rest = _next_frame(rest)
+        backend.decode_codes(inner, codes)
+        if codes.numel() and not _fits(codes, plane.dtype):
+            raise DamagedFrame(f"SPLIT frame has codes of more than {8 * plane.element_size()} bits in a plane")
+        plane.copy_(codes)
+    if rest.numel():
+        raise DamagedFrame(f"SPLIT frame goes on for {rest.numel()} bytes behind its last plane")
+    planes[0].add_(_signed(base, planes[0]))
+    _rotate_right(rotated, out.view(rotated.dtype))
+
+
+def _check_head(backend: Backend, frame: Tensor, out: Tensor) -> int:
+    """The base of a frame whose header is that of the floats that `out` takes."""
+    if frame.numel() < _HEAD.size:
+        raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
+    *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].numpy())
+    expected = [MAGIC, VERSION, Coder.SPLIT, Predictor.NONE, 8 * out.element_size()]
+    for name, found, wanted in zip(("magic", "version", "coder", "predictor", "width"), kind, expected):
+        if found != wanted:
+            raise DamagedFrame(f"{name} is {found:#x}, that of a SPLIT frame of these floats is {int(wanted):#x}")
+    if count != out.numel():
+        raise DamagedFrame(f"frame holds {count} floats, expected {out.numel()}")
+    if payload_bytes != frame.numel() - HEADER_BYTES:
+        raise DamagedFrame(f"payload has {frame.numel() - HEADER_BYTES} bytes, the header says {payload_bytes}")
+    if flags not in (0, HAS_CHECKSUM) or (not flags and checksum):
+        raise DamagedFrame(f"header has unknown flags {flags:#x}, or a checksum ({checksum:#x}) without its flag")
+    if flags and (actual := backend.checksum(frame)) != checksum:
+        raise DamagedFrame(f"checksum is {actual:#010x}, the header says {checksum:#010x}")
+    return base
+
+
+def _next_frame(data: Tensor) -> tuple[Tensor, Tensor]:
+    """The frame of a plane that `data` begins with, and what follows it."""
+    if data.numel() < HEADER_BYTES:
+        raise DamagedFrame(f"SPLIT frame ends after {data.numel()} bytes of a plane's header")
+    *_, payload_bytes, flags, _ = HEADER.unpack(data[:HEADER_BYTES].numpy())
+    if flags:
+        raise DamagedFrame(f"a plane of a SPLIT frame has flags {flags:#x}; only the whole may have a checksum")
+    size = HEADER_BYTES + payload_bytes
+    if size > data.numel():
+        raise DamagedFrame(f"a plane of a SPLIT frame has {size} bytes, only {data.numel()} are left")
+    return data[:size], data[size:]
+
+
+def _planes(rotated: Tensor) -> list[Tensor]:
+    """Views of the top 8 bits (16 of 64) of each integer, and of each byte below, from the top."""
+    size = rotated.element_size()
+    top = torch.int16 if size == 8 else torch.int8
+    tops = rotated.view(top).view(-1, size // top.itemsize)[:, -1]  # little endian
+    single = rotated.view(torch.int8).view(-1, size)
+    return [tops, *(single[:, k] for k in reversed(range(size - top.itemsize)))]
+
+
+def _base(tops: Tensor, largest: int) -> int:
+    """The mean of the top parts (as int32, overwritten), rounded down; those of all zeros or all ones don't count."""
+    counts = torch.bincount(tops.bitwise_and_(largest), minlength=largest + 1)
+    counts[0] = counts[-1] = 0
+    total = int(counts.sum())
+    return int((counts * torch.arange(largest + 1)).sum()) // total if total else 0
+
+
+def _largest(plane: Tensor) -> int:
+    """The largest number without a sign in as many bits as `plane` has."""
+    return (1 << 8 * plane.element_size()) - 1
+
+
+def _signed(base: int, tops: Tensor) -> int:
+    """`base` as what has its bits in the dtype of `tops`, whose arithmetic wraps."""
+    return base - (_largest(tops) + 1) if base > torch.iinfo(tops.dtype).max else base
+
+
+def _fits(codes: Tensor, dtype: torch.dtype) -> bool:
+    lowest, highest = codes.aminmax()
+    return torch.iinfo(dtype).min <= int(lowest) and int(highest) <= torch.iinfo(dtype).max
+
+
+def _rotate_left(bits: Tensor, out: Tensor) -> None:
+    """By one, which brings the sign to the bottom. The shift to the right fills up with the sign: 0 or -1."""
+    torch.bitwise_right_shift(bits, 8 * bits.element_size() - 1, out=out)
+    out.neg_().add_(bits, alpha=2)
+
+
+def _rotate_right(bits: Tensor, out: Tensor) -> None:
+    """By one; overwrites `bits`."""
+    torch.bitwise_right_shift(bits, 1, out=out).bitwise_and_(torch.iinfo(bits.dtype).max)
+    out.bitwise_or_(bits.bitwise_left_shift_(8 * bits.element_size() - 1))

@@ -1,0 +1,81 @@
+"""Frames: a header, and the codes as one of the coders writes them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..format import (
+    HAS_CHECKSUM,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Predictor,
+)
+from . import fixed, huffman, rans
+from .select import select
+from .symbols import predict, unpredict
+
+
+def encode_codes(codes: np.ndarray, coding: Coding) -> bytes:
+    """One frame that holds `codes` (int32)."""
+    coder, predictor, mode = select(codes, coding)
+    symbols = predict(codes, predictor)
+    if coder == Coder.FIXED:
+        payload = fixed.encode_fixed(symbols)
+    elif coder == Coder.HUFFMAN:
+        payload = huffman.encode(symbols)
+    elif coder == Coder.RANS:
+        payload = rans.encode(symbols, mode)
+    if coder == Coder.RAW or coder != Coder.FIXED and len(payload) > symbols.size * fixed.raw_bits(symbols) // 8:
+        coder, payload = Coder.RAW, fixed.encode_raw(symbols)
+    width = fixed.raw_bits(symbols) if coder == Coder.RAW else 0
+    return HEADER.pack(MAGIC, VERSION, coder, predictor, width, codes.size, len(payload), 0, 0) + payload
+
+
+def decode_codes(frame: bytes, count: int) -> np.ndarray:
+    """The `count` codes (int32) of one frame; DamagedFrame unless it is valid to the last byte."""
+    if len(frame) < HEADER_BYTES:
+        raise DamagedFrame(f"{len(frame)} bytes are too few for a frame header of {HEADER_BYTES}")
+    magic, version, coder, predictor, width, stored, payload_bytes, flags, stored_sum = HEADER.unpack_from(frame)
+    if magic != MAGIC:
+        raise DamagedFrame(f"magic is {magic:#010x}, not {MAGIC:#010x}: not a frame")
+    if version != VERSION:
+        raise DamagedFrame(f"frame version is {version}; this build reads version {VERSION}")
+    if flags not in (0, HAS_CHECKSUM) or (not flags and stored_sum):
+        raise DamagedFrame(f"header has unknown flags {flags:#x}, or a checksum ({stored_sum:#x}) without its flag")
+    if predictor not in (Predictor.NONE, Predictor.DELTA):
+        raise DamagedFrame(f"predictor {predictor} is unknown")
+    if stored != count:
+        raise DamagedFrame(f"frame holds {stored} codes, expected {count}")
+    if payload_bytes != len(frame) - HEADER_BYTES:
+        raise DamagedFrame(f"payload has {len(frame) - HEADER_BYTES} bytes, the header says {payload_bytes}")
+    if flags and (actual := checksum(frame)) != stored_sum:
+        raise DamagedFrame(f"checksum is {actual:#010x}, the header says {stored_sum:#010x}")
+    payload = np.frombuffer(frame, dtype=np.uint8, offset=HEADER_BYTES)
+    if coder == Coder.RAW and width in (8, 16, 32):
+        symbols = fixed.decode_raw(payload, count, width)
+    elif coder == Coder.FIXED and width == 0:
+        symbols = fixed.decode_fixed(payload, count)
+    elif coder == Coder.HUFFMAN and width == 0:
+        symbols = huffman.decode(payload, count)
+    elif coder == Coder.RANS and width == 0:
+        symbols = rans.decode(payload, count)
+    else:
+        raise DamagedFrame(f"coder {coder} with width {width} is unknown")
+    return unpredict(symbols, predictor)
+
+
+def checksum(frame: bytes) -> int:
+    """The checksum of a whole frame, whatever stands in its checksum field."""
+    data = np.zeros(-(-len(frame) // 4) * 4, dtype=np.uint8)
+    data[: len(frame)] = np.frombuffer(frame, dtype=np.uint8)
+    data[HEADER_BYTES - 4 : HEADER_BYTES] = 0
+    words = data.view("<u4")
+    with np.errstate(over="ignore"):
+        keys = (2 * np.arange(words.size, dtype=np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
+        v = (words ^ words >> np.uint32(16)) * keys
+        return int((v ^ v >> np.uint32(15)).sum(dtype=np.uint32))

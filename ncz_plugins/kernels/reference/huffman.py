@@ -1,0 +1,150 @@
+"""The coder HUFFMAN: a canonical code of at most 11 bits for each token, the same for a whole frame."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from ..format import CHUNK, HUFFMAN_LANES, HUFFMAN_MAX_LENGTH, TOKENS, DamagedFrame, chunks_of
+from . import bits
+from .symbols import EXTRA_BITS, FIRST_SYMBOLS, tokens_of
+
+_WHOLE = 1 << HUFFMAN_MAX_LENGTH  # the Kraft sum of a complete code
+
+
+def encode(symbols: np.ndarray) -> bytes:
+    tokens, extra = tokens_of(symbols)
+    lengths = lengths_of(np.bincount(tokens, minlength=TOKENS))
+    widths = lengths[tokens] + EXTRA_BITS[tokens]
+    values = _codes(lengths)[tokens] | extra.astype(np.uint64) << lengths[tokens].astype(np.uint64)
+    lanes = [
+        bits.join(values[c : c + CHUNK][lane::HUFFMAN_LANES], widths[c : c + CHUNK][lane::HUFFMAN_LANES])
+        for c in range(0, symbols.size, CHUNK)
+        for lane in range(HUFFMAN_LANES)
+    ]
+    return _table(lengths) + np.array([len(lane) for lane in lanes], dtype="<u2").tobytes() + b"".join(lanes)
+
+
+def decode(payload: np.ndarray, count: int) -> np.ndarray:
+    lengths, rest = _read_table(payload)
+    chunks = chunks_of(count)
+    table = 2 * HUFFMAN_LANES * chunks
+    if rest.size < table:
+        raise DamagedFrame(f"HUFFMAN payload has {rest.size} bytes behind its code, its table of lanes takes {table}")
+    sizes = rest[:table].view("<u2").astype(np.int64)
+    if table + int(sizes.sum()) != rest.size:
+        raise DamagedFrame(f"lane sizes add up to {int(sizes.sum())} bytes, the payload holds {rest.size - table}")
+    if count == 0:
+        return np.zeros(0, dtype=np.uint32)
+    entries = _entries(lengths)
+    windows = bits.Windows(rest)
+    ends = 8 * (table + np.cumsum(sizes))
+    position = ends - 8 * sizes
+    in_chunk = np.minimum(CHUNK, count - CHUNK * np.arange(chunks))
+    in_lane = (in_chunk[:, None] - np.arange(HUFFMAN_LANES) + HUFFMAN_LANES - 1).reshape(-1) // HUFFMAN_LANES
+    symbols = np.zeros((chunks * HUFFMAN_LANES, CHUNK // HUFFMAN_LANES), dtype=np.uint32)
+    for step in range(int(in_lane.max())):
+        window = windows.at(position)
+        tokens = entries[window & np.uint64(_WHOLE - 1)]
+        extra = EXTRA_BITS[tokens].astype(np.uint64)
+        low = (window >> lengths[tokens].astype(np.uint64)) & ((np.uint64(1) << extra) - np.uint64(1))
+        symbols[:, step] = FIRST_SYMBOLS[tokens] + 2 * low.astype(np.uint32)
+        position += np.where(step < in_lane, lengths[tokens] + EXTRA_BITS[tokens], 0)
+    left = ends - position
+    if (
+        (left < 0).any()
+        or (left > 7).any()
+        or (windows.at(position) & ~(~np.uint64(0) << left.astype(np.uint64))).any()
+    ):
+        raise DamagedFrame("a HUFFMAN lane does not end where it should")
+    by_element = symbols.reshape(chunks, HUFFMAN_LANES, -1).transpose(0, 2, 1)
+    return by_element.reshape(-1)[:count]
+
+
+def lengths_of(counts: np.ndarray) -> np.ndarray:
+    """Bits of the code of each token (int64, 0 where `counts` is), as docs/wire-format.md makes them."""
+    lengths = np.zeros(TOKENS, dtype=np.int64)
+    order = sorted(np.flatnonzero(counts).tolist(), key=lambda token: (counts[token], token))
+    if len(order) == 1:
+        order.append(1 if order[0] == 0 else 0)
+        lengths[order] = 1
+        return lengths
+    leaves = deque((int(counts[token]), [token]) for token in order)
+    nodes: deque[tuple[int, list[int]]] = deque()
+
+    def smallest() -> tuple[int, list[int]]:
+        leaf_first = leaves and (not nodes or leaves[0][0] <= nodes[0][0])
+        return leaves.popleft() if leaf_first else nodes.popleft()
+
+    while len(leaves) + len(nodes) > 1:
+        (a, below_a), (b, below_b) = smallest(), smallest()
+        lengths[below_a + below_b] += 1
+        nodes.append((a + b, below_a + below_b))
+    _limit(lengths, order)
+    return lengths
+
+
+def _limit(lengths: np.ndarray, order: list[int]) -> None:
+    lengths[:] = np.minimum(lengths, HUFFMAN_MAX_LENGTH)
+    used = sum(_WHOLE >> int(lengths[token]) for token in order)
+    while used > _WHOLE:
+        for token in order:
+            if used > _WHOLE and lengths[token] < HUFFMAN_MAX_LENGTH:
+                lengths[token] += 1
+                used -= _WHOLE >> int(lengths[token])
+    while order and used < _WHOLE:
+        for token in reversed(order):
+            while used + (_WHOLE >> int(lengths[token])) <= _WHOLE:
+                used += _WHOLE >> int(lengths[token])
+                lengths[token] -= 1
+
+
+def _codes(lengths: np.ndarray) -> np.ndarray:
+    """The code of each token (uint64), its first bit lowest."""
+    codes = np.zeros(TOKENS, dtype=np.uint64)
+    code = 0
+    for length in range(1, HUFFMAN_MAX_LENGTH + 1):
+        for token in np.flatnonzero(lengths == length):
+            codes[token] = int(f"{code:0{length}b}"[::-1], 2)
+            code += 1
+        code <<= 1
+    return codes
+
+
+def _entries(lengths: np.ndarray) -> np.ndarray:
+    """The token that each next 11 bits begin with."""
+    entries = np.zeros(_WHOLE, dtype=np.int64)
+    codes = _codes(lengths)
+    for token in np.flatnonzero(lengths):
+        entries[int(codes[token]) :: 1 << int(lengths[token])] = token
+    return entries
+
+
+def _table(lengths: np.ndarray) -> bytes:
+    stored = int(np.flatnonzero(lengths).max(initial=-1)) + 1
+    nibbles = np.zeros(stored + stored % 2, dtype=np.uint8)
+    nibbles[:stored] = lengths[:stored]
+    return bytes([stored]) + (nibbles[::2] | nibbles[1::2] << 4).tobytes()
+
+
+def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lengths, and what follows."""
+    stored = int(payload[0]) if payload.size else TOKENS + 1
+    size = 1 + (stored + 1) // 2
+    if stored > TOKENS or payload.size < size:
+        raise DamagedFrame(f"HUFFMAN code has {stored} lengths in a payload of {payload.size} bytes")
+    pairs = payload[1:size]
+    nibbles = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1).astype(np.int64)
+    lengths = np.zeros(TOKENS + 1, dtype=np.int64)  # one more: the filling of an odd number
+    lengths[: nibbles.size] = nibbles
+    used = int((_WHOLE >> lengths[lengths > 0]).sum())
+    last_occurs = stored and lengths[stored - 1]
+    if lengths.max() > HUFFMAN_MAX_LENGTH or lengths[stored:].any() or not last_occurs or used != _WHOLE:
+        raise DamagedFrame("HUFFMAN code is not complete")
+    return lengths[:TOKENS], payload[size:]
+
+
+def table_bytes(lengths: np.ndarray) -> int:
+    """What the code takes in a payload."""
+    return len(_table(lengths))

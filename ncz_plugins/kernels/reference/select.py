@@ -1,0 +1,103 @@
+"""The selector: what `auto` means for a frame, from a sample of it, in integers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..format import (
+    DIRECT,
+    PIECE,
+    RANS_PAGE,
+    SAMPLE_PIECES,
+    TOKENS,
+    Coder,
+    Coding,
+    Predictor,
+    chunks_of,
+)
+from .fixed import packed_bytes, raw_bits
+from .huffman import lengths_of, table_bytes
+from .symbols import EXTRA_BITS, tokens_of, zigzag
+
+_CODERS = (Coder.FIXED, Coder.RAW, Coder.HUFFMAN, Coder.RANS)  # the first wins at a draw
+
+
+def select(codes: np.ndarray, coding: Coding) -> tuple[Coder, Predictor, int]:
+    """The coder, the predictor, and the mode for RANS that `codes` get."""
+    pieces = sample(codes)
+    coders = _CODERS if coding.coder == Coder.AUTO else (coding.coder,)
+    predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
+    symbols = {p: [_symbols(piece, p) for piece in pieces] for p in predictors}
+    cost = {p: _cost(symbols[p], codes.size, coding) for p in predictors}
+    coder, predictor = min(((c, p) for c in coders for p in predictors), key=lambda pair: cost[pair[1]][pair[0]])
+    return coder, predictor, mode_of(_counts(symbols[predictor]))
+
+
+def sample(codes: np.ndarray) -> list[np.ndarray]:
+    """At most 64 pieces of 128 codes, the last perhaps shorter."""
+    pieces = -(-codes.size // PIECE)
+    taken = range(pieces)
+    if pieces > SAMPLE_PIECES:
+        taken = [i * (pieces - 1) // (SAMPLE_PIECES - 1) for i in range(SAMPLE_PIECES)]
+    return [codes[i * PIECE : (i + 1) * PIECE] for i in taken]
+
+
+def mode_of(counts: np.ndarray) -> int:
+    """The most frequent of the symbols that are their own tokens."""
+    return int(counts[:DIRECT].argmax())
+
+
+def _symbols(piece: np.ndarray, predictor: int) -> np.ndarray:
+    return zigzag(piece if predictor == Predictor.NONE else np.diff(piece, prepend=piece[:1]))
+
+
+def _counts(symbols: list[np.ndarray]) -> np.ndarray:
+    tokens, _ = tokens_of(np.concatenate([*symbols, np.zeros(0, np.uint32)]))
+    return np.bincount(tokens, minlength=TOKENS)
+
+
+def _cost(pieces: list[np.ndarray], n: int, coding: Coding) -> dict[Coder, int]:
+    """Picoseconds for a frame of `n` codes in each coder."""
+    costs = coding.costs
+    symbols = np.concatenate([*pieces, np.zeros(0, np.uint32)])
+    m = max(1, symbols.size)
+    counts = _counts(pieces)
+    extra = int((counts * EXTRA_BITS).sum())
+    lengths = lengths_of(counts)
+    mode = mode_of(counts)
+    masks = np.bincount(np.packbits(symbols != mode, bitorder="little"), minlength=256)
+    others = np.where(np.arange(TOKENS) == mode, 0, counts)
+    rest = int(others.sum())
+    rans = _entropy(masks) + 3 * max(0, np.count_nonzero(masks) - 1) // 4 + _entropy(others) + extra
+    rans_tables = 66 + 2 * (np.count_nonzero(masks) + np.count_nonzero(others))
+    chunks, pages = chunks_of(n), -(-n // RANS_PAGE)
+
+    def cost(bits: int, bytes: int, picoseconds: int) -> int:
+        return costs.link * (bits * n // (8 * m) + bytes) + picoseconds
+
+    fixed = 8 * sum(packed_bytes(piece) for piece in pieces)
+    huffman = int((counts * lengths).sum()) + extra
+    return {
+        Coder.FIXED: cost(fixed, 2 * chunks, costs.fixed * n),
+        Coder.RAW: cost(raw_bits(symbols) * symbols.size, 0, costs.raw * n),
+        Coder.HUFFMAN: cost(huffman, 10 * chunks + table_bytes(lengths), costs.huffman * n),
+        Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
+    }
+
+
+def _entropy(counts: np.ndarray) -> int:
+    """Bits of all that was counted."""
+    total = int(counts.sum())
+    return sum(int(c) * (_log2(total) - _log2(int(c))) for c in counts[counts > 0]) >> 16
+
+
+def _log2(number: int) -> int:
+    """log2 of a positive number, times 65536, rounded down: digit by digit (Knuth, TAOCP 1, 1.2.2, exercise 25)."""
+    exponent = number.bit_length() - 1
+    x = number << (31 - exponent)  # in 1.31 bits, from 1 to 2
+    result = exponent
+    for _ in range(16):
+        x = x * x >> 31
+        result = 2 * result + (x >> 32)
+        x >>= x >> 32
+    return result

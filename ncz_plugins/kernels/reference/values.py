@@ -1,0 +1,97 @@
+"""Floats to codes and back, and what is measured beforehand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..format import CHUNK, LANES, Noise, chunks_of
+
+
+def chunk_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lowest value, highest value and sum of squares of each chunk of `x` (float32 or float64).
+
+    All float64, shape [chunks]; -inf, +inf and +inf where a chunk holds a NaN or an infinity, and
+    never -0.0. The squares are added in LANES partial sums (element i to sum i mod LANES), then by
+    halving, so that the result does not depend on the backend.
+    """
+    chunks = chunks_of(x.size)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        wide = x.astype(np.float64)
+    padded = np.zeros(chunks * CHUNK)
+    padded[: x.size] = wide
+    rows = padded.reshape(chunks, CHUNK // LANES, LANES)
+    finite = np.isfinite(padded).reshape(chunks, CHUNK).all(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.zeros((chunks, LANES))
+        for row in range(CHUNK // LANES):
+            sums = sums + rows[:, row] * rows[:, row]
+        width = LANES // 2
+        while width:
+            sums = sums[:, :width] + sums[:, width:]
+            width //= 2
+        starts = np.arange(chunks) * CHUNK
+        lowest = np.minimum.reduceat(wide, starts) if chunks else wide
+        highest = np.maximum.reduceat(wide, starts) if chunks else wide
+    return (
+        np.where(finite, lowest + 0.0, -np.inf),
+        np.where(finite, highest + 0.0, np.inf),
+        np.where(finite, sums[:, 0], np.inf),
+    )
+
+
+def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = None) -> np.ndarray:
+    """`x / step` as int32: one multiplication in the dtype of `x`, clamped, then rounded.
+
+    To even where `noise` is None, else up or down at random. `inverse_steps` holds 1/step per chunk
+    in the dtype of `x`. NaN becomes the upper clamp: callers that must keep NaN look at
+    `chunk_statistics` first.
+    """
+    limit = x.dtype.type(2147483520.0 if x.dtype == np.float32 else 2147483647.0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = x * per_element(inverse_steps, x.size)
+        scaled = np.where(scaled < limit, scaled, limit)
+        scaled = np.where(scaled > -limit, scaled, -limit)
+    if noise is None:
+        return np.rint(scaled).astype(np.int32)
+    floor = np.floor(scaled)
+    fraction = (random_bits(noise, x.size) >> np.uint32(8)).astype(x.dtype) * x.dtype.type(2.0**-24)
+    return floor.astype(np.int32) + (fraction < scaled - floor)
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`code * scale` in the dtype of `scales` (float32 or float64), one scale per chunk."""
+    with np.errstate(over="ignore"):
+        return codes.astype(scales.dtype) * per_element(scales, codes.size)
+
+
+def per_element(per_chunk: np.ndarray, count: int) -> np.ndarray:
+    return np.repeat(per_chunk, CHUNK)[:count]
+
+
+def random_bits(noise: Noise, count: int) -> np.ndarray:
+    """A random uint32 for each of `count` elements: four from each Philox counter."""
+    first = noise.first // 4
+    counters = np.arange(first, -(-(noise.first + count) // 4), dtype=np.uint64)
+    words = [counters & _LOW, counters >> np.uint64(32), np.full_like(counters, noise.call)]
+    words.append(np.full_like(counters, noise.rank))
+    bits = philox(words, (noise.seed & 0xFFFFFFFF, noise.seed >> 32))
+    return np.stack(bits, axis=1).reshape(-1)[noise.first - 4 * first :][:count].astype(np.uint32)
+
+
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
+    """Philox4x32-10 of Salmon et al., 2011: four uint32 (held as uint64) for each counter of four."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, second = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (
+            (second >> np.uint64(32)) ^ b ^ np.uint64(k0),
+            second & _LOW,
+            (first >> np.uint64(32)) ^ d ^ np.uint64(k1),
+            first & _LOW,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [a, b, c, d]

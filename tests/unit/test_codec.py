@@ -1,0 +1,136 @@
+"""What the codecs are told: coders, prices, checksums; and what ranks compare."""
+
+import pytest
+import torch
+
+from ncz_plugins import kernels
+from ncz_plugins.core import system
+from ncz_plugins.core.codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import FrameError
+from ncz_plugins.core.frame import Layout, Window
+from ncz_plugins.core.handshake import Comparison
+from ncz_plugins.core.quantize import Scales
+from ncz_plugins.core.stats import Counters
+from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor
+
+BACKEND = kernels.cpu_backend()
+
+
+@pytest.mark.parametrize(
+    "configured, known, picoseconds",
+    [(None, None, 8000), (None, 10.0, 800), (100, 10.0, 80), (0.001, None, 8_000_000), (1e4, None, 1), (3, None, 2667)],
+)
+def test_a_byte_costs_what_the_link_says(configured, known, picoseconds):
+    costs = coding(Config(transport={"link_gbps": configured}), BACKEND, known).costs
+    assert costs == BACKEND.costs._replace(link=picoseconds)
+
+
+@pytest.mark.parametrize("coder", ["auto", "raw", "fixed", "huffman", "rans"])
+@pytest.mark.parametrize("predictor", ["auto", "none", "delta"])
+def test_coders_and_predictors_are_known_by_their_names(coder, predictor):
+    how = coding(Config(entropy={"coder": coder, "predictor": predictor}), BACKEND)
+    assert (how.coder.name.lower(), how.predictor.name.lower()) == (coder, predictor)
+    assert how.coder in Coder and how.predictor in Predictor
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def codec(lossless: bool, checksum: bool, numel: int = 20) -> TensorCodec:
+    ones = torch.ones(1)
+    window, output = Window(torch.arange(float(numel))), Window(torch.full((numel,), -1.0))
+    common = (BACKEND, Layout.of([numel], CHUNK), Coding(), window, output, checksum, Counters())
+    return LosslessCodec(*common) if lossless else QuantizingCodec(*common, Scales(ones, ones))
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_under_checksum_a_frame_without_one_is_refused(lossless):
+    frame = codec(lossless, checksum=False).encode(0, 0)
+    strict = codec(lossless, checksum=True)
+    for use in (strict.decode, strict.reduce, lambda s, i, frame: strict.sum(s, i, [frame, frame])):
+        with pytest.raises(FrameError, match="frame 0 of segment 0 .* no checksum"):
+            use(0, 0, frame)
+    assert (strict.output.data == -1).all()
+    codec(lossless, checksum=False).decode(0, 0, strict.encode(0, 0))  # more than was asked for
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_under_checksum_every_flipped_bit_is_found(lossless):
+    frame = codec(lossless, checksum=True).encode(0, 0)
+    for use in ("decode", "reduce"):
+        reader = codec(lossless, checksum=True)
+        for position in range(len(frame)):
+            for bit in range(8):
+                frame[position] ^= 1 << bit
+                with pytest.raises(FrameError):
+                    getattr(reader, use)(0, 0, frame)
+                frame[position] ^= 1 << bit
+        getattr(reader, use)(0, 0, frame)
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_sums_of_frames(lossless):
+    one = codec(lossless, checksum=True)
+    frame = one.encode(0, 0)
+    for frames, factor in (([], 1), ([frame], 2), ([frame, frame], 3)):
+        one.decode(0, 0, one.sum(0, 0, frames))
+        assert torch.equal(one.output.data, factor * one.source.data)
+    one.decode(0, 0, one.reduce(0, 0, frame))
+    assert torch.equal(one.output.data, 2 * one.source.data)
+
+
+# ---------------------------------------------------------------- what ranks compare
+
+
+def test_numbers_that_differ_are_found_with_their_ends():
+    ranks = [Comparison({"a": 5, "b": -7, "c": 0}), Comparison({"a": 5, "b": 3, "c": 1 << 40})]
+    joined = torch.stack([each.tensor for each in ranks]).amax(0)
+    for each in ranks:
+        each.tensor.copy_(joined)
+        assert each.differing() == {"b": (-7, 3), "c": (0, 1 << 40)}
+    assert Comparison({"a": 5, "b": -7}).differing() == {}
+
+
+# ---------------------------------------------------------------- the network interface
+
+
+@pytest.fixture
+def interfaces(tmp_path, monkeypatch):
+    """Makes up what Linux states: interface -> content of its file."""
+    monkeypatch.setattr(system, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    system.gloo_link_gbps.cache_clear()
+
+    def write(**speeds):
+        for name, speed in speeds.items():
+            (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+            (tmp_path / "sys/class/net" / name / "speed").write_text(speed)
+
+    yield write
+    system.gloo_link_gbps.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "stated, gbps",
+    [("10000\n", 10), ("100\n", 0.1), ("-1\n", None), ("4294967295\n", None), ("", None), ("0\n", None), (None, None)],
+)
+def test_the_speed_of_the_interface_that_gloo_uses(interfaces, monkeypatch, stated, gbps):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "fast0,slow0")
+    interfaces(slow0="10\n", **({} if stated is None else {"fast0": stated}))
+    assert system.gloo_link_gbps() == gbps
+
+
+def test_without_a_setting_it_is_the_interface_of_the_hosts_name(interfaces, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(system.socket, "gethostbyname", lambda _: "127.0.0.1")
+    interfaces(lo="7000\n")
+    assert system.gloo_link_gbps() == 7
+
+
+def test_an_unknown_host_has_no_speed(interfaces, monkeypatch):
+    def unknown(_):
+        raise OSError("Name or service not known")
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(system.socket, "gethostbyname", unknown)
+    assert system.gloo_link_gbps() is None
