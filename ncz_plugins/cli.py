@@ -1,4 +1,5 @@
-"""The `ncz` command: what this machine has, whether a configuration is valid, and its JSON Schema.
+"""The `ncz` command: what this machine has, whether a configuration is valid, its JSON Schema, and what data would
+compress to.
 
 Exit codes: 0 success, 2 a mistake of the user (the message is on stderr), 130 interrupted.
 """
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,8 +22,13 @@ from rich.text import Text
 from .core import config as configuration
 from .core.config import DEEPSPEED_KEY, Config
 from .core.documents import read_document
-from .core.errors import ConfigError, NczError
+from .core.errors import ConfigError, NczError, UnsupportedError
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .trial import Trial
+    from .trial.peers import Result
+    from .trial.speed import Speeds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,6 +59,23 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="validate a configuration and print the effective settings")
     check.add_argument("file", help="one of ours (.yaml, .yml, .json), or a DeepSpeed configuration (.json)")
     check.set_defaults(run=_check)
+
+    codec = commands.add_parser("codec", help="what an array would compress to: ratio, error, speed")
+    codec.add_argument("file", metavar="FILE.npy", help="float16, float32 or float64, of any shape")
+    codec.add_argument(
+        "--bound", metavar="MODE:VALUE", help="error bound: rms:0.25, rel:1e-3, range:1e-4, abs:0.01 ..."
+    )
+    codec.add_argument("--block", metavar="N", help="elements that share one scale; 0: all of them")
+    codec.add_argument("--quantizer", metavar="KIND", help="error_bound, stochastic, lossless")
+    codec.add_argument("--coder", metavar="NAME", help="auto, raw, fixed, huffman, rans")
+    codec.add_argument("--predictor", metavar="NAME", help="auto, none, delta")
+    codec.add_argument("--link", metavar="GBIT", help="Gbit/s that coder auto reckons with")
+    codec.add_argument("--frame", metavar="SIZE", help="input bytes per frame, such as 1MiB")
+    codec.add_argument("--config", metavar="FILE", help="take the settings from here; the options above go first")
+    codec.add_argument("--json", action="store_true", help="the same as JSON, without --compare")
+    codec.add_argument("--plot", metavar="FILE.png", help="also draw ratio against bound")
+    codec.add_argument("--compare", action="store_true", help="also run zstd, lz4, blosc2, zfp and SZ3")
+    codec.set_defaults(run=_codec)
 
     schema = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
     schema.add_argument("--markdown", action="store_true", help="the table of docs/configuration.md instead")
@@ -108,13 +132,8 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    document = read_document(options.file)
-    if configuration.is_deepspeed(document):
-        verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)"
-        config = _of_deepspeed(document, options.file)
-    else:
-        verdict = "valid"
-        config = Config.load(Path(options.file))
+    config, of_deepspeed = _load(options.file)
+    verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)" if of_deepspeed else "valid"
     table = Table(box=None, pad_edge=False)
     for heading in ("setting", "value", ""):
         table.add_column(heading)
@@ -129,6 +148,14 @@ def _check(options: argparse.Namespace) -> None:
     console.print(Text(config.describe()))
     console.print()
     console.print(table)
+
+
+def _load(file: str) -> tuple[Config, bool]:
+    """What the file holds, and whether it is a DeepSpeed configuration."""
+    document = read_document(file)
+    if configuration.is_deepspeed(document):
+        return _of_deepspeed(document, file), True
+    return Config.load(Path(file)), False
 
 
 def _of_deepspeed(document: dict[str, Any], file: str) -> Config:
@@ -146,9 +173,145 @@ def _of_deepspeed(document: dict[str, Any], file: str) -> Config:
 
 def _show(value: object) -> str:
     """A value as it would stand in a YAML file."""
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+
+
+# ------------------------------------------------------------------ ncz codec
+
+
+def _codec(options: argparse.Namespace) -> None:
+    config = _codec_config(options)
+    if options.json and options.compare:
+        raise ConfigError("--json has the keys of one measurement, it does not go with --compare: leave one out")
+    from . import trial  # imports torch, as do the others
+    from .trial import peers, plot, speed
+
+    if options.plot:
+        plot.check(options.plot)
+    array = trial.read_array(options.file)
+    outcome = trial.run(array, config)
+    if options.plot and outcome.entropy_bits is None:
+        raise UnsupportedError("--plot draws codes, and there are none: the array is empty or held without loss")
+    compare = options.compare and array.size > 0
+    speeds, others = peers.compare(outcome) if compare else (speed.speeds(outcome)[0], [])
+    if options.json:
+        print(json.dumps(_codec_json(outcome, speeds), indent=2))
+    else:
+        table = Table.grid(padding=(0, 2))
+        for name, value in _codec_rows(outcome, speeds):
+            table.add_row(Text(name, style="bold"), Text(value))
+        console = Console()
+        console.print(Text(f"{options.file}: {array.size:,} {array.dtype}, {array.nbytes / 1e6:,.1f} MB"))
+        console.print(Text(config.describe()))
+        console.print()
+        console.print(table)
+        if compare:
+            console.print()
+            console.print(_codec_beside(outcome, speeds, others))
+            for peer in peers.missing():
+                console.print(Text(f"{peer.name} is not installed: pip install 'ncz_plugins[compare]'"))
+    if options.plot:
+        plot.draw(options.plot, array, config)
+
+
+def _codec_json(outcome: Trial, speeds: Speeds) -> dict[str, Any]:
+    """What --json prints; None stands for what is not a finite number, too."""
+    report = {
+        "ratio": outcome.ratio,
+        "bits_per_value": outcome.bits_per_value,
+        "entropy_bits": outcome.entropy_bits,
+        "max_abs_error": outcome.max_abs_error,
+        "bound_abs": outcome.bound_abs,
+        "bound_ok": not outcome.blocks_over,
+        "encode_gbps": speeds.encode,
+        "decode_gbps": speeds.decode,
+        "memcpy_gbps": speeds.memcpy,
+        "coders": outcome.coders,
+        "backend": outcome.codec.backend.name,
+    }
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+
+
+def _codec_rows(outcome: Trial, speeds: Speeds) -> Iterator[tuple[str, str]]:
+    """The outcome as (name, value) lines for people."""
+    if not outcome.array.size:
+        yield "bytes", f"{outcome.bytes_out}, for an array without elements"
+        return
+    if outcome.lossless_because:
+        yield "without loss", f"not quantized, as {outcome.lossless_because}"
+    yield "ratio", f"{outcome.ratio:.4g}"
+    yield "bits per value", f"{outcome.bits_per_value:.4g}, with headers and steps"
+    if outcome.entropy_bits is not None:
+        yield "entropy", f"{outcome.entropy_bits:.4g} bits per code, order 0"
+    kept = f"outside the bound in {outcome.blocks_over}" if outcome.blocks_over else "within the bound in each"
+    yield "maximum error", f"{outcome.max_abs_error:.4g}, {kept} of {outcome.bounds.size:,} blocks"
+    if math.isfinite(outcome.bound_abs):
+        yield "largest bound", f"{outcome.bound_abs:.4g}"
+    for name, counts in (("coders", outcome.coders), ("predictors", outcome.predictors)):
+        for value, frames in counts.items():
+            bar = "\N{FULL BLOCK}" * max(1, round(20 * frames / len(outcome.frames)))
+            yield name, f"{value:8}{frames:6,} of {len(outcome.frames):,} frames  {bar}"
+            name = ""
+    link = 8000 / outcome.codec.coding.costs.link
+    yield "link", f"{link:g} Gbit/s, which coder and predictor auto reckon with"
+    for name in ("encode", "decode", "measuring"):
+        gbps = getattr(speeds, name)
+        yield name, f"{gbps:.3g} GB/s, {gbps / speeds.memcpy:.2f} of memcpy"
+    yield "memcpy", f"{speeds.memcpy:.3g} GB/s, all on one core"
+    yield "kernels", outcome.codec.backend.name
+
+
+def _codec_beside(outcome: Trial, speeds: Speeds, others: list[Result]) -> Table:
+    """Ours and the other compressors."""
+    notes = [f"{r.peer.name}: {r.peer.settings}" for r in others]
+    table = Table(box=None, pad_edge=False, caption="; ".join(notes), caption_justify="left")
+    for heading in ("", "ratio", "bits/value", "encode", "decode", "max error", "of bound"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    own = (outcome.ratio, outcome.bits_per_value, speeds.encode, speeds.decode)
+    rows = [("ncz", *own, outcome.max_abs_error, outcome.of_bound)]
+    for r in others:
+        rows.append((r.peer.name, r.ratio, r.bits_per_value, r.encode, r.decode, r.max_abs_error, r.of_bound))
+    for name, ratio, bits, encode, decode, error, of_bound in rows:
+        speed = f"{encode:.3g} GB/s", f"{decode:.3g} GB/s"
+        table.add_row(name, f"{ratio:.4g}", f"{bits:.4g}", *speed, f"{error:.4g}", f"{of_bound:.3f}")
+    return table
+
+
+def _codec_config(options: argparse.Namespace) -> Config:
+    """The settings of --config, or the default ones, with those of the other options in their place."""
+    mode, colon, value = (options.bound or "").partition(":")
+    if options.bound is not None and not (mode and colon and value):
+        raise ConfigError(f"--bound: '{options.bound}' is not MODE:VALUE, such as rms:0.25 or range:1e-3")
+    given = {
+        "quantizer": {
+            "kind": options.quantizer,
+            "mode": mode or None,
+            "value": _number(value) if options.bound else None,
+            "block": _number(options.block),
+        },
+        "entropy": {"coder": options.coder, "predictor": options.predictor},
+        "transport": {"link_gbps": _number(options.link), "frame_bytes": _number(options.frame)},
+    }
+    config = _load(options.config)[0] if options.config else Config()
+    settings = config.model_dump(mode="json")
+    for section, values in given.items():
+        settings[section] |= {name: value for name, value in values.items() if value is not None}
+    config = Config(**settings)
+    if config.quantizer.kind == "lossless" and (options.bound or options.block):
+        raise ConfigError("--bound and --block have no meaning with a quantizer that keeps every bit: lossless")
+    return config
+
+
+def _number(text: str | None) -> int | float | str | None:
+    """As a YAML file would have it; what is no number, `Config` explains."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except (TypeError, ValueError):
+            pass
+    return text
 
 
 # ------------------------------------------------------------------ ncz schema

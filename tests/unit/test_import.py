@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ncz_plugins
 
@@ -60,6 +61,7 @@ def test_everything_that_is_exported_exists():
     from ncz_plugins.core.config import Config
 
     assert ncz_plugins.Config is Config
+    assert ncz_plugins.decompress(ncz_plugins.compress(torch.zeros(3))).tolist() == [0, 0, 0]
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -69,9 +71,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_errors_are_one_family():
     errors = [getattr(ncz_plugins, name) for name in ncz_plugins.__all__ if name.endswith("Error")]
-    assert len(errors) == 6
+    assert len(errors) == 7
     assert all(issubclass(error, ncz_plugins.NczError) and error.__doc__ for error in errors)
-    assert issubclass(ncz_plugins.ConfigError, ValueError)
+    assert issubclass(ncz_plugins.ConfigError, ValueError) and issubclass(ncz_plugins.BoundError, ValueError)
     assert issubclass(ncz_plugins.UnsupportedError, TypeError)
 
 

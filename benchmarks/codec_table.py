@@ -1,0 +1,267 @@
+"""The codec on real and synthetic data, beside other compressors, and what its selector's choices cost.
+
+    python -m benchmarks.codec_table --write    # from the repository's root; without --write it only prints
+
+For each data set and bound: what `ncz codec --compare` measures, the ratio with each coder and predictor forced on all
+frames, and, for links of several speeds, the time that the selector reckons with (bytes / link + coding, by
+`format.Costs`) for its own choices against the best of those forced. Repetitions are interleaved, figures are medians
+on one core; trust the ratios to memcpy more than absolute speeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks import data
+from benchmarks.codec import machine
+from ncz_plugins import kernels, trial
+from ncz_plugins.core.codec import QuantizingCodec
+from ncz_plugins.core.config import Config
+from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, Costs
+from ncz_plugins.kernels.reference.symbols import predict
+from ncz_plugins.trial import Trial, peers, speed
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKDOWN = ROOT / "docs" / "codec-results.md"
+RESULTS = ROOT / "benchmarks" / "results" / "codec-data.json"
+
+WHOLE, PER_BLOCK = 0, 4096  # elements that share a scale
+GRADIENT = (("rms", 0.25, PER_BLOCK), ("rel", 1e-2, WHOLE), ("rel", 1e-3, WHOLE))
+FIELD = (("range", 1e-3, WHOLE), ("range", 1e-4, WHOLE), ("range", 1e-6, WHOLE))
+BOUNDS = {  # of each data set: (mode, value, block); None: lossless
+    "gradients-step-0": GRADIENT,
+    "gradients-step-50": GRADIENT,
+    "gradients-step-200": (*GRADIENT, None),
+    "navier-stokes-velocity": (*FIELD, None),
+    "navier-stokes-vorticity": FIELD,
+    "lennard-jones-positions": FIELD,
+    "lennard-jones-velocities": (*FIELD, None),
+    "noise": (("rms", 0.25, PER_BLOCK), ("rms", 1, PER_BLOCK)),
+    "constant": (("rel", 1e-3, PER_BLOCK),),
+    "sparse": (("rel", 1e-2, WHOLE), ("rel", 1e-3, WHOLE)),
+    "ramps": (("range", 1e-3, WHOLE), ("range", 1e-4, WHOLE)),
+    "mixed-scales": (("rms", 0.25, PER_BLOCK), ("rel", 1e-3, PER_BLOCK)),
+    "random-bits": (None,),
+    "heavy-tailed": (("rms", 0.25, PER_BLOCK), ("rel", 1e-3, PER_BLOCK)),
+}
+LINKS = (0.1, 1, 10, 100)  # Gbit/s
+CODERS = ("raw", "fixed", "huffman", "rans")
+PREDICTORS = ("none", "delta")
+TARGET = 0.03  # that the selector's choices may cost more than the best
+
+
+def describe(bound: tuple[str, float, int] | None) -> str:
+    if bound is None:
+        return "lossless"
+    mode, value, block = bound
+    return f"{mode} {value:g}" + (" per block" if block else "")
+
+
+def measure(name: str, bound: tuple[str, float, int] | None) -> dict[str, Any]:
+    """One row of the tables."""
+    x = data.load(name)
+    quantizer = {"kind": "lossless"} if bound is None else dict(zip(("mode", "value", "block"), bound))
+
+    def run(link: float = 1, **entropy: str) -> Trial:
+        return trial.run(x, Config(quantizer=quantizer, entropy=entropy, transport={"link_gbps": link}))
+
+    auto = run()
+    ours, others = peers.compare(auto)
+    row = {
+        "data": name,
+        "bound": describe(bound),
+        "megabytes": x.nbytes / 1e6,
+        "entropy_bits": auto.entropy_bits,
+        "of_bound": auto.of_bound,
+        "auto": {"ratio": auto.ratio, "bits_per_value": auto.bits_per_value, "coders": auto.coders} | asdict(ours),
+        "peers": {
+            r.peer.name: {key: getattr(r, key) for key in ("ratio", "of_bound", "encode", "decode")} for r in others
+        },
+    }
+    if isinstance(auto.codec, QuantizingCodec):
+        forced = {f"{c} {p}": run(coder=c, predictor=p) for c in CODERS for p in PREDICTORS}
+        best = min(forced, key=lambda pair: forced[pair].bytes_out)
+        best_speeds, _ = speed.speeds(forced[best])
+        row["forced"] = {pair: each.ratio for pair, each in forced.items()}
+        row["best"] = {"coder": best, "ratio": forced[best].ratio} | asdict(best_speeds)
+        row["selector"] = [judge(run(link), list(forced.values())) | {"link_gbps": link} for link in LINKS]
+    return row
+
+
+def judge(auto: Trial, forced: list[Trial]) -> dict[str, Any]:
+    """What the choices of `auto` cost beyond the best.
+
+    over_best: of the coders and predictors forced on the whole array; over_best_per_frame: chosen anew for each frame,
+    with hindsight. Shares, 0.01 for 1 %.
+    """
+    costs = auto.codec.coding.costs
+    own = sum(frame_costs(auto, costs))
+    of_frames = np.array([frame_costs(each, costs) for each in forced])
+    return {
+        "coders": auto.coders,
+        "over_best": own / of_frames.sum(axis=1).min() - 1,
+        "over_best_per_frame": own / of_frames.min(axis=0).sum() - 1,
+    }
+
+
+def frame_costs(made: Trial, costs: Costs) -> list[float]:
+    """Picoseconds to code and to send each frame, as the selector reckons, but by what the frame really became."""
+    result = []
+    for index, frame in enumerate(made.frames):
+        _, _, coder, predictor, _, count, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+        coding = {Coder.RAW: costs.raw, Coder.FIXED: costs.fixed, Coder.HUFFMAN: costs.huffman, Coder.RANS: costs.rans}
+        total = costs.link * frame.numel() + coding[coder] * count
+        if coder == Coder.RANS:
+            mode = int(frame[HEADER_BYTES])
+            symbols = predict(trial.codes_of(made.codec, index).numpy(), predictor)
+            total += costs.rans_rest * np.count_nonzero(symbols != mode)
+        result.append(total)
+    return result
+
+
+# ------------------------------------------------------------------ the page
+
+PAGE = """# Codec: results
+
+What the data of [benchmarks/data](../benchmarks/data) compresses to, beside other compressors. {where}. Repeat with
+
+```sh
+.venv/bin/python -m benchmarks.codec_table --write
+```
+
+All figures, also the errors that each compressor leaves, are in
+[benchmarks/results/codec-data.json](../benchmarks/results/codec-data.json).
+
+Bounds are relative to the whole tensor, or, where it says so, to each block of 4,096 elements (`quantizer.block`).
+zstd, lz4 and blosc2 get the same codes as our coders, zfp and SZ3 the floats and the bound (where blocks have bounds of
+their own, the floats in units of these), so that all have the same guarantee. All run with their own default settings.
+zfp and SZ3 see an array in its shape, in up to three dimensions. Our frames hold flat data, each is decoded alone, and
+their codes can be added up, which no other output here can.
+
+The flow keeps the mirror symmetries that its vortex starts with, so that each of its numbers occurs eight times or
+more. zstd, lz4 and blosc2 look back far enough to gain from that, as they would not in a flow without symmetry.
+
+## Size
+
+Ratios to float32; more is better. **entropy** is that of order 0 of the codes, in bits: 32 / entropy is what a coder
+without a predictor can reach. **bits** is what `auto` takes per value at 1 Gbit/s, all counted. **best** is the coder
+and the predictor that make the smallest result when forced on all frames.
+
+{sizes}
+
+## Speed
+
+Encoding / decoding, as ratio to memcpy of the same bytes on the same core in the same run (memcpy: {memcpy}).
+
+{speeds}
+
+## Selector
+
+What the choices of `auto` cost more than the best coder and predictor for the whole array, in the selector's own
+reckoning (sending and coding), for links of {links} Gbit/s. Below zero: frames differ, and each got its own. The aim is
+at most {target:.0%}. **Selector: at most {worst:.1f} % over the best.**
+
+{choices}
+"""
+
+
+def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """docs/codec-results.md."""
+    names = [name for name in (peer.name for peer in peers.PEERS) if any(name in row["peers"] for row in rows)]
+    sizes = [["data", "bound", "entropy", "bits", "auto", "best", "", *names]]
+    speeds = [["data", "bound", "auto", "best", "", *names]]
+    choices = [["data", "bound", *(f"{link:g}" for link in LINKS)]]
+    for row in rows:
+        label = [row["data"], row["bound"]]
+        auto, best = row["auto"], row.get("best")
+        entropy = "" if row["entropy_bits"] is None else f"{row['entropy_bits']:.2f}"
+        found = [f"{best['ratio']:.2f}", best["coder"].replace(" none", "")] if best else ["", ""]
+        ratios = [f"{row['peers'][name]['ratio']:.2f}" for name in names]
+        sizes.append([*label, entropy, f"{auto['bits_per_value']:.2f}", f"{auto['ratio']:.2f}", *found, *ratios])
+        memcpy = auto["memcpy"]
+        found = [_pair(best, best["memcpy"]), best["coder"].replace(" none", "")] if best else ["", ""]
+        speeds.append([*label, _pair(auto, memcpy), *found, *(_pair(row["peers"][name], memcpy) for name in names)])
+        if best:
+            choices.append([*label, *(f"{100 * judged['over_best']:+.1f} %" for judged in row["selector"])])
+    worst = max((judged["over_best"] for row in rows for judged in row.get("selector", ())), default=0.0)
+    memcpy = [row["auto"]["memcpy"] for row in rows]
+    return PAGE.format(
+        where=about["where"],
+        sizes=_table(sizes),
+        speeds=_table(speeds),
+        choices=_table(choices),
+        memcpy=f"{min(memcpy):.1f} to {max(memcpy):.1f} GB/s",
+        links=", ".join(f"{link:g}" for link in LINKS),
+        target=TARGET,
+        worst=100 * max(0.0, worst),
+    )
+
+
+def _pair(speeds: dict[str, float], memcpy: float) -> str:
+    return f"{speeds['encode'] / memcpy:.2g} / {speeds['decode'] / memcpy:.2g}"
+
+
+def _table(rows: list[list[str]]) -> str:
+    heading, *body = rows
+    lines = [heading, ["---"] * 2 + ["---:"] * (len(heading) - 2), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def where() -> str:
+    """The machine and the versions, in one sentence."""
+    facts = machine()
+    versions = {peer.name: metadata.version(peer.module) for peer in peers.PEERS if peer not in peers.missing()}
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"One core of {facts['cpu']}, kernels {kernels.cpu_backend().name}; Python {facts['python']}, torch "
+        f"{facts['torch']}, numpy {facts['numpy']}; {libraries} (version of the Python package)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="data sets; all unless told")
+    parser.add_argument("--write", action="store_true", help=f"write {_short(MARKDOWN)} and {_short(RESULTS)}")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in BOUNDS]:
+        parser.error(f"no data set is called {', '.join(unknown)}; there are {', '.join(BOUNDS)}")
+    cases = [(name, bound) for name in options.names or BOUNDS for bound in BOUNDS[name]]
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    rows, started = [], time.perf_counter()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        for name, bound in cases:
+            progress.update(task, description=name)
+            rows.append(measure(name, bound))
+            progress.advance(task)
+    about = {"where": where()}
+    text = page(rows, about)
+    console.print(Markdown(text))
+    console.print(f"{time.perf_counter() - started:.0f} s")
+    if options.write:
+        report = {"command": shlex.join(["python", "-m", "benchmarks.codec_table", *sys.argv[1:]])} | about
+        MARKDOWN.write_text(text)
+        RESULTS.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
