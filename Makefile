@@ -4,17 +4,19 @@
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
 #                            hundreds of megabytes instead of gigabytes, and they are enough for all of this
 #   NCZ_CACHE=DIR            where the compiled Horovod is kept for the next clone, by default ~/.cache/ncz_plugins
+#   SECONDS=60               how long make fuzz runs, an hour by default
 #   ARGS="..."               passed on: make test ARGS="-k ring", make demo ARGS="--steps 50"
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 ARGS ?=
+SECONDS ?= 3600
 export TORCH_INDEX_URL
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench fuzz clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -34,6 +36,9 @@ lint: setup  ## style of all Python files
 
 bench: setup  ## speed of the coders beside memcpy
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
+
+fuzz: setup  ## fuzz the native library for SECONDS (3600), two processes
+	@$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
 clean:  ## remove .venv, build products and results
 	rm -rf .venv build dist results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache

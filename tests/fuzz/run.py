@@ -1,0 +1,133 @@
+"""Builds the fuzz targets with sanitizers and runs them side by side. docs/fuzzing.md says what they check.
+
+    python tests/fuzz/run.py [--seconds 20] [--folder build/fuzz] [--compiler clang++] [--without-libfuzzer]
+
+With clang++ and its libFuzzer, that mutates, and keeps what reaches new code in FOLDER/corpus; else driver.cpp mutates.
+An input that fails is kept in FOLDER. Run a target on it to see the report again: FOLDER/decode FOLDER/decode-crash...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import seeds
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+KERNELS = ROOT / "ncz_plugins" / "kernels" / "cpu"
+TARGETS = ("decode", "encode")
+COMPILERS = ("clang++", "g++", "c++")
+
+SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+# As in setup.py where results depend on it. With sanitizers, gcc takes minutes for functions that are to be flattened.
+FLAGS = ["-std=c++17", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-math-errno", "-Dflatten=noinline"]
+COVERAGE = ["-fsanitize-coverage=inline-8bit-counters,pc-table"]  # for libFuzzer, of the kernels only
+AVX2 = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
+LONGEST = 20000  # bytes of an input
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use, None if there is none."""
+    return next((path for name in (os.environ.get("CXX"), *COMPILERS) if name and (path := shutil.which(name))), None)
+
+
+def has_sanitizers(cxx: str) -> bool:
+    return _links(cxx, "int main() { return 0; }", SANITIZERS)
+
+
+def has_libfuzzer(cxx: str) -> bool:
+    target = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
+    return _links(cxx, target, [*SANITIZERS, "-fsanitize=fuzzer"])
+
+
+def _links(cxx: str, source: str, flags: list[str]) -> bool:
+    command = [cxx, *flags, "-x", "c++", "-", "-o", os.devnull]
+    return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
+
+
+def build(
+    folder: Path,
+    cxx: str,
+    libfuzzer: bool,
+    kernels: Path = KERNELS,
+    targets: tuple[str, ...] = TARGETS,
+    portable_only: bool = False,
+) -> None:
+    """Compiles the kernels that lie in `kernels` and the targets to `folder`/TARGET. RuntimeError if that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    portable_only = portable_only or platform.machine().lower() not in ("x86_64", "amd64")
+    # Without libFuzzer the run is short, and compiling must be, too.
+    flags = [*FLAGS, *SANITIZERS, "-O2" if libfuzzer else "-Og", f"-I{kernels}"]
+    flags += ["-DNCZ_PORTABLE_ONLY"] if portable_only else []
+    coverage = COVERAGE if libfuzzer else []
+    sources = {kernels / "portable.cpp": [*flags, *coverage]}
+    if not portable_only:
+        sources[kernels / "avx2.cpp"] = [*flags, *coverage, *AVX2]
+    if not libfuzzer:
+        sources[HERE / "driver.cpp"] = ["-std=c++17", "-O1"]
+    shared = [folder / f"{source.stem}.o" for source in sources]
+    sources |= {HERE / f"{target}.cpp": flags for target in targets}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda s: _call([cxx, *sources[s], "-c", s, "-o", folder / f"{s.stem}.o"]), sources))
+    for target in targets:
+        libraries = [*SANITIZERS, *(["-fsanitize=fuzzer"] if libfuzzer else [])]
+        _call([cxx, *libraries, folder / f"{target}.o", *shared, "-o", folder / target])
+
+
+def _call(command: list[str | Path]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{result.stderr}")
+
+
+def fuzz(folder: Path, seconds: float, libfuzzer: bool, targets: tuple[str, ...] = TARGETS) -> dict[str, str]:
+    """Runs all targets at once for `seconds`. What each of those said that failed; logs are `folder`/TARGET.log."""
+    seeds.write(folder / "seeds")
+    running = {target: _start(folder, target, seconds, libfuzzer) for target in targets}
+    try:
+        failed = [target for target, process in running.items() if process.wait()]
+    finally:
+        for process in running.values():
+            process.kill()
+    return {target: (folder / f"{target}.log").read_text(errors="replace") for target in failed}
+
+
+def _start(folder: Path, target: str, seconds: float, libfuzzer: bool) -> subprocess.Popen:
+    options = [f"-max_total_time={seconds:.0f}", "-seed=1", f"-artifact_prefix={folder / target}-"]
+    if libfuzzer:
+        corpus = folder / "corpus" / target
+        corpus.mkdir(parents=True, exist_ok=True)
+        options += [f"-max_len={LONGEST}", "-timeout=60", "-print_final_stats=1", corpus]
+    with open(folder / f"{target}.log", "w") as log:
+        return subprocess.Popen([folder / target, *options, folder / "seeds" / target], stdout=log, stderr=log)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "fuzz")
+    parser.add_argument("--compiler", default=compiler())
+    parser.add_argument("--without-libfuzzer", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.compiler or not has_sanitizers(arguments.compiler):
+        print("There is no C++ compiler with AddressSanitizer on the PATH.", file=sys.stderr)
+        return 2
+    libfuzzer = not arguments.without_libfuzzer and has_libfuzzer(arguments.compiler)
+    mutator = "libFuzzer" if libfuzzer else "driver.cpp"
+    print(f"{arguments.compiler} with {mutator}, {arguments.seconds:g} s; logs in {arguments.folder}", flush=True)
+    build(arguments.folder, arguments.compiler, libfuzzer)
+    failed = fuzz(arguments.folder, arguments.seconds, libfuzzer)
+    for target in TARGETS:
+        print(failed.get(target, f"{target}: nothing found"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
