@@ -23,6 +23,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,13 +109,19 @@ def measure(
     runs = {("memcpy", ""): memcpy, ("statistics", ""): chunk_statistics}
     for name, operation in itertools.product(coders, (encode, decode, reduce)):
         runs[operation.__name__, name] = functools.partial(operation, name=name)
-    maps = {1: map} | ({THREADS: pool.map} if pool else {})
-    seconds = {(run, threads): [] for run in runs for threads in maps}
+
+    def go(run, first, step):
+        for i in range(first, count, step):
+            runs[run](i)
+
+    seconds = {(run, threads): [] for run in runs for threads in ((1, THREADS) if pool else (1,))}
     for repeat in range(repeats + 1):
         for run, threads in seconds:
             start = time.perf_counter()
-            for _ in maps[threads](runs[run], range(count)):
-                pass
+            if threads == 1:
+                go(run, 0, 1)
+            else:
+                list(pool.map(lambda first, run=run: go(run, first, THREADS), range(THREADS)))
             if repeat:  # the first round warms up
                 seconds[run, threads].append(time.perf_counter() - start)
     gigabytes = {key: 4e-9 * x.numel() / statistics.median(s) for key, s in seconds.items()}
@@ -149,9 +156,14 @@ def two_threads() -> ThreadPoolExecutor | None:
     return pool
 
 
-def cell(speed: dict) -> str:
-    threads = "" if speed["two_threads"] is None else f"; {speed['two_threads']:.2f}"
-    return f"{speed['gigabytes_per_second']:.2f} ({speed['of_memcpy']:.2f}{threads})"
+def table(title: str, rows: list[dict], cell: Callable[[dict], str]) -> Table:
+    result = Table(title=title)
+    for column in ("kernels", "coder", "ratio", "memcpy", *OPERATIONS):
+        result.add_column(column, justify="left" if column in ("kernels", "coder") else "right")
+    for row in rows:
+        cells = [cell(row[column]) for column in ("memcpy", *OPERATIONS)]
+        result.add_row(row["kernels"], row["coder"], f"{row['ratio']:.2f}", *cells)
+    return result
 
 
 def machine() -> dict:
@@ -190,19 +202,20 @@ def main() -> None:
     frame_elements = options.frame_bytes // 4 // CHUNK * CHUNK
     console, results = Console(width=None if sys.stdout.isatty() else 120), []
     for data in options.data:
-        table = Table(title=f"{data}: GB/s of float32, one core (ratio to memcpy; of two threads to one)")
-        for column in ("kernels", "coder", "ratio", "memcpy", *OPERATIONS):
-            table.add_column(column, justify="left" if column in ("kernels", "coder") else "right")
+        rows = []
         for name in options.backends:
             slow = name == "reference"  # hundreds of times slower: one frame and one repetition say enough
             count = frame_elements if slow else options.megabytes * (1 << 20) // 4
             x, steps = DATA[data](count)
             repeats = 1 if slow else options.repeats
-            for row in measure(kernels.load(name), x, steps, coders, frame_elements, repeats, None if slow else pool):
-                results.append({"data": data, "kernels": name, **row})
-                cells = [cell(row[column]) for column in ("memcpy", *OPERATIONS)]
-                table.add_row(name, row["coder"], f"{row['ratio']:.2f}", *cells)
-        console.print(table)
+            measured = measure(kernels.load(name), x, steps, coders, frame_elements, repeats, None if slow else pool)
+            rows += [{"data": data, "kernels": name, **row} for row in measured]
+        title = f"{data}: GB/s of float32, one core (ratio to memcpy)"
+        console.print(table(title, rows, lambda s: f"{s['gigabytes_per_second']:.2f} ({s['of_memcpy']:.2f})"))
+        if parallel := [row for row in rows if row["memcpy"]["two_threads"]]:
+            title = f"{data}: two threads on two cores to one"
+            console.print(table(title, parallel, lambda s: f"{s['two_threads']:.2f}"))
+        results += rows
     if options.json:
         command = shlex.join(["python", *sys.argv])
         sizes = {name: getattr(options, name) for name in ("megabytes", "frame_bytes", "repeats")}

@@ -54,7 +54,7 @@ inline void store_joined(const uint64_t* words, unsigned bits, uint8_t* out) {
 template <int lane>
 inline void pack_words(Words<lane> block, unsigned width, uint8_t* out) {
     constexpr int n = Words<lane>::PER_OCTET;
-    if (width == lane) {
+    if (lane == 32 && width == 32) {
         memcpy(out, &block, sizeof block);
         return;
     }
@@ -70,7 +70,7 @@ inline void pack_words(Words<lane> block, unsigned width, uint8_t* out) {
 template <int lane>
 inline Words<lane> unpack_words(const uint8_t* in, unsigned width) {
     Words<lane> block;
-    if (width == lane) {
+    if (lane == 8 && width == 8) {  // what HUFFMAN and RANS mostly decode to
         memcpy(&block, in, sizeof block);
         return block;
     }

@@ -208,12 +208,12 @@ class SumSource {
 
 // ------------------------------------------------------------------ reading frames
 
+// The most that HUFFMAN and RANS code together, and what is read and written beyond it.
+constexpr int64_t UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
+
 // What HUFFMAN and RANS decode, as integers of the same width, for FrameSource to read. Too large to be copied with it.
 class DecodedSymbols {
   public:
-    // A unit of symbols, and what is read and written beyond it.
-    static constexpr int64_t SCRATCH_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
-
     explicit DecodedSymbols(uint8_t* scratch) : symbols_(reinterpret_cast<uint32_t*>(scratch)) {}
     DecodedSymbols(const DecodedSymbols&) = delete;
 
@@ -228,7 +228,7 @@ class DecodedSymbols {
     }
 
     unsigned width() const { return coder_ == HUFFMAN ? huffman_.width() : rans_.width(); }
-    const uint8_t* end() const { return bytes() + SCRATCH_BYTES; }
+    const uint8_t* end() const { return bytes() + UNIT_BYTES; }
     int64_t damage() const { return damage_; }
 
   private:
@@ -236,7 +236,7 @@ class DecodedSymbols {
     const uint8_t* chunk(Decoder& decoder, int64_t c, Damage cause) {
         constexpr int64_t chunks = Decoder::UNIT / CHUNK;
         if (c % chunks == 0 && !decoder.decode(c / chunks, symbols_)) {
-            memset(symbols_, 0, size_t(SCRATCH_BYTES));
+            memset(symbols_, 0, size_t(UNIT_BYTES));
             damage_ = damaged(cause);
         }
         return bytes() + c % chunks * CHUNK * (decoder.width() / 8);
@@ -482,8 +482,6 @@ class WidthSink {
 template <bool is_delta, class Encoder>
 class EncoderSink {
   public:
-    static constexpr int64_t SCRATCH_BYTES = 4 * Encoder::UNIT;
-
     EncoderSink(Encoder& encoder, int64_t count, uint8_t* scratch)
         : encoder_(&encoder), left_(count), unit_(reinterpret_cast<uint32_t*>(scratch)), at_(unit_) {}
     void begin(int64_t, int length) {
@@ -529,10 +527,9 @@ Choice select(Source source, int64_t count, const Coding& coding) {
     return choose(codes, n, count, coding);
 }
 
-// Parts of the memory that a caller lends for the time of a call.
+// Parts of the memory that a caller lends for the time of a call: about 9 bytes for each code. Pages that are not used
+// are not touched.
 struct Scratch {
-    static constexpr int64_t UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
-
     static int64_t bytes(int64_t count) {
         int64_t huffman = HuffmanEncoder::scratch_bytes(count), rans = RansEncoder::scratch_bytes(count);
         return 2 * UNIT_BYTES + 4 * count + (huffman > rans ? huffman : rans);

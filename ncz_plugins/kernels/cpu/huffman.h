@@ -150,7 +150,7 @@ class HuffmanEncoder {
         : count_(count), chunks_(scratch), end_(scratch), is_direct_(scratch + 4 * count) {}
 
     // The symbols of a chunk. Those below DIRECT are their own tokens: a chunk of such only is kept as bytes.
-    void add(const uint32_t* symbols, int n) {
+    [[gnu::noinline]] void add(const uint32_t* symbols, int n) {
         uint8_t tokens[CHUNK];
         bool is_direct = tokens_of(symbols, n, tokens);
         counts_.add(tokens, n);

@@ -168,7 +168,7 @@ class RansEncoder {
     }
 
     // The symbols of a page.
-    void add(const uint32_t* symbols, int n) {
+    [[gnu::noinline]] void add(const uint32_t* symbols, int n) {
         uint8_t tokens[RANS_PAGE];
         bool is_direct = tokens_of(symbols, n, tokens);
         for (int i = n; i % OCTET; ++i) tokens[i] = uint8_t(mode_);
