@@ -13,7 +13,9 @@ Shapes and dtypes that all methods share:
 - `noise`: `format.Noise` to round at random, None to round to the nearest.
 
 Backends never check what a caller inside this package gets right by construction (dtype, device,
-contiguity); they check everything that came over a network, and raise `format.DamagedFrame`.
+contiguity); they check everything that came over a network, and raise `format.DamagedFrame`. Nothing
+is written then, unless the damage of a HUFFMAN or RANS frame shows only on decoding: what the output
+holds is undefined in that case.
 """
 
 from __future__ import annotations
