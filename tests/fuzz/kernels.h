@@ -142,10 +142,7 @@ inline Memory scratch_to_write(const Kernels& kernels, int64_t count) {
     return Memory(kernels.scratch_bytes(count), kernels.fill);
 }
 
-// Exactly what decoding takes, DecodedSymbols::SCRATCH_BYTES in codec.h: callers give scratch_bytes(0), which is more.
-inline Memory scratch_to_read(const Kernels& kernels) {
-    return Memory(4 * ncz::RANS_PAGE + 4 * ncz::BLOCK, kernels.fill);
-}
+inline Memory scratch_to_read(const Kernels& kernels) { return scratch_to_write(kernels, 0); }
 
 constexpr int32_t CODERS[] = {ncz::RAW, ncz::FIXED, ncz::HUFFMAN, ncz::RANS, ncz::AUTO_CODER};
 constexpr int32_t PREDICTORS[] = {ncz::NONE, ncz::DELTA, ncz::AUTO_PREDICTOR};

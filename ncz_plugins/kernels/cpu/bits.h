@@ -33,6 +33,15 @@ inline uint64_t load64(const void* from) {
 
 inline void store64(void* to, uint64_t word) { memcpy(to, &word, 8); }
 
+// The numbers of which the tables of sizes in a payload consist.
+inline uint16_t load16(const void* from) {
+    uint16_t number;
+    memcpy(&number, from, 2);
+    return number;
+}
+
+inline void store16(void* to, uint16_t number) { memcpy(to, &number, 2); }
+
 // Joins `words` of `bits` bits each, 32 < bits <= 64. (Shifts by 64 are made in two steps.)
 template <int count>
 inline void store_joined(const uint64_t* words, unsigned bits, uint8_t* out) {

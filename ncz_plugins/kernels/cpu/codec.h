@@ -23,6 +23,7 @@
 #include "noise.h"
 #include "rans.h"
 #include "select.h"
+#include "symbols.h"
 
 namespace {
 
@@ -60,8 +61,8 @@ template <class Source, class Sink>
     return sink;
 }
 
-// Chunk `c` of `count` codes. Source: begin(chunk, length), next(n), and where the selector looks at it, seek(element).
-// Sink: begin(chunk, length), put(block, n), end().
+// Chunk `c` of `count` codes, which come in order. Source: begin(chunk, length), next(n), and where the selector looks
+// at it, seek(element). Sink: begin(chunk, length), put(block, n), end().
 // Works on copies of both, whose addresses are never taken, with everything inlined: so their state stays in registers.
 template <class Source, class Sink>
 [[gnu::flatten, gnu::noinline]] void run_chunk(Source& shared_source, Sink& shared_sink, int64_t c, int64_t count) {
@@ -208,13 +209,13 @@ class SumSource {
 
 // ------------------------------------------------------------------ reading frames
 
-// The most that HUFFMAN and RANS code together, and what is read and written beyond it.
+// The most that HUFFMAN and RANS code together, and what is read and written beyond it. All that decoding takes.
 constexpr int64_t UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
 
 // What HUFFMAN and RANS decode, as integers of the same width, for FrameSource to read. Too large to be copied with it.
 class DecodedSymbols {
   public:
-    explicit DecodedSymbols(uint8_t* scratch) : symbols_(reinterpret_cast<uint32_t*>(scratch)) {}
+    explicit DecodedSymbols(uint8_t* unit) : symbols_(reinterpret_cast<uint32_t*>(unit)) {}
     DecodedSymbols(const DecodedSymbols&) = delete;
 
     int64_t open(int32_t coder, const uint8_t* payload, int64_t bytes, int64_t count) {
@@ -279,6 +280,7 @@ class FrameSource {
         is_delta_ = header.predictor == DELTA;
         coder_ = header.coder;
         width_ = header.width;
+        in_ = payload_;
         if (coder_ == RAW && (width_ == 8 || width_ == 16 || width_ == 32))
             return end_ - payload_ == count * (width_ / 8) ? 0 : damaged(RAW_LENGTH);
         if (coder_ == FIXED && width_ == 0) return open_fixed(count);
@@ -288,16 +290,13 @@ class FrameSource {
 
     int64_t damage() const { return decoded_->damage(); }
 
-    // Chunks are found fastest in rising order.
+    // Chunks are read in order: one of RAW or FIXED begins where the one before it ended.
     void begin(int64_t c, int length) {
         delta_ = Delta();
         if (coder_ == FIXED) {
-            seek(c);
-            widths_ = chunk_;
-            in_ = chunk_ + blocks_of(length);
-        } else if (coder_ == RAW) {
-            in_ = payload_ + c * CHUNK * (width_ / 8);
-        } else {
+            widths_ = in_;
+            in_ += blocks_of(length);
+        } else if (coder_ != RAW) {
             in_ = decoded_->chunk(c);
         }
     }
@@ -328,54 +327,39 @@ class FrameSource {
 
     int64_t open_fixed(int64_t count) {
         int64_t chunks = chunks_of(count), sum = 0;
-        first_chunk_ = payload_ + 2 * chunks;
         if (end_ - payload_ < 2 * chunks) return damaged(NO_TABLE);
-        for (int64_t c = 0; c < chunks; ++c) sum += size_of(c);
-        if (sum != end_ - first_chunk_) return damaged(TABLE_SUM, sum);
+        in_ = payload_ + 2 * chunks;
+        for (int64_t c = 0; c < chunks; ++c) sum += load16(payload_ + 2 * c);
+        if (sum != end_ - in_) return damaged(TABLE_SUM, sum);
+        const uint8_t* chunk = in_;
         for (int64_t c = 0; c < chunks; ++c) {
-            seek(c);
-            if (int64_t wrong = check_chunk(size_of(c), length_of(c, count))) return wrong;
+            int bytes = load16(payload_ + 2 * c);
+            if (int64_t wrong = check_chunk(chunk, bytes, length_of(c, count))) return wrong;
+            chunk += bytes;
         }
         return 0;
     }
 
-    int64_t check_chunk(int bytes, int length) const {
+    static int64_t check_chunk(const uint8_t* chunk, int bytes, int length) {
         int blocks = blocks_of(length);
         if (bytes < blocks) return damaged(BAD_WIDTH);
         uint8_t widest = 0;
         int sum = 0;
         for (int b = 0; b < blocks; ++b) {
-            widest = chunk_[b] > widest ? chunk_[b] : widest;
-            sum += chunk_[b];
+            widest = chunk[b] > widest ? chunk[b] : widest;
+            sum += chunk[b];
         }
         if (widest > 32) return damaged(BAD_WIDTH);
         int missing_octets = OCTETS * blocks - octets_of(length);  // of the last block
-        bool right = blocks + OCTETS * sum - missing_octets * chunk_[blocks - 1] == bytes;
+        bool right = blocks + OCTETS * sum - missing_octets * chunk[blocks - 1] == bytes;
         return right ? 0 : damaged(CHUNK_LENGTH, bytes);
     }
 
-    int size_of(int64_t c) const {
-        uint16_t size;
-        memcpy(&size, payload_ + 2 * c, sizeof size);
-        return size;
-    }
-
-    void seek(int64_t c) {
-        if (c < at_ || !chunk_) {
-            at_ = 0;
-            chunk_ = first_chunk_;
-        }
-        while (at_ < c) chunk_ += size_of(at_++);
-    }
-
-    const uint8_t *payload_ = nullptr, *end_ = nullptr, *first_chunk_ = nullptr;
+    const uint8_t *payload_ = nullptr, *end_ = nullptr, *widths_ = nullptr, *in_ = nullptr;
     DecodedSymbols* decoded_;
     int32_t coder_ = FIXED;
     unsigned width_ = 0;  // of all symbols; 0: FIXED
     bool is_delta_ = false;
-
-    int64_t at_ = 0;  // the chunk that lies at chunk_
-    const uint8_t *chunk_ = nullptr, *widths_ = nullptr, *in_ = nullptr;
     Delta delta_;
 };
 
@@ -431,9 +415,8 @@ class FixedSink {
         out_ += bytes;
     }
     void end() {
-        uint16_t size = uint16_t(out_ - chunk_);
-        memcpy(table_, &size, sizeof size);
-        table_ += sizeof size;
+        store16(table_, uint16_t(out_ - chunk_));
+        table_ += 2;
     }
     uint8_t* out() const { return out_; }
 
@@ -482,8 +465,8 @@ class WidthSink {
 template <bool is_delta, class Encoder>
 class EncoderSink {
   public:
-    EncoderSink(Encoder& encoder, int64_t count, uint8_t* scratch)
-        : encoder_(&encoder), left_(count), unit_(reinterpret_cast<uint32_t*>(scratch)), at_(unit_) {}
+    EncoderSink(Encoder& encoder, int64_t count, uint8_t* unit)
+        : encoder_(&encoder), left_(count), unit_(reinterpret_cast<uint32_t*>(unit)), at_(unit_) {}
     void begin(int64_t, int length) {
         symbols_ = {};
         length_ = length;
@@ -527,23 +510,20 @@ Choice select(Source source, int64_t count, const Coding& coding) {
     return choose(codes, n, count, coding);
 }
 
-// Parts of the memory that a caller lends for the time of a call: about 9 bytes for each code. Pages that are not used
-// are not touched.
+// Parts of the memory that a caller lends for the time of a call: UNIT_BYTES, and hardly more than 4 bytes for each
+// code. What is not used is not touched.
 struct Scratch {
     static int64_t bytes(int64_t count) {
-        int64_t huffman = HuffmanEncoder::scratch_bytes(count), rans = RansEncoder::scratch_bytes(count);
-        return 2 * UNIT_BYTES + 4 * count + (huffman > rans ? huffman : rans);
+        static_assert(CHUNK <= RANS_PAGE, "fewer units take less");
+        return UNIT_BYTES + KeptSymbols<CHUNK>::bytes(count);
     }
 
-    Scratch(uint8_t* scratch, int64_t count)
-        : decoded(scratch),
-          unit(scratch + UNIT_BYTES),
-          codes(reinterpret_cast<int32_t*>(scratch + 2 * UNIT_BYTES)),
-          encoder(scratch + 2 * UNIT_BYTES + 4 * count) {}
+    explicit Scratch(uint8_t* scratch)
+        : unit(scratch), kept(scratch + UNIT_BYTES), codes(reinterpret_cast<int32_t*>(kept)) {}
 
-    uint8_t *decoded, *unit;  // symbols that are decoded together, and those that are encoded together
-    int32_t* codes;
-    uint8_t* encoder;
+    uint8_t* unit;   // symbols that are decoded together and, when all are decoded, those that are encoded together
+    uint8_t* kept;   // for KeptSymbols
+    int32_t* codes;  // in the same place: symbols are kept where their codes have been read
 };
 
 // In front of a payload of `bytes`; gives the bytes of both.
@@ -577,11 +557,15 @@ int64_t write_raw(Source source, int64_t count, unsigned width, uint8_t* frame) 
 
 // With HUFFMAN or RANS, unless RAW takes fewer bytes.
 template <bool is_delta, class Encoder, class Source>
-int64_t write_coded(Source source, Encoder& encoder, int32_t coder, int64_t count, uint8_t* frame, uint8_t* unit) {
+int64_t write_coded(Source source, Encoder& encoder, KeptSymbols<Encoder::UNIT>& kept, int32_t coder, uint8_t* frame,
+                    uint8_t* unit) {
+    int64_t count = kept.count();
     unsigned raw_width = run(source, EncoderSink<is_delta, Encoder>(encoder, count, unit), count).raw_width();
-    int64_t bytes = encoder.write(frame + HEADER_BYTES, count * (raw_width / 8));
-    if (bytes < 0) return write_raw<is_delta>(source, count, raw_width, frame);
-    return write_header(frame, coder, is_delta, 0, count, bytes);
+    uint8_t* payload = frame + HEADER_BYTES;
+    int64_t raw_bytes = count * (raw_width / 8), bytes = encoder.write(payload, raw_bytes);
+    if (bytes >= 0) return write_header(frame, coder, is_delta, 0, count, bytes);
+    kept.write_raw(payload, raw_width);
+    return write_header(frame, RAW, is_delta, raw_width, count, raw_bytes);
 }
 
 template <bool is_delta, class Source>
@@ -589,12 +573,14 @@ int64_t write_frame(Source source, int64_t count, Choice choice, uint8_t* frame,
     switch (choice.coder) {
         case FIXED: return write_fixed<is_delta>(source, count, frame);
         case HUFFMAN: {
-            HuffmanEncoder encoder(count, scratch.encoder);
-            return write_coded<is_delta>(source, encoder, HUFFMAN, count, frame, scratch.unit);
+            KeptSymbols<CHUNK> kept(count, scratch.kept);
+            HuffmanEncoder encoder(kept);
+            return write_coded<is_delta>(source, encoder, kept, HUFFMAN, frame, scratch.unit);
         }
         case RANS: {
-            RansEncoder encoder(count, choice.mode, scratch.encoder);
-            return write_coded<is_delta>(source, encoder, RANS, count, frame, scratch.unit);
+            KeptSymbols<RANS_PAGE> kept(count, scratch.kept);
+            RansEncoder encoder(kept, choice.mode);
+            return write_coded<is_delta>(source, encoder, kept, RANS, frame, scratch.unit);
         }
         default: {
             unsigned width = run(source, WidthSink<is_delta>(), count).raw_width();
@@ -754,7 +740,7 @@ NCZ_EXPORT uint32_t NCZ_NAME(checksum)(const uint8_t* frame, int64_t bytes) { re
 
 NCZ_EXPORT int64_t NCZ_NAME(encode_codes)(const int32_t* codes, int64_t count, const Coding* coding, uint8_t* frame,
                                           uint8_t* scratch) {
-    return write_frame(CodesSource(codes), count, *coding, frame, Scratch(scratch, count));
+    return write_frame(CodesSource(codes), count, *coding, frame, Scratch(scratch));
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(decode_codes)(const uint8_t* frame, int64_t bytes, int64_t count, int32_t* codes,
@@ -771,7 +757,7 @@ NCZ_EXPORT int64_t NCZ_NAME(decode_codes)(const uint8_t* frame, int64_t bytes, i
 
 NCZ_EXPORT int64_t NCZ_NAME(encode)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
                                     const Coding* coding, uint8_t* frame, const Noise* noise, uint8_t* memory) {
-    Scratch scratch(memory, count);
+    Scratch scratch(memory);
     return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
         if (!noise) return write_frame(source_of(x, inverse_steps), count, *coding, frame, scratch);
         quantize_at_random(x, inverse_steps, *noise, count, scratch.codes);
@@ -792,8 +778,8 @@ NCZ_EXPORT int64_t NCZ_NAME(decode)(const uint8_t* frame, int64_t bytes, const v
 NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const void* x, int32_t dtype,
                                     const void* inverse_steps, int64_t count, const Coding* coding, uint8_t* out,
                                     const Noise* noise, uint8_t* memory) {
-    Scratch scratch(memory, count);
-    DecodedSymbols decoded(scratch.decoded);
+    Scratch scratch(memory);
+    DecodedSymbols decoded(scratch.unit);
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
     return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {

@@ -4,6 +4,7 @@
 
 #include "bits.h"
 #include "format.h"
+#include "symbols.h"
 #include "tokens.h"
 
 namespace {
@@ -144,20 +145,14 @@ class HuffmanEncoder {
   public:
     static constexpr int64_t UNIT = CHUNK;
 
-    static int64_t scratch_bytes(int64_t count) { return 4 * count + chunks_of(count); }
+    explicit HuffmanEncoder(KeptSymbols<UNIT>& kept) : kept_(kept) {}
 
-    HuffmanEncoder(int64_t count, uint8_t* scratch)
-        : count_(count), chunks_(scratch), end_(scratch), is_direct_(scratch + 4 * count) {}
-
-    // The symbols of a chunk. Those below DIRECT are their own tokens: a chunk of such only is kept as bytes.
+    // The symbols of a chunk.
     [[gnu::noinline]] void add(const uint32_t* symbols, int n) {
         uint8_t tokens[CHUNK];
-        bool is_direct = tokens_of(symbols, n, tokens);
+        bool is_direct = tokens_of(symbols, n, tokens) < DIRECT;
         counts_.add(tokens, n);
-        is_direct_[added_++] = is_direct;
-        int64_t bytes = is_direct ? n : 4 * n;
-        memcpy(end_, is_direct ? static_cast<const void*>(tokens) : symbols, size_t(bytes));
-        end_ += bytes;
+        kept_.add(symbols, tokens, is_direct ? 8 : 32, n);
     }
 
     // The payload's bytes; -1, and something in `out`, if there are more than `room`.
@@ -169,24 +164,21 @@ class HuffmanEncoder {
         Entry entries[TOKENS];
         uint64_t bits = 0;
         unsigned most = fill(code, counts, entries, bits);
-        int64_t chunks = chunks_of(count_), table_bytes = 2 * HUFFMAN_LANES * chunks;
+        int64_t chunks = kept_.units(), table_bytes = 2 * HUFFMAN_LANES * chunks;
         if (code.bytes() + table_bytes + int64_t(bits / 8) > room) return -1;
 
-        const uint8_t *payload = out, *end = out + room, *chunk = chunks_;
+        const uint8_t *payload = out, *end = out + room;
         uint8_t* table = code.write(out);
         out = table + table_bytes;
         for (int64_t c = 0; c < chunks; ++c) {
-            int n = length_of(c, count_);
-            bool is_direct = is_direct_[c];
             Lanes lanes;
-            encode_chunk(entries, most, chunk, is_direct, n, lanes);
-            chunk += is_direct ? n : 4 * n;
+            encode_chunk(entries, most, c, lanes);
             for (int l = 0; l < HUFFMAN_LANES; ++l) {
-                uint16_t size = uint16_t(lanes.sizes[l]);
+                int size = lanes.sizes[l];
                 if (size > end - out) return -1;
-                memcpy(table, &size, sizeof size);
-                memcpy(out, lanes.bytes[l], size);
-                table += sizeof size;
+                store16(table, uint16_t(size));
+                memcpy(out, lanes.bytes[l], size_t(size));
+                table += 2;
                 out += size;
             }
         }
@@ -238,11 +230,11 @@ class HuffmanEncoder {
         return most;
     }
 
-    static void encode_chunk(const Entry* entries, unsigned most, const uint8_t* chunk, bool is_direct, int n,
-                             Lanes& lanes) {
-        if (is_direct) return encode_lanes<4>(entries, chunk, nullptr, n, lanes);
+    void encode_chunk(const Entry* entries, unsigned most, int64_t c, Lanes& lanes) const {
+        int n = kept_.length(c);
+        if (kept_.width(c) == 8) return encode_lanes<4>(entries, kept_.symbols<uint8_t>(c), nullptr, n, lanes);
         uint8_t tokens[CHUNK];
-        auto symbols = reinterpret_cast<const uint32_t*>(chunk);
+        auto symbols = kept_.symbols<uint32_t>(c);
         tokens_of(symbols, n, tokens);
         if (most <= 14) return encode_lanes<4>(entries, tokens, symbols, n, lanes);
         if (most <= 28) return encode_lanes<2>(entries, tokens, symbols, n, lanes);
@@ -293,8 +285,7 @@ class HuffmanEncoder {
             lanes.sizes[l] = int(writers[l].out - lanes.bytes[l]) + (writers[l].filled > 0);
     }
 
-    int64_t count_, added_ = 0;
-    uint8_t *chunks_, *end_, *is_direct_;
+    KeptSymbols<UNIT>& kept_;
     ByteCounts counts_;
 };
 
@@ -317,9 +308,9 @@ class HuffmanDecoder {
         end_ = payload + bytes;
         int64_t lanes = HUFFMAN_LANES * chunks_of(count), sum = 0;
         if (end_ - sizes_ < 2 * lanes) return damaged(HUFFMAN_NO_LANES, end_ - sizes_);
-        first_chunk_ = sizes_ + 2 * lanes;
+        chunk_ = sizes_ + 2 * lanes;
         for (int64_t l = 0; l < lanes; ++l) sum += size_of(l);
-        if (sum != end_ - first_chunk_) return damaged(HUFFMAN_LANE_SUM, end_ - sizes_);
+        if (sum != end_ - chunk_) return damaged(HUFFMAN_LANE_SUM, end_ - sizes_);
         fill(code);
         return 0;
     }
@@ -327,10 +318,8 @@ class HuffmanDecoder {
     // Bits of what `decode` writes: 8 if all symbols are below DIRECT, else 32.
     unsigned width() const { return is_direct_ ? 8 : 32; }
 
-    // The symbols of a chunk, as integers of width() bits; false if they are damaged. Chunks are found fastest in
-    // order.
+    // The symbols of a chunk, as integers of width() bits; false if they are damaged. Chunks are decoded in order.
     bool decode(int64_t c, void* symbols) {
-        seek(c);
         int n = length_of(c, count_);
         Lanes lanes;
         uint64_t end = 0;
@@ -339,13 +328,14 @@ class HuffmanDecoder {
             lanes.ends[l] = end += size_of(HUFFMAN_LANES * c + l);
         }
         lanes.in = chunk_;
+        chunk_ += end;
         // Lanes are read without a look at their ends, as far as symbols of `most_bits_` would take. What may lie
         // outside the payload is decoded from a copy.
         uint8_t copy[HUFFMAN_LANES * MOST_LANE_BYTES + MOST_LANE_BYTES + SLACK];
         int64_t reach = int64_t(lanes.bits[HUFFMAN_LANES - 1] / 8) + LANE_SYMBOLS * most_bits_ / 8 + SLACK;
-        if (reach > end_ - chunk_) {
+        if (reach > end_ - lanes.in) {
             if (end > HUFFMAN_LANES * MOST_LANE_BYTES) return false;
-            memcpy(copy, chunk_, end);
+            memcpy(copy, lanes.in, end);
             memset(copy + end, 0, sizeof copy - end);
             lanes.in = copy;
         }
@@ -376,20 +366,7 @@ class HuffmanDecoder {
         }
     };
 
-    unsigned size_of(int64_t lane) const {
-        uint16_t size;
-        memcpy(&size, sizes_ + 2 * lane, sizeof size);
-        return size;
-    }
-
-    void seek(int64_t c) {
-        if (c < at_ || !chunk_) {
-            at_ = 0;
-            chunk_ = first_chunk_;
-        }
-        for (; at_ < c; ++at_)
-            for (int l = 0; l < HUFFMAN_LANES; ++l) chunk_ += size_of(HUFFMAN_LANES * at_ + l);
-    }
+    unsigned size_of(int64_t lane) const { return load16(sizes_ + 2 * lane); }
 
     // An entry: bits with the extra bits, bits of the code, token, 8 bits each.
     void fill(const HuffmanCode& code) {
@@ -442,7 +419,7 @@ class HuffmanDecoder {
         memcpy(lanes.bits, bits, sizeof bits);
     }
 
-    const uint8_t *sizes_ = nullptr, *first_chunk_ = nullptr, *end_ = nullptr;
+    const uint8_t *sizes_ = nullptr, *chunk_ = nullptr, *end_ = nullptr;  // chunk_: the one to decode next
     int64_t count_ = 0;
     unsigned most_bits_ = 0;  // of the longest token that has a code
     bool is_direct_ = false;
@@ -450,9 +427,6 @@ class HuffmanDecoder {
     struct {
         uint32_t base, extra_mask;
     } symbols_[TOKENS];  // of each token
-
-    int64_t at_ = 0;  // the chunk that lies at chunk_
-    const uint8_t* chunk_ = nullptr;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "bits.h"
 #include "format.h"
+#include "symbols.h"
 #include "tokens.h"
 
 namespace {
@@ -18,13 +19,7 @@ constexpr int64_t RANS_STATE_BYTES = 4 * RANS_LANES;  // of a page
 constexpr int64_t MOST_EXTRA_BITS = 32 - 1 - TOLD_BITS;
 constexpr uint64_t ONES = 0x0101010101010101u;  // in each byte
 
-inline int64_t pages_of(int64_t count) { return (count + RANS_PAGE - 1) / RANS_PAGE; }
 inline int64_t masks_of(int64_t count) { return (count + OCTET - 1) / OCTET; }
-
-inline int length_of_page(int64_t page, int64_t count) {
-    int64_t left = count - page * RANS_PAGE;
-    return int(left < RANS_PAGE ? left : RANS_PAGE);
-}
 
 // Whether any of eight tokens has.
 inline bool has_extra_bits(uint64_t octet) { return octet & DIRECT * ONES; }
@@ -154,37 +149,22 @@ class RansEncoder {
   public:
     static constexpr int64_t UNIT = RANS_PAGE;
 
-    // Room for the masks, tokens and extra bits of all pages, and for what is stored behind them in whole words.
-    static int64_t scratch_bytes(int64_t count) {
-        int64_t extra = count * MOST_EXTRA_BITS / 8 + pages_of(count);
-        return pages_of(count) * int64_t(sizeof(Page)) + masks_of(count) + count + SLACK + extra + SLACK;
-    }
-
-    RansEncoder(int64_t count, uint32_t mode, uint8_t* scratch) : count_(count), mode_(mode) {
-        pages_ = scratch;
-        masks_ = masks_end_ = pages_ + pages_of(count) * int64_t(sizeof(Page));
-        tokens_ = tokens_end_ = masks_ + masks_of(count);
-        extra_ = extra_end_ = tokens_ + count + SLACK;
-    }
+    RansEncoder(KeptSymbols<UNIT>& kept, uint32_t mode) : kept_(kept), mode_(mode) {}
 
     // The symbols of a page.
     [[gnu::noinline]] void add(const uint32_t* symbols, int n) {
         uint8_t tokens[RANS_PAGE];
-        bool is_direct = tokens_of(symbols, n, tokens);
-        for (int i = n; i % OCTET; ++i) tokens[i] = uint8_t(mode_);
-        const uint8_t *first_mask = masks_end_, *first_token = tokens_end_, *first_extra = extra_end_;
-        for (int i = 0; i < n; i += OCTET) {
-            uint64_t octet = load64(tokens + i), differing = octet ^ mode_ * ONES;
-            uint64_t chosen = (((differing & 0x7f * ONES) + 0x7f * ONES) | differing) >> 7 & ONES;
-            *masks_end_++ = uint8_t(chosen * 0x0102040810204080u >> 56);  // the ones as bits
-            store64(tokens_end_, compact_bytes(octet, chosen));
-            tokens_end_ += chosen * ONES >> 56;  // their number
-        }
-        if (!is_direct) add_extra_bits(symbols, tokens, n);
-        mask_counts_.add(first_mask, masks_end_ - first_mask);
-        token_counts_.add(first_token, tokens_end_ - first_token);
-        Page page = {uint32_t(tokens_end_ - first_token), uint32_t(extra_end_ - first_extra)};
-        memcpy(pages_ + added_++ * int64_t(sizeof page), &page, sizeof page);
+        uint32_t all = tokens_of(symbols, n, tokens);
+        uint8_t page[PAGE_BYTES];
+        int64_t masks = masks_of(n), differing = split(tokens, n, page);
+        mask_counts_.add(page, masks);
+        token_counts_.add(page + masks, differing);
+        int64_t p = kept_.added();
+        unsigned width = all < DIRECT ? 8 : all < 1 << 16 ? 16 : 32;
+        kept_.add(symbols, tokens, width, n);
+        kept_.note(p) = int32_t(differing);
+        // Behind symbols of 32 bits there is no room: `write` splits their tokens again.
+        if (width != 32) memcpy(kept_.rest(p), page, size_t(masks + differing));
     }
 
     // The payload's bytes; -1, and something in `out`, if there are more than `room`.
@@ -192,65 +172,108 @@ class RansEncoder {
         Frequencies masks, tokens;
         masks.normalise(mask_counts_);
         tokens.normalise(token_counts_);
-        if (1 + masks.bytes() + tokens.bytes() + added_ * (4 + RANS_STATE_BYTES) > room) return -1;
+        int64_t pages = kept_.units();
+        if (1 + masks.bytes() + tokens.bytes() + pages * (4 + RANS_STATE_BYTES) > room) return -1;
         const uint8_t *payload = out, *end = out + room;
         *out++ = uint8_t(mode_);
         uint8_t* table = tokens.write(masks.write(out));
-        out = table + 4 * added_;
+        out = table + 4 * pages;
 
         RansSteps mask_steps(masks), token_steps(tokens);
-        const uint8_t *next_mask = masks_, *next_token = tokens_, *next_extra = extra_;
-        for (int64_t p = 0; p < added_; ++p) {
-            Page page;
-            memcpy(&page, pages_ + p * int64_t(sizeof page), sizeof page);
-            int64_t page_masks = masks_of(length_of_page(p, count_));
-            uint16_t buffer[1 + RANS_PAGE + RANS_PAGE_MASKS];  // one word at most for each step
-            uint16_t* last = buffer + sizeof buffer / sizeof *buffer;
-            uint32_t states[RANS_LANES] = {RANS_LOWEST, RANS_LOWEST, RANS_LOWEST, RANS_LOWEST};
-            uint16_t* words = token_steps.put(next_token, page.tokens, states, last);
-            words = mask_steps.put(next_mask, page_masks, states, words);
-
-            int64_t word_bytes = 2 * (last - words);
-            if (RANS_STATE_BYTES + word_bytes + page.extra_bytes > end - out) return -1;
-            uint16_t sizes[2] = {uint16_t(last - words), uint16_t(page.extra_bytes)};
-            memcpy(table + 4 * p, sizes, sizeof sizes);
-            memcpy(out, states, sizeof states);
-            memcpy(out + RANS_STATE_BYTES, words, size_t(word_bytes));
-            memcpy(out + RANS_STATE_BYTES + word_bytes, next_extra, page.extra_bytes);
-            out += RANS_STATE_BYTES + word_bytes + page.extra_bytes;
-            next_mask += page_masks;
-            next_token += page.tokens;
-            next_extra += page.extra_bytes;
+        for (int64_t p = 0; p < pages; ++p, table += 4) {
+            int64_t bytes = write_page(p, mask_steps, token_steps, table, out, end - out);
+            if (bytes < 0) return -1;
+            out += bytes;
         }
         return out - payload;
     }
 
   private:
-    struct Page {
-        uint32_t tokens, extra_bytes;
-    };
+    static constexpr int64_t PAGE_BYTES = RANS_PAGE_MASKS + RANS_PAGE + SLACK;  // what `split` writes at most
 
-    void add_extra_bits(const uint32_t* symbols, const uint8_t* tokens, int n) {
+    // Splits the tokens of a page into masks and, behind them, those that differ from the mode; gives how many these
+    // are. Fills up the last octet with the mode.
+    int split(uint8_t* tokens, int n, uint8_t* page) const {
+        for (int i = n; i % OCTET; ++i) tokens[i] = uint8_t(mode_);
+        uint8_t *next_mask = page, *differing = page + masks_of(n), *next = differing;
+        for (int i = 0; i < n; i += OCTET) {
+            uint64_t octet = load64(tokens + i), differs = octet ^ mode_ * ONES;
+            uint64_t chosen = (((differs & 0x7f * ONES) + 0x7f * ONES) | differs) >> 7 & ONES;
+            *next_mask++ = uint8_t(chosen * 0x0102040810204080u >> 56);  // the ones as bits
+            store64(next, compact_bytes(octet, chosen));
+            next += chosen * ONES >> 56;  // their number
+        }
+        return int(next - differing);
+    }
+
+    // Page `p`, and its sizes into the table. As `write` in what it gives.
+    int64_t write_page(int64_t p, const RansSteps& mask_steps, const RansSteps& token_steps, uint8_t* table,
+                       uint8_t* out, int64_t room) const {
+        uint8_t again[PAGE_BYTES], extra[RANS_PAGE * MOST_EXTRA_BITS / 8 + SLACK];
+        int n = kept_.length(p);
+        const uint8_t* page = kept_.rest(p);
+        int64_t masks = masks_of(n), differing = kept_.note(p), extra_bytes = 0;
+        if (kept_.width(p) == 16) extra_bytes = write_extra_bits(kept_.symbols<uint16_t>(p), n, extra);
+        if (kept_.width(p) == 32) {
+            uint8_t tokens[RANS_PAGE];
+            auto symbols = kept_.symbols<uint32_t>(p);
+            tokens_of(symbols, n, tokens);
+            page = again;
+            split(tokens, n, again);
+            extra_bytes = write_extra_bits(symbols, n, extra);
+        }
+
+        uint16_t buffer[1 + RANS_PAGE + RANS_PAGE_MASKS];  // one word at most for each step
+        uint16_t* last = buffer + sizeof buffer / sizeof *buffer;
+        uint32_t states[RANS_LANES] = {RANS_LOWEST, RANS_LOWEST, RANS_LOWEST, RANS_LOWEST};
+        uint16_t* words = token_steps.put(page + masks, differing, states, last);
+        words = mask_steps.put(page, masks, states, words);
+
+        int64_t word_bytes = 2 * (last - words), bytes = RANS_STATE_BYTES + word_bytes + extra_bytes;
+        if (bytes > room) return -1;
+        store16(table, uint16_t(last - words));
+        store16(table + 2, uint16_t(extra_bytes));
+        memcpy(out, states, sizeof states);
+        memcpy(out + RANS_STATE_BYTES, words, size_t(word_bytes));
+        memcpy(out + RANS_STATE_BYTES + word_bytes, extra, size_t(extra_bytes));
+        return bytes;
+    }
+
+    // Whether none of eight symbols has extra bits.
+    static bool are_direct(const uint16_t* octet) {
+        return ((load64(octet) | load64(octet + 4)) & 0xff80ff80ff80ff80u) == 0;
+    }
+    static bool are_direct(const uint32_t* octet) {
+        uint64_t all = load64(octet) | load64(octet + 2) | load64(octet + 4) | load64(octet + 6);
+        return (all & 0xffffff80ffffff80u) == 0;
+    }
+
+    // The extra bits of a page; gives how many bytes they take.
+    template <class Symbol>
+    static int64_t write_extra_bits(const Symbol* symbols, int n, uint8_t* extra) {
+        uint8_t* out = extra;
         uint64_t bits = 0;
         unsigned filled = 0;  // below 8
-        for (int i = 0; i < n; i += OCTET) {
-            if (!has_extra_bits(load64(tokens + i))) continue;
-            for (int k = i; k < i + OCTET && k < n; ++k) {
-                unsigned extra_bits = extra_bits_of(tokens[k]);
-                bits |= uint64_t(symbols[k] >> 1 & ((1u << extra_bits) - 1)) << filled;
+        for (int i = 0; i < n;) {
+            if (i + OCTET <= n && are_direct(symbols + i)) {
+                i += OCTET;
+                continue;
+            }
+            for (int end = i + OCTET < n ? i + OCTET : n; i < end; ++i) {
+                unsigned extra_bits = extra_bits_of_symbol(symbols[i]);
+                bits |= uint64_t(symbols[i] >> 1 & ((1u << extra_bits) - 1)) << filled;
                 filled += extra_bits;
-                store64(extra_end_, bits);
-                extra_end_ += filled / 8;
+                store64(out, bits);
+                out += filled / 8;
                 bits >>= filled / 8 * 8;
                 filled %= 8;
             }
         }
-        extra_end_ += filled > 0;
+        return out + (filled > 0) - extra;
     }
 
-    int64_t count_, added_ = 0;
+    KeptSymbols<UNIT>& kept_;
     uint32_t mode_;
-    uint8_t *pages_, *masks_, *masks_end_, *tokens_, *tokens_end_, *extra_, *extra_end_;
     ByteCounts mask_counts_, token_counts_;
 };
 
@@ -289,13 +312,12 @@ class RansDecoder {
         Frequencies masks, tokens;
         if (int64_t wrong = masks.read(in, end, BYTE_VALUES)) return wrong;
         if (int64_t wrong = tokens.read(in, end, TOKENS)) return wrong;
-        int64_t pages = pages_of(count), sum = 0;
+        int64_t pages = units_of<UNIT>(count), sum = 0;
         if (end - in < 4 * pages) return damaged(RANS_NO_PAGES, end - in);
         sizes_ = in;
-        page_ = first_page_ = in + 4 * pages - payload;
-        at_ = 0;
+        page_ = in + 4 * pages - payload;
         for (int64_t p = 0; p < pages; ++p) sum += size_of(p).bytes();
-        if (sum != bytes - first_page_) return damaged(RANS_PAGE_SUM, end - in);
+        if (sum != bytes - page_) return damaged(RANS_PAGE_SUM, end - in);
         mask_slots_.fill(masks);
         token_slots_.fill(tokens);
         is_direct_ = true;
@@ -307,14 +329,14 @@ class RansDecoder {
     unsigned width() const { return is_direct_ ? 8 : 32; }
 
     // The symbols of a page, filled up to a whole octet, as integers of width() bits; false if they are damaged. Pages
-    // are found fastest in order.
+    // are decoded in order.
     bool decode(int64_t page, void* symbols) {
-        seek(page);
-        int n = length_of_page(page, count_), octets = int(masks_of(n));
+        int n = length_of_unit<UNIT>(page, count_), octets = int(masks_of(n));
         PageSize size = size_of(page);
         uint32_t states[RANS_LANES];
         memcpy(states, payload_ + page_, sizeof states);
         int64_t at = page_ + RANS_STATE_BYTES, extra = at + 2 * size.words;
+        page_ += size.bytes();
 
         uint8_t masks[RANS_PAGE_MASKS], tokens[RANS_PAGE + SLACK];
         if (mask_slots_.is_empty) return false;
@@ -343,19 +365,7 @@ class RansDecoder {
         int64_t bytes() const { return RANS_STATE_BYTES + 2 * words + extra_bytes; }
     };
 
-    PageSize size_of(int64_t page) const {
-        PageSize size;
-        memcpy(&size, sizes_ + 4 * page, sizeof size);
-        return size;
-    }
-
-    void seek(int64_t page) {
-        if (page < at_) {
-            at_ = 0;
-            page_ = first_page_;
-        }
-        while (at_ < page) page_ += size_of(at_++).bytes();
-    }
+    PageSize size_of(int64_t page) const { return {load16(sizes_ + 4 * page), load16(sizes_ + 4 * page + 2)}; }
 
     // The 64 bits from a byte of the payload on; zeros behind its end. (It has more than 8 bytes.)
     uint64_t load_at(int64_t at) const {
@@ -425,12 +435,10 @@ class RansDecoder {
     }
 
     const uint8_t *payload_ = nullptr, *sizes_ = nullptr;
-    int64_t bytes_ = 0, count_ = 0, first_page_ = 0;
+    int64_t bytes_ = 0, count_ = 0, page_ = 0;  // page_: where in the payload the page to decode next begins
     uint32_t mode_ = 0;
     bool is_direct_ = false;
     RansSlots mask_slots_, token_slots_;
-
-    int64_t at_ = 0, page_ = 0;  // the page that lies at payload_ + page_
 };
 
 }  // namespace

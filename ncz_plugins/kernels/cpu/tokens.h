@@ -21,20 +21,24 @@ inline unsigned extra_bits_of(unsigned token) {
     return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::TOLD_BITS) + ncz::LEAST_EXTRA_BITS;
 }
 
+inline unsigned extra_bits_of_symbol(uint32_t symbol) {
+    return symbol < ncz::DIRECT ? 0 : 31 - ncz::TOLD_BITS - unsigned(__builtin_clz(symbol));
+}
+
 // The lowest symbol of a token: one whose extra bits are all zero.
 inline uint32_t base_of(unsigned token) {
     return token < ncz::DIRECT ? token : (2 + (token >> 1 & 1)) << (extra_bits_of(token) + 1) | (token & 1);
 }
 
-// Gives whether all are below DIRECT, that is, the symbols themselves.
-inline bool tokens_of(const uint32_t* symbols, int n, uint8_t* tokens) {
+// Gives the bits that any of the symbols has: if that is below DIRECT, the tokens are the symbols themselves.
+inline uint32_t tokens_of(const uint32_t* symbols, int n, uint8_t* tokens) {
     uint32_t all = 0;
     for (int i = 0; i < n; ++i) all |= symbols[i];
     if (all < ncz::DIRECT)
         for (int i = 0; i < n; ++i) tokens[i] = uint8_t(symbols[i]);
     else
         for (int i = 0; i < n; ++i) tokens[i] = uint8_t(token_of(symbols[i]));
-    return all < ncz::DIRECT;
+    return all;
 }
 
 constexpr int BYTE_VALUES = 256;
