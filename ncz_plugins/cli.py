@@ -114,6 +114,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"kernels: {name}", status + (" (in use)" if name == kernels["in_use"] else "")
     if "error" in kernels:
         yield "kernels", kernels["error"]
+    yield "kernels: cuda", report["cuda_kernels"]
     for index, gpu in enumerate(report["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         yield f"GPU {index}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}"

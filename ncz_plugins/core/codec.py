@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,13 @@ from ..kernels.format import (
     max_frame_bytes,
 )
 from ..kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
-from ..kernels.scratch import Scratch
 from .config import Config
+from .device import Gpu, Host
 from .errors import FrameError
 from .frame import Layout, Window
 from .quantize import Scales
 from .stats import Counters
-
-_scratch = Scratch()
+from .trace import span
 
 
 def coding(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
@@ -49,22 +48,29 @@ def coding(config: Config, backend: Backend, link_gbps: float | None = None) -> 
 
 @dataclass
 class TensorCodec(ABC):
-    """Encodes what this rank holds, and decodes into where the result belongs. FrameError says what is damaged.
+    """Encodes what this rank holds, and decodes into where the result belongs.
+
+    FrameError says what is damaged. On a GPU that shows when a call is over: see `finish`.
 
     Attributes:
+        device: where all of these tensors live.
         source: this rank's values.
         output: where decoded frames go; it may be the memory of `source`.
         checksum: whether frames get a checksum, and must come with one.
         counters: takes the seconds spent in coding.
     """
 
-    backend: Backend
+    device: Host | Gpu
     layout: Layout
     coding: Coding
     source: Window
     output: Window
     checksum: bool
     counters: Counters
+
+    @property
+    def backend(self) -> Backend:
+        return self.device.backend
 
     @property
     @abstractmethod
@@ -85,30 +91,30 @@ class TensorCodec(ABC):
         Args:
             frames: if there are several, those of all other ranks, the rank after this one first.
         """
-        started = time.perf_counter()
-        # A frame is written here and then copied out at its real size, which is much smaller.
-        room = _scratch.of("frame", self.frame_capacity, torch.uint8)
-        try:
+        elements = self.layout.frame(segment, index)
+        with (
+            span("encode", self.source[elements].nbytes, self.counters),
+            _naming(f"frame {index} of segment {segment}"),
+        ):
+            room = self.device.room(self.frame_capacity)
             for frame in frames:
                 self._demand_checksum(frame)
-            size = self._write_sum(segment, index, frames, room)
-        except DamagedFrame as damage:
-            raise _frame_error(segment, index, damage) from damage
-        written = room[:size].clone()
-        if self.checksum:
-            self.backend.seal(written)
-        self.counters.encode_seconds += time.perf_counter() - started
+            written = self.device.trimmed(room, self._write_sum(segment, index, frames, room))
+            if self.checksum:
+                self.backend.seal(written)
         return written
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         """Write the values of a finished frame to the output."""
-        started = time.perf_counter()
-        try:
+        with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
             self._demand_checksum(frame)
             self._read(segment, index, frame)
-        except DamagedFrame as damage:
-            raise _frame_error(segment, index, damage) from damage
-        self.counters.decode_seconds += time.perf_counter() - started
+
+    def finish(self) -> None:
+        """Return once all that was asked for is done. Raises FrameError for damage that did not show before."""
+        self.device.settle()
+        with _naming("a frame"):
+            self.backend.check()
 
     @abstractmethod
     def _write_sum(self, segment: int, index: int, frames: list[Tensor], room: Tensor) -> int:
@@ -121,7 +127,7 @@ class TensorCodec(ABC):
     def _demand_checksum(self, frame: Tensor) -> None:
         """Kernels verify a checksum where there is one."""
         if self.checksum and frame.numel() >= HEADER_BYTES:
-            *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+            *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())
             if not flags & HAS_CHECKSUM:
                 raise DamagedFrame("it has no checksum, and entropy.checksum asks for one")
 
@@ -155,7 +161,7 @@ class QuantizingCodec(TensorCodec):
         if len(frames) == 1:
             return self.backend.reduce(frames[0], x, inverse_steps, self.coding, room, noise)
         if self._codes is None:
-            self._codes = torch.empty(self.layout.frame_elements, dtype=torch.int32)
+            self._codes = torch.empty(self.layout.frame_elements, dtype=torch.int32, device=x.device)
         codes = self._codes[: x.numel()]
         self.backend.quantize(x, inverse_steps, codes, noise)
         for frame in frames:
@@ -209,8 +215,47 @@ class LosslessCodec(TensorCodec):
         return values
 
 
-def _frame_error(segment: int, index: int, damage: DamagedFrame) -> FrameError:
-    return FrameError(
-        f"frame {index} of segment {segment} is damaged: {damage}. "
-        "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
-    )
+def codec_for(
+    config: Config,
+    device: Host | Gpu,
+    layout: Layout,
+    scales: Scales | None,
+    source: Window | None = None,
+    output: Window | None = None,
+    counters: Counters | None = None,
+    *,
+    call: int = 0,
+    rank: int = 0,
+    link_gbps: float | None = None,
+    divisor: float = 1,
+) -> TensorCodec:
+    """The codec of one tensor, as `config` wants it.
+
+    Args:
+        scales: the steps; None for one that keeps floats as they are.
+        source, output, counters: see TensorCodec. A codec that only writes needs no output, and one that only reads
+            no source.
+        call, rank: whose random numbers a stochastic quantizer takes.
+        link_gbps: see `coding`.
+        divisor: see LosslessCodec; `scales` are divided already.
+    """
+    how = coding(config, device.backend, link_gbps)
+    checksum = config.entropy.checksum
+    common = (device, layout, how, source, output, checksum, Counters() if counters is None else counters)
+    if scales is None:
+        return LosslessCodec(*common, divisor)
+    noise = None
+    if config.quantizer.kind == "stochastic":
+        noise = Noise(config.quantizer.seed, call % 2**32, rank)
+    return QuantizingCodec(*common, scales, noise)
+
+
+@contextmanager
+def _naming(frame: str):
+    try:
+        yield
+    except DamagedFrame as damage:
+        raise FrameError(
+            f"{frame} is damaged: {damage}. "
+            "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
+        ) from damage

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kernels.backend import Backend
-from ..kernels.format import DTYPES, Noise
-from .codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
+from ..kernels.format import DTYPES
+from .codec import TensorCodec, codec_for
 from .config import Config
+from .device import Gpu, Host
 from .errors import MismatchError
 from .frame import Layout, Window
 from .handshake import Comparison
 from .quantize import Bypass, derive, measure
 from .stats import Counters
+from .trace import span
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
 _PLAIN_BYTES = {
@@ -33,6 +34,8 @@ class Call:
     """One collective, ready to run.
 
     Attributes:
+        collective: its name in torch.distributed, one of `_PLAIN_BYTES`.
+        layout: how the whole tensor is cut, of which `source` and `output` hold parts.
         source: what this rank contributes.
         output: where the result goes; may be the memory of `source`.
         measured: segments of `source` that count in the agreement on steps.
@@ -67,28 +70,31 @@ class Call:
         }
 
 
-def run(call: Call, number: int, transport, backend: Backend, config: Config) -> Counters:
+def run(call: Call, number: int, transport, device: Host | Gpu, config: Config) -> Counters:
     """Run `call` to its end on this rank.
 
     Args:
         number: how many calls this rank has made, this one included.
         transport: a `Transport`, or what offers the same over another runtime.
+        device: where the tensors of `call` live.
 
     Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
     """
     input = call.source.data
-    plain_bytes = plain_wire_bytes(call.collective, input, transport.world_size)
+    plain_bytes = _plain_wire_bytes(call.collective, input, transport.world_size)
     counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
     started = time.perf_counter()
-    codec = _agree(call, number, transport, backend, config, counters)
-    counters.agree_seconds = time.perf_counter() - started
-    if isinstance(codec, Bypass):
+    with span("agree", input.nbytes, counters):
+        agreed = _agree(call, number, transport, device, config, counters)
+    if isinstance(agreed, Bypass):
         call.plain()
+        device.settle()
         counters.wire_bytes += plain_bytes
-        counters.bypasses[codec.value] = 1
+        counters.bypasses[agreed.value] = 1
     else:
         counters.compressed_calls = 1
-        call.schedule(transport, codec, counters)
+        call.schedule(transport, agreed, counters)
+        agreed.finish()
     counters.seconds = time.perf_counter() - started
     return counters
 
@@ -106,17 +112,17 @@ def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
 
 def bypassed(collective: str, input: Tensor, reason: Bypass, world_size: int) -> Counters:
     """The counters of a call that goes plain without asking the other ranks."""
-    sent = plain_wire_bytes(collective, input, world_size)
+    sent = _plain_wire_bytes(collective, input, world_size)
     return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, bypasses={reason.value: 1})
 
 
-def plain_wire_bytes(collective: str, input: Tensor, world_size: int) -> int:
+def _plain_wire_bytes(collective: str, input: Tensor, world_size: int) -> int:
     """What each rank sends, on average, when the collective runs plain."""
     return _PLAIN_BYTES[collective](input.nbytes, world_size)
 
 
 def _agree(
-    call: Call, number: int, transport, backend: Backend, config: Config, counters: Counters
+    call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
 ) -> TensorCodec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
@@ -126,22 +132,30 @@ def _agree(
     same_call = transport.start_max(comparison.tensor, counters)
     lossless = config.quantizer.kind == "lossless"
     if not lossless:
-        agreed = measure(backend, call.source, call.layout, call.measured, config.quantizer)
+        measured = measure(device.backend, call.source, call.layout, call.measured, config.quantizer)
     same_call.wait()
     for what, (low, high) in comparison.differing().items():
         raise MismatchError(
             f"{call.collective}: ranks differ in {what}: {described[what]} on rank {transport.rank}, "
             f"from {low} to {high} over all ranks. Every rank must make the same calls in the same order."
         )
-    how = coding(config, backend, transport.link_gbps)
-    common = (backend, call.layout, how, call.source, call.output, config.entropy.checksum, counters)
-    if lossless:
-        return LosslessCodec(*common, divisor=call.divisor)
-    transport.start_max(agreed, counters).wait()
-    scales = derive(agreed, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
-    if isinstance(scales, Bypass):
-        return scales
-    noise = None
-    if config.quantizer.kind == "stochastic":
-        noise = Noise(config.quantizer.seed, number % 2**32, transport.rank)
-    return QuantizingCodec(*common, scales, noise)
+    scales = None
+    if not lossless:
+        transport.start_max(measured, counters).wait()  # in place: now they are of all ranks
+        scales = derive(measured, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
+        if isinstance(scales, Bypass):
+            return scales
+        scales = scales.to(call.source.data.device)
+    return codec_for(
+        config,
+        device,
+        call.layout,
+        scales,
+        call.source,
+        call.output,
+        counters,
+        call=number,
+        rank=transport.rank,
+        link_gbps=transport.link_gbps,
+        divisor=call.divisor,
+    )

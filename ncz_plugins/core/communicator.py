@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import kernels
 from ..kernels.format import DTYPES
 from . import direct, plain, ring
 from .collective import Call, bypassed, frame_elements, layout_of_sum, run
 from .config import Config
+from .device import Gpu, Host, demand_kernels, moment
 from .errors import NczError, UnsupportedError
 from .frame import Layout, Window
 from .handshake import compare_ranks, meet
+from .nccl import NcclTransport, open_nccl
 from .quantize import Bypass
 from .stats import Statistics
-from .transport import Transport, open_group, peer_errors
+from .transport import Transport, open_gloo, peer_errors, timeout_of
 from .worker import Handle, Worker
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _DIRECT_RANKS = range(3, 9)  # 2 ranks send the same either way; with many, all-to-all opens too many paths
 _CLOSE_SECONDS = 5.0
+
+
+class _Way(NamedTuple):
+    """How tensors on one device are served."""
+
+    device: Host | Gpu
+    transport: Transport
 
 
 class Communicator:
@@ -63,14 +74,16 @@ class Communicator:
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
         self.world_size = len(self.ranks)
-        self._backend = kernels.cpu_backend()
         self._broken: NczError | None = None
         self._calls = 0
+        self._ways: dict[torch.device, _Way] = {}
         if self.world_size > 1:
-            store = meet(self.ranks, "communicator")
-            compare_ranks(store, self.rank, self.world_size, self.config)
-            self._own_group = open_group(self.group, store, self.config.transport.timeout_seconds)
-            self._transport = Transport(self._own_group)
+            self._store = meet(self.ranks, "communicator")
+            compare_ranks(self._store, self.rank, self.world_size, self.config)
+            seconds = self.config.transport.timeout_seconds
+            self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
+            self._control = open_gloo(self.group, self._store, self._timeout)
+            self._ways[torch.device("cpu")] = _Way(Host(), Transport(self._control))
             self._worker = Worker(f"ncz-communicator-{self.rank}")
 
     # ---------------------------------------------------------------- collectives
@@ -92,7 +105,7 @@ class Communicator:
             output=flat,
             measured=range(self.world_size),
             schedule=self._schedule.all_reduce,
-            plain=partial(self._plain_in_own_group, run_plain),
+            plain=partial(self._plain_in_own_group, run_plain, tensor.device),
             addends=self.world_size,
             divisor=self._divisor(op),
         )
@@ -118,7 +131,7 @@ class Communicator:
             output=Window(output.view(-1), layout.segment(self.rank).start),
             measured=range(self.world_size),
             schedule=self._schedule.reduce_scatter,
-            plain=partial(self._plain_in_own_group, run_plain),
+            plain=partial(self._plain_in_own_group, run_plain, input.device),
             addends=self.world_size,
             divisor=self._divisor(op),
         )
@@ -144,7 +157,7 @@ class Communicator:
             output=Window(output.view(-1)),
             measured=range(self.rank, self.rank + 1),
             schedule=self._schedule.all_gather,
-            plain=partial(self._plain_in_own_group, run_plain),
+            plain=partial(self._plain_in_own_group, run_plain, input.device),
         )
         return self._start(call, async_op)
 
@@ -170,7 +183,7 @@ class Communicator:
             output=flat,
             measured=range(1 if self.rank == root else 0),
             schedule=partial(self._schedule.broadcast, root=root),
-            plain=partial(self._plain_in_own_group, run_plain),
+            plain=partial(self._plain_in_own_group, run_plain, tensor.device),
             root=root,
         )
         return self._start(call, async_op)
@@ -182,7 +195,8 @@ class Communicator:
         if self.world_size > 1 and self._worker.close(_CLOSE_SECONDS) and self._broken is None:
             self._broken = NczError("this communicator was closed")
             # Dropped and not aborted: what is still on its way to a peer arrives.
-            del self._transport, self._own_group
+            self._ways.clear()
+            del self._control
 
     def __enter__(self) -> Communicator:
         return self
@@ -210,11 +224,7 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
         for tensor in (whole, part):
-            if tensor.device.type != "cpu":
-                raise UnsupportedError(
-                    f"tensor on {tensor.device}: this version compresses CPU tensors only; "
-                    "use torch.distributed for this tensor"
-                )
+            demand_kernels(tensor.device, self.config)
             if not tensor.is_contiguous():
                 raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
         if self.world_size == 1:
@@ -242,31 +252,44 @@ class Communicator:
         work = run_plain(self.group)
         return work if async_op else work.wait() and None
 
-    def _plain_in_own_group(self, run_plain: Callable) -> None:
+    def _plain_in_own_group(self, run_plain: Callable, device: torch.device) -> None:
         with peer_errors("the plain collective"):
-            run_plain(self._own_group).wait()
+            run_plain(self._ways[device].transport.group).wait()
 
     def _start(self, call: Call, async_op: bool) -> Handle | None:
         self._calls += 1
-        handle = self._worker.submit(partial(self._guarded, call, self._calls))
+        asked = moment(call.source.data.device)
+        handle = self._worker.submit(partial(self._guarded, call, self._calls, asked))
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def _guarded(self, call: Call, number: int) -> None:
+    def _guarded(self, call: Call, number: int, asked: torch.cuda.Event | None) -> None:
         """Run on the worker thread. A failure ends the communicator: its ranks no longer agree on what comes next."""
         if self._broken is not None:
             raise self._broken
         try:
-            self.stats.record(run(call, number, self._transport, self._backend, self.config))
+            device, transport = self._way(call.source.data.device)
+            with device.after(asked):
+                self.stats.record(run(call, number, transport, device, self.config))
         except BaseException as error:
             self._break(error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}"))
             raise
+
+    def _way(self, device: torch.device) -> _Way:
+        """How tensors on `device` are served. The first one on a GPU connects the GPUs of all ranks."""
+        if device not in self._ways:
+            store = dist.PrefixStore(f"nccl {len(self._ways)}", self._store)
+            group = open_nccl(store, self._control, device, self._timeout)
+            self._ways[device] = _Way(Gpu(device, self._timeout), NcclTransport(self._control, group, device))
+        return self._ways[device]
 
     def _break(self, error: NczError) -> None:
         """Refuse further calls and close the connections, so that peers that wait for us notice."""
         if self._broken is None:
             self._broken = error
-            self._transport.abort()
-            del self._transport, self._own_group
+            for way in self._ways.values():
+                way.transport.abort()
+            self._ways.clear()
+            del self._control

@@ -24,6 +24,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +32,13 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.backend import Backend
-from ..kernels.format import CHUNK, DTYPES, RANS_LANES, RANS_PAGE, Coding, Noise, chunks_of
-from .codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
-from .config import Config
+from ..kernels.format import CHUNK, DTYPES, RANS_LANES, RANS_PAGE, chunks_of
+from .codec import codec_for
+from .config import Config, Quantizer
+from .device import Host
 from .errors import BoundError, FrameError, UnsupportedError
 from .frame import Layout, Window
 from .quantize import Bypass, Scales, derive, measure, smallest_value, work_dtype
-from .stats import Counters
 
 _MAGIC = 0x435A434E  # "NCZC", little endian
 _VERSION = 1
@@ -70,23 +71,14 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
     """
     config = Config.load(config)
     flat = _flat(tensor)
-    backend = kernels.cpu_backend()
+    device = Host()
     layout = Layout.of([flat.numel()], config.transport.frame_bytes // flat.element_size())
-    scales = _scales(backend, flat, layout, config)
-    kind = _LOSSLESS if scales is None else _KINDS.index(config.quantizer.kind)
-    noise = Noise(config.quantizer.seed, call=0, rank=0) if kind == _KINDS.index("stochastic") else None
-    how = coding(config, backend)
-    codec = codec_of(backend, layout, how, scales, noise, source=Window(flat), checksum=config.entropy.checksum)
+    scales = _scales(device.backend, flat, layout, config)
+    codec = codec_for(config, device, layout, scales, source=Window(flat))
     frames = _in_threads(threads, lambda index: codec.encode(0, index), range(layout.frames))
-
-    block = 0 if kind == _LOSSLESS else config.quantizer.block_in_effect
-    steps = np.empty(0) if scales is None else _per_block(scales.scales, block).numpy()
-    fields = (_MAGIC, _VERSION, DTYPES.index(flat.dtype), kind, tensor.dim(), layout.frame_elements, block, 0)
-    head = _bytes(bytearray(_HEAD.pack(*fields) + np.array(tensor.shape, dtype="<u8").tobytes() + steps.tobytes()))
-    head[_HEAD.size - 4 : _HEAD.size] = _bytes(bytearray(struct.pack("<I", backend.checksum(head))))
-    pieces = [head]
+    pieces = [_head(device.backend, tensor, config.quantizer, layout, scales)]
     for frame in frames:
-        pieces += [_bytes(bytearray(struct.pack("<Q", frame.numel()))), frame]
+        pieces += [_bytes(struct.pack("<Q", frame.numel())), frame]
     return torch.cat(pieces)
 
 
@@ -100,14 +92,54 @@ def decompress(data: Tensor, *, threads: int = 1) -> Tensor:
     """
     if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
         raise UnsupportedError("decompress takes what compress returned: a flat uint8 tensor in host memory")
-    backend = kernels.cpu_backend()
-    data = data.contiguous()
-    dtype, shape, layout, scales, rest = read_head(backend, data)
-    frames = split_frames(rest, layout)
-    flat = torch.empty(layout.numel, dtype=dtype)
-    codec = codec_of(backend, layout, Coding(), scales, output=Window(flat))
-    _in_threads(threads, lambda index: codec.decode(0, index, frames[index]), range(layout.frames))
-    return flat.view(shape)
+    found = contents_of(data.contiguous())
+    flat = torch.empty(found.layout.numel, dtype=found.dtype)
+    # Frames say how they were written, so that the configuration does not matter.
+    codec = codec_for(Config(), Host(), found.layout, found.scales, output=Window(flat))
+    _in_threads(threads, lambda index: codec.decode(0, index, found.frames[index]), range(found.layout.frames))
+    return flat.view(found.shape)
+
+
+class Contents(NamedTuple):
+    """What stands in a compressed tensor; `scales` is None if that is held without loss."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    layout: Layout
+    scales: Scales | None
+    frames: list[Tensor]
+
+
+def contents_of(data: Tensor) -> Contents:
+    """What `data`, uint8, [bytes], says of itself. Raises FrameError; the frames are for the codec to look at."""
+    if data.numel() < _HEAD.size:
+        raise FrameError(f"{data.numel()} bytes are too few for a compressed tensor")
+    magic, version, dtype, kind, dimensions, frame_elements, block, checksum = _HEAD.unpack(data[: _HEAD.size].numpy())
+    if magic != _MAGIC:
+        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a compressed tensor")
+    if version != _VERSION:
+        raise FrameError(f"the compressed tensor has version {version}; this build reads version {_VERSION}")
+    if dtype >= len(DTYPES) or kind >= len(_KINDS) or block % CHUNK or (kind == _LOSSLESS and block):
+        raise FrameError(f"dtype {dtype}, kind {kind} or block {block} of a compressed tensor is unknown")
+    if frame_elements % CHUNK or not 0 < frame_elements <= _MAX_FRAME_ELEMENTS:
+        raise FrameError(f"frames of {frame_elements} elements are impossible")
+    sizes, rest = _numbers(data[_HEAD.size :], "<i8", dimensions)
+    shape = sizes.tolist()
+    if min(shape, default=0) < 0 or math.prod(max(1, size) for size in shape) >= 1 << 62:
+        raise FrameError(f"shape {shape} is impossible")
+    count = math.prod(shape)
+    work = np.dtype(work_dtype(DTYPES[dtype]))
+    blocks = 0 if kind == _LOSSLESS else -(-count // block) if block else 1
+    steps, rest = _numbers(rest, work.newbyteorder("<"), blocks)
+    if (actual := kernels.cpu_backend().checksum(data[: data.numel() - rest.numel()])) != checksum:
+        raise FrameError(f"the head of a compressed tensor has checksum {actual:#010x}, it says {checksum:#010x}")
+    if not (np.isfinite(steps) & (steps > 0)).all():
+        raise FrameError("a step is not a positive number")
+    layout = Layout((count,), frame_elements)
+    if len(rest) < layout.frames * _SIZE_BYTES + -(-count // RANS_PAGE) * _LEAST_PAGE_BYTES:
+        raise FrameError(f"{len(rest)} bytes can't hold the {count} elements that the head says")
+    scales = None if kind == _LOSSLESS else _per_chunk(steps.astype(work), block, chunks_of(count))
+    return Contents(DTYPES[dtype], shape, layout, scales, _split(rest, layout.frames))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -137,63 +169,33 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
     return None if isinstance(scales, Bypass) else scales
 
 
-def codec_of(
-    backend: Backend,
-    layout: Layout,
-    how: Coding,
-    scales: Scales | None,
-    noise: Noise | None = None,
-    source: Window | None = None,
-    output: Window | None = None,
-    checksum: bool = False,
-) -> TensorCodec:
-    common = (backend, layout, how, source, output, checksum, Counters())
-    return LosslessCodec(*common) if scales is None else QuantizingCodec(*common, scales, noise)
+def _head(backend: Backend, tensor: Tensor, quantizer: Quantizer, layout: Layout, scales: Scales | None) -> Tensor:
+    """Everything before the frames."""
+    kind, block, steps = _LOSSLESS, 0, b""
+    if scales is not None:
+        kind, block = _KINDS.index(quantizer.kind), quantizer.block_in_effect
+        steps = _per_block(scales.scales, block).numpy().tobytes()
+    dtype = DTYPES.index(tensor.dtype)
+    fields = _HEAD.pack(_MAGIC, _VERSION, dtype, kind, tensor.dim(), layout.frame_elements, block, 0)
+    head = _bytes(fields + np.array(tensor.shape, dtype="<u8").tobytes() + steps)
+    head[_HEAD.size - 4 : _HEAD.size] = _bytes(struct.pack("<I", backend.checksum(head)))
+    return head
 
 
 def _per_block(per_chunk: Tensor, block: int) -> Tensor:
     return per_chunk[:: block // CHUNK] if block else per_chunk[:1]
 
 
-def read_head(backend: Backend, data: Tensor) -> tuple[torch.dtype, list[int], Layout, Scales | None, Tensor]:
-    """Dtype, shape, cuts and steps, and the bytes that follow the head."""
-    if data.numel() < _HEAD.size:
-        raise FrameError(f"{data.numel()} bytes are too few for a compressed tensor")
-    magic, version, dtype, kind, dimensions, frame_elements, block, checksum = _HEAD.unpack(data[: _HEAD.size].numpy())
-    if magic != _MAGIC:
-        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a compressed tensor")
-    if version != _VERSION:
-        raise FrameError(f"the compressed tensor has version {version}; this build reads version {_VERSION}")
-    if dtype >= len(DTYPES) or kind >= len(_KINDS) or block % CHUNK or (kind == _LOSSLESS and block):
-        raise FrameError(f"dtype {dtype}, kind {kind} or block {block} of a compressed tensor is unknown")
-    if frame_elements % CHUNK or not 0 < frame_elements <= _MAX_FRAME_ELEMENTS:
-        raise FrameError(f"frames of {frame_elements} elements are impossible")
-    shape, rest = _numbers(data[_HEAD.size :], "<i8", dimensions)
-    count = math.prod(shape.tolist())
-    if (shape < 0).any() or math.prod(max(1, size) for size in shape.tolist()) >= 1 << 62:
-        raise FrameError(f"shape {shape.tolist()} is impossible")
-    work = np.dtype(work_dtype(DTYPES[dtype]))
-    blocks = 0 if kind == _LOSSLESS else -(-count // block) if block else 1
-    steps, rest = _numbers(rest, work.newbyteorder("<"), blocks)
-    if (actual := backend.checksum(data[: data.numel() - rest.numel()])) != checksum:
-        raise FrameError(f"the head of a compressed tensor has checksum {actual:#010x}, it says {checksum:#010x}")
-    if not (np.isfinite(steps) & (steps > 0)).all():
-        raise FrameError("a step is not a positive number")
-    layout = Layout((count,), frame_elements)
-    if len(rest) < layout.frames * _SIZE_BYTES + -(-count // RANS_PAGE) * _LEAST_PAGE_BYTES:
-        raise FrameError(f"{len(rest)} bytes can't hold the {count} elements that the head says")
-    if kind == _LOSSLESS:
-        return DTYPES[dtype], shape.tolist(), layout, None, rest
-    chunks = chunks_of(count)
-    per_chunk = np.repeat(steps, min(block // CHUNK, chunks) if block else chunks)[:chunks]
-    scales = torch.from_numpy(per_chunk.astype(work))
-    return DTYPES[dtype], shape.tolist(), layout, Scales(inverse_steps=1 / scales, scales=scales), rest
+def _per_chunk(per_block: np.ndarray, block: int, chunks: int) -> Scales:
+    repeated = np.repeat(per_block, min(block // CHUNK, chunks) if block else chunks)[:chunks]
+    scales = torch.from_numpy(repeated)
+    return Scales(inverse_steps=1 / scales, scales=scales)
 
 
-def split_frames(data: Tensor, layout: Layout) -> list[Tensor]:
-    """The frames in `data`, which holds nothing else."""
+def _split(data: Tensor, count: int) -> list[Tensor]:
+    """The `count` frames in `data`, which holds nothing else."""
     frames = []
-    for _ in range(layout.frames):
+    for _ in range(count):
         (size,), data = _numbers(data, "<u8", 1)
         if size > len(data):
             raise FrameError(f"frame {len(frames)} has {size} bytes, only {len(data)} are left")
@@ -212,8 +214,8 @@ def _numbers(data: Tensor, dtype, count: int) -> tuple[np.ndarray, Tensor]:
     return np.frombuffer(data[:size].numpy().tobytes(), dtype=dtype), data[size:]
 
 
-def _bytes(buffer: bytearray) -> Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _in_threads(threads: int, function: Callable, items: Iterable) -> list:

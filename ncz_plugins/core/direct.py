@@ -59,7 +59,8 @@ def _peers(transport: Transport, codec: TensorCodec, counters: Counters) -> dict
     """A stream to and from every other rank; each rank begins with its right neighbour, to spread the load."""
     n, rank = transport.world_size, transport.rank
     order = [(rank + i) % n for i in range(1, n)]
-    return {peer: transport.stream(peer, peer, codec.frame_capacity, counters) for peer in order}
+    streams = transport.streams([(peer, peer) for peer in order], codec.frame_capacity, counters)
+    return dict(zip(order, streams))
 
 
 def _reduced(transport: Transport, codec: TensorCodec, streams: dict[int, Stream]):

@@ -53,10 +53,20 @@ class Scales:
     inverse_steps: Tensor
     scales: Tensor
 
+    def to(self, device: torch.device) -> Scales:
+        """The same in the memory of `device`."""
+        return Scales(self.inverse_steps.to(device), self.scales.to(device))
+
 
 def work_dtype(dtype: torch.dtype) -> type[np.floating]:
     """The numpy dtype in which values of `dtype` are quantized."""
     return np.float64 if dtype == torch.float64 else np.float32
+
+
+def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
+    """Bounds below this are not told apart: neither steps nor the scales of an average would have all their digits."""
+    # A quarter of the bound is left to the step, see `_finest`, and that divided makes the scale.
+    return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 
 
 def measure(backend: Backend, source: Window, layout: Layout, segments: range, quantizer: Quantizer) -> Tensor:
@@ -71,8 +81,8 @@ def measure(backend: Backend, source: Window, layout: Layout, segments: range, q
     squares = np.zeros(layout.chunks)
     for i in segments:
         here = layout.segment_chunks(i)
-        low, high, total = backend.chunk_statistics(source[layout.segment(i)])
-        highest[here], negated[here], squares[here] = high.numpy(), -low.numpy(), total.numpy()
+        low, high, total = (each.cpu().numpy() for each in backend.chunk_statistics(source[layout.segment(i)]))
+        highest[here], negated[here], squares[here] = high, -low, total
     absmax = np.maximum(highest, negated)
     measured = [[absmax.max(initial=0.0)]]
     if quantizer.mode != "abs":
@@ -112,8 +122,7 @@ def derive(
         bound = quantizer.value * relative_to
         if ((largest + bound) * (addends / divisor) > final.max).any():
             return Bypass.NON_FINITE
-    # Below this, neither steps nor the scales of an average have all their digits: such bounds are not told apart.
-    bound = np.maximum(bound, 4 * float(info.tiny) * max(1, divisor))
+    bound = np.maximum(bound, smallest_bound(dtype, divisor))
     too_fine = bound < _finest(largest, quantizer, work, addends)
     usable = bound - _reserved(work) * (largest + bound)
     if addends == 1 and dtype.itemsize == 2:

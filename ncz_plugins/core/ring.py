@@ -58,7 +58,8 @@ def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root
 
 def _neighbours(transport: Transport, codec: TensorCodec, counters: Counters) -> Stream:
     n, rank = transport.world_size, transport.rank
-    return transport.stream((rank + 1) % n, (rank - 1) % n, codec.frame_capacity, counters)
+    [stream] = transport.streams([((rank + 1) % n, (rank - 1) % n)], codec.frame_capacity, counters)
+    return stream
 
 
 def _reduced(transport: Transport, codec: TensorCodec, stream: Stream, last_hop_is_sent: bool):

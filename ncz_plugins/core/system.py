@@ -1,7 +1,7 @@
 """What this machine has that matters here: the facts behind `ncz info`.
 
-Nothing is assumed to exist, and neither DeepSpeed, Horovod nor CuPy is imported: their versions
-come from the installed metadata.
+Nothing is assumed to exist, and neither DeepSpeed nor Horovod is imported, CuPy only where there is a GPU: their
+versions come from the installed metadata.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def report() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu(),
         "kernels": cpu_kernels(),
+        "cuda_kernels": cuda_kernels(),
         **torch_facts(),
         "packages": {name: installed_version(*names) for name, names in _PACKAGES.items()},
         "compilers": {name: compiler(name) for name in ("g++", "nvcc")},
@@ -77,6 +78,13 @@ def cpu_kernels() -> dict[str, Any]:
             return found | {"in_use": kernels.cpu_backend().name}
         except ImportError as error:
             return found | {"in_use": None, "error": str(error)}
+
+
+def cuda_kernels() -> str:
+    """ "ok", or the reason why there are no kernels for CUDA tensors."""
+    from .. import kernels
+
+    return kernels.cuda_status()
 
 
 def torch_facts() -> dict[str, Any]:

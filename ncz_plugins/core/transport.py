@@ -1,13 +1,14 @@
 """Frames between the ranks of one torch.distributed process group.
 
-Payload sizes vary, and some backends (NCCL) need the exact size of a receive. So every frame's size
-travels ahead of it as a message of its own, and the receive is posted as soon as the size is known.
+Payload sizes vary, and a receive needs the exact size. So every frame's size travels ahead of it as a
+message of its own, and the receive is posted as soon as the size is known. Here gloo carries it all,
+between CPUs; for GPUs see nccl.py.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import system
 from .errors import FrameError, PeerError, UnsupportedError
 from .stats import Counters
+from .trace import span
 
 _SIZE_TAG, _FRAME_TAG = 1, 2
 # Sizes are waited for only once this many later ones are due: by then they have arrived, and the
@@ -24,20 +26,21 @@ _SIZE_TAG, _FRAME_TAG = 1, 2
 _SIZES_AHEAD = 2
 
 
-def open_group(group: dist.ProcessGroup, store: dist.Store, timeout_seconds: float | None) -> dist.ProcessGroup:
-    """A process group of our own over the ranks of `group`, which meet at `store`.
+def open_gloo(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo process group of our own over the ranks of `group`, which meet at `store`.
 
     torch.distributed.new_group will not do: it needs every rank of the world, or it derives the
     group's name from how many groups a rank is in, which may differ between ranks.
     """
     if not dist.is_gloo_available():
-        raise UnsupportedError("torch was built without gloo, which carries compressed CPU tensors")
-    timeout = _timeout_of(group) if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        raise UnsupportedError(
+            "torch was built without gloo, which carries sizes, agreements and compressed CPU tensors"
+        )
     with peer_errors("connecting to the other ranks"):
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The time-out that the user gave the group, or torch's default where its backend tells none."""
     for device in ("cpu", "cuda"):
         try:
@@ -51,26 +54,32 @@ class Transport:
     """Point-to-point frames and small agreements over a process group of our own.
 
     Args:
-        group: a process group that nothing else sends through.
+        group: a gloo process group that nothing else sends through.
+
+    Attributes:
+        group: the process group that carries tensors, frames and plain collectives.
 
     Every method that waits raises PeerError when a peer is dead or silent for longer than the
     group's time-out.
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+        self.group = self._control = group
         self.rank = group.rank()
         self.world_size = group.size()
         self.link_gbps = system.gloo_link_gbps()
 
     def abort(self) -> None:
         """Drop the connections at once, so that peers that wait for this rank notice."""
-        if hasattr(self._group, "abort"):  # else it goes with its last reference
-            self._group.abort()
+        if hasattr(self._control, "abort"):  # else it goes with its last reference
+            self._control.abort()
 
-    def stream(self, to: int, source: int, frame_capacity: int, counters: Counters) -> Stream:
-        """Frames to rank `to` and from rank `source`, each in the order sent."""
-        return Stream(self._group, to, source, frame_capacity, counters)
+    def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[Stream]:
+        """All that one collective on this rank sends through: for each (to, source), frames to one rank, from another.
+
+        Frames of one stream arrive in the order sent.
+        """
+        return [Stream(self._control, to, source, frame_capacity, counters) for to, source in peers]
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """Begin to replace `tensor` by its element-wise maximum over ranks."""
@@ -78,19 +87,20 @@ class Transport:
         options.reduceOp = dist.ReduceOp.MAX
         counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         with peer_errors("agreeing with the other ranks"):
-            return Agreement(self._group.allreduce([tensor], options), counters)
+            return Agreement(self._control.allreduce([tensor], options), tensor.nbytes, counters)
 
 
 class Agreement:
     """A MAX all-reduce under way."""
 
-    def __init__(self, work: dist.Work, counters: Counters):
+    def __init__(self, work: dist.Work, nbytes: int, counters: Counters):
         self._work = work
+        self._nbytes = nbytes
         self._counters = counters
 
     def wait(self) -> None:
         """Return once the tensor holds the maximum."""
-        with peer_errors("agreeing with the other ranks", self._counters):
+        with span("wait", self._nbytes, self._counters), peer_errors("agreeing with the other ranks"):
             self._work.wait()
 
 
@@ -100,12 +110,15 @@ class Stream:
     Sends never block, so a schedule may send any number of frames before it receives one. To stay
     free of deadlock it says that a frame is expected only once its peer can send that frame without
     a further one from here.
+
+    Args:
+        control: the gloo process group that carries the sizes, and here the frames as well.
     """
 
-    def __init__(self, group: dist.ProcessGroup, to: int, source: int, frame_capacity: int, counters: Counters):
-        self._group = group
-        self._to = to
-        self._source = source
+    def __init__(self, control: dist.ProcessGroup, to: int, source: int, frame_capacity: int, counters: Counters):
+        self._control = control
+        self.to = to
+        self.source = source
         self._capacity = frame_capacity
         self._counters = counters
         self._sending: list[tuple[dist.Work, Tensor]] = []
@@ -114,17 +127,15 @@ class Stream:
 
     def send(self, frame: Tensor) -> None:
         """Start to send a frame (uint8). It must not change until `finish`."""
-        size = torch.tensor([frame.numel()])
-        with peer_errors(f"sending to rank {self._to}"):
-            self._sending.append((self._group.send([size], self._to, _SIZE_TAG), size))
-            self._sending.append((self._group.send([frame], self._to, _FRAME_TAG), frame))
-        self._counters.wire_bytes += size.nbytes + frame.nbytes
+        self._announce(frame)
+        with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
+            self._sending.append((self._control.send([frame], self.to, _FRAME_TAG), frame))
 
     def expect(self) -> None:
         """One more frame will come."""
         size = torch.empty(1, dtype=torch.int64)
-        with peer_errors(f"receiving from rank {self._source}"):
-            self._sizes.append((self._group.recv([size], self._source, _SIZE_TAG), size))
+        with peer_errors(f"receiving from rank {self.source}"):
+            self._sizes.append((self._control.recv([size], self.source, _SIZE_TAG), size))
 
     def exchange(self, frame: Tensor) -> None:
         """Send a frame and expect its counterpart, which the peer is about to send."""
@@ -138,49 +149,57 @@ class Stream:
         # One beyond the frame wanted now, so that the link has work while this one is decoded.
         while self._sizes and len(self._frames) < 2:
             self._post()
-        work, frame = self._frames.popleft()
-        with peer_errors(f"receiving from rank {self._source}", self._counters):
-            work.wait()
-        return frame
+        return self._arrived()
 
     def finish(self) -> None:
         """Wait until all frames have left, so that their memory may go."""
-        with peer_errors(f"sending to rank {self._to}", self._counters):
+        left = sum(tensor.nbytes for _, tensor in self._sending)
+        with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
             for work, _ in self._sending:
                 work.wait()
         self._sending.clear()
 
     def _post(self) -> None:
         """Start to receive the frame whose size comes next."""
+        frame = torch.empty(self._incoming_size(), dtype=torch.uint8)
+        with peer_errors(f"receiving from rank {self.source}"):
+            self._frames.append((self._control.recv([frame], self.source, _FRAME_TAG), frame))
+
+    def _arrived(self) -> Tensor:
+        """The oldest frame that is being received, once it is there."""
+        work, frame = self._frames.popleft()
+        with span("wait", frame.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
+            work.wait()
+        return frame
+
+    def _announce(self, frame: Tensor) -> None:
+        """Tell the peer how large the frame is that it will get."""
+        size = torch.tensor([frame.numel()])
+        with peer_errors(f"sending to rank {self.to}"):
+            self._sending.append((self._control.send([size], self.to, _SIZE_TAG), size))
+        self._counters.wire_bytes += size.nbytes + frame.nbytes
+
+    def _incoming_size(self) -> int:
+        """Bytes of the next expected frame."""
         work, size = self._sizes.popleft()
-        with peer_errors(f"receiving from rank {self._source}", self._counters):
+        with span("wait", size.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
         # The size comes from the network: check it before memory is taken for it.
         if not 0 < size.item() <= self._capacity:
             raise FrameError(
-                f"rank {self._source} announced a frame of {size.item()} bytes; between 1 and {self._capacity} "
+                f"rank {self.source} announced a frame of {size.item()} bytes; between 1 and {self._capacity} "
                 "are possible for this call. All ranks must run the same version of ncz_plugins."
             )
-        frame = torch.empty(size.item(), dtype=torch.uint8)
-        with peer_errors(f"receiving from rank {self._source}"):
-            self._frames.append((self._group.recv([frame], self._source, _FRAME_TAG), frame))
+        return size.item()
 
 
-class peer_errors:
-    """Turns what a backend raises into PeerError, and counts the time as waiting where asked to."""
-
-    def __init__(self, doing: str, waiting: Counters | None = None):
-        self._doing = doing
-        self._waiting = waiting
-
-    def __enter__(self):
-        self._started = time.perf_counter()
-
-    def __exit__(self, kind, error, _):
-        if self._waiting is not None:
-            self._waiting.wait_seconds += time.perf_counter() - self._started
-        if isinstance(error, RuntimeError):
-            raise PeerError(
-                f"{self._doing} failed: {error}. A peer has died, left, or not answered within the time-out; "
-                "look at its log, and raise transport.timeout_seconds if it was only slow."
-            ) from error
+@contextmanager
+def peer_errors(doing: str):
+    """Turns what a backend raises into PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{doing} failed: {error}. A peer has died, left, or not answered within the time-out; "
+            "look at its log, and raise transport.timeout_seconds if it was only slow."
+        ) from error

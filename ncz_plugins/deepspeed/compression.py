@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..core.communicator import Communicator
 from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
+from ..core.device import demand_kernels
 from ..core.errors import ConfigError, MismatchError, NczError, UnsupportedError
 from ..core.handshake import compare_ranks, meet
 from ..core.stats import Statistics
@@ -98,12 +100,10 @@ def _refuse_what_goes_round(deepspeed_config, config: Config) -> None:
             f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed only gradients can be compressed; "
             'allowed: ["gradient"]'
         )
-    device = get_accelerator().device_name()
-    if device != "cpu":
-        raise UnsupportedError(
-            f"{DEEPSPEED_KEY}: the accelerator is {device}; this version compresses CPU tensors only. "
-            "Remove the key, or run with DS_ACCELERATOR=cpu"
-        )
+    try:
+        demand_kernels(torch.device(get_accelerator().device_name()), config)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{DEEPSPEED_KEY}: {error}. Remove the key, or run with DS_ACCELERATOR=cpu") from None
     if deepspeed_config.compile_config.deepcompile:
         raise UnsupportedError(
             f"compile.deepcompile: true can't be combined with {DEEPSPEED_KEY}: it reduces gradients from C++, "

@@ -15,9 +15,9 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..core import direct, ring
 from ..core.collective import Call, bypassed, layout_of_sum, run
+from ..core.device import Host
 from ..core.errors import MismatchError, PeerError, UnsupportedError
 from ..core.frame import Window
 from ..core.handshake import Comparison
@@ -159,7 +159,7 @@ class _State:
             )
             transport = self._ring(compressor, process_set) if on_ring else HorovodTransport(process_set, name)
             try:
-                compressor.stats.record(run(call, number, transport, kernels.cpu_backend(), compressor.config))
+                compressor.stats.record(run(call, number, transport, Host(), compressor.config))
             except PeerError as error:  # what elastic training recovers from
                 raise hvd.HorovodInternalError(str(error)) from error
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):

@@ -1,6 +1,6 @@
 """Kernels: quantize, select and entropy-code. The same bytes from every backend.
 
-`reference` (numpy) is the specification, `cpu` (C++) is what normally runs on host tensors.
+`reference` (numpy) is the specification, `cpu` (C++) is what normally runs on host tensors, `cuda` on those of a GPU.
 This package imports nothing of `ncz_plugins.core`.
 """
 
@@ -39,6 +39,36 @@ def statuses() -> dict[str, str]:
         except ImportError as error:
             found[name] = str(error)
     return found
+
+
+@functools.cache
+def cuda_backend() -> Backend:
+    """The backend for tensors on CUDA devices. ImportError says why there is none here, and what to install."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError(
+            "torch finds no CUDA device here" if torch.version.cuda else "this torch is built without CUDA"
+        )
+    try:
+        from .cuda.nvrtc import CupyLauncher
+    except ImportError as error:
+        raise ImportError(
+            f'the CUDA kernels need CuPy ({error}): pip install "ncz_plugins[cuda]", or "ncz_plugins[cuda12]" for a '
+            "CUDA 12 driver"
+        ) from error
+    from .cuda import CudaBackend
+
+    return CudaBackend(CupyLauncher())
+
+
+def cuda_status() -> str:
+    """ "ok", or the reason why there are no kernels for CUDA devices here."""
+    try:
+        cuda_backend()
+    except ImportError as error:
+        return str(error)
+    return "ok"
 
 
 @functools.cache

@@ -9,13 +9,16 @@ Shapes and dtypes that all methods share:
 - `codes`: int32, [count].
 - `frame` to write: uint8 with room for at least `format.max_frame_bytes(count)`; the method returns
   how many bytes it wrote. `frame` to read: uint8, exactly one frame.
+- All tensors of a call are on one device. On a CUDA device calls return before the work is done, which goes on
+  in the order of the current stream; a size is a `cuda.DeviceSize` then, an integer that the host only waits for
+  when it is used as one.
 - `coding`: `format.Coding`, which coder and predictor to use.
 - `noise`: `format.Noise` to round at random, None to round to the nearest.
 
 Backends never check what a caller inside this package gets right by construction (dtype, device,
 contiguity); they check everything that came over a network, and raise `format.DamagedFrame`. Nothing
 is written then, unless the damage of a HUFFMAN or RANS frame shows only on decoding: what the output
-holds is undefined in that case.
+holds is undefined in that case. On a CUDA device, damage does not show before `check` is called.
 """
 
 from __future__ import annotations
@@ -85,9 +88,19 @@ class Backend(ABC):
     def checksum(self, frame: Tensor) -> int:
         """The checksum of a whole frame, whatever stands in its checksum field."""
 
+    def check(self) -> None:  # noqa: B027 - most backends have nothing to do here
+        """Raise DamagedFrame for what calls since the last check found damaged. CPU kernels have raised at once."""
+
     def seal(self, frame: Tensor) -> None:
-        """Give a finished frame its checksum. The decoders verify it."""
+        """Give a finished frame its checksum. The decoders verify it.
+
+        Args:
+            frame: begins with the frame, and may go on behind it, so that a frame can be sealed whose size the host
+                does not know yet.
+        """
         header = HEADER.unpack_from(frame[:HEADER_BYTES].numpy())
+        *_, payload_bytes, _, _ = header
+        frame = frame[: HEADER_BYTES + payload_bytes]
         fields = [*header[:-2], HAS_CHECKSUM]
         HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, 0)
         HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, self.checksum(frame))

@@ -20,20 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..core import container
-from ..core.codec import QuantizingCodec, TensorCodec, coding
+from ..core.codec import QuantizingCodec, TensorCodec, codec_for
 from ..core.config import Config, Quantizer
+from ..core.device import Host
 from ..core.errors import UnsupportedError
 from ..core.frame import Layout, Window
-from ..core.quantize import Bypass, derive, measure
-from ..kernels.format import CHUNK, HEADER, HEADER_BYTES, Coder, Noise, Predictor
+from ..core.quantize import Bypass, derive, measure, smallest_bound
+from ..kernels.format import CHUNK, HEADER, HEADER_BYTES, Coder, Predictor
 
 DTYPES = ("float16", "float32", "float64")
 _MAGIC = b"\x93NUMPY"
 _WHY_LOSSLESS = {
     Bypass.NON_FINITE: "it holds NaN or infinity, or values so large that the bound would lead there",
     Bypass.NOT_WORTH: "at this bound codes would take about as many bits as the floats",
+    Bypass.CODE_OVERFLOW: "where its values vary so little, no bound of this mode is wide enough for 32-bit codes",
 }
 
 
@@ -90,9 +91,8 @@ class Trial:
     @property
     def blocks_over(self) -> int:
         """How many blocks have an element outside their own bound."""
-        # Bounds below the smallest normal numbers are not told apart: see quantize.derive.
-        tiny = np.finfo(np.promote_types(self.array.dtype, np.float32)).tiny
-        allowed = np.where(self.bounds > 0, np.maximum(self.bounds, 4 * float(tiny)), 0)
+        smallest = smallest_bound(self.codec.source.data.dtype)
+        allowed = np.where(self.bounds > 0, np.maximum(self.bounds, smallest), 0)
         return int((self.errors > allowed).sum())
 
 
@@ -119,8 +119,9 @@ def run(array: np.ndarray, config: Config) -> Trial:
     """Compress and decompress `array`, as `read_array` returns it. Raises BoundError."""
     tensor = torch.from_numpy(array)
     data = container.compress(tensor, config)
-    codec, frames = _opened(data, tensor, config)
-    layout, quantizer = codec.layout, config.quantizer
+    found = container.contents_of(data)
+    layout, frames, quantizer = found.layout, found.frames, config.quantizer
+    codec = codec_for(config, Host(), layout, found.scales, source=Window(tensor.reshape(-1)))
     quantized = isinstance(codec, QuantizingCodec)
     bounded = quantizer.kind != "lossless" and array.size > 0
     block = quantizer.block_in_effect if bounded else 0
@@ -224,18 +225,6 @@ class Occurrences:
         values, which = np.unique(values, return_inverse=True)
         self._parts = [(values, np.bincount(which, weights=counts))]
         self._joined = values.size
-
-
-def _opened(data: Tensor, tensor: Tensor, config: Config) -> tuple[TensorCodec, list[Tensor]]:
-    """What made the frames in `data`, and the frames."""
-    backend = kernels.cpu_backend()
-    _, _, layout, scales, rest = container.read_head(backend, data)
-    noise = Noise(config.quantizer.seed, call=0, rank=0) if config.quantizer.kind == "stochastic" else None
-    source = Window(tensor.reshape(-1))
-    codec = container.codec_of(
-        backend, layout, coding(config, backend), scales, noise, source, checksum=config.entropy.checksum
-    )
-    return codec, container.split_frames(rest, layout)
 
 
 def _why_lossless(codec: TensorCodec, quantizer: Quantizer) -> str:

@@ -38,6 +38,7 @@ def run(worker: str, world_size: int, tmp_path: Path, *arguments: str, seconds: 
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "NCCL_HOSTID": f"host-{rank}",  # as if on hosts of their own: several ranks may then share one GPU
             "NCZ_TEST_RESULT": str(tmp_path / f"rank{rank}.json"),
         }
         log = open(tmp_path / f"rank{rank}.log", "w+")

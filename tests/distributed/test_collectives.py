@@ -1,6 +1,7 @@
 """Real processes over gloo: right, within the bound, and bit-identical on every rank."""
 
 import pytest
+import torch
 from processes import results, run
 
 
@@ -11,6 +12,16 @@ def test_every_collective_on_every_rank(world_size, tmp_path):
     assert len(names) > 60
     for name in names:
         assert len({outcome[name] for outcome in outcomes}) == 1, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_collective_on_a_gpu(world_size, tmp_path):
+    outcomes = results(run("collectives", world_size, tmp_path, "cuda", seconds=200))
+    for name in outcomes[0]:
+        if not name.startswith("reduce_scatter"):
+            assert len({outcome[name] for outcome in outcomes}) == 1, name
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -5,23 +5,35 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from ncz_plugins.core.nccl import NcclTransport
 from ncz_plugins.core.transport import Transport
 
 _SECONDS = 60
 
 
-def play(world_size: int, body: Callable[[Transport], object]) -> list:
-    """What `body` returns on each rank. The first rank that raises decides what is raised."""
+def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool = False) -> list:
+    """What `body` returns on each rank. The first rank that raises decides what is raised.
+
+    Args:
+        in_rounds: frames travel as they do over NCCL, but for the fusing of sends and receives, over gloo.
+    """
     store = dist.HashStore()
     results: list = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
+    def gloo(name: str, rank: int) -> dist.ProcessGroup:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, timedelta(seconds=_SECONDS))
+
     def run(rank: int) -> None:
         try:
-            group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_SECONDS))
-            results[rank] = body(Transport(group))
+            control = gloo("control", rank)
+            if in_rounds:
+                results[rank] = body(NcclTransport(control, gloo("frames", rank), torch.device("cpu")))
+            else:
+                results[rank] = body(Transport(control))
         except BaseException as error:
             errors.append((rank, error))
 

@@ -136,6 +136,7 @@ def test_info_as_json_tells_what_is_here(ncz):
     assert report["python"]["version"] == platform.python_version()
     assert (report["torch"], report["numpy"]) == (torch.__version__, numpy.__version__)
     assert report["kernels"]["status"] == kernels.statuses()
+    assert report["cuda_kernels"] == kernels.cuda_status()
     assert report["kernels"]["status"][report["kernels"]["in_use"]] == "ok"
     assert report["distributed"]["gloo"] == torch.distributed.is_gloo_available()
     assert len(report["gpus"]) == torch.cuda.device_count()

@@ -7,6 +7,7 @@ from ncz_plugins import kernels
 from ncz_plugins.core import system
 from ncz_plugins.core.codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
 from ncz_plugins.core.config import Config
+from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.frame import Layout, Window
 from ncz_plugins.core.handshake import Comparison
@@ -40,7 +41,7 @@ def test_coders_and_predictors_are_known_by_their_names(coder, predictor):
 def codec(lossless: bool, checksum: bool, numel: int = 20) -> TensorCodec:
     ones = torch.ones(1)
     window, output = Window(torch.arange(float(numel))), Window(torch.full((numel,), -1.0))
-    common = (BACKEND, Layout.of([numel], CHUNK), Coding(), window, output, checksum, Counters())
+    common = (Host(), Layout.of([numel], CHUNK), Coding(), window, output, checksum, Counters())
     return LosslessCodec(*common) if lossless else QuantizingCodec(*common, Scales(ones, ones))
 
 

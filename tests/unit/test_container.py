@@ -12,7 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ncz_plugins import BoundError, Config, ConfigError, FrameError, UnsupportedError, compress, decompress, kernels
+from ncz_plugins import (
+    BoundError,
+    Config,
+    ConfigError,
+    FrameError,
+    UnsupportedError,
+    compress,
+    decompress,
+    kernels,
+    trial,
+)
 from ncz_plugins.core import container
 from ncz_plugins.kernels.format import CHUNK, DTYPES, HAS_CHECKSUM, HEADER_BYTES
 
@@ -132,8 +142,10 @@ def test_what_quantizing_would_hardly_shrink_is_held_without_loss():
 
 def test_what_no_bound_of_the_mode_serves_is_held_without_loss():
     for tensor in (torch.tensor(3.7), torch.full((5000,), 3.7)):
-        data = compress(tensor, {"quantizer": {"kind": "stochastic", "mode": "range", "value": 0.1}})
+        config = Config(quantizer={"kind": "stochastic", "mode": "range", "value": 0.1})
+        data = compress(tensor, config)
         assert kind_of(data) == "lossless" and same_bits(decompress(data), tensor)
+        assert "no bound of this mode" in trial.run(tensor.numpy(), config).lossless_because
         data = compress(tensor, {"quantizer": {"mode": "range", "value": 0.1}})
         assert kind_of(data) == "error_bound" and same_bits(decompress(data), tensor)
 
@@ -299,8 +311,7 @@ def test_overwritten_bytes_are_refused_or_give_a_tensor(drawn, lossless):
 def test_checksums_are_in_every_frame():
     for config, flags in ((FINE, 0), (FINE | {"entropy": {"checksum": True}}, HAS_CHECKSUM)):
         data = compress(randn(200_000), config)
-        _, _, layout, _, rest = container.read_head(kernels.cpu_backend(), data)
-        frames = container.split_frames(rest, layout)
+        frames = container.contents_of(data).frames
         assert len(frames) > 2
         assert {int(frame[HEADER_BYTES - 8]) for frame in frames} == {flags}
 

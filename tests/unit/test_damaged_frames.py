@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ncz_plugins import kernels
+from ncz_plugins.kernels import damage
 from ncz_plugins.kernels.format import (
     CHUNK,
     HEADER_BYTES,
+    HUFFMAN_LANES,
     MAGIC,
     VERSION,
     Coder,
@@ -31,6 +35,7 @@ pytestmark = pytest.mark.skipif(not COMPILED, reason="no compiled kernels to com
 
 
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS)
+VERSION_AT, CODER_AT, PREDICTOR_AT, WIDTH_AT, FLAGS_AT = 4, 5, 6, 7, 16  # bytes of the header
 
 
 def frame_of(count: int, coder: Coder, predictor: Predictor) -> torch.Tensor:
@@ -42,7 +47,7 @@ def frame_of(count: int, coder: Coder, predictor: Predictor) -> torch.Tensor:
         codes >>= 8  # such as pay, so that the frame is none of RAW
     frame = torch.empty(max_frame_bytes(count), dtype=torch.uint8)
     written = REFERENCE.encode_codes(codes.to(torch.int32), Coding(coder, predictor), frame)
-    assert frame[5] == coder
+    assert frame[CODER_AT] == coder
     return frame[:written].clone()
 
 
@@ -52,14 +57,14 @@ FRAMES = {
     for predictor in (Predictor.NONE, Predictor.DELTA)
     for count in ((1, 75) if coder in (Coder.RAW, Coder.FIXED) else (700,))
 }
-LONG = {
-    f"{coder.name}-{predictor.name}": (2 * CHUNK + 75, frame_of(2 * CHUNK + 75, coder, predictor))
-    for coder, predictor in (
-        (Coder.RAW, Predictor.DELTA),
-        (Coder.FIXED, Predictor.NONE),
-        (Coder.FIXED, Predictor.DELTA),
-        (Coder.HUFFMAN, Predictor.NONE),
-        (Coder.RANS, Predictor.NONE),
+LONG = {  # several chunks; with entropy coders, which the reference is slow at, the fewest that are several
+    f"{coder.name}-{predictor.name}": (count, frame_of(count, coder, predictor))
+    for coder, predictor, count in (
+        (Coder.RAW, Predictor.DELTA, 2 * CHUNK + 75),
+        (Coder.FIXED, Predictor.NONE, 2 * CHUNK + 75),
+        (Coder.FIXED, Predictor.DELTA, 2 * CHUNK + 75),
+        (Coder.HUFFMAN, Predictor.NONE, CHUNK + 75),
+        (Coder.RANS, Predictor.NONE, CHUNK + 75),
     )
 }
 frames = pytest.mark.parametrize("count,frame", FRAMES.values(), ids=FRAMES.keys())
@@ -72,7 +77,7 @@ def verdict(backend, frame: torch.Tensor, count: int) -> list[int] | str:
         backend.decode_codes(frame, codes)
     except DamagedFrame as error:
         # What HUFFMAN and RANS frames hold is only known once it is decoded.
-        if frame.numel() < 6 or frame[5] not in (Coder.HUFFMAN, Coder.RANS):
+        if frame.numel() <= CODER_AT or frame[CODER_AT] not in (Coder.HUFFMAN, Coder.RANS):
             assert (codes == UNTOUCHED).all(), f"{backend.name} wrote codes of a damaged frame"
         return str(error)
     return codes.tolist()
@@ -104,15 +109,57 @@ def test_bytes_behind_the_frame(count, frame):
 
 
 @frames
-def test_every_value_of_every_header_byte(count, frame):
+def test_every_value_of_a_header_byte_that_says_what_the_frame_is(count, frame):
     accepted = 0
-    for at in range(HEADER_BYTES):
+    for at in (VERSION_AT, CODER_AT, PREDICTOR_AT, WIDTH_AT, FLAGS_AT):
         for value in range(256):
             damaged = frame.clone()
             damaged[at] = value
             result = check(damaged, count)
             accepted += isinstance(result, list) and value != frame[at]
     assert accepted == 1  # the other predictor: as valid, other codes
+
+
+@frames
+def test_every_flipped_bit_of_the_numbers_in_the_header(count, frame):
+    """They must be equal to something: a bit that nobody compares shows when it alone is flipped."""
+    for at in set(range(HEADER_BYTES)) - {VERSION_AT, CODER_AT, PREDICTOR_AT, WIDTH_AT}:
+        for bit in range(8):
+            damaged = frame.clone()
+            damaged[at] ^= 1 << bit
+            assert isinstance(check(damaged, count), str), (at, bit)
+
+
+def test_every_cause_that_kernels_know_has_its_words():
+    header = (Path(damage.__file__).parent / "cpu" / "format.h").read_text()
+    causes = re.findall(r"= (\d+)", re.search(r"enum Damage.*?};", header, re.DOTALL)[0])
+    assert len(causes) > 20
+    for cause in map(int, causes):
+        assert str(damage.error(-(cause + 256 * 1000), b"", 2000, 1))  # with nothing at hand
+
+
+@pytest.mark.parametrize("coder", [Coder.HUFFMAN, Coder.RANS])
+def test_without_the_frame_at_hand_its_damage_is_worded_all_the_same(coder):
+    count = 700
+    frame, said = with_another_table(frame_of(count, coder, Predictor.NONE), count)
+    what, held = re.fullmatch(r"(.*) add up to \d+ bytes, the payload holds (\d+)", said).groups()
+    cause, table = {Coder.HUFFMAN: (18, 2 * HUFFMAN_LANES), Coder.RANS: (24, 4)}[coder]
+    result = -(cause + 256 * (int(held) + table))
+    header, read = frame[:HEADER_BYTES].numpy().tobytes(), lambda first, size: frame[first:][:size].numpy().tobytes()
+    assert str(damage.error(result, header, frame.numel(), count, read)) == said
+    without = f"{what} do not add up to the {held} bytes that the payload holds"
+    assert str(damage.error(result, header, frame.numel(), count)) == without
+
+
+def with_another_table(frame: torch.Tensor, count: int) -> tuple[torch.Tensor, str]:
+    """`frame` with one number in its table of sizes changed, and what backends say about it."""
+    for at in range(HEADER_BYTES, frame.numel()):
+        damaged = frame.clone()
+        damaged[at] ^= 1
+        said = check(damaged, count)
+        if isinstance(said, str) and re.search(r"add up to \d+ bytes", said):
+            return damaged, said
+    pytest.fail("no byte of this frame is in a table of sizes")
 
 
 def made_up(coder: Coder, count: int, payload: bytes) -> torch.Tensor:

@@ -307,6 +307,41 @@ def test_the_smallest_value_is_that(kind, mode, dtype):
         assert (scales is not Bypass.CODE_OVERFLOW) == works
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("average_of", [1, 3, 64])
+def test_the_smallest_steps_and_scales_have_all_their_digits(average_of, dtype, kind):
+    """However small the bound: denormal numbers have fewer digits, and some devices take them for zero."""
+    tiny = torch.finfo(dtype).tiny
+    layout = Layout.split(1, 1, 1 << 20, 0)
+    too_fine = 0
+    for value in tiny * average_of * np.array([2.0**-20, 0.5, 1, 2, 4, 5]):
+        quantizer = Quantizer(kind=kind, mode="abs", value=value)
+        # The larger the values beside the bound, the smaller are the steps, until it is too fine.
+        for largest in tiny * average_of * np.geomspace(0.01, 2.0**36, 150):
+            measured = measure(BACKEND, Window(torch.tensor([largest], dtype=dtype)), layout, range(1), quantizer)
+            scales = derive(measured, layout, quantizer, dtype, addends=average_of, divisor=average_of)
+            if scales is Bypass.CODE_OVERFLOW:
+                too_fine += 1
+            else:
+                assert scales.scales.min() >= tiny and scales.inverse_steps.isfinite().all(), (value, largest)
+    assert 0 < too_fine < 6 * 150 / 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_finest_bound_leaves_a_quarter_to_the_step(kind, mode):
+    """The rest of it covers what float32 arithmetic may add; with less, codes would grow for hardly any gain."""
+    tensor = torch.randn(CHUNK, generator=torch.Generator().manual_seed(6))
+    layout, quantizer = Layout.split(CHUNK, 1, 1 << 20, 0), Quantizer(kind=kind, mode=mode, block=0)
+    measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
+    smallest = smallest_value(measured, layout, quantizer, tensor.dtype)
+    quantizer = quantizer.model_copy(update={"value": 1.0001 * smallest})
+    step = derive(measured, layout, quantizer, tensor.dtype, addends=1).scales[0].double()
+    whole = {"error_bound": 2, "stochastic": 1}[kind] * float(per_element([tensor], quantizer)[0])
+    assert 0.25 <= step / whole < 0.251
+
+
 def test_where_no_value_will_do_there_is_no_smallest():
     tensor = torch.full((5000,), 1000.0)
     tensor[::2] = 1000.0001  # one unit in the last place

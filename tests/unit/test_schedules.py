@@ -1,5 +1,7 @@
 """Ring and direct over real gloo, all ranks in one process: exact sums, and the same on every rank."""
 
+from functools import partial
+
 import pytest
 import torch
 from ranks import play
@@ -9,6 +11,7 @@ from ncz_plugins.core import direct, ring
 from ncz_plugins.core.codec import LosslessCodec
 from ncz_plugins.core.collective import Call, run
 from ncz_plugins.core.config import Config
+from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.frame import Layout, Window
 from ncz_plugins.core.quantize import derive, measure
@@ -24,7 +27,13 @@ STOCHASTIC = Config(quantizer={"kind": "stochastic", "seed": 7, **BOUNDED})
 LOSSLESS = Config(quantizer={"kind": "lossless"})
 CHECKED = Config(quantizer=BOUNDED, entropy={"checksum": True})
 LOSSLESS_CHECKED = Config(quantizer={"kind": "lossless"}, entropy={"checksum": True})
-ALL = {"nearest": CONFIG, "stochastic": STOCHASTIC, "lossless": LOSSLESS, "checked": CHECKED}
+ALL = {  # name: configuration, and whether frames travel in rounds
+    "nearest": (CONFIG, False),
+    "stochastic": (STOCHASTIC, False),
+    "lossless": (LOSSLESS, False),
+    "checked": (CHECKED, False),
+    "in rounds": (CONFIG, True),
+}
 WORLD_SIZES = (2, 3, 4, 8)  # one rank never gets as far as a schedule
 
 
@@ -39,7 +48,7 @@ def go(transport, config: Config, number: int = 1, **call) -> Counters:
     def plain():
         raise AssertionError("the call went plain")
 
-    return run(Call(plain=plain, **call), number, transport, kernels.cpu_backend(), config)
+    return run(Call(plain=plain, **call), number, transport, Host(), config)
 
 
 def expected_sum(world_size: int, numel: int) -> torch.Tensor:
@@ -56,6 +65,7 @@ def all_reduce(
     dtype=torch.float32,
     average: bool = False,
     inputs=values,
+    in_rounds: bool = False,
 ) -> list[torch.Tensor]:
     """The result on each rank."""
 
@@ -76,7 +86,7 @@ def all_reduce(
         )
         return tensor
 
-    return play(world_size, body)
+    return play(world_size, body, in_rounds)
 
 
 def same_bits(tensors: list[torch.Tensor]) -> bool:
@@ -92,19 +102,19 @@ def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel, 
     outcomes = [
         tensor
         for schedule in SCHEDULES
-        for frame_elements in (CHUNK, 3 * CHUNK, 1 << 20)
-        for tensor in all_reduce(schedule, world_size, numel, frame_elements, config)
+        for frame_elements, in_rounds in ((CHUNK, False), (3 * CHUNK, False), (3 * CHUNK, True), (1 << 20, False))
+        for tensor in all_reduce(schedule, world_size, numel, frame_elements, config, in_rounds=in_rounds)
     ]
     assert (outcomes[0].double() - expected_sum(world_size, numel)).abs().max() <= world_size * BOUND
-    # One set of bits: on all ranks, for both schedules, for every frame size.
+    # One set of bits: on all ranks, for both schedules, for every frame size and way to travel.
     assert same_bits(outcomes)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("part", [1, 4097, 3 * CHUNK])
-@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
-def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, config):
+@pytest.mark.parametrize("config, in_rounds", ALL.values(), ids=ALL)
+def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, config, in_rounds):
     def body(transport):
         layout = Layout.of([part] * world_size, CHUNK)
         output = torch.full((part,), float("nan"))
@@ -121,7 +131,7 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
         )
         return output
 
-    whole = torch.cat(play(world_size, body))
+    whole = torch.cat(play(world_size, body, in_rounds))
     bound = 1e-5 if config is LOSSLESS else world_size * BOUND
     assert (whole.double() - expected_sum(world_size, part * world_size)).abs().max() <= bound
 
@@ -129,8 +139,8 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("part", [1, 4097, 3 * CHUNK])
-@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
-def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config):
+@pytest.mark.parametrize("config, in_rounds", ALL.values(), ids=ALL)
+def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config, in_rounds):
     def body(transport):
         layout = Layout.of([part] * world_size, CHUNK)
         output = torch.full((part * world_size,), float("nan"))
@@ -146,7 +156,7 @@ def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config
         )
         return output
 
-    outcomes = play(world_size, body)
+    outcomes = play(world_size, body, in_rounds)
     exact = torch.cat([values(rank, part) for rank in range(world_size)])
     assert (outcomes[0] - exact).abs().max() <= (0 if config is LOSSLESS else BOUND)
     assert same_bits(outcomes)
@@ -155,8 +165,8 @@ def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("root", [0, -1])
-@pytest.mark.parametrize("config", ALL.values(), ids=ALL)
-def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, config):
+@pytest.mark.parametrize("config, in_rounds", ALL.values(), ids=ALL)
+def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, config, in_rounds):
     root %= world_size
     numel = 5 * CHUNK + 1
 
@@ -175,7 +185,7 @@ def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, 
         )
         return tensor
 
-    outcomes = play(world_size, body)
+    outcomes = play(world_size, body, in_rounds)
     assert (outcomes[0] - values(root, numel)).abs().max() <= (0 if config is LOSSLESS else BOUND)
     assert same_bits(outcomes)
 
@@ -282,12 +292,12 @@ def test_lossless_ranks_still_compare_their_calls():
 def test_a_lossless_owner_adds_in_rank_order(segment):
     """1e8 + 1 - 1e8 + 1: only one order gives what rank order gives."""
     parts = [torch.full((10,), x) for x in (1e8, 1.0, -1e8, 1.0)]
-    layout, backend = Layout.of([10] * 4, CHUNK), kernels.cpu_backend()
+    layout = Layout.of([10] * 4, CHUNK)
     counters = Counters()
 
     def codec(rank: int) -> LosslessCodec:
         window = Window(parts[rank].repeat(4))
-        return LosslessCodec(backend, layout, Coding(), window, Window(torch.zeros(40)), False, counters)
+        return LosslessCodec(Host(), layout, Coding(), window, Window(torch.zeros(40)), False, counters)
 
     owner = codec(segment)
     frame = owner.sum(segment, 0, [codec((segment + i) % 4).encode(segment, 0) for i in (1, 2, 3)])
@@ -306,21 +316,20 @@ def test_with_checksums_every_frame_has_one_and_nothing_else_changes(schedule, w
     flags = []
 
     def body(transport):
-        stream = transport.stream
+        streams = transport.streams
+
+        def noting(receive):
+            frame = receive()
+            flags.append(HEADER.unpack(frame[:HEADER_BYTES].numpy())[-2])
+            return frame
 
         def watched(*args):
-            made = stream(*args)
-            receive = made.receive
-
-            def noted():
-                frame = receive()
-                flags.append(HEADER.unpack(frame[:HEADER_BYTES].numpy())[-2])
-                return frame
-
-            made.receive = noted
+            made = streams(*args)
+            for stream in made:
+                stream.receive = partial(noting, stream.receive)
             return made
 
-        transport.stream = watched
+        transport.streams = watched
         tensor = values(transport.rank, 20_001)
         go(
             transport,
@@ -392,9 +401,9 @@ def test_wire_bytes_are_what_the_peer_receives():
 def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
     def body(transport):
         if transport.rank == 1:
-            transport._group.send([torch.tensor([announced])], 0, 1).wait()
+            transport.group.send([torch.tensor([announced])], 0, 1).wait()
             return
-        stream = transport.stream(1, 1, frame_capacity=1000, counters=Counters())
+        [stream] = transport.streams([(1, 1)], frame_capacity=1000, counters=Counters())
         stream.expect()
         with pytest.raises(FrameError, match=f"{announced} bytes"):
             stream.receive()

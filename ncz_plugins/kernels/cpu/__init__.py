@@ -7,29 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .. import damage
 from ..backend import Backend
-from ..format import (
-    DTYPES,
-    HEADER,
-    HEADER_BYTES,
-    HUFFMAN_LANES,
-    MAGIC,
-    RANS_LANES,
-    RANS_PAGE,
-    VERSION,
-    Coding,
-    Costs,
-    DamagedFrame,
-    Noise,
-    chunks_of,
-)
+from ..format import DTYPES, HEADER_BYTES, Coding, Costs, Noise, chunks_of
+from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
 ABI_VERSION = 2  # ncz::ABI_VERSION in format.h
@@ -52,36 +38,6 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
 }
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
-_HEADER_FIELDS = "magic version coder predictor width stored payload_bytes flags checksum".split()
-_DAMAGE = {  # ncz::Damage in format.h: what the reference says, in its words
-    1: f"{{bytes}} bytes are too few for a frame header of {HEADER_BYTES}",
-    2: f"magic is {{magic:#010x}}, not {MAGIC:#010x}: not a frame",
-    3: f"frame version is {{version}}; this build reads version {VERSION}",
-    4: "header has unknown flags {flags:#x}, or a checksum ({checksum:#x}) without its flag",
-    5: "predictor {predictor} is unknown",
-    6: "frame holds {stored} codes, expected {count}",
-    7: "payload has {payload} bytes, the header says {payload_bytes}",
-    8: "RAW payload has {payload} bytes for {count} symbols of {width} bits",
-    9: "coder {coder} with width {width} is unknown",
-    10: "FIXED payload has {payload} bytes, fewer than its table of {table}",
-    11: "chunk sizes add up to {value} bytes, the payload holds {chunk_bytes}",
-    12: "FIXED chunk has a width over 32 or too few width bytes",
-    13: "FIXED chunk has {value} bytes, its widths ask for another number",
-    14: "checksum is {value:#010x}, the header says {checksum:#010x}",
-    15: "HUFFMAN code has {value} lengths in a payload of {payload} bytes",
-    16: "HUFFMAN code is not complete",
-    17: "HUFFMAN payload has {value} bytes behind its code, its table of lanes takes {lane_table}",
-    18: "lane sizes add up to {lane_bytes} bytes, the payload holds {lanes}",
-    19: "a HUFFMAN lane does not end where it should",
-    20: "RANS payload of {payload} bytes begins with mode {value}",
-    21: "RANS payload is too short for its frequencies, or they are of unknown values",
-    22: "RANS frequencies do not add up to the whole",
-    23: "RANS payload has {value} bytes behind its frequencies, its pages' table takes more",
-    24: "pages add up to {page_bytes} bytes, the payload holds {pages}",
-    25: "a RANS page is not what its frequencies allow, or does not end where it should",
-}
-
-
 # Measured side by side (`make bench`), to a scale on which AVX2's FIXED takes the half a nanosecond that it does on
 # an unhurried core. RANS from data of 0.3 and of 3 bits per value.
 _COSTS = {
@@ -98,19 +54,7 @@ class _Noise(ctypes.Structure):  # ncz::Noise
     _fields_ = [("seed", ctypes.c_uint64), ("call", _UINT32), ("rank", _UINT32), ("first", ctypes.c_uint64)]
 
 
-class _Scratch(threading.local):
-    """Memory that the functions work in, for each thread its own."""
-
-    memory = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, size: int) -> int:
-        """The address of at least `size` bytes."""
-        if self.memory.numel() < size:
-            self.memory = torch.empty(size, dtype=torch.uint8)
-        return self.memory.data_ptr()
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 class CpuBackend(Backend):
@@ -145,27 +89,27 @@ class CpuBackend(Backend):
     def encode_codes(self, codes, coding, frame):
         count = codes.numel()
         return self._encode_codes(
-            codes.data_ptr(), count, _coding(coding), frame.data_ptr(), self._scratch_to_write(count)
+            codes.data_ptr(), count, _coding(coding), frame.data_ptr(), self._working_memory(count)
         )
 
     def decode_codes(self, frame, codes, add=False):
-        count, scratch = codes.numel(), self._scratch_to_read()
+        count, scratch = codes.numel(), self._working_memory()
         done = self._decode_codes(frame.data_ptr(), frame.numel(), count, codes.data_ptr(), add, scratch)
         _check(done, frame, count)
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
         floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
-        scratch = self._scratch_to_write(x.numel())
+        scratch = self._working_memory(x.numel())
         return self._encode(*floats, _coding(coding), frame.data_ptr(), _noise(noise), scratch)
 
     def decode(self, frame, scales, out):
-        count, dtype, scratch = out.numel(), _DTYPE[out.dtype], self._scratch_to_read()
+        count, dtype, scratch = out.numel(), _DTYPE[out.dtype], self._working_memory()
         done = self._decode(frame.data_ptr(), frame.numel(), scales.data_ptr(), count, out.data_ptr(), dtype, scratch)
         _check(done, frame, count)
 
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
         floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
-        scratch = self._scratch_to_write(x.numel())
+        scratch = self._working_memory(x.numel())
         written = self._reduce(
             frame.data_ptr(), frame.numel(), *floats, _coding(coding), out.data_ptr(), _noise(noise), scratch
         )
@@ -174,11 +118,9 @@ class CpuBackend(Backend):
     def checksum(self, frame):
         return self._checksum(frame.data_ptr(), frame.numel())
 
-    def _scratch_to_write(self, count: int) -> int:
-        return _scratch.of(self._scratch_bytes(count))
-
-    def _scratch_to_read(self) -> int:
-        return _scratch.of(self._scratch_bytes(0))
+    def _working_memory(self, count: int = 0) -> int:
+        """The address of what encoding `count` codes works in. Decoding any number takes what encoding none does."""
+        return _scratch.of("kernels", self._scratch_bytes(count), torch.uint8).data_ptr()
 
 
 @functools.cache
@@ -209,25 +151,8 @@ def _check(result: int, frame: Tensor, count: int) -> int:
     """`result` of a function that reads `frame`, unless it says that the frame is damaged."""
     if result >= 0:
         return result
-    value, cause = divmod(-result, 256)
-    header = frame[:HEADER_BYTES].numpy().tobytes().ljust(HEADER_BYTES, b"\0")
-    facts = dict(zip(_HEADER_FIELDS, HEADER.unpack(header)), value=value, count=count, bytes=frame.numel())
-    facts["payload"] = frame.numel() - HEADER_BYTES
-    facts["table"] = 2 * chunks_of(count)
-    facts["chunk_bytes"] = facts["payload"] - facts["table"]
-    facts["lane_table"] = 2 * HUFFMAN_LANES * chunks_of(count)
-    if cause == 18:
-        sizes = _table(frame, value, facts["lane_table"])
-        facts.update(lane_bytes=sum(sizes), lanes=value - facts["lane_table"])
-    if cause == 24:
-        pages = -(-count // RANS_PAGE)
-        sizes = _table(frame, value, 4 * pages)
-        page_bytes = 4 * RANS_LANES * pages + 2 * sum(sizes[::2]) + sum(sizes[1::2])
-        facts.update(page_bytes=page_bytes, pages=value - 4 * pages)
-    raise DamagedFrame(_DAMAGE[cause].format(**facts))
 
+    def read(first: int, size: int) -> bytes:
+        return frame[first : first + size].numpy().tobytes()
 
-def _table(frame: Tensor, behind: int, size: int) -> list[int]:
-    """The 16-bit numbers in the first `size` of the last `behind` bytes."""
-    first = frame.numel() - behind
-    return np.frombuffer(frame[first : first + size].numpy().tobytes(), dtype="<u2").tolist()
+    raise damage.error(result, read(0, HEADER_BYTES), frame.numel(), count, read)

@@ -1,4 +1,9 @@
-"""Every collective x dtype x size x schedule against the exact answer; leaves a digest of each result."""
+"""Every collective x dtype x size x schedule against the exact answer; leaves a digest of each result.
+
+collectives.py [cpu | cuda]: where the tensors are.
+"""
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -11,7 +16,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALF_ULP = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 BOUND = 0.01
 
-rank, world_size = start()
+device = torch.device(*sys.argv[1:] or ["cpu"])
+rank, world_size = start(device)
 outcomes = {}
 
 
@@ -20,10 +26,10 @@ def check(name: str, got: torch.Tensor, exact: torch.Tensor, addends: int = 1) -
     if exact.numel():
         # A plain collective of a short dtype rounds after every addition, and is not ours to judge.
         slack = world_size * HALF_ULP[got.dtype] * exact.abs().max().item() * 2
-        error = (got.double() - exact).abs().max().item()
+        error = (got.double().cpu() - exact).abs().max().item()
         # Plain float32 sums round as well.
         assert error <= addends * BOUND + slack + 1e-5, f"{name}: error {error}"
-    outcomes[name] = digest(got)
+    outcomes[name] = digest(got.cpu())
 
 
 for schedule in ("ring", "direct"):
@@ -36,7 +42,7 @@ for schedule in ("ring", "direct"):
             for dtype in DTYPES:
                 for numel in SIZES:
                     name = f"{dtype} {numel}"
-                    mine = values(rank, numel, dtype)
+                    mine = values(rank, numel, dtype).to(device)
                     everyone = [values(r, numel, dtype).double() for r in range(world_size)]
 
                     tensor = mine.clone()
@@ -48,9 +54,9 @@ for schedule in ("ring", "direct"):
                     handle.wait()
                     check(f"average {name}", tensor, sum(everyone) / world_size)
 
-                    whole = values(rank, numel * world_size, dtype)
+                    whole = values(rank, numel * world_size, dtype).to(device)
                     exact = sum(values(r, numel * world_size, dtype).double() for r in range(world_size))
-                    part = torch.empty(numel, dtype=dtype)
+                    part = torch.empty(numel, dtype=dtype, device=device)
                     communicator.reduce_scatter_tensor(part, whole)
                     check(f"reduce_scatter {name}", part, exact[rank * numel :][:numel], world_size)
 
@@ -59,9 +65,9 @@ for schedule in ("ring", "direct"):
                     communicator.reduce_scatter_tensor(own, aliased)
                     assert torch.equal(own, part)
 
-                    gathered = torch.empty(numel * world_size, dtype=dtype)
+                    gathered = torch.empty(numel * world_size, dtype=dtype, device=device)
                     communicator.all_gather_into_tensor(gathered, mine)
-                    check(f"all_gather {name}", gathered, torch.cat(everyone) if everyone else gathered)
+                    check(f"all_gather {name}", gathered, torch.cat(everyone))
 
                     aliased = torch.zeros_like(gathered)  # the input is a part of the output
                     aliased[rank * numel :][:numel] = mine

@@ -9,17 +9,21 @@ import torch
 import torch.distributed as dist
 
 
-def start() -> tuple[int, int]:
-    """Join the others; returns rank and world size."""
+def start(device: torch.device | None = None) -> tuple[int, int]:
+    """Join the others; returns rank and world size. With `device` a GPU, all ranks share the first one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(0)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
 def finish(result: object) -> None:
     """Leave the result for the test, and leave together with the others."""
     leave(result)
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # a barrier, by gloo in any case
     dist.destroy_process_group()
 
 

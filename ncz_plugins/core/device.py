@@ -1,0 +1,108 @@
+"""Where tensors live: the kernels that serve them there, memory for frames, and what "done" means."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.scratch import Scratch
+from .config import Config
+from .errors import PeerError, UnsupportedError
+
+_POLL_SECONDS = 20e-6
+
+_scratch = Scratch()
+
+
+def demand_kernels(device: torch.device, config: Config) -> None:
+    """Raise UnsupportedError, saying what to do, unless tensors on `device` can be compressed as `config` asks for."""
+    if device.type == "cpu":
+        return
+    remedy = "keep these tensors on the CPU, or leave them uncompressed"
+    if device.type != "cuda":
+        raise UnsupportedError(f"device {device}: only CPU and CUDA tensors can be compressed; {remedy}")
+    if config.quantizer.kind == "lossless":
+        raise UnsupportedError(
+            f"device {device}: quantizer.kind: lossless serves CPU tensors only; use error_bound, or {remedy}"
+        )
+    try:
+        kernels.cuda_backend()
+    except ImportError as error:
+        raise UnsupportedError(f"device {device}: {error}; or {remedy}") from error
+
+
+def moment(device: torch.device) -> torch.cuda.Event | None:
+    """What the caller has asked `device` for so far, for `after`. Nothing on a CPU, where all of it is done."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class Host:
+    """Host memory: whatever was called is done when it returns.
+
+    Attributes:
+        backend: the kernels.
+    """
+
+    def __init__(self):
+        self.backend = kernels.cpu_backend()
+
+    def after(self, asked: None):
+        """A context whose work begins when all that stood before the `moment` called `asked` is done."""
+        return nullcontext()
+
+    def room(self, nbytes: int) -> Tensor:
+        """Memory to write a frame to, uint8, [nbytes], until `trimmed` is called."""
+        return _scratch.of("frame", nbytes, torch.uint8)
+
+    def trimmed(self, room: Tensor, size) -> Tensor:
+        """The first `size` bytes of `room`, which were just written, to keep."""
+        return room[:size].clone()  # most frames are much smaller than the room they may need
+
+    def settle(self) -> None:
+        """Return once all work is done."""
+
+
+class Gpu:
+    """The memory of one CUDA device. Work is queued on a stream of its own, beside the caller's.
+
+    Args:
+        timeout: how long the device may take, which waits for the frames of peers.
+
+    Raises ImportError where there are no kernels for it, saying why.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta):
+        self.backend = kernels.cuda_backend()
+        self._device = device
+        self._timeout = timeout
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    @contextmanager
+    def after(self, asked: torch.cuda.Event):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(asked)
+            yield
+
+    def room(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def trimmed(self, room: Tensor, size) -> Tensor:
+        self.settle()  # the host must know the size, as NCCL does
+        return room[:size]
+
+    def settle(self) -> None:
+        # Not by synchronizing: a peer that died would leave us waiting for ever.
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        done = torch.cuda.current_stream(self._device).record_event()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"{self._device} was not done within {self._timeout.total_seconds():g} s. A peer has died, left, "
+                    "or not answered; look at its log, and raise transport.timeout_seconds if it was only slow."
+                )
+            time.sleep(_POLL_SECONDS)

@@ -1,0 +1,153 @@
+"""Frames between GPUs: NCCL carries them, gloo their sizes.
+
+A send or receive of NCCL holds up the stream that it is on until the peer's counterpart runs. Two ranks that both send
+first would wait for ever; so what ranks exchange goes in rounds, in which sends and receives are fused (NCCL's group
+calls) and which all ranks complete in the same order. A round is complete once every stream of a collective has a frame
+to send. Its sizes travel on the host while the next frames are coded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import UnsupportedError
+from .stats import Counters
+from .trace import span
+from .transport import Stream, Transport, peer_errors
+
+_ROUNDS_AHEAD = 1  # rounds whose sizes are still on their way while the next one is coded
+
+
+def open_nccl(
+    store: dist.Store, control: dist.ProcessGroup, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A NCCL process group of our own over the ranks of `control`, which meet at `store`."""
+    if not dist.is_nccl_available():
+        raise UnsupportedError("torch was built without NCCL, which carries compressed CUDA tensors")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.is_high_priority_stream = True
+    with peer_errors("connecting to the other GPUs"):
+        group = dist.ProcessGroupNCCL(store, control.rank(), control.size(), options)
+        # NCCL connects in the first operation, which all ranks must take part in: not so in a broadcast's first.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+    return group
+
+
+class NcclTransport(Transport):
+    """As `Transport`, for frames in the memory of one GPU.
+
+    Args:
+        control: a gloo process group for agreements and sizes.
+        group: a NCCL process group over the same ranks. Nothing else sends through either.
+        device: where received frames go.
+
+    Waiting for a frame holds up the current CUDA stream and not the host: see `Device.settle` for the time-out.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup, device: torch.device):
+        super().__init__(control)
+        self.group = group
+        self._device = device
+
+    def abort(self) -> None:
+        self.group.abort()
+        super().abort()
+
+    def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[Stream]:
+        rounds = _Rounds(self.group, len(peers))
+        return [
+            _NcclStream(self._control, rounds, self._device, to, source, frame_capacity, counters)
+            for to, source in peers
+        ]
+
+
+class _NcclStream(Stream):
+    """Frames to and from one peer, by NCCL."""
+
+    def __init__(self, control, rounds: _Rounds, device, to: int, source: int, frame_capacity: int, counters: Counters):
+        super().__init__(control, to, source, frame_capacity, counters)
+        self._rounds = rounds
+        self._device = device
+
+    def send(self, frame: Tensor) -> None:
+        self._announce(frame)
+        self._rounds.run([(self, frame)], [])
+
+    def exchange(self, frame: Tensor) -> None:
+        self._announce(frame)
+        self.expect()
+        self._rounds.add(self, frame)
+
+    def receive(self) -> Tensor:
+        while not self._frames and self._rounds.waiting:
+            self._rounds.complete()
+        if not self._frames:
+            self._rounds.run([], [self])
+        return self._arrived()
+
+    def finish(self) -> None:
+        while self._rounds.waiting:
+            self._rounds.complete()
+        super().finish()
+
+    def sent(self, work: dist.Work, frame: Tensor) -> None:
+        """A round began to send this frame."""
+        self._sending.append((work, frame))
+
+    def receiving(self, work: dist.Work, frame: Tensor) -> None:
+        """A round began to receive this frame."""
+        self._frames.append((work, frame))
+
+    def next_frame(self) -> Tensor:
+        """Memory for the next expected frame, once its size has come."""
+        return torch.empty(self._incoming_size(), dtype=torch.uint8, device=self._device)
+
+
+class _Rounds:
+    """What the streams of one collective send and receive together.
+
+    Attributes:
+        waiting: rounds that are filled but not yet started, oldest first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, streams: int):
+        self._group = group
+        self._streams = streams
+        self._filling: list[tuple[_NcclStream, Tensor]] = []
+        self.waiting: deque[list[tuple[_NcclStream, Tensor]]] = deque()
+
+    def add(self, stream: _NcclStream, frame: Tensor) -> None:
+        """A frame to send, whose counterpart is received in the same round."""
+        self._filling.append((stream, frame))
+        if len(self._filling) == self._streams:
+            self.waiting.append(self._filling)
+            self._filling = []
+        if len(self.waiting) > _ROUNDS_AHEAD:
+            self.complete()
+
+    def complete(self) -> None:
+        """Start the oldest round that waits."""
+        sends = self.waiting.popleft()
+        self.run(sends, [stream for stream, _ in sends])
+
+    def run(self, sends: list[tuple[_NcclStream, Tensor]], receives: list[_NcclStream]) -> None:
+        """Start sends and receives that belong together."""
+        arriving = [(stream, stream.next_frame()) for stream in receives]  # waits for the peers' hosts
+        fused = self._group.supports_coalescing  # gloo does without, as nothing holds up anything there
+        with span("send", sum(frame.nbytes for _, frame in sends)), peer_errors("exchanging frames"):
+            if fused:
+                self._group._start_coalescing()
+            works = [self._group.send([frame], stream.to, 0) for stream, frame in sends]
+            works += [self._group.recv([frame], stream.source, 0) for stream, frame in arriving]
+            if fused:
+                works = [self._group._end_coalescing()] * len(works)
+        for (stream, frame), work in zip(sends, works):
+            stream.sent(work, frame)
+        for (stream, frame), work in zip(arriving, works[len(sends) :]):
+            stream.receiving(work, frame)

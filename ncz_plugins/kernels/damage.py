@@ -1,0 +1,90 @@
+"""What is wrong with a frame, in words: from the numbers that compiled kernels return to the reference's messages.
+
+A kernel that refuses a frame returns `-(cause + 256 * value)`; `ncz::Damage` in cpu/format.h lists the causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .format import (
+    HEADER,
+    HEADER_BYTES,
+    HUFFMAN_LANES,
+    MAGIC,
+    RANS_LANES,
+    RANS_PAGE,
+    VERSION,
+    DamagedFrame,
+    chunks_of,
+)
+
+_HEADER_FIELDS = "magic version coder predictor width stored payload_bytes flags checksum".split()
+_MESSAGES = {  # by cause
+    1: f"{{bytes}} bytes are too few for a frame header of {HEADER_BYTES}",
+    2: f"magic is {{magic:#010x}}, not {MAGIC:#010x}: not a frame",
+    3: f"frame version is {{version}}; this build reads version {VERSION}",
+    4: "header has unknown flags {flags:#x}, or a checksum ({checksum:#x}) without its flag",
+    5: "predictor {predictor} is unknown",
+    6: "frame holds {stored} codes, expected {count}",
+    7: "payload has {payload} bytes, the header says {payload_bytes}",
+    8: "RAW payload has {payload} bytes for {count} symbols of {width} bits",
+    9: "coder {coder} with width {width} is unknown",
+    10: "FIXED payload has {payload} bytes, fewer than its table of {table}",
+    11: "chunk sizes add up to {value} bytes, the payload holds {chunk_bytes}",
+    12: "FIXED chunk has a width over 32 or too few width bytes",
+    13: "FIXED chunk has {value} bytes, its widths ask for another number",
+    14: "checksum is {value:#010x}, the header says {checksum:#010x}",
+    15: "HUFFMAN code has {value} lengths in a payload of {payload} bytes",
+    16: "HUFFMAN code is not complete",
+    17: "HUFFMAN payload has {value} bytes behind its code, its table of lanes takes {lane_table}",
+    18: "lane sizes add up to {lane_bytes} bytes, the payload holds {lanes}",
+    19: "a HUFFMAN lane does not end where it should",
+    20: "RANS payload of {payload} bytes begins with mode {value}",
+    21: "RANS payload is too short for its frequencies, or they are of unknown values",
+    22: "RANS frequencies do not add up to the whole",
+    23: "RANS payload has {value} bytes behind its frequencies, its pages' table takes more",
+    24: "pages add up to {page_bytes} bytes, the payload holds {pages}",
+    25: "a RANS page is not what its frequencies allow, or does not end where it should",
+}
+_HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # the two whose message needs a table of the frame
+_WITHOUT_TABLE = {
+    _HUFFMAN_LANE_SUM: "lane sizes do not add up to the {lanes} bytes that the payload holds",
+    _RANS_PAGE_SUM: "pages do not add up to the {pages} bytes that the payload holds",
+}
+
+
+def error(
+    result: int, header: bytes, frame_bytes: int, count: int, read: Callable[[int, int], bytes] | None = None
+) -> DamagedFrame:
+    """What to raise for a frame that a kernel refused.
+
+    Args:
+        result: what the kernel returned, below 0.
+        header: the frame's first `HEADER_BYTES` bytes, or all that there are.
+        frame_bytes: of the whole frame.
+        count: how many codes were expected.
+        read: `read(first, size)` are `size` bytes of the frame from byte `first` on. Without it, the messages
+            about a table's sum do not say what it is.
+    """
+    value, cause = divmod(-result, 256)
+    payload, pages = frame_bytes - HEADER_BYTES, -(-count // RANS_PAGE)
+    chunk_table, lane_table, page_table = 2 * chunks_of(count), 2 * HUFFMAN_LANES * chunks_of(count), 4 * pages
+    facts = dict(zip(_HEADER_FIELDS, HEADER.unpack(header.ljust(HEADER_BYTES, b"\0"))))
+    facts |= dict(value=value, count=count, bytes=frame_bytes, payload=payload, table=chunk_table)
+    facts |= dict(chunk_bytes=payload - chunk_table, lane_table=lane_table)
+    facts |= dict(lanes=value - lane_table, pages=value - page_table)  # `value` counts the table, too
+    if cause in _WITHOUT_TABLE and read is None:
+        return DamagedFrame(_WITHOUT_TABLE[cause].format(**facts))
+    if cause == _HUFFMAN_LANE_SUM:
+        facts["lane_bytes"] = sum(_numbers(read(frame_bytes - value, lane_table)))
+    elif cause == _RANS_PAGE_SUM:
+        sizes = _numbers(read(frame_bytes - value, page_table))
+        facts["page_bytes"] = 4 * RANS_LANES * pages + 2 * sum(sizes[::2]) + sum(sizes[1::2])
+    return DamagedFrame(_MESSAGES[cause].format(**facts))
+
+
+def _numbers(table: bytes) -> list[int]:
+    return np.frombuffer(table, dtype="<u2").tolist()
