@@ -2,37 +2,38 @@
 // that compilers vectorize loops over them.
 #pragma once
 
-#include <cfloat>
-
 #include "format.h"
 
+#ifndef __CUDACC_RTC__
+#include <cfloat>
 static_assert(FLT_EVAL_METHOD == 0, "every product must be rounded to its own type, as the reference rounds it");
+#endif
 
 namespace {
 
-inline uint32_t bits_of(float value) {
+NCZ_FUNCTION uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return bits;
 }
 
-inline float float_of(uint32_t bits) {
+NCZ_FUNCTION float float_of(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
 }
 
 // As ?:, of which gcc would make a branch where one side takes float arithmetic, and vectorize nothing.
-inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
+NCZ_FUNCTION uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
     uint32_t mask = 0u - uint32_t(condition);
     return (yes & mask) | (no & ~mask);
 }
 
-inline double widen(double x) { return x; }
-inline float widen(float x) { return x; }
-inline float widen(ncz::bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
+NCZ_FUNCTION double widen(double x) { return x; }
+NCZ_FUNCTION float widen(float x) { return x; }
+NCZ_FUNCTION float widen(ncz::bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
 
-inline float widen(ncz::float16 x) {
+NCZ_FUNCTION float widen(ncz::float16 x) {
     uint32_t magnitude = x.bits & 0x7fffu;
     uint32_t normal = (magnitude << 13) + (112u << 23);  // 112: float32's exponent bias less float16's
     uint32_t subnormal = bits_of(float(int32_t(magnitude)) * 0x1p-24f);
@@ -41,17 +42,17 @@ inline float widen(ncz::float16 x) {
     return float_of(bits | uint32_t(x.bits & 0x8000u) << 16);
 }
 
-inline void narrow(double value, double& out) { out = value; }
-inline void narrow(float value, float& out) { out = value; }
+NCZ_FUNCTION void narrow(double value, double& out) { out = value; }
+NCZ_FUNCTION void narrow(float value, float& out) { out = value; }
 
-inline void narrow(float value, ncz::bfloat16& out) {
+NCZ_FUNCTION void narrow(float value, ncz::bfloat16& out) {
     uint32_t bits = bits_of(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     uint32_t quiet_nan = (bits >> 16) | 0x40u;
     out.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
-inline void narrow(float value, ncz::float16& out) {
+NCZ_FUNCTION void narrow(float value, ncz::float16& out) {
     uint32_t bits = bits_of(value);
     uint32_t magnitude = bits & 0x7fffffffu;
     // Rounds up to 65520 and over into the infinity by itself.

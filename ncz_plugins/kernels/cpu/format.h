@@ -1,6 +1,16 @@
 // The layout of a frame, as constants: the twin of ../format.py. docs/wire-format.md explains it.
+// The CUDA kernels include it, too.
 #pragma once
 
+#ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+typedef unsigned long long uintptr_t;
+#else
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +19,14 @@
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the frame format is little endian, and these kernels read and write it by plain loads and stores"
+#endif
+#endif
+
+// A function for every kind of processor.
+#ifdef __CUDACC__
+#define NCZ_FUNCTION __host__ __device__ inline
+#else
+#define NCZ_FUNCTION inline
 #endif
 
 namespace ncz {
@@ -106,15 +124,15 @@ enum Damage : int64_t {
 // Functions are local to each file, so that nothing that was compiled for AVX2 is linked into the portable kernels.
 namespace {
 
-inline int64_t damaged(ncz::Damage cause, int64_t value = 0) { return -(int64_t(cause) + 256 * value); }
+NCZ_FUNCTION int64_t damaged(ncz::Damage cause, int64_t value = 0) { return -(int64_t(cause) + 256 * value); }
 
-inline int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) / ncz::CHUNK; }
+NCZ_FUNCTION int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) / ncz::CHUNK; }
 
 // Bits of all symbols of a RAW frame whose largest has `bits`.
-inline unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits <= 16 ? 16 : 32; }
+NCZ_FUNCTION unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits <= 16 ? 16 : 32; }
 
 // Elements of a chunk of `count`.
-inline int length_of(int64_t chunk, int64_t count) {
+NCZ_FUNCTION int length_of(int64_t chunk, int64_t count) {
     int64_t left = count - chunk * ncz::CHUNK;
     return int(left < ncz::CHUNK ? left : ncz::CHUNK);
 }

@@ -1,0 +1,300 @@
+"""The kernels for tensors on NVIDIA GPUs: CUDA C++, compiled when first used.
+
+    values.cuh    floats to codes and back, random numbers, statistics
+    frame.cuh     headers, checksums, and what is verified before anything is decoded
+    fixed.cuh     the coders FIXED and RAW, and all that is done in one pass with them
+    select.cuh, huffman.cuh, rans.cuh    the selector and the other coders; coders.py launches them
+    types.cuh, block.cuh, symbols.cuh    what these share
+    nvrtc.py      compiles and launches
+
+Nothing here waits for the device, but for reading a `DeviceSize`, `checksum` and `check`; sizes and choices stay on the
+device, and scratch memory is freed in the order of the stream. So all else can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import damage
+from ..backend import Backend
+from ..format import (
+    PIECE,
+    SAMPLE_PIECES,
+    Coder,
+    Coding,
+    Costs,
+    Noise,
+    Predictor,
+    chunks_of,
+)
+from . import coders
+from .arguments import noise_argument
+
+THREADS = 256  # of a block, as in types.cuh
+_STATUS = 7  # int64 numbers in ncz::Status
+_WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
+_MOST_CHECKSUM_BLOCKS = 1024
+
+
+class Launcher(Protocol):
+    """Runs kernels: on a GPU `nvrtc.CupyLauncher`, and in the tests an emulator."""
+
+    def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
+        """Queue `kernel` of the module for `dtype`.
+
+        Arguments: tensors on one device, numpy scalars and ctypes structures of the size that the kernel's parameters
+        have, None for a null pointer.
+        """
+
+
+class DeviceSize:
+    """How many bytes a kernel wrote, as the device will know. Using it as a number waits for that.
+
+    Attributes:
+        tensor: int64, [1].
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __index__(self) -> int:
+        return int(self.tensor)
+
+    __int__ = __index__
+
+    def __eq__(self, other) -> bool:
+        return int(self) == other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"DeviceSize({int(self)})"
+
+
+class _Output:
+    """What kernels that write a frame of `count` codes know of it; zeros at first."""
+
+    def __init__(self, count: int, device: torch.device):
+        memory = torch.zeros(4 + max(1, chunks_of(count)), dtype=torch.int64, device=device)
+        self.size = memory[:1]
+        self.choice = memory[1:3]  # ncz::Choice
+        self.places = memory[
+            3:
+        ]  # of chunks, behind a counter; a frame of nothing has a chunk, too, while it is written
+
+
+class _Input:
+    """A frame of `count` codes that was opened, in the order of kernels' parameters."""
+
+    def __init__(self, frame: Tensor, count: int):
+        memory = torch.zeros(_STATUS + 1, dtype=torch.int64, device=frame.device)
+        self.frame = frame
+        self.status = memory[:_STATUS]
+        self.checksum = memory[_STATUS:]
+        self.offsets = torch.empty(chunks_of(count), dtype=torch.int64, device=frame.device)
+
+
+class CudaBackend(Backend):
+    """The CUDA kernels, for tensors on any CUDA device.
+
+    What `encode`, `encode_codes` and `reduce` return is a `DeviceSize`. Damage shows when `check` is called, in that of
+    what the current stream has done. Nothing was written for a RAW or FIXED frame that is damaged, or one whose header
+    is; what was written for others is undefined. `reduce` wrote nothing, and its size is 0, if it was to write FIXED
+    with a given predictor; otherwise it wrote a valid frame of other codes.
+    """
+
+    name = "cuda"
+    # From what was published for an A100 (cuSZp2's and DietGPU's throughput), not measured on the device at hand.
+    costs = Costs(raw=20, fixed=20, huffman=60, rans=40, rans_rest=60)
+
+    def __init__(self, launcher: Launcher):
+        self._launcher = launcher
+        self._reports: dict[torch.device, Tensor] = {}
+
+    # ------------------------------------------------------------------ numbers
+
+    def chunk_statistics(self, x):
+        results = torch.empty(3, chunks_of(x.numel()), dtype=torch.float64, device=x.device).unbind()
+        chunks_per_block = THREADS // 128
+        grid = -(-chunks_of(x.numel()) // chunks_per_block)
+        self._launch("chunk_statistics", x.dtype, grid, x, np.int64(x.numel()), *results)
+        return results
+
+    def quantize(self, x, inverse_steps, codes, noise=None):
+        self._launch_floats("quantize", (), x, inverse_steps, noise, np.int64(x.numel()), codes)
+
+    def dequantize(self, codes, scales, out):
+        count = out.numel()
+        self._launch("dequantize", out.dtype, chunks_of(count), codes, scales, np.int64(count), out)
+
+    # ------------------------------------------------------------------ frames
+
+    def encode(self, x, inverse_steps, coding, frame, noise=None):
+        count = x.numel()
+        output = _Output(count, x.device)
+        choice = self._chosen(coding, count, output, x, inverse_steps, noise)
+        if coding.coder in (Coder.FIXED, Coder.AUTO):
+            self._launch_floats(
+                "encode_fixed",
+                (),
+                x,
+                inverse_steps,
+                noise,
+                np.int64(count),
+                np.int32(coding.predictor),
+                choice,
+                frame,
+                output.size,
+                output.places,
+            )
+        if coding.coder != Coder.FIXED:
+            codes = torch.empty(count, dtype=torch.int32, device=x.device)
+            self._launch_floats("stage", (), x, inverse_steps, noise, np.int64(count), codes, output.choice)
+            self._encode_staged(codes, coding, frame, output)
+        return DeviceSize(output.size)
+
+    def encode_codes(self, codes, coding, frame):
+        count = codes.numel()
+        output = _Output(count, codes.device)
+        choice = self._chosen(coding, count, output, codes=codes)
+        if coding.coder in (Coder.FIXED, Coder.AUTO):
+            self._launch_codes(
+                "encode_fixed_codes",
+                count,
+                codes,
+                np.int64(count),
+                np.int32(coding.predictor),
+                choice,
+                frame,
+                output.size,
+                output.places,
+            )
+        if coding.coder != Coder.FIXED:
+            self._launch_codes("stage_codes", count, codes, np.int64(count), output.choice)
+            self._encode_staged(codes, coding, frame, output)
+        return DeviceSize(output.size)
+
+    def decode_codes(self, frame, codes, add=False):
+        decoded = torch.empty_like(codes) if add else codes
+        opened = self._opened(frame, decoded)
+        self._launch_codes("decode_codes", codes.numel(), *opened, codes, np.int32(add))
+
+    def decode(self, frame, scales, out):
+        decoded = torch.empty(out.numel(), dtype=torch.int32, device=out.device)
+        opened = self._opened(frame, decoded)
+        self._launch("decode", out.dtype, chunks_of(out.numel()), *opened, scales, out)
+
+    def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
+        if not _is_one_pass(coding):
+            codes = torch.empty(x.numel(), dtype=torch.int32, device=x.device)
+            self.quantize(x, inverse_steps, codes, noise)
+            self.decode_codes(frame, codes, add=True)
+            return self.encode_codes(codes, coding, out)
+        opened = self._opened(frame, torch.empty(x.numel(), dtype=torch.int32, device=x.device))
+        output = _Output(x.numel(), x.device)
+        predictor = np.int32(coding.predictor)
+        self._launch_floats("reduce_fixed", opened, x, inverse_steps, noise, predictor, out, output.size, output.places)
+        return DeviceSize(output.size)
+
+    def checksum(self, frame):
+        total = torch.zeros(1, dtype=torch.int64, device=frame.device)
+        self._launch_checksum("checksum", frame, np.int32(True), total)
+        return int(total)
+
+    def seal(self, frame):
+        self._launch_checksum("seal", frame, torch.zeros(1, dtype=torch.int64, device=frame.device))
+
+    def check(self):
+        for report in self._reports.values():
+            result, _, count, frame_bytes, *header = report.tolist()
+            if result:
+                report.zero_()
+                header = np.array(header, dtype="<i8").tobytes()
+                raise damage.error(result, header, frame_bytes, count)
+
+    # ------------------------------------------------------------------ launching
+
+    def _chosen(self, coding: Coding, count: int, output: _Output, x=None, inverse_steps=None, noise=None, codes=None):
+        """Launch what chooses coder and predictor of the codes, or of `x`, and return where they will be.
+
+        None if the kernels for FIXED need not look there.
+        """
+        if _is_one_pass(coding):
+            return None
+        if coding.predictor != Predictor.AUTO and coding.coder in (Coder.RAW, Coder.HUFFMAN):
+            sample, sampled = None, 0  # nothing is left to choose, not even a mode for RANS
+        else:
+            sample, sampled = self._sample(count, x, inverse_steps, noise, codes, output.size.device), _sampled(count)
+        coders.select(self._launcher, sample, sampled, count, coding, output.choice)
+        return output.choice
+
+    def _sample(self, count: int, x, inverse_steps, noise, codes, device: torch.device) -> Tensor:
+        sample = torch.empty(PIECE * SAMPLE_PIECES, dtype=torch.int32, device=device)
+        floats = x, inverse_steps, noise_argument(noise), np.int32(noise is not None)
+        dtype = torch.float32 if x is None else x.dtype
+        self._launch("sample", dtype, -(-sample.numel() // THREADS), *floats, codes, np.int64(count), sample)
+        return sample
+
+    def _encode_staged(self, codes: Tensor, coding: Coding, frame: Tensor, output: _Output) -> None:
+        """All coders but FIXED, of which each looks whether it was chosen."""
+        if coding.coder != Coder.RAW:
+            coders.encode(self._launcher, codes, coding, output.choice, frame, output.size)
+        count = codes.numel()
+        self._launch_codes("encode_raw", count, codes, np.int64(count), output.choice, frame, output.size)
+
+    def _opened(self, frame: Tensor, decoded: Tensor) -> tuple:
+        """Launch what verifies `frame` and what decodes HUFFMAN and RANS to `decoded` (int32, [count]).
+
+        Returns the arguments with which all kernels that read a frame begin.
+        """
+        count = decoded.numel()
+        opened = _Input(frame, count)
+        self._launch_checksum("checksum", frame, np.int32(False), opened.checksum)
+        sizes = np.int64(frame.numel()), np.int64(count)
+        self._launch("open", torch.float32, 1, frame, *sizes, opened.checksum, opened.status, opened.offsets)
+        chunks_per_block = THREADS // 32
+        grid = -(-chunks_of(count) // chunks_per_block)
+        self._launch("check", torch.float32, grid, frame, np.int64(count), opened.offsets, opened.status)
+        coders.decode(self._launcher, frame, opened.status, decoded)
+        return frame, opened.status, self._report(frame.device), opened.offsets, decoded
+
+    def _report(self, device: torch.device) -> Tensor:
+        """Where kernels leave the first damage that they find: ncz::Status."""
+        if device not in self._reports:
+            self._reports[device] = torch.zeros(_STATUS, dtype=torch.int64, device=device)
+        return self._reports[device]
+
+    def _launch_checksum(self, kernel: str, frame: Tensor, *arguments) -> None:
+        blocks = min(_MOST_CHECKSUM_BLOCKS, -(-frame.numel() // (4 * _WORDS_PER_CHECKSUM_BLOCK)))
+        self._launch(kernel, torch.float32, blocks, frame, np.int64(frame.numel()), *arguments)
+
+    def _launch_floats(
+        self, kernel: str, before: tuple, x: Tensor, inverse_steps: Tensor, noise: Noise | None, *behind
+    ) -> None:
+        """A kernel that quantizes, a block per chunk. It has a twin that rounds at random."""
+        floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
+        name = kernel if noise is None else f"{kernel}_at_random"
+        self._launch(name, x.dtype, chunks_of(x.numel()), *before, *floats, *behind)
+
+    def _launch_codes(self, kernel: str, count: int, *arguments) -> None:
+        """A kernel that works on codes, a block per chunk."""
+        self._launch(kernel, torch.float32, chunks_of(count), *arguments)
+
+    def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments) -> None:
+        self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), THREADS, *arguments)
+
+
+def _is_one_pass(coding: Coding) -> bool:
+    """Whether codes are encoded as they come, since nothing needs to be known of all of them."""
+    return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
+
+
+def _sampled(count: int) -> int:
+    """How many codes the selector looks at: the last piece may be short, and is always among them."""
+    pieces = -(-count // PIECE)
+    missing = PIECE * pieces - count
+    return PIECE * min(pieces, SAMPLE_PIECES) - missing

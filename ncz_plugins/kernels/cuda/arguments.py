@@ -1,0 +1,35 @@
+"""What kernels get by value: the structures of format.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from ..format import Coding, Noise
+
+
+class CodingArgument(ctypes.Structure):
+    """ncz::Coding"""
+
+    _fields_ = [("coder", ctypes.c_int32), ("predictor", ctypes.c_int32), ("costs", ctypes.c_int64 * 6)]
+
+
+class NoiseArgument(ctypes.Structure):
+    """ncz::Noise"""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("call", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("first", ctypes.c_uint64),
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def coding_argument(coding: Coding) -> CodingArgument:
+    return CodingArgument(coding.coder, coding.predictor, tuple(coding.costs))
+
+
+def noise_argument(noise: Noise | None) -> NoiseArgument:
+    """Zeros for None."""
+    return NoiseArgument() if noise is None else NoiseArgument(*noise)

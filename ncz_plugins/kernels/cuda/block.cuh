@@ -1,0 +1,209 @@
+// What the threads of a warp or a block do together, and memory access.
+//
+// Block-wide functions must be called by all THREADS threads. Their `scratch` is shared memory of WARPS numbers, which
+// may be used again as soon as they return.
+#pragma once
+
+#include "types.cuh"
+
+NCZ_DEVICE int lane() { return int(threadIdx.x) % WARP; }
+NCZ_DEVICE int warp() { return int(threadIdx.x) / WARP; }
+
+// ------------------------------------------------------------------ sums
+
+// Sum of this lane's and all lower lanes' values.
+template <class T>
+NCZ_DEVICE T warp_inclusive_sum(T value) {
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        T lower = __shfl_up_sync(ALL_LANES, value, distance);
+        if (lane() >= distance) value += lower;
+    }
+    return value;
+}
+
+template <class T>
+NCZ_DEVICE T warp_sum(T value) {
+    for (int distance = WARP / 2; distance; distance /= 2) value += __shfl_xor_sync(ALL_LANES, value, distance);
+    return value;
+}
+
+NCZ_DEVICE uint32_t warp_or(uint32_t value) {
+    for (int distance = WARP / 2; distance; distance /= 2) value |= __shfl_xor_sync(ALL_LANES, value, distance);
+    return value;
+}
+
+// Sum of all lower threads' values; `total` becomes that of all.
+template <class T>
+NCZ_DEVICE T block_exclusive_sum(T value, T* scratch, T& total) {
+    T inclusive = warp_inclusive_sum(value);
+    if (lane() == WARP - 1) scratch[warp()] = inclusive;
+    __syncthreads();
+    T before = 0;
+    total = 0;
+    for (int w = 0; w < WARPS; ++w) {
+        if (w == warp()) before = total;
+        total += scratch[w];
+    }
+    __syncthreads();
+    return before + inclusive - value;
+}
+
+template <class T>
+NCZ_DEVICE T block_sum(T value, T* scratch) {
+    value = warp_sum(value);
+    if (lane() == 0) scratch[warp()] = value;
+    __syncthreads();
+    T total = 0;
+    for (int w = 0; w < WARPS; ++w) total += scratch[w];
+    __syncthreads();
+    return total;
+}
+
+template <class T>
+NCZ_DEVICE T block_max(T value, T* scratch) {
+    for (int distance = WARP / 2; distance; distance /= 2) {
+        T other = __shfl_xor_sync(ALL_LANES, value, distance);
+        value = other > value ? other : value;
+    }
+    if (lane() == 0) scratch[warp()] = value;
+    __syncthreads();
+    T largest = scratch[0];
+    for (int w = 1; w < WARPS; ++w) largest = scratch[w] > largest ? scratch[w] : largest;
+    __syncthreads();
+    return largest;
+}
+
+NCZ_DEVICE uint32_t block_or(uint32_t value, uint32_t* scratch) {
+    value = warp_or(value);
+    if (lane() == 0) scratch[warp()] = value;
+    __syncthreads();
+    uint32_t all = 0;
+    for (int w = 0; w < WARPS; ++w) all |= scratch[w];
+    __syncthreads();
+    return all;
+}
+
+// ------------------------------------------------------------------ between blocks
+
+// The emulator brings its own two, as it must let other threads run between looks.
+#ifndef NCZ_EMULATED
+NCZ_DEVICE unsigned long long load_acquire(const unsigned long long* from) {
+    unsigned long long value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
+NCZ_DEVICE void store_release(unsigned long long* to, unsigned long long value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+#endif
+
+// The next number from 0 on, for the whole block. Blocks that wait for others take theirs so, as a lower number then
+// means that the other block has begun. `shared` may be written again after a barrier.
+NCZ_DEVICE int64_t take_number(uint32_t* counter, int64_t* shared) {
+    if (threadIdx.x == 0) *shared = atomicAdd(counter, 1u);
+    __syncthreads();
+    return *shared;
+}
+
+// Whether this block is the last of the grid that comes here. It sees what all others wrote.
+NCZ_DEVICE bool finished_last(uint32_t* counter, int* shared) {
+    __syncthreads();
+    if (threadIdx.x == 0) {  // its fences count for the whole block, as they lie between the barriers
+        __threadfence();
+        *shared = atomicAdd(counter, 1u) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return *shared;
+}
+
+// Where a block's output begins, behind that of all lower numbers: "decoupled look-back" (Merrill and Garland,
+// "Single-pass parallel prefix scan with decoupled look-back", 2016). Each block leaves at its place how much is its
+// own as soon as it knows, and then what all up to it have, which spares others to look back any further. `places` are
+// zero at first.
+constexpr unsigned long long OWN = 1, ALL = 2, KINDS = 4;  // what is at a place, in its lowest bits; 0: nothing yet
+
+// By one thread.
+NCZ_DEVICE void leave_own(unsigned long long* places, int64_t number, int64_t own) {
+    store_release(places + number, KINDS * (unsigned long long)own + (number ? OWN : ALL));
+}
+
+// Sum of what is the own of all lower numbers, by a warp. After leave_own.
+NCZ_DEVICE int64_t look_back(unsigned long long* places, int64_t number, int64_t own) {
+    unsigned long long before = 0;
+    for (int64_t last = number - 1; last >= 0; last -= WARP) {
+        int64_t at = last - lane();
+        unsigned long long place;
+        do {
+            place = at >= 0 ? load_acquire(places + at) : (unsigned long long)ALL;
+        } while (__any_sync(ALL_LANES, place == 0));
+        unsigned ends = __ballot_sync(ALL_LANES, place % KINDS == ALL);
+        int nearest_end = ends ? __ffs(int(ends)) - 1 : WARP;
+        before += warp_sum(lane() <= nearest_end ? place / KINDS : 0ull);
+        if (ends) break;
+    }
+    if (lane() == 0 && number) store_release(places + number, KINDS * (before + (unsigned long long)own) + ALL);
+    return int64_t(before);
+}
+
+// Both, by the whole block, between barriers.
+NCZ_DEVICE int64_t find_place(unsigned long long* places, int64_t number, int64_t own, int64_t* shared) {
+    __syncthreads();
+    if (warp() == 0) {
+        if (lane() == 0) leave_own(places, number, own);
+        int64_t before = look_back(places, number, own);
+        if (lane() == 0) *shared = before;
+    }
+    __syncthreads();
+    return *shared;
+}
+
+// ------------------------------------------------------------------ unaligned memory
+
+NCZ_DEVICE unsigned load16(const uint8_t* from) { return unsigned(from[0]) | unsigned(from[1]) << 8; }
+
+NCZ_DEVICE uint32_t load32(const uint8_t* from) { return load16(from) | load16(from + 2) << 16; }
+
+NCZ_DEVICE void store16(uint8_t* to, unsigned value) {
+    to[0] = uint8_t(value);
+    to[1] = uint8_t(value >> 8);
+}
+
+NCZ_DEVICE void store32(uint8_t* to, uint32_t value) {
+    store16(to, value & 0xffffu);
+    store16(to + 2, value >> 16);
+}
+
+// The first `bytes` of `words` (shared memory, with one more word behind them, whose value does not matter) to any
+// address, by all threads of the block. Written in whole words, of which those of a warp lie side by side.
+NCZ_DEVICE void copy_to_global(uint8_t* to, const uint32_t* words, int bytes) {
+    int head = int(-reinterpret_cast<uintptr_t>(to) & 3);  // bytes before the first word of global memory
+    head = head < bytes ? head : bytes;
+    int inner = (bytes - head) / 4, tail = head + 4 * inner;
+    uint32_t* aligned = reinterpret_cast<uint32_t*>(to + head);
+    for (int i = int(threadIdx.x); i < inner; i += THREADS)
+        aligned[i] = __funnelshift_r(words[i], words[i + 1], unsigned(8 * head));
+    int i = int(threadIdx.x);
+    if (i >= head) i += tail - head;  // the bytes before and behind the whole words
+    if (i < bytes) to[i] = uint8_t(words[i / 4] >> (8 * (i % 4)));
+}
+
+// `bytes` from any address to shared memory, by all threads of the block. Gives how far into `words` they begin, 0 to
+// 3: whole words are read where they lie, and nothing before and behind them. Behind the bytes is what was there
+// before.
+// No barrier: the caller needs one before it reads.
+NCZ_DEVICE int copy_to_shared(uint32_t* words, const uint8_t* from, int bytes) {
+    int phase = int(reinterpret_cast<uintptr_t>(from) & 3);
+    int end = phase + bytes;
+    int first = phase ? 1 : 0, last = end / 4;  // whole words
+    const uint32_t* aligned = reinterpret_cast<const uint32_t*>(from - phase);
+    for (int i = first + int(threadIdx.x); i < last; i += THREADS) words[i] = aligned[i];
+    uint8_t* shared = reinterpret_cast<uint8_t*>(words);
+    int head = first * 4 < end ? first * 4 : end;  // phase to head, and tail to end, go byte by byte
+    int tail = last >= first ? last * 4 : end;
+    int i = int(threadIdx.x);
+    if (phase + i < head) shared[phase + i] = from[i];
+    if (tail + i < end) shared[tail + i] = from[tail - phase + i];
+    return phase;
+}

@@ -1,0 +1,171 @@
+// Frames as a whole: the header, the checksum, and what is verified before anything is decoded.
+#pragma once
+
+#include "values.cuh"
+
+// ------------------------------------------------------------------ writing
+
+// In front of a payload of `bytes`, by one thread.
+NCZ_DEVICE void write_header(uint8_t* frame, int32_t coder, int32_t predictor, unsigned width, int64_t count,
+                             int64_t bytes) {
+    store32(frame, MAGIC);
+    frame[4] = VERSION;
+    frame[5] = uint8_t(coder);
+    frame[6] = uint8_t(predictor);
+    frame[7] = uint8_t(width);
+    store32(frame + 8, uint32_t(count));
+    store32(frame + 12, uint32_t(bytes));
+    store32(frame + 16, 0);
+    store32(frame + 20, 0);
+}
+
+// ------------------------------------------------------------------ the checksum
+
+constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;  // times 2 i + 1, for word number i
+constexpr int64_t FLAGS_WORD = 4, CHECKSUM_WORD = 5;
+
+NCZ_DEVICE uint32_t checksum_term(uint32_t word, int64_t i) {
+    uint32_t v = (word ^ word >> 16) * ((2 * uint32_t(i) + 1) * CHECKSUM_KEY);
+    return v ^ v >> 15;
+}
+
+// This block's share of the checksum of `bytes` of a frame, in thread 0. Whatever stands in its checksum field does not
+// count. With `seal`, its flags count as they will be.
+NCZ_DEVICE uint32_t checksum_share(const uint8_t* frame, int64_t bytes, bool seal, uint32_t* scratch) {
+    bool aligned = reinterpret_cast<uintptr_t>(frame) % 4 == 0;
+    int64_t words = (bytes + 3) / 4, stride = int64_t(gridDim.x) * THREADS;
+    uint32_t total = 0;
+    for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < words; i += stride) {
+        const uint8_t* from = frame + 4 * i;
+        uint32_t word = 0;
+        if (4 * i + 4 > bytes)
+            for (int k = 0; k < bytes - 4 * i; ++k) word |= uint32_t(from[k]) << (8 * k);
+        else
+            word = aligned ? *reinterpret_cast<const uint32_t*>(from) : load32(from);
+        if (seal && i == FLAGS_WORD) word = HAS_CHECKSUM;
+        if (i != CHECKSUM_WORD) total += checksum_term(word, i);
+    }
+    return block_sum(total, scratch);
+}
+
+// Adds up the checksum of a frame in `checksum`, which was 0; unless `always`, only if the header says that it has one.
+// Any number of blocks.
+NCZ_KERNEL(ncz_checksum)(const uint8_t* frame, long long bytes, int always, uint32_t* checksum) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    if (bytes < HEADER_BYTES || (!always && load32(frame + 4 * FLAGS_WORD) != HAS_CHECKSUM)) return;
+    uint32_t share = checksum_share(frame, bytes, false, scratch);
+    if (threadIdx.x == 0) atomicAdd(checksum, share);
+}
+
+// Gives the frame that `frame`, of `room` bytes, begins with its checksum. `sum_and_blocks`: two zeros. Any number of
+// blocks; the last to end writes the fields.
+NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long room, uint32_t* sum_and_blocks) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    NCZ_SHARED(int, is_last, 1);
+    if (room < HEADER_BYTES) return;
+    int64_t bytes = HEADER_BYTES + int64_t(load32(frame + 12));
+    uint32_t share = checksum_share(frame, bytes < room ? bytes : room, true, scratch);
+    if (threadIdx.x == 0) atomicAdd(sum_and_blocks, share);
+    if (!finished_last(sum_and_blocks + 1, is_last) || threadIdx.x) return;
+    store32(frame + 4 * FLAGS_WORD, HAS_CHECKSUM);
+    store32(frame + 4 * CHECKSUM_WORD, atomicAdd(sum_and_blocks, 0u));
+}
+
+// ------------------------------------------------------------------ reading
+
+NCZ_DEVICE int blocks_of(int n) { return (n + BLOCK - 1) / BLOCK; }
+NCZ_DEVICE int octets_of(int n) { return (n + OCTET - 1) / OCTET; }
+
+// What the header says is wrong, or 0. The order is that of all backends.
+NCZ_DEVICE int64_t header_damage(const Header& header, int64_t bytes, int64_t count, uint32_t checksum) {
+    if (bytes < HEADER_BYTES) return damaged(NO_HEADER);
+    if (header.magic != MAGIC) return damaged(BAD_MAGIC);
+    if (header.version != VERSION) return damaged(BAD_VERSION);
+    bool has_checksum = header.flags == HAS_CHECKSUM;
+    if (!has_checksum && (header.flags || header.checksum)) return damaged(BAD_FLAGS);
+    if (header.predictor != NONE && header.predictor != DELTA) return damaged(BAD_PREDICTOR);
+    if (header.count != count) return damaged(OTHER_COUNT);
+    if (header.payload_bytes != bytes - HEADER_BYTES) return damaged(OTHER_LENGTH);
+    if (has_checksum && checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
+    unsigned width = header.width;
+    if (header.coder == RAW && (width == 8 || width == 16 || width == 32))
+        return bytes - HEADER_BYTES == count * (width / 8) ? 0 : damaged(RAW_LENGTH);
+    if (header.coder < FIXED || header.coder > RANS || width) return damaged(BAD_CODER);
+    return header.coder == FIXED && bytes - HEADER_BYTES < 2 * chunks_of(count) ? damaged(NO_TABLE) : 0;
+}
+
+// Verifies the header and FIXED's table, whose prefix sums become `offsets` (from the first chunk on). One block.
+NCZ_KERNEL(ncz_open)
+(const uint8_t* frame, long long bytes, long long count, const uint32_t* checksum, Status* status, long long* offsets) {
+    NCZ_SHARED(long long, scratch, WARPS);
+    NCZ_SHARED(bool, has_table, 1);
+    if (threadIdx.x == 0) {
+        Header header = {};
+        if (bytes >= HEADER_BYTES) memcpy(&header, frame, sizeof header);
+        status->header = header;
+        status->count = count;
+        status->bytes = bytes;
+        status->result = header_damage(header, bytes, count, *checksum);
+        has_table[0] = !status->result && header.coder == FIXED;
+    }
+    __syncthreads();
+    if (!has_table[0]) return;
+    int64_t chunks = chunks_of(count);
+    long long end = 0;
+    for (int64_t first = 0; first < chunks; first += THREADS) {
+        int64_t c = first + threadIdx.x;
+        long long size = c < chunks ? load16(frame + HEADER_BYTES + 2 * c) : 0, total;
+        long long before = block_exclusive_sum(size, scratch, total);
+        if (c < chunks) offsets[c] = end + before;
+        end += total;
+    }
+    if (threadIdx.x == 0 && end != bytes - HEADER_BYTES - 2 * chunks) record(status, TABLE_SUM, end);
+}
+
+// Chunk c of a FIXED frame that was opened.
+struct FixedChunk {
+    const uint8_t* at;
+    int bytes;
+
+    NCZ_DEVICE FixedChunk(const uint8_t* frame, int64_t c, int64_t count, const long long* offsets)
+        : at(frame + HEADER_BYTES + 2 * chunks_of(count) + offsets[c]),
+          bytes(int(load16(frame + HEADER_BYTES + 2 * c))) {}
+};
+
+// Verifies the widths in all chunks of a FIXED frame, so that no decoder needs to. A warp per chunk.
+NCZ_KERNEL(ncz_check)(const uint8_t* frame, long long count, const long long* offsets, Status* status) {
+    int64_t c = int64_t(blockIdx.x) * WARPS + warp();
+    if (status->result || status->header.coder != FIXED || c >= chunks_of(count)) return;
+    FixedChunk chunk(frame, c, count, offsets);
+    int length = length_of(c, count), blocks = blocks_of(length);
+    int missing_octets = OCTETS * blocks - octets_of(length);  // of the last block
+    bool is_wrong = chunk.bytes < blocks;
+    int taken = 0;
+    for (int b = lane(); b < blocks && !is_wrong; b += WARP) {
+        int width = chunk.at[b];
+        is_wrong = width > 32;
+        taken += 1 + width * (b == blocks - 1 ? OCTETS - missing_octets : OCTETS);
+    }
+    is_wrong = __any_sync(ALL_LANES, is_wrong);
+    taken = warp_sum(taken);
+    if (lane() || (!is_wrong && taken == chunk.bytes)) return;
+    // Of several, that of the first chunk stays.
+    unsigned cause = is_wrong ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong ? 0 : unsigned(chunk.bytes);
+    atomicMax(&status->chunk_damage, (unsigned long long)~uint32_t(c) << 32 | value << 8 | cause);
+}
+
+// Copies a damage to where the host looks, unless there is one already. By one thread, in the last kernel of those that
+// read the frame.
+NCZ_DEVICE void report_damage(const Status* status, Status* report) {
+    Status copy = *status;
+    if (!copy.result && !copy.chunk_damage) return;
+    if (!copy.result)
+        copy.result = damaged(Damage(copy.chunk_damage & 0xff), int64_t(copy.chunk_damage >> 8 & 0xffff));
+    auto* result = reinterpret_cast<unsigned long long*>(&report->result);
+    if (atomicCAS(result, 0ull, (unsigned long long)copy.result)) return;
+    report->count = copy.count;
+    report->bytes = copy.bytes;
+    report->header = copy.header;
+}
+
+#define NCZ_FRAME_KERNELS(X) X(ncz_checksum) X(ncz_seal) X(ncz_open) X(ncz_check)

@@ -1,0 +1,17 @@
+// All CUDA kernels, as one module per element type. nvrtc.py compiles it.
+//
+// The sources use neither the C++ library nor CUB nor cooperative groups, so that the tests can compile them for the
+// host and run each CUDA thread as a fibre.
+
+#include "fixed.cuh"
+
+#define NCZ_MODULE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X)
+
+#if NCZ_DTYPE == 0  // what works on codes alone is in this module only
+#include "huffman.cuh"
+#include "rans.cuh"
+#include "select.cuh"
+#define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X) NCZ_SELECT_KERNELS(X) NCZ_HUFFMAN_KERNELS(X) NCZ_RANS_KERNELS(X)
+#else
+#define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X)
+#endif

@@ -1,0 +1,172 @@
+"""Compiles the kernels with NVRTC and launches them on a GPU, by CuPy's bindings of NVRTC and of the CUDA driver.
+
+There is one module per element type and architecture. It is compiled when first used, which takes some seconds, and
+kept on disk for the processes that follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import stat
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+from cupy.cuda import driver, nvrtc, runtime
+from torch import Tensor
+
+from ..format import DTYPES
+
+FOLDER = Path(__file__).parent
+KERNELS = FOLDER / "kernels.cu"
+# No contraction: a fused multiply-add would round other than the reference.
+FLAGS = ("--std=c++17", "--fmad=false")
+ENVIRONMENT = "NCZ_CACHE"  # a folder for compiled kernels instead of ~/.cache/ncz_plugins
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused the kernels; the text is what it said."""
+
+
+def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """The kernels for one element type, compiled for `arch`, such as "sm_90". Needs no device.
+
+    Returns the cubin, and what the compiler said: with `--ptxas-options=-v`, the registers and the memory of each
+    kernel. Raises CompileError.
+    """
+    program = nvrtc.createProgram(KERNELS.read_text(), KERNELS.name, (), ())
+    try:
+        nvrtc.compileProgram(program, (*_flags(dtype, arch), f"--include-path={FOLDER}", *options))
+        # The binding drops the last byte, which is part of the cubin's padding.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"the CUDA kernels do not compile for {arch}: {error}\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+class CupyLauncher:
+    """Launches kernels on torch's current stream of the device where their arguments are."""
+
+    def __init__(self):
+        self._functions: dict[tuple[str, torch.dtype, int], int] = {}
+        self._modules: dict[tuple[torch.dtype, int], int] = {}
+        self._lock = threading.Lock()
+
+    def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
+        """As `Launcher` says; at least one of `arguments` is a tensor."""
+        device = next(a.device.index for a in arguments if isinstance(a, Tensor))
+        with torch.cuda.device(device):
+            runtime.setDevice(device)  # makes its context current, also in a thread that never used it
+            function = self._functions.get((kernel, dtype, device)) or self._load(kernel, dtype, device)
+            stream = torch.cuda.current_stream(device).cuda_stream
+            # CUDA copies the values before it returns, so that they need not outlive the call.
+            values = [_value(argument) for argument in arguments]
+            pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+            driver.launchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+
+    def _load(self, kernel: str, dtype: torch.dtype, device: int) -> int:
+        with self._lock:
+            module = self._modules.get((dtype, device))
+            if module is None:
+                major, minor = torch.cuda.get_device_capability(device)
+                module = driver.moduleLoadData(cubin(dtype, f"sm_{major}{minor}"))
+                self._modules[dtype, device] = module
+            function = driver.moduleGetFunction(module, kernel)
+            self._functions[kernel, dtype, device] = function
+        return function
+
+
+def _value(argument):
+    """What cuLaunchKernel copies `argument` from."""
+    if argument is None or isinstance(argument, Tensor):
+        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+    if isinstance(argument, ctypes.Structure):
+        return argument
+    return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
+
+
+# ------------------------------------------------------------------ kept on disk
+
+
+def cubin(dtype: torch.dtype, arch: str) -> bytes:
+    """The compiled kernels, from disk if they are there."""
+    folder = _cache_folder()
+    if folder is None:
+        return compile_kernels(dtype, arch)[0]
+    file = folder / f"{_key(dtype, arch)}.cubin"
+    code = _read(file)
+    if code is None:
+        code, _ = compile_kernels(dtype, arch)
+        _write(file, code)
+    return code
+
+
+def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:
+    return (*FLAGS, f"-DNCZ_DTYPE={DTYPES.index(dtype)}", f"--gpu-architecture={arch}")
+
+
+def _key(dtype: torch.dtype, arch: str) -> str:
+    """Of all that a cubin depends on."""
+    text = "\0".join((*_flags(dtype, arch), str(nvrtc.getVersion()), _digest_of_sources()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    files = [KERNELS, *FOLDER.glob("*.cuh"), *FOLDER.parent.glob("cpu/*.h")]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+def _cache_folder() -> Path | None:
+    """Where only this user can write, as what is there will run; None, with a warning, if there is no such place."""
+    parent = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ncz_plugins")
+    folder = parent / "cuda"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        reason = str(error)
+    else:
+        if not stat.S_ISDIR(found.st_mode):
+            reason = f"{folder} is not a folder"
+        elif found.st_uid != os.getuid():
+            reason = f"{folder} belongs to another user"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            reason = f"others can write to {folder}"
+        else:
+            return folder
+    warnings.warn(
+        f"ncz_plugins: compiled CUDA kernels are not kept, each process compiles them again: {reason}. "
+        f"Set {ENVIRONMENT} to a folder that is yours alone.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _read(file: Path) -> bytes | None:
+    """What `_write` wrote; None if there is nothing, or something else."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    digest, code = data[:size], data[size:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(file: Path, code: bytes) -> None:
+    """All at once, as other processes may read meanwhile. Where that fails, the next process compiles again."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        unfinished.write_bytes(hashlib.sha256(code).digest() + code)
+        unfinished.replace(file)
+    except OSError as error:
+        warnings.warn(f"ncz_plugins: {file} was not written: {error}", RuntimeWarning, stacklevel=2)

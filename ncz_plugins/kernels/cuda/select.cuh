@@ -1,0 +1,187 @@
+// The selector: which coder and predictor AUTO means for a frame, from a sample of its codes, in integers, as
+// ../cpu/select.h finds them. docs/wire-format.md specifies it.
+#pragma once
+
+#include "huffman.cuh"
+
+constexpr int MOST_SAMPLED = int(PIECE * SAMPLE_PIECES);
+constexpr int BYTE_VALUES = 256;
+constexpr int PREDICTORS = 2;  // NONE and DELTA, which are numbered so
+
+NCZ_DEVICE int64_t pages_of(int64_t count) { return (count + RANS_PAGE - 1) / RANS_PAGE; }
+
+// log2 of a positive number, times 65536, rounded down: digit by digit (Knuth, TAOCP 1, 1.2.2, exercise 25).
+NCZ_DEVICE uint32_t log2_of(uint32_t number) {
+    uint32_t log = 31u - unsigned(__clz(int(number)));
+    uint32_t x = number << (31 - log);  // in 1.31 bits, from 1 to 2
+    for (int digit = 0; digit < 16; ++digit) {
+        uint64_t square = uint64_t(x) * x >> 31;
+        unsigned is_two = unsigned(square >> 32);
+        log = 2 * log + is_two;
+        x = uint32_t(square >> is_two);
+    }
+    return log;
+}
+
+// What is measured of a sample with one predictor, in shared memory; zeros at first.
+struct SampleSums {
+    unsigned long long fixed_bits, huffman_bits, mask_entropy, token_entropy;  // entropies times 65536
+    unsigned long long extra_bits;  // of all tokens
+    uint32_t symbols;               // or-ed together
+    int mask_kinds, token_kinds;
+    uint32_t mode;
+};
+
+// Codes one behind the other, in pieces.
+struct Sample {
+    const int32_t* codes;
+    int n;
+
+    // Zero behind the last.
+    NCZ_DEVICE uint32_t symbol(int i, int32_t predictor) const {
+        if (i >= n) return 0;
+        int first = i / int(PIECE) * int(PIECE);
+        if (predictor == DELTA && i == first) return 0;  // as if the same code stood before it
+        return symbol_at(codes, i, first, predictor);
+    }
+};
+
+// How often each token occurs, the symbols' bits, and what FIXED would take. Each warp looks at one block at a time.
+NCZ_DEVICE void count_tokens(const Sample& sample, int32_t predictor, uint32_t* counts, SampleSums& sums) {
+    uint32_t all = 0;
+    unsigned fixed_bits = 0;
+    for (int first = warp() * BLOCK; first < sample.n; first += WARPS * BLOCK) {
+        int i = first + lane(), n = sample.n - first < BLOCK ? sample.n - first : BLOCK;
+        uint32_t symbol = sample.symbol(i, predictor), block = warp_or(symbol);
+        if (i < sample.n) atomicAdd(counts + token_of(symbol), 1u);
+        all |= block;
+        fixed_bits += 8 * (1 + unsigned(octets_of(n)) * bit_length(block));
+    }
+    if (lane()) return;
+    atomicOr(&sums.symbols, all);
+    atomicAdd(&sums.fixed_bits, (unsigned long long)fixed_bits);
+}
+
+// How often each of RANS's masks occurs.
+NCZ_DEVICE void count_masks(const Sample& sample, int32_t predictor, uint32_t mode, uint32_t* counts) {
+    for (int first = warp() * BLOCK; first < sample.n; first += WARPS * BLOCK) {
+        int i = first + lane();
+        unsigned differ = __ballot_sync(ALL_LANES, i < sample.n && sample.symbol(i, predictor) != mode);
+        bool has_mask = lane() < OCTETS && first + lane() * OCTET < sample.n;
+        if (has_mask) atomicAdd(counts + (differ >> 8 * lane() & 0xffu), 1u);
+    }
+}
+
+// The most frequent of the symbols that are their own tokens, the lowest at a draw. Counts are at most MOST_SAMPLED.
+NCZ_DEVICE uint32_t mode_of(const uint32_t* counts, uint32_t* scratch) {
+    uint32_t token = threadIdx.x;
+    uint32_t best = block_max(token < DIRECT ? counts[token] * DIRECT + (DIRECT - 1 - token) : 0u, scratch);
+    return DIRECT - 1 - best % DIRECT;
+}
+
+// This thread's part of the entropy of a kind that occurs `count` times of `total`.
+NCZ_DEVICE unsigned long long entropy_of(uint32_t count, uint32_t total) {
+    return count ? (unsigned long long)count * (log2_of(total) - log2_of(count)) : 0;
+}
+
+// What the counts of tokens and masks, and the Huffman code of the tokens, come to. A thread for each value.
+NCZ_DEVICE void add_up(const HuffmanTree& tree, const uint32_t* masks, int n, SampleSums& sums) {
+    uint32_t value = threadIdx.x;
+    uint32_t tokens = value < TOKENS ? tree.counts[value] : 0, others = value == sums.mode ? 0 : tokens;
+    uint32_t all_others = uint32_t(n) - tree.counts[sums.mode];
+    unsigned extra_bits = tokens * extra_bits_of(value), length = value < TOKENS ? tree.lengths[value] : 0;
+    unsigned long long extra = warp_sum((unsigned long long)extra_bits);
+    unsigned long long huffman = warp_sum((unsigned long long)(tokens * length + extra_bits));
+    unsigned long long mask_entropy = warp_sum(entropy_of(masks[value], uint32_t(octets_of(n))));
+    unsigned long long token_entropy = warp_sum(entropy_of(others, all_others));
+    int mask_kinds = __popc(__ballot_sync(ALL_LANES, masks[value] > 0));
+    int token_kinds = __popc(__ballot_sync(ALL_LANES, others > 0));
+    if (lane()) return;
+    atomicAdd(&sums.extra_bits, extra);
+    atomicAdd(&sums.huffman_bits, huffman);
+    atomicAdd(&sums.mask_entropy, mask_entropy);
+    atomicAdd(&sums.token_entropy, token_entropy);
+    atomicAdd(&sums.mask_kinds, mask_kinds);
+    atomicAdd(&sums.token_kinds, token_kinds);
+}
+
+// Picoseconds for a frame of `count` codes, of which `n` were measured. By one thread.
+NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_t modes, int code_bytes, int64_t count,
+                           const Costs& costs) {
+    int64_t chunks = chunks_of(count), bits, bytes = 0, picoseconds, of_all = n ? n : 1;
+    if (coder == FIXED) {
+        bits = int64_t(sums.fixed_bits);
+        bytes = 2 * chunks;
+        picoseconds = costs.fixed * count;
+    } else if (coder == RAW) {
+        bits = int64_t(raw_width_of(bit_length(sums.symbols))) * n;
+        picoseconds = costs.raw * count;
+    } else if (coder == HUFFMAN) {
+        bits = int64_t(sums.huffman_bits);
+        bytes = 10 * chunks + code_bytes;
+        picoseconds = costs.huffman * count;
+    } else {
+        // A small sample has less entropy than where it comes from.
+        int missing = 3 * (sums.mask_kinds ? sums.mask_kinds - 1 : 0) / 4;
+        bits = int64_t((sums.mask_entropy >> 16) + (sums.token_entropy >> 16) + sums.extra_bits) + missing;
+        bytes = 66 + 2 * (sums.mask_kinds + sums.token_kinds) + 20 * pages_of(count);
+        picoseconds = costs.rans * count + costs.rans_rest * (count * (n - int64_t(modes)) / of_all);
+    }
+    return costs.link * (bits * count / (8 * of_all) + bytes) + picoseconds;
+}
+
+// The first wins at a draw.
+constexpr int CODERS = 4;
+NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? FIXED : place == 1 ? RAW : place == 2 ? HUFFMAN : RANS; }
+
+// Sets all of `choice` but the symbols. `sample`: `sampled` codes of the frame, none where `coding` settles everything.
+NCZ_KERNEL(ncz_select)(const int32_t* codes, int32_t sampled, int64_t count, Coding coding, Choice* choice) {
+    NCZ_SHARED(HuffmanTree, trees, PREDICTORS);
+    NCZ_SHARED(uint32_t, masks, PREDICTORS * BYTE_VALUES);
+    NCZ_SHARED(SampleSums, sums, PREDICTORS);
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    NCZ_SHARED(int64_t, costs, CODERS * PREDICTORS);
+    Sample sample = {codes, sampled};
+    auto is_allowed = [&](int32_t predictor) {
+        return coding.predictor == AUTO_PREDICTOR || coding.predictor == predictor;
+    };
+    for (int p = 0; p < PREDICTORS; ++p) {
+        if (threadIdx.x < TOKENS) trees[p].counts[threadIdx.x] = 0;
+        masks[p * BYTE_VALUES + threadIdx.x] = 0;
+        if (threadIdx.x == 0) sums[p] = SampleSums();
+    }
+    __syncthreads();
+    for (int p = 0; p < PREDICTORS; ++p)
+        if (is_allowed(p)) count_tokens(sample, p, trees[p].counts, sums[p]);
+    __syncthreads();
+    for (int p = 0; p < PREDICTORS; ++p) {
+        uint32_t mode = mode_of(trees[p].counts, scratch);
+        if (threadIdx.x == 0) sums[p].mode = mode;
+        if (is_allowed(p)) count_masks(sample, p, mode, masks + p * BYTE_VALUES);
+    }
+    __syncthreads();
+    make_lengths(trees, PREDICTORS);
+    for (int p = 0; p < PREDICTORS; ++p) {
+        int stored = stored_lengths(trees[p].lengths, reinterpret_cast<int*>(scratch));
+        add_up(trees[p], masks + p * BYTE_VALUES, sampled, sums[p]);
+        __syncthreads();
+        int place = int(threadIdx.x);
+        if (place < CODERS)
+            costs[place * PREDICTORS + p] = cost_of(coder_at(place), sums[p], sampled, trees[p].counts[sums[p].mode],
+                                                    code_bytes(stored), count, coding.costs);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;
+    int best = -1;
+    for (int i = 0; i < CODERS * PREDICTORS; ++i) {
+        if (!is_allowed(i % PREDICTORS)) continue;
+        if (coding.coder != AUTO_CODER && coding.coder != coder_at(i / PREDICTORS)) continue;
+        if (best < 0 || (!is_settled && costs[i] < costs[best])) best = i;
+    }
+    choice->coder = coder_at(best / PREDICTORS);
+    choice->predictor = best % PREDICTORS;
+    choice->mode = int32_t(sums[best % PREDICTORS].mode);
+}
+
+#define NCZ_SELECT_KERNELS(X) X(ncz_select)

@@ -1,0 +1,443 @@
+// Floats to codes and back, random numbers, and what is measured beforehand.
+//
+// How a chunk lies in a block's threads: each thread has two octets of 8 consecutive elements, and a warp has 64
+// consecutive octets, octet 64 * warp + lane and the one 32 behind it. So a block of 32 symbols is four neighbouring
+// lanes, a whole octet is packed in one thread's registers, and a warp's threads load and store bytes side by side.
+#pragma once
+
+#include "symbols.cuh"
+
+constexpr int OCTETS_PER_THREAD = int(CHUNK) / OCTET / THREADS;
+static_assert(OCTETS_PER_THREAD == 2, "as the sums of two 16-bit halves in octet_starts need it");
+
+typedef int32_t ThreadCodes[OCTETS_PER_THREAD][OCTET];
+typedef uint32_t ThreadSymbols[OCTETS_PER_THREAD][OCTET];
+
+// The number of this thread's octet j in its chunk.
+NCZ_DEVICE int octet_of(int j) { return warp() * (OCTETS_PER_THREAD * WARP) + j * WARP + lane(); }
+
+// How many of 8 elements from element `first` on there are in a chunk of `length`: 0 to 8.
+NCZ_DEVICE int octet_length(int first, int length) {
+    int left = length - first;
+    return left >= OCTET ? OCTET : left > 0 ? left : 0;
+}
+
+// ------------------------------------------------------------------ eight at once
+
+// What one instruction loads or stores.
+struct alignas(16) Sixteen {
+    uint32_t words[4];
+};
+
+NCZ_DEVICE bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Sixteen) == 0; }
+
+// `n` of 8 numbers, zeros behind them.
+template <class T>
+NCZ_DEVICE void load_octet(const T* from, int n, T (&values)[OCTET]) {
+    if (n == OCTET && is_aligned(from)) {
+        Sixteen parts[sizeof values / sizeof(Sixteen)];
+#pragma unroll
+        for (int p = 0; p < int(sizeof values / sizeof(Sixteen)); ++p)
+            parts[p] = reinterpret_cast<const Sixteen*>(from)[p];
+        memcpy(values, parts, sizeof values);
+    } else {
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) values[i] = i < n ? from[i] : T{};
+    }
+}
+
+template <class T>
+NCZ_DEVICE void store_octet(T* to, int n, const T (&values)[OCTET]) {
+    if (n == OCTET && is_aligned(to)) {
+        Sixteen parts[sizeof values / sizeof(Sixteen)];
+        memcpy(parts, values, sizeof values);
+#pragma unroll
+        for (int p = 0; p < int(sizeof values / sizeof(Sixteen)); ++p) reinterpret_cast<Sixteen*>(to)[p] = parts[p];
+    } else {
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i)
+            if (i < n) to[i] = values[i];
+    }
+}
+
+// ------------------------------------------------------------------ one number
+
+NCZ_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
+NCZ_DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
+
+// NaN becomes the upper limit.
+NCZ_DEVICE float clamped(float scaled) {
+    constexpr float limit = 2147483520.0f;  // the largest float32 that int32 holds
+    scaled = scaled < limit ? scaled : limit;
+    return scaled > -limit ? scaled : -limit;
+}
+
+NCZ_DEVICE double clamped(double scaled) {
+    constexpr double limit = 2147483647.0;
+    scaled = scaled < limit ? scaled : limit;
+    return scaled > -limit ? scaled : -limit;
+}
+
+NCZ_DEVICE int32_t to_nearest(float clamped) { return __float2int_rn(clamped); }
+NCZ_DEVICE int32_t to_nearest(double clamped) { return __double2int_rn(clamped); }
+
+NCZ_DEVICE int32_t rounded_down(float clamped) { return __float2int_rd(clamped); }
+NCZ_DEVICE int32_t rounded_down(double clamped) { return __double2int_rd(clamped); }
+
+NCZ_DEVICE void to_float(int32_t code, float& out) { out = __int2float_rn(code); }
+NCZ_DEVICE void to_float(int32_t code, double& out) { out = __int2double_rn(code); }
+
+NCZ_DEVICE int32_t code_of(Element x, Scale inverse_step) {
+    return to_nearest(clamped(product(Scale(widen(x)), inverse_step)));
+}
+
+// Up with a probability of the fraction: if that is more than the upper 24 bits of `random`.
+NCZ_DEVICE int32_t code_of(Element x, Scale inverse_step, uint32_t random) {
+    Scale scaled = clamped(product(Scale(widen(x)), inverse_step));
+    int32_t code = rounded_down(scaled);
+    Scale floor, fraction;
+    to_float(code, floor);
+    to_float(int32_t(random >> 8), fraction);
+    return code + (product(fraction, Scale(0x1p-24)) < scaled - floor);
+}
+
+NCZ_DEVICE Element value_of(int32_t code, Scale scale) {
+    Scale value;
+    Element out;
+    to_float(code, value);
+    narrow(product(value, scale), out);
+    return out;
+}
+
+// ------------------------------------------------------------------ random numbers
+
+// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+NCZ_DEVICE void philox(const Noise& noise, uint64_t counter, uint32_t* words) {
+    uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = noise.call, d = noise.rank;
+    uint32_t key0 = uint32_t(noise.seed), key1 = uint32_t(noise.seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        uint32_t first_high = __umulhi(a, 0xD2511F53u), first_low = a * 0xD2511F53u;
+        uint32_t second_high = __umulhi(c, 0xCD9E8D57u), second_low = c * 0xCD9E8D57u;
+        a = second_high ^ b ^ key0;
+        b = second_low;
+        c = first_high ^ d ^ key1;
+        d = first_low;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    words[0] = a;
+    words[1] = b;
+    words[2] = c;
+    words[3] = d;
+}
+
+// Of 8 elements, from number `first` of the tensor on.
+NCZ_DEVICE void random_words(const Noise& noise, uint64_t first, uint32_t (&words)[OCTET]) {
+    uint32_t all[OCTET + 4] = {};
+    philox(noise, first / 4, all);
+    philox(noise, first / 4 + 1, all + 4);
+    unsigned skipped = unsigned(first % 4);  // the same for all octets of a launch
+    if (skipped) philox(noise, first / 4 + 2, all + 8);
+    // Steps of one and two, as registers can't be indexed.
+#pragma unroll
+    for (int i = 0; i < OCTET + 3; ++i) all[i] = skipped & 1 ? all[i + 1] : all[i];
+#pragma unroll
+    for (int i = 0; i < OCTET; ++i) words[i] = skipped & 2 ? all[i + 2] : all[i];
+}
+
+// ------------------------------------------------------------------ codes of a chunk
+
+// Codes of floats, to the nearest.
+struct Floats {
+    const Element* x;
+    const Scale* inverse_steps;
+
+    NCZ_DEVICE int32_t code(int64_t element) const { return code_of(x[element], inverse_steps[element / CHUNK]); }
+
+    NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
+        Scale inverse_step = inverse_steps[chunk];
+        Element values[OCTET];
+        load_octet(x + chunk * CHUNK + first, n, values);
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step);
+    }
+};
+
+// Codes of floats, up or down at random. In kernels of their own, as random numbers take many registers.
+struct RandomFloats {
+    const Element* x;
+    const Scale* inverse_steps;
+    Noise noise;
+
+    NCZ_DEVICE int32_t code(int64_t element) const {
+        uint64_t number = noise.first + uint64_t(element);
+        uint32_t words[4];
+        philox(noise, number / 4, words);
+        uint32_t low = number & 1 ? words[1] : words[0], high = number & 1 ? words[3] : words[2];
+        return code_of(x[element], inverse_steps[element / CHUNK], number & 2 ? high : low);
+    }
+
+    NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
+        int64_t element = chunk * CHUNK + first;
+        Scale inverse_step = inverse_steps[chunk];
+        Element values[OCTET];
+        uint32_t words[OCTET];
+        load_octet(x + element, n, values);
+        random_words(noise, noise.first + uint64_t(element), words);
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, words[i]);
+    }
+};
+
+// Codes that lie in memory.
+struct PlainCodes {
+    const int32_t* codes;
+
+    NCZ_DEVICE int32_t code(int64_t element) const { return codes[element]; }
+    NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&octet)[OCTET]) const {
+        load_octet(codes + chunk * CHUNK + first, n, octet);
+    }
+};
+
+// This thread's part of a chunk of `length`; anything behind the end.
+template <class Source>
+NCZ_DEVICE void load_chunk(const Source& source, int64_t chunk, int length, ThreadCodes& codes) {
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int first = OCTET * octet_of(j), n = octet_length(first, length);
+        if (n) source.octet(chunk, first, n, codes[j]);
+    }
+}
+
+// Adds this thread's part of a chunk, octet by octet, as that takes fewer registers.
+template <class Source>
+NCZ_DEVICE void add_chunk(const Source& source, int64_t chunk, int length, ThreadCodes& codes) {
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int first = OCTET * octet_of(j), n = octet_length(first, length);
+        if (!n) continue;
+        int32_t octet[OCTET];
+        source.octet(chunk, first, n, octet);
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) codes[j][i] = sum(codes[j][i], octet[i]);
+    }
+}
+
+// To memory; with `add`, onto what stands there.
+NCZ_DEVICE void store_codes(int32_t* to, int length, const ThreadCodes& codes, bool add) {
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int first = OCTET * octet_of(j), n = octet_length(first, length);
+        int32_t total[OCTET] = {};
+        if (add) load_octet(to + first, n, total);
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) total[i] = sum(total[i], codes[j][i]);
+        store_octet(to + first, n, total);
+    }
+}
+
+NCZ_DEVICE void store_values(Element* to, int length, const ThreadCodes& codes, Scale scale) {
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int first = OCTET * octet_of(j), n = octet_length(first, length);
+        Element values[OCTET];
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) values[i] = value_of(codes[j][i], scale);
+        store_octet(to + first, n, values);
+    }
+}
+
+// Codes to symbols, zeros behind the end of the chunk. `scratch` is shared memory of WARPS numbers.
+NCZ_DEVICE void predict(const ThreadCodes& codes, int length, int32_t predictor, int32_t* scratch,
+                        ThreadSymbols& symbols) {
+    int32_t before = 0;  // the code before this thread's octet
+    if (predictor == DELTA) {
+        constexpr int LAST = OCTETS_PER_THREAD - 1;
+        if (lane() == WARP - 1) scratch[warp()] = codes[LAST][OCTET - 1];
+        __syncthreads();
+        if (lane() == 0 && warp()) before = scratch[warp() - 1];
+        __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int n = octet_length(OCTET * octet_of(j), length);
+        if (predictor == DELTA) {
+            int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, codes[j][OCTET - 1], 1);
+            int32_t of_last_lane = __shfl_sync(ALL_LANES, codes[j][OCTET - 1], WARP - 1);
+            int32_t previous = lane() ? of_lower_lane : before;
+            before = of_last_lane;  // of the next octet of lane 0
+#pragma unroll
+            for (int i = 0; i < OCTET; ++i)
+                symbols[j][i] = zigzag(difference(codes[j][i], i ? codes[j][i - 1] : previous));
+        } else {
+#pragma unroll
+            for (int i = 0; i < OCTET; ++i) symbols[j][i] = zigzag(codes[j][i]);
+        }
+        if (n < OCTET) {
+#pragma unroll
+            for (int i = 0; i < OCTET; ++i) symbols[j][i] = i < n ? symbols[j][i] : 0;
+        }
+    }
+}
+
+// Inverse of `predict`.
+NCZ_DEVICE void unpredict(const ThreadSymbols& symbols, int32_t predictor, uint32_t* scratch, ThreadCodes& codes) {
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j)
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) codes[j][i] = unzigzag(symbols[j][i]);
+    if (predictor != DELTA) return;
+    uint32_t base = 0;  // sum of all that is before this octet
+    uint32_t bases[OCTETS_PER_THREAD];
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+#pragma unroll
+        for (int i = 1; i < OCTET; ++i) codes[j][i] = sum(codes[j][i], codes[j][i - 1]);
+        uint32_t total = uint32_t(codes[j][OCTET - 1]), inclusive = warp_inclusive_sum(total);
+        bases[j] = base + inclusive - total;
+        base += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+    }
+    if (lane() == 0) scratch[warp()] = base;
+    __syncthreads();
+    uint32_t of_warp = 0;
+    for (int w = 0; w < warp(); ++w) of_warp += scratch[w];
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j)
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) codes[j][i] = sum(codes[j][i], int32_t(bases[j] + of_warp));
+}
+
+// ------------------------------------------------------------------ kernels
+
+template <class Source>
+NCZ_DEVICE void quantize(const Source& source, int64_t c, int64_t count, int32_t* codes, ThreadCodes& own) {
+    int length = length_of(c, count);
+    load_chunk(source, c, length, own);
+    store_codes(codes + c * CHUNK, length, own, false);
+}
+
+// codes = x * inverse_step, rounded. A block per chunk.
+NCZ_KERNEL(ncz_quantize)(const Element* x, const Scale* inverse_steps, long long count, int32_t* codes) {
+    ThreadCodes own = {};
+    quantize(Floats{x, inverse_steps}, blockIdx.x, count, codes, own);
+}
+
+NCZ_KERNEL(ncz_quantize_at_random)
+(const Element* x, const Scale* inverse_steps, Noise noise, long long count, int32_t* codes) {
+    ThreadCodes own = {};
+    quantize(RandomFloats{x, inverse_steps, noise}, blockIdx.x, count, codes, own);
+}
+
+// out = codes * scale. A block per chunk.
+NCZ_KERNEL(ncz_dequantize)(const int32_t* codes, const Scale* scales, long long count, Element* out) {
+    int64_t c = blockIdx.x;
+    int length = length_of(c, count);
+    ThreadCodes own = {};
+    load_chunk(PlainCodes{codes}, c, length, own);
+    if (length > 0) store_values(out + c * CHUNK, length, own, scales[c]);
+}
+
+// What the selector looks at, piece behind piece: of `codes` if there are any, else of `x`. A thread per code.
+NCZ_KERNEL(ncz_sample)
+(const Element* x, const Scale* inverse_steps, Noise noise, int is_random, const int32_t* codes, long long count,
+ int32_t* sample) {
+    int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x, piece = i / PIECE;
+    int64_t pieces = (count + PIECE - 1) / PIECE;
+    if (piece >= pieces || piece >= SAMPLE_PIECES) return;
+    if (pieces > SAMPLE_PIECES) piece = piece * (pieces - 1) / (SAMPLE_PIECES - 1);
+    int64_t element = PIECE * piece + i % PIECE;
+    if (element >= count) return;
+    sample[i] = codes       ? codes[element]
+                : is_random ? RandomFloats{x, inverse_steps, noise}.code(element)
+                            : Floats{x, inverse_steps}.code(element);
+}
+
+// The bits of all symbols, for RAW's width.
+NCZ_DEVICE void collect_symbols(const ThreadCodes& codes, int length, Choice* choice, uint32_t* scratch) {
+    ThreadSymbols symbols;
+    predict(codes, length, choice->predictor, reinterpret_cast<int32_t*>(scratch), symbols);
+    uint32_t all = 0;
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j)
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) all |= symbols[j][i];
+    all = block_or(all, scratch);
+    if (threadIdx.x == 0 && all) atomicOr(&choice->symbols, all);
+}
+
+// Unless FIXED was chosen: the codes of `x`, and the bits of their symbols. A block per chunk, as the two below.
+NCZ_KERNEL(ncz_stage)
+(const Element* x, const Scale* inverse_steps, long long count, int32_t* codes, Choice* choice) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    if (choice->coder == FIXED) return;
+    ThreadCodes own = {};
+    quantize(Floats{x, inverse_steps}, blockIdx.x, count, codes, own);
+    collect_symbols(own, length_of(blockIdx.x, count), choice, scratch);
+}
+
+NCZ_KERNEL(ncz_stage_at_random)
+(const Element* x, const Scale* inverse_steps, Noise noise, long long count, int32_t* codes, Choice* choice) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    if (choice->coder == FIXED) return;
+    ThreadCodes own = {};
+    quantize(RandomFloats{x, inverse_steps, noise}, blockIdx.x, count, codes, own);
+    collect_symbols(own, length_of(blockIdx.x, count), choice, scratch);
+}
+
+NCZ_KERNEL(ncz_stage_codes)(const int32_t* codes, long long count, Choice* choice) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    if (choice->coder == FIXED) return;
+    int length = length_of(blockIdx.x, count);
+    ThreadCodes own = {};
+    load_chunk(PlainCodes{codes}, blockIdx.x, length, own);
+    collect_symbols(own, length, choice, scratch);
+}
+
+// Lowest and highest value and sum of squares of each chunk: -inf, inf and inf if it holds a NaN or an infinity. Half a
+// block per chunk, so that thread i of it adds up elements i, i + LANES, ... as every backend does.
+NCZ_KERNEL(ncz_chunk_statistics)
+(const Element* x, long long count, double* lowest, double* highest, double* squares) {
+    constexpr int CHUNKS = THREADS / LANES;
+    NCZ_SHARED(double, sums, THREADS);
+    NCZ_SHARED(double, lows, THREADS);
+    NCZ_SHARED(double, highs, THREADS);
+    NCZ_SHARED(uint32_t, are_special, WARPS);
+    int thread = int(threadIdx.x), first = thread % LANES;
+    int64_t c = int64_t(blockIdx.x) * CHUNKS + thread / LANES;
+    int length = length_of(c, count);  // below 0 behind the last chunk
+    const double infinity = __longlong_as_double(0x7ff0000000000000ll);
+    double square = 0, low = infinity, high = -infinity;
+    bool is_special = false;
+    for (int i = first; i < length; i += LANES) {
+        double value = double(widen(x[c * CHUNK + i]));
+        square = __dadd_rn(square, __dmul_rn(value, value));
+        low = value < low ? value : low;
+        high = value > high ? value : high;
+        is_special |= !(value - value == 0);
+    }
+    sums[thread] = square;
+    lows[thread] = low;
+    highs[thread] = high;
+    bool any = __any_sync(ALL_LANES, is_special);
+    if (lane() == 0) are_special[warp()] = any;
+    for (int width = LANES / 2; width; width /= 2) {
+        __syncthreads();
+        if (first >= width) continue;
+        int other = thread + width;
+        sums[thread] = __dadd_rn(sums[thread], sums[other]);
+        lows[thread] = lows[other] < lows[thread] ? lows[other] : lows[thread];
+        highs[thread] = highs[other] > highs[thread] ? highs[other] : highs[thread];
+    }
+    if (first || length <= 0) return;
+    any = false;
+    for (int w = 0; w < LANES / WARP; ++w) any |= are_special[warp() + w] != 0;
+    lowest[c] = any ? -infinity : __dadd_rn(lows[thread], 0.0);  // not -0.0
+    highest[c] = any ? infinity : __dadd_rn(highs[thread], 0.0);
+    squares[c] = any ? infinity : sums[thread];
+}
+
+#define NCZ_VALUE_KERNELS(X)                                                                                   \
+    X(ncz_quantize) X(ncz_quantize_at_random) X(ncz_dequantize) X(ncz_sample) X(ncz_stage) X(ncz_stage_at_random) \
+    X(ncz_stage_codes) X(ncz_chunk_statistics)

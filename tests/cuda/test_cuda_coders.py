@@ -1,0 +1,410 @@
+"""HUFFMAN, RANS and the selector on the emulator against the C++ ones: the data that are hard for them, and damage."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from test_cuda_kernels import (
+    FAST,
+    SEEDS,
+    assert_same,
+    assert_same_frames,
+    check,
+    codes_of_width,
+    coding_name,
+    cuda,
+    encode_codes,
+    sparse_codes,
+)
+
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    HEADER_BYTES,
+    HUFFMAN_LANES,
+    RANS_PAGE,
+    TOKENS,
+    Coder,
+    Coding,
+    Costs,
+    Predictor,
+    chunks_of,
+)
+from ncz_plugins.kernels.reference.huffman import lengths_of, table_bytes
+from ncz_plugins.kernels.reference.symbols import EXTRA_BITS, FIRST_SYMBOLS, predict, tokens_of
+
+CODINGS = [Coding(c, p) for c, p in itertools.product((Coder.HUFFMAN, Coder.RANS), (Predictor.NONE, Predictor.DELTA))]
+codings = pytest.mark.parametrize("coding", CODINGS, ids=coding_name)
+seeds = pytest.mark.parametrize("seed", SEEDS)
+# Where lanes, rows, chunks and pages begin and end.
+COUNTS = (1, 2, 5, 8, 33, 127, 129, CHUNK - 3, CHUNK, CHUNK + 1, RANS_PAGE - 1, RANS_PAGE, RANS_PAGE + 9)
+
+
+def codes_of(symbols: torch.Tensor) -> torch.Tensor:
+    """Inverse of zigzag: int64 to int32."""
+    return ((symbols >> 1) ^ -(symbols & 1)).to(torch.int32)
+
+
+def shuffled(symbols: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    return symbols[torch.randperm(len(symbols), generator=torch.Generator().manual_seed(seed))]
+
+
+def drawn(weights: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Numbers below len(weights), as likely as these say."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(weights.double(), count, replacement=True, generator=generator)
+
+
+def symbols_of_tokens(tokens: torch.Tensor, seed: int) -> torch.Tensor:
+    """A symbol with random extra bits for each token, now and then the lowest or the highest one."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.from_numpy(FIRST_SYMBOLS.astype(np.int64))[tokens]
+    room = 1 << torch.from_numpy(EXTRA_BITS.astype(np.int64))[tokens]
+    extra = (torch.rand(tokens.shape, generator=generator, dtype=torch.float64) * 1.2 - 0.1) * room
+    return first + 2 * torch.minimum(extra.long().clamp(min=0), room - 1)
+
+
+# ------------------------------------------------------------------ frames
+
+
+@codings
+@seeds
+def test_every_count(seed, coding):
+    for count in COUNTS:
+        for codes in (codes_of_width(count, 6, seed), sparse_codes(count, 0.05 + 0.2 * seed)):
+            assert_same_frames(cuda(seed), codes, coding)
+
+
+@codings
+@pytest.mark.parametrize("slope", [0.0, 0.02, 0.2])
+def test_every_token(coding, slope):
+    """All of the alphabet, equally often or some far more often than others, with every number of extra bits."""
+    weights = torch.exp(-slope * torch.arange(TOKENS))
+    tokens = torch.cat([torch.arange(TOKENS), drawn(weights, 9000, seed=1)])
+    symbols = symbols_of_tokens(shuffled(tokens), seed=2)
+    assert set(tokens_of(symbols.numpy().astype(np.uint32))[0]) == set(range(TOKENS))
+    assert_same_frames(cuda(1), codes_of(symbols), coding)
+
+
+@codings
+@pytest.mark.parametrize("code", [0, -1, 63, -64, 64, 2**31 - 1, -(2**31)])
+def test_one_token(coding, code):
+    for count in (1, 9, CHUNK + 1):
+        assert_same_frames(cuda(), torch.full((count,), code, dtype=torch.int32), coding)
+
+
+@pytest.mark.parametrize("kinds", [12, 17, 22])
+@pytest.mark.parametrize("coder", [Coder.HUFFMAN, Coder.RANS])
+def test_skewed_counts(coder, kinds):
+    """Counts like Fibonacci's numbers: Huffman codes over 11 bits, of which some must change for all to fit."""
+    counts = [1, 1]
+    while len(counts) < kinds:
+        counts.append(counts[-1] + counts[-2])
+    symbols = shuffled(torch.arange(kinds).repeat_interleave(torch.tensor(counts)))
+    assert_same_frames(cuda(2), codes_of(symbols), Coding(coder, Predictor.NONE))
+
+
+def missing_from_the_highest(counts: np.ndarray) -> int:
+    """What RANS's frequencies are too large by, as each kind that occurs gets at least one."""
+    return int(np.maximum(1, counts[counts > 0] * 4096 // counts.sum()).sum()) - 4096
+
+
+@pytest.mark.parametrize("rare", [20, 90, 190])
+@pytest.mark.parametrize("frequent", [1, 2, 3])
+def test_many_rare_tokens(frequent, rare):
+    """The frequencies that they need are taken from the most frequent one, or from several alike in turn."""
+    tokens = torch.cat([1 + torch.arange(frequent).repeat(9000), 10 + torch.arange(rare)])
+    assert missing_from_the_highest(np.bincount(tokens)) > 0
+    symbols = shuffled(torch.cat([torch.zeros(30000, dtype=torch.int64), symbols_of_tokens(tokens, seed=0)]))
+    assert_same_frames(cuda(frequent % 3), codes_of(symbols), Coding(Coder.RANS, Predictor.NONE))
+
+
+@pytest.mark.parametrize("frequent", [1, 2, 3])
+def test_many_rare_masks(frequent):
+    masks = shuffled(torch.cat([torch.arange(256), torch.tensor([0, 16, 3])[:frequent].repeat(6000)]))
+    assert missing_from_the_highest(np.bincount(masks)) > 0
+    symbols = masks[:, None] >> torch.arange(8) & 1
+    assert_same_frames(cuda(frequent % 3), codes_of(symbols.reshape(-1)), Coding(Coder.RANS, Predictor.NONE))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.1, 0.4])
+def test_pages_with_wide_symbols(share):
+    """Extra bits of up to 29 bits each, from none to several thousand in a page."""
+    generator = torch.Generator().manual_seed(5)
+    count = 2 * RANS_PAGE + 50
+    codes = torch.randint(-(2**31), 2**31, (count,), generator=generator)
+    codes >>= torch.randint(0, 24, (count,), generator=generator)
+    codes[torch.rand(count, generator=generator) >= share] = 3
+    frame = encode_codes(FAST, codes.to(torch.int32), Coding(Coder.RANS, Predictor.NONE))
+    assert frame[5] == Coder.RANS
+    for coding in CODINGS:
+        assert_same_frames(cuda(1), codes.to(torch.int32), coding)
+
+
+@seeds
+def test_a_mode_that_the_sample_got_wrong(seed):
+    """What the selector sees most often is rare, or does not occur in some pages."""
+    count = 5 * RANS_PAGE
+    codes = torch.full((count,), 7, dtype=torch.int32)
+    pieces = count // 128
+    for i in range(64):
+        codes[128 * (i * (pieces - 1) // 63) :][:128] = -5
+    codes[::1000] = 90
+    for coding in CODINGS[2:]:
+        assert_same_frames(cuda(seed), codes, coding)
+
+
+def test_huffman_gives_way_to_raw_late_and_early():
+    """Frames about as large as RAW's: what the bits take is known before the bytes of lanes."""
+    late = 0
+    outcomes = set()
+    for zeros in range(60, 240, 6):
+        symbols = torch.randint(0, 256, (CHUNK + 40,), generator=torch.Generator().manual_seed(1))
+        symbols[:zeros] = 0
+        codes = codes_of(shuffled(symbols, zeros))
+        assert_same_frames(cuda(zeros % 3), codes, Coding(Coder.HUFFMAN, Predictor.NONE))
+        is_raw = int(encode_codes(FAST, codes, Coding(Coder.HUFFMAN, Predictor.NONE))[5]) == Coder.RAW
+        tokens, _ = tokens_of(predict(codes.numpy(), Predictor.NONE))
+        lengths = lengths_of(np.bincount(tokens, minlength=TOKENS))
+        bits = int((lengths + EXTRA_BITS)[tokens].sum())
+        least = table_bytes(lengths) + 2 * HUFFMAN_LANES * chunks_of(codes.numel()) + bits // 8
+        late += is_raw and least <= codes.numel()
+        outcomes.add(is_raw)
+    assert late and outcomes == {False, True}
+
+
+def test_rans_gives_way_to_raw():
+    for count in (1, 100, 700, CHUNK, RANS_PAGE + 5):
+        generator = torch.Generator().manual_seed(count)
+        codes = torch.randint(-128, 128, (count,), generator=generator).to(torch.int32)
+        frame = encode_codes(cuda(1), codes, Coding(Coder.RANS, Predictor.NONE))
+        assert frame[5] == Coder.RAW
+        assert_same(frame, encode_codes(FAST, codes, Coding(Coder.RANS, Predictor.NONE)))
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@codings
+def test_nothing_is_raced_for_or_out_of_bounds(coding, sanitizer):
+    """Buffers of exactly the bytes that they must have, at odd addresses, and several blocks at a time."""
+    for seed, count in enumerate((31, CHUNK + 3, 2 * RANS_PAGE + 17)):
+        codes = torch.cat([torch.zeros(1, dtype=torch.int32), sparse_codes(count, 0.3)])[1:]
+        assert_same_frames(cuda(seed, sanitizer), codes, coding)
+
+
+# ------------------------------------------------------------------ the selector
+
+
+def kinds_of_codes(count: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, generator=generator)
+    kinds = [
+        codes_of_width(count, 3 + 4 * seed, seed),
+        sparse_codes(count, 0.01 * 4**seed),
+        noise.mul(4.0**seed).round(),
+        noise.mul(50).round().cumsum(0),
+        noise.mul(0.6).round().cumsum(0),
+        torch.arange(count) * (2 * seed + 1),
+        torch.zeros(count),
+    ]
+    mixed = torch.stack([kind.to(torch.int32)[: count // 3] for kind in kinds[:3]]).reshape(-1)
+    return [kind.to(torch.int32) for kind in (*kinds, mixed)]
+
+
+LINKS = [Costs(link=10**7), Costs(link=800), *(cuda().costs._replace(link=link) for link in (8000, 80, 0))]
+
+
+@pytest.mark.parametrize("seed,count", [(0, 300), (1, 64 * 128 - 1), (2, 64 * 128 + 1), (3, 20000)])
+def test_the_selector_decides_alike(seed, count):
+    """For all kinds of data, prices, and counts about the size of the sample."""
+    choices = set()
+    for codes, costs in itertools.product(kinds_of_codes(count, seed), LINKS):
+        expected = encode_codes(FAST, codes, Coding(costs=costs))
+        assert_same(encode_codes(cuda(seed % 3), codes, Coding(costs=costs)), expected)
+        choices.add((int(expected[5]), int(expected[6])))
+    assert len(choices) >= 5
+
+
+def test_the_selector_changes_its_mind_at_the_same_price():
+    """To one part in ten million, so that no measure of the sample may be off by a bit."""
+    changes = set()
+    costs = Costs(*(1000 * price for price in Costs()))
+    for codes in kinds_of_codes(7000, 0) + kinds_of_codes(700, 1):
+
+        @functools.cache
+        def choice(link, backend=FAST, codes=codes):
+            return tuple(encode_codes(backend, codes, Coding(costs=costs._replace(link=link)))[5:7].tolist())
+
+        for exponent in range(4, 9):
+            low, high = 10**exponent, 10 ** (exponent + 1)
+            if choice(low) == choice(high):
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if choice(middle) == choice(low) else (low, middle)
+            assert [choice(link, cuda()) for link in (low, high)] == [choice(low), choice(high)]
+            changes.add((choice(low), choice(high)))
+    assert len(changes) >= 5
+
+
+@pytest.mark.parametrize(
+    "coding",
+    [Coding(predictor=Predictor.NONE), Coding(predictor=Predictor.DELTA), Coding(Coder.HUFFMAN), Coding(Coder.RANS)],
+    ids=coding_name,
+)
+def test_the_selector_decides_what_is_left(coding):
+    for codes, costs in itertools.product(kinds_of_codes(9000, 1), LINKS[1::2]):
+        assert_same_frames(cuda(1), codes, coding._replace(costs=costs))
+
+
+# ------------------------------------------------------------------ damage
+
+
+DOES_NOT_END = {
+    Coder.HUFFMAN: "a HUFFMAN lane does not end where it should",
+    Coder.RANS: "a RANS page is not what its frequencies allow, or does not end where it should",
+}
+
+
+@functools.cache
+def frame_of(count: int, coding: Coding) -> torch.Tensor:
+    frame = encode_codes(FAST, sparse_codes(count, 0.4), coding)
+    assert frame[5] == coding.coder
+    return frame
+
+
+def damaged(frame: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
+    """A few other bytes, half of the time near the payload's tables."""
+    frame = frame.clone()
+    for _ in range(generator.integers(1, 4)):
+        end = frame.numel() if generator.integers(2) else min(frame.numel(), HEADER_BYTES + 160)
+        at = generator.integers(HEADER_BYTES, end)
+        frame[at] = generator.choice([generator.integers(256), int(frame[at]) ^ 1 << generator.integers(8), 0, 255])
+    return frame
+
+
+def lane_table(frame: torch.Tensor, count: int) -> tuple[int, int]:
+    """Where HUFFMAN's table of lanes begins, and its bytes."""
+    return HEADER_BYTES + 1 + (int(frame[HEADER_BYTES]) + 1) // 2, 2 * HUFFMAN_LANES * chunks_of(count)
+
+
+def page_table(frame: torch.Tensor, count: int) -> tuple[int, int]:
+    at = HEADER_BYTES + 1
+    for _ in range(2):
+        at += 32 + 2 * int(np.unpackbits(frame[at : at + 32].numpy()).sum())
+    return at, 4 * -(-count // RANS_PAGE)
+
+
+def moved(frame: torch.Tensor, count: int, generator: np.random.Generator) -> torch.Tensor:
+    """A few bytes more for one lane or part of a page, and as many fewer for another: their sum is what it was."""
+    is_huffman = frame[5] == Coder.HUFFMAN
+    at, size = (lane_table if is_huffman else page_table)(frame, count)
+    sizes = frame[at : at + size].numpy().view("<u2").copy()
+    units = np.ones_like(sizes) if is_huffman else np.tile(np.array([2, 1], dtype=sizes.dtype), len(sizes) // 2)
+    one, other = generator.choice(len(sizes), 2, replace=False)
+    step = generator.integers(1, 5)
+    sizes[one] += step * units[other]
+    sizes[other] -= step * units[one]
+    frame = frame.clone()
+    frame[at : at + size] = torch.from_numpy(sizes.view(np.uint8))
+    return frame
+
+
+@pytest.mark.parametrize("sanitizer,rounds", [(None, 60), ("address", 15)], ids=["plain", "asan"])
+@codings
+def test_other_bytes(coding, sanitizer, rounds):
+    refused = 0
+    for count in (300, CHUNK + 100, RANS_PAGE + 500):
+        generator = np.random.default_rng(count)
+        for i in range(rounds):
+            verdict = check(cuda(i % 3, sanitizer), damaged(frame_of(count, coding), generator), count)
+            refused += isinstance(verdict, str)
+    assert refused > 2 * rounds
+
+
+@pytest.mark.parametrize(
+    "sanitizer,rounds", [(None, 30), ("address", 10), ("thread", 5)], ids=["plain", "asan", "tsan"]
+)
+@codings
+def test_other_sizes(coding, sanitizer, rounds):
+    """Only the decoders themselves can find these."""
+    for count in (2 * CHUNK + 100, 2 * RANS_PAGE + 500):
+        generator = np.random.default_rng(count)
+        for i in range(rounds):
+            verdict = check(cuda(i % 3, sanitizer), moved(frame_of(count, coding), count, generator), count)
+            assert verdict == DOES_NOT_END[coding.coder]
+
+
+@codings
+def test_a_frame_with_more_or_less_behind_it(coding):
+    for count in (300, CHUNK + 100):
+        whole = frame_of(count, coding)
+        for size in (*range(-9, 0), *range(1, 9)):
+            other = torch.cat([whole[: whole.numel() + min(0, size)], torch.zeros(max(0, size), dtype=torch.uint8)])
+            assert isinstance(check(cuda(), with_length(other), count), str)
+
+
+def with_length(frame: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """With the length that it has in its header, and perhaps another count."""
+    frame = frame.clone()
+    frame[12:16] = torch.tensor([frame.numel() - HEADER_BYTES], dtype=torch.int32).view(torch.uint8)
+    if count is not None:
+        frame[8:12] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
+    return frame
+
+
+def test_what_fills_a_lane_must_be_zero():
+    count = CHUNK + 100
+    frame = frame_of(count, CODINGS[0])
+    at, size = lane_table(frame, count)
+    ends = at + size + frame[at : at + size].numpy().view("<u2").cumsum(dtype=np.int64)
+    refused = 0
+    for end in ends:
+        damaged = frame.clone()
+        damaged[end - 1] ^= 128  # part of a code if there is nothing to fill
+        refused += check(cuda(), damaged, count) == DOES_NOT_END[Coder.HUFFMAN]
+    assert refused >= len(ends) // 2
+
+
+def test_what_fills_extra_bits_must_be_zero():
+    refused = 0
+    for count in range(700, 716):
+        damaged = frame_of(count, CODINGS[2]).clone()
+        damaged[-1] ^= 128
+        refused += check(cuda(), damaged, count) == DOES_NOT_END[Coder.RANS]
+    assert refused >= 8
+
+
+def test_masks_end_with_the_elements():
+    """A frame of a few codes more, as many as have masks, all of them other than the mode."""
+    for count in (497, 500, 503):
+        codes = torch.cat([sparse_codes(496, 0.4), torch.full((8,), 5, dtype=torch.int32)])
+        frame = with_length(encode_codes(FAST, codes, CODINGS[2]), count)
+        assert check(cuda(), frame, count) == DOES_NOT_END[Coder.RANS]
+
+
+def test_all_words_of_a_page_are_taken():
+    """One more, before the extra bits, that no state asks for."""
+    count = 900
+    frame = frame_of(count, CODINGS[2])
+    at, size = page_table(frame, count)
+    words, extra_bytes = frame[at : at + size].numpy().view("<u2").tolist()
+    assert extra_bytes
+    longer = torch.cat([frame[:-extra_bytes], torch.zeros(2, dtype=torch.uint8), frame[-extra_bytes:]])
+    longer[at : at + 2] = torch.tensor([words + 1], dtype=torch.int16).view(torch.uint8)
+    assert check(cuda(), with_length(longer), count) == DOES_NOT_END[Coder.RANS]
+
+
+def test_values_without_frequencies():
+    """Pages whose masks have no frequencies, or whose masks ask for tokens that have none."""
+    count = 40
+    none, half = [0] * 32, [0b11, *[0] * 31, 0, 8, 0, 8]  # masks 0 and 1
+    page = [*[4, 0, 1, 0] * 4]  # states of 65540, in all of which the slot is 4: mask 0
+    for masks, states in ((none, page), (half, page), (half, [255, 15, 1, 0] * 4)):
+        payload = bytes([0, *masks, *none, 0, 0, 0, 0, *states])
+        frame = torch.zeros(HEADER_BYTES + len(payload), dtype=torch.uint8)
+        frame[:HEADER_BYTES] = frame_of(900, CODINGS[2])[:HEADER_BYTES]
+        frame[HEADER_BYTES:] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        assert check(cuda(), with_length(frame, count), count) == DOES_NOT_END[Coder.RANS]

@@ -1,0 +1,178 @@
+"""The CUDA kernels compile for every architecture, and what the compiler makes of them fits; kept on disk safely."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ncz_plugins.kernels.cuda import nvrtc
+from ncz_plugins.kernels.format import DTYPES
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128}  # blocks of 256 threads; smaller ones
+MOST_SHARED = 48 << 10  # bytes, without asking for more
+SOURCES = "".join(file.read_text() for file in sorted(nvrtc.FOLDER.glob("*.cuh")))
+
+
+class Resources(NamedTuple):
+    """What one kernel takes, in bytes of each thread or of each block."""
+
+    stack: int
+    spilled: int
+    registers: int
+    shared: int
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """By kernel, from what ptxas says when it is verbose."""
+    found = {}
+    for name, stack, stores, loads, registers, rest in re.findall(
+        r"Function properties for (ncz_\w+)\W*(?:ptxas)?\W*(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads\W*ptxas info\W*Used (\d+) registers(.*)",
+        log,
+    ):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        found[name] = Resources(int(stack), int(stores) + int(loads), int(registers), int(shared[1]) if shared else 0)
+    return found
+
+
+def declared() -> dict[str, str]:
+    """The macro that declares each kernel."""
+    found = re.findall(r"^(NCZ_KERNEL|NCZ_KERNEL_OF)\((?:\w+, \w+, )?(ncz_\w+)\)", SOURCES, re.MULTILINE)
+    return {name: macro for macro, name in found}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[torch.dtype, str], tuple[bytes, str]]:
+    """Cubin and log for all element types and architectures, by two threads."""
+    kinds = [(dtype, arch) for dtype in DTYPES for arch in ARCHITECTURES]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda kind: nvrtc.compile_kernels(*kind, ("--ptxas-options=-v",)), kinds)
+    return dict(zip(kinds, results))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_compile_and_fit(compiled, dtype, arch):
+    cubin, log = compiled[dtype, arch]
+    assert cubin.startswith(b"\x7fELF")
+    assert "warning" not in log and "error" not in log
+    found = resources(log)
+    for name, needed in found.items():
+        assert needed.stack == needed.spilled == 0, (name, needed)
+        assert needed.registers <= MOST_REGISTERS[declared()[name]], (name, needed)
+        assert needed.shared <= MOST_SHARED, (name, needed)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_is_compiled_and_listed(compiled, arch):
+    """The lists are where the emulator finds the kernels that it tests."""
+    listed = set(re.findall(r"\bX\((ncz_\w+)\)", SOURCES))
+    assert set(declared()) == listed
+    assert set(resources(compiled[torch.float32, arch][1])) == listed
+    for dtype in DTYPES[1:]:
+        floats = {name for name in listed if "_huffman_" not in name and "_rans_" not in name} - {"ncz_select"}
+        assert set(resources(compiled[dtype, arch][1])) == floats
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the PATH")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nvcc_compiles_them_without_a_warning(dtype, tmp_path):
+    command = ["nvcc", "--std=c++17", "-arch=sm_90", "--fmad=false", "-cubin", "-Werror", "all-warnings"]
+    command += [f"-DNCZ_DTYPE={DTYPES.index(dtype)}", "-Xptxas", "-v", "-o", str(tmp_path / "cubin"), nvrtc.KERNELS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = resources(done.stderr)
+    assert found and all(needed.stack == needed.spilled == 0 for needed in found.values()), found
+
+
+def test_what_does_not_compile_is_an_error_that_says_why(monkeypatch, tmp_path):
+    broken = tmp_path / "kernels.cu"
+    broken.write_text("this is not CUDA")
+    monkeypatch.setattr(nvrtc, "KERNELS", broken)
+    with pytest.raises(nvrtc.CompileError, match=r"do not compile for sm_90(.|\n)*kernels.cu\(1\)"):
+        nvrtc.compile_kernels(torch.float32, "sm_90")
+
+
+# ------------------------------------------------------------------ kept on disk
+
+
+@pytest.fixture
+def compilations(monkeypatch, tmp_path, compiled):
+    """What is compiled, as a list that grows; the cache is in tmp_path."""
+    kinds = []
+
+    def compile_kernels(dtype, arch):
+        kinds.append((dtype, arch))
+        return compiled[dtype, arch]
+
+    monkeypatch.setenv(nvrtc.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setattr(nvrtc, "compile_kernels", compile_kernels)
+    return kinds
+
+
+def test_each_module_is_compiled_once(compilations, compiled, tmp_path):
+    kinds = [(torch.float32, "sm_90"), (torch.float32, "sm_80"), (torch.bfloat16, "sm_90")]
+    for kind in kinds * 2:
+        assert nvrtc.cubin(*kind) == compiled[kind][0]
+    assert compilations == kinds
+    folder = tmp_path / "cache" / "cuda"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.iterdir())) == len(kinds)
+
+
+def test_other_sources_flags_or_compilers_are_compiled_again(compilations, monkeypatch):
+    kind = (torch.float32, "sm_90")
+    nvrtc.cubin(*kind)
+    monkeypatch.setattr(nvrtc, "FLAGS", (*nvrtc.FLAGS, "--use_fast_math"))
+    nvrtc.cubin(*kind)
+    monkeypatch.setattr(nvrtc, "_digest_of_sources", lambda: "other")
+    nvrtc.cubin(*kind)
+    monkeypatch.setattr(nvrtc.nvrtc, "getVersion", lambda: (99, 0))
+    nvrtc.cubin(*kind)
+    assert compilations == [kind] * 4
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"\x01"])
+def test_a_damaged_file_is_compiled_again(compilations, compiled, tmp_path, damage):
+    kind = (torch.float32, "sm_90")
+    nvrtc.cubin(*kind)
+    (file,) = (tmp_path / "cache" / "cuda").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert nvrtc.cubin(*kind) == compiled[kind][0]
+    assert file.read_bytes() == whole and compilations == [kind] * 2
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(compilations, compiled, tmp_path):
+    folder = tmp_path / "cache" / "cuda"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="others can write"):
+        assert nvrtc.cubin(torch.float32, "sm_90") == compiled[torch.float32, "sm_90"][0]
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_of_another_user_is_not_used(compilations, monkeypatch, tmp_path):
+    (tmp_path / "cache" / "cuda").mkdir(parents=True)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.warns(RuntimeWarning, match="belongs to another user"):
+        nvrtc.cubin(torch.float32, "sm_90")
+    assert not list((tmp_path / "cache" / "cuda").iterdir())
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/"), lambda path: path.write_text("")])
+def test_what_is_no_folder_is_not_used(compilations, tmp_path, make):
+    (tmp_path / "cache").mkdir()
+    make(tmp_path / "cache" / "cuda")
+    with pytest.warns(RuntimeWarning, match="compiled CUDA kernels are not kept"):
+        nvrtc.cubin(torch.float32, "sm_90")
+    assert compilations == [(torch.float32, "sm_90")]
