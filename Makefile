@@ -16,7 +16,7 @@ export TORCH_INDEX_URL
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench fuzz clean
+.PHONY: help setup demo test lint bench gpu fuzz clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -37,10 +37,13 @@ lint: setup  ## style of all Python files
 bench: setup  ## speed of the coders beside memcpy
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
 
+gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
+	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
 fuzz: setup  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
 clean:  ## remove .venv, build products and results
-	rm -rf .venv build dist results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache
+	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache
 	find ncz_plugins -name '*.so' -delete
 	find ncz_plugins examples benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +

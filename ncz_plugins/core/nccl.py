@@ -55,10 +55,6 @@ class NcclTransport(Transport):
         self.group = group
         self._device = device
 
-    def abort(self) -> None:
-        self.group.abort()
-        super().abort()
-
     def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[Stream]:
         rounds = _Rounds(self.group, len(peers))
         return [

@@ -71,8 +71,9 @@ class Transport:
 
     def abort(self) -> None:
         """Drop the connections at once, so that peers that wait for this rank notice."""
-        if hasattr(self._control, "abort"):  # else it goes with its last reference
-            self._control.abort()
+        for group in (self.group, self._control):
+            if hasattr(group, "abort"):  # else it goes with its last reference
+                group.abort()
 
     def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[Stream]:
         """All that one collective on this rank sends through: for each (to, source), frames to one rank, from another.

@@ -1,0 +1,103 @@
+"""Everything there is to run on a machine with a GPU, in one command of at most 8 minutes, without a network.
+
+    make gpu        or, where torch, CuPy and pytest are installed:  python benchmarks/gpu.py [--out FOLDER]
+
+Runs, each for a limited time: the tests marked `gpu`; compute-sanitizer (memcheck, racecheck) on the small ones of
+them, where it is installed; the speed of the kernels; and all_reduce over NCCL between processes on this GPU.
+Prints what each printed, one table at the end, and leaves gpu.json with all figures in FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ncz_plugins.core import system
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+SMALL = ["-k", "test_floats_with_all_coders or test_frames", "tests/cuda/test_on_gpu.py"]
+
+
+@dataclass
+class Stage:
+    name: str
+    command: list[str]
+    seconds: int  # when to give up
+    results: str | None = None  # JSON that it leaves
+
+
+def stages(out: Path) -> list[Stage]:
+    found = [Stage("tests", [*PYTEST, "tests"], 170)]
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer:
+        for tool in ("memcheck", "racecheck"):
+            found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *SMALL], 75))
+    kernels, ranks = out / "kernels.json", out / "ranks.json"
+    benchmarks = ROOT / "benchmarks"
+    found.append(
+        Stage("kernels", [sys.executable, f"{benchmarks}/gpu_kernels.py", "--json", str(kernels)], 80, kernels.name)
+    )
+    found.append(Stage("NCCL", [sys.executable, f"{benchmarks}/gpu_ranks.py", "--json", str(ranks)], 80, ranks.name))
+    return found
+
+
+def run(stage: Stage) -> tuple[str, float]:
+    """How it ended, and after how many seconds."""
+    started = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        code = subprocess.run(stage.command, cwd=ROOT, env=environment, timeout=stage.seconds).returncode
+        verdict = "passed" if code == 0 else f"failed with {code}"
+    except subprocess.TimeoutExpired:
+        verdict = f"not done within {stage.seconds} s"
+    return verdict, time.monotonic() - started
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no CUDA device here")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cupy": system.report()["packages"]["cupy"],
+        "python": platform.python_version(),
+        "command": "python benchmarks/gpu.py",
+        "stages": {},
+    }
+    table = Table(title=f"{report['gpu']}, torch {report['torch']}, NCCL {report['nccl']}, CuPy {report['cupy']}")
+    for heading in ("stage", "outcome", "seconds"):
+        table.add_column(heading)
+    for stage in stages(arguments.out):
+        print(f"\n=== {stage.name}: {' '.join(stage.command)}", flush=True)
+        verdict, seconds = run(stage)
+        file = arguments.out / stage.results if stage.results else None
+        figures = json.loads(file.read_text()) if file and file.exists() and verdict == "passed" else None
+        report["stages"][stage.name] = {"outcome": verdict, "seconds": seconds, "figures": figures}
+        (arguments.out / "gpu.json").write_text(json.dumps(report, indent=1))  # what there is, if the rest is cut off
+        table.add_row(stage.name, verdict, f"{seconds:.0f}")
+    Console().print(table)
+    if any(stage["outcome"] != "passed" for stage in report["stages"].values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

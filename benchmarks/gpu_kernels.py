@@ -1,0 +1,129 @@
+"""How fast the CUDA kernels are, against the copy bandwidth of the same card in the same run.
+
+    python benchmarks/gpu_kernels.py [--json FILE]
+
+Each operation is captured in a CUDA graph, so that launches from Python don't count, and the graphs are replayed in
+turns with a plain copy of the tensor; figures are medians. GB/s counts the float32 bytes that go in or come out.
+"of floor" is the speed as a share of what the copy bandwidth allows: with c bytes of frame per element, encode and
+decode move 4 + c bytes, and decode + add + encode 4 + 2 c.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from codec import CODERS, gradient, low_entropy
+from rich.console import Console
+from rich.table import Table
+
+from ncz_plugins import kernels
+from ncz_plugins.kernels.format import CHUNK, chunks_of, max_frame_bytes
+
+MIB = 1 << 20
+DATA = {"gradient": gradient, "low entropy": low_entropy}
+
+
+def captured(work) -> torch.cuda.CUDAGraph:
+    """`work` as a graph; the first run, outside of it, compiles."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def milliseconds(graphs: dict, repeats: int) -> dict:
+    """Median time of each graph; they take turns."""
+    times: dict = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float, list[dict]]:
+    """The copy bandwidth in GB/s moved, and one row per coder and operation."""
+    inverse = 1 / steps
+    cuts = [slice(i, min(i + frame_elements, x.numel())) for i in range(0, x.numel(), frame_elements)]
+    chunks = [slice(cut.start // CHUNK, cut.start // CHUNK + chunks_of(cut.stop - cut.start)) for cut in cuts]
+    others, out, copy = x.roll(1), torch.empty_like(x), torch.empty_like(x)
+    rooms = torch.empty(2, len(cuts), max_frame_bytes(frame_elements), dtype=torch.uint8, device=x.device)
+    graphs = {"copy": captured(lambda: copy.copy_(x))}
+    shares = {}
+    for name, coding in CODERS.items():
+        frames = [
+            room[: int(backend.encode(x[cut], inverse[at], coding, room))].clone()
+            for cut, at, room in zip(cuts, chunks, rooms[0])
+        ]
+        shares[name] = sum(frame.numel() for frame in frames) / x.numel()
+
+        def encode(coding=coding):
+            for cut, at, room in zip(cuts, chunks, rooms[0]):
+                backend.encode(x[cut], inverse[at], coding, room)
+
+        def decode(frames=frames):
+            for cut, at, frame in zip(cuts, chunks, frames):
+                backend.decode(frame, steps[at], out[cut])
+
+        def reduce(frames=frames, coding=coding):
+            for cut, at, frame, room in zip(cuts, chunks, frames, rooms[1]):
+                backend.reduce(frame, others[cut], inverse[at], coding, room)
+
+        for operation in (encode, decode, reduce):
+            graphs[name, operation.__name__] = captured(operation)
+        backend.check()
+    times = milliseconds(graphs, repeats)
+    bandwidth = 8e-6 * x.numel() / times.pop("copy")
+    rows = []
+    for (name, operation), time in times.items():
+        moved = 4 + shares[name] * (2 if operation == "reduce" else 1)
+        rows.append(
+            {
+                "coder": name,
+                "operation": operation,
+                "ratio": 4 / shares[name],
+                "gigabytes_per_second": 4e-6 * x.numel() / time,
+                "of_floor": 1e-6 * moved * x.numel() / time / bandwidth,
+            }
+        )
+    return bandwidth, rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256, help="size of the tensor")
+    parser.add_argument("--frame-mib", type=int, nargs="+", default=[4, 64], help="sizes of frames")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    backend = kernels.cuda_backend()
+    console = Console()
+    report = []
+    for data, make in DATA.items():
+        x, steps = (each.cuda() for each in make(arguments.mib * MIB // 4))
+        for frame_mib in arguments.frame_mib:
+            bandwidth, rows = measure(backend, x, steps, frame_mib * MIB // 4, arguments.repeats)
+            report.append({"data": data, "frame_mib": frame_mib, "copy_gigabytes_per_second": bandwidth, "rows": rows})
+            table = Table(title=f"{data}, frames of {frame_mib} MiB; a copy moves {bandwidth:.0f} GB/s")
+            for heading in ("coder", "operation", "ratio", "GB/s", "of floor"):
+                table.add_column(heading, justify="left" if heading in ("coder", "operation") else "right")
+            for row in rows:
+                speed = f"{row['gigabytes_per_second']:.0f}"
+                table.add_row(row["coder"], row["operation"], f"{row['ratio']:.2f}", speed, f"{row['of_floor']:.2f}")
+            console.print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
