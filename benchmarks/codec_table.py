@@ -151,9 +151,6 @@ their own, the floats in units of these), so that all have the same guarantee. A
 zfp and SZ3 see an array in its shape, in up to three dimensions. Our frames hold flat data, each is decoded alone, and
 their codes can be added up, which no other output here can.
 
-The flow keeps the mirror symmetries that its vortex starts with, so that each of its numbers occurs eight times or
-more. zstd, lz4 and blosc2 look back far enough to gain from that, as they would not in a flow without symmetry.
-
 ## Size
 
 Ratios to float32; more is better. **entropy** is that of order 0 of the codes, in bits: 32 / entropy is what a coder

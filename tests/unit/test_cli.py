@@ -234,7 +234,9 @@ def test_check_imports_no_torch_nor_any_framework():
 def test_ctrl_c_and_a_closed_pipe_leave_no_traceback(tmp_path):
     pipe = tmp_path / "c.yaml"
     os.mkfifo(pipe)
-    process = start("-m", "ncz_plugins", "check", str(pipe))
+    # Shells let what they start in the background ignore Ctrl-C.
+    heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = start("-m", "ncz_plugins", "check", str(pipe), **heeding)
     with open(pipe, "w"):  # opens when the command has begun to read, and it reads until this end is closed
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
