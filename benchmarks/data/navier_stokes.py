@@ -1,4 +1,4 @@
-"""A turbulent flow: a disturbed Taylor-Green vortex, computed by a pseudo-spectral solver of the Navier-Stokes equations.
+"""A turbulent flow: a disturbed Taylor-Green vortex, by a pseudo-spectral solver of the Navier-Stokes equations.
 
 The equations are those of an incompressible fluid in a periodic box of side 2 pi, in the rotational form
 
@@ -6,8 +6,9 @@ The equations are those of an incompressible fluid in a periodic box of side 2 p
 
 without units: the vortex starts with velocity 1 and length 1, so nu = 1 / Reynolds number. The vortex (Taylor and
 Green, Proc. R. Soc. A 158, 1937) is smooth at first, stretches itself into ever smaller eddies, and loses energy
-fastest around the time that is saved here (Brachet et al., J. Fluid Mech. 130, 1983). Left to itself it keeps its mirror
-symmetries, and a box of eight mirrored octants would flatter compressors that look back far; so it starts disturbed.
+fastest around the time that is saved here (Brachet et al., J. Fluid Mech. 130, 1983). Left to itself it keeps its
+mirror symmetries, and a box of eight mirrored octants would flatter compressors that look back far; so it starts
+disturbed.
 
 Method (Canuto et al., Spectral Methods in Fluid Dynamics, 1988): derivatives and the pressure's
 projection in Fourier space, products on the grid, wave numbers from n / 3 on cut away (the 2/3 rule, which leaves
