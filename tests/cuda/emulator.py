@@ -9,6 +9,7 @@ What is compiled is kept in .build for a week.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -24,7 +25,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -293,7 +294,7 @@ class _Process:
             stderr=self._messages,
             env={**os.environ, **OPTIONS},
         )
-        weakref.finalize(self, _end, process)
+        weakref.finalize(self, _end, process, self._messages)
         return process
 
     @property
@@ -340,11 +341,12 @@ class _Process:
         raise SanitizerReport(f"the process ended with status {status}\n{messages}")
 
 
-def _end(process: subprocess.Popen) -> None:
-    process.stdin.close()
+def _end(process: subprocess.Popen, messages: IO[bytes]) -> None:
     process.kill()
+    for file in (process.stdin, process.stdout, messages):
+        with contextlib.suppress(BrokenPipeError):
+            file.close()
     process.wait()
-    process.stdout.close()
 
 
 def _integers(*values: int) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from emulator import EmulatedLauncher
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import assert_same, codes_of_width, floats, sparse_codes, steps_of
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.cuda import CudaBackend
@@ -31,8 +32,7 @@ from ncz_plugins.kernels.format import (
     max_frame_bytes,
 )
 
-STATUSES = kernels.statuses()
-FAST = kernels.load(next(name for name, status in STATUSES.items() if status == "ok"))
+FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
 GOLDEN = Path(__file__).parent.parent / "unit" / "golden"
 GOLDEN_CODES = dict(np.load(GOLDEN / "codes.npz"))
 GOLDEN_FLOATS = dict(np.load(GOLDEN / "floats.npz"))
@@ -57,43 +57,6 @@ def scratch_is_garbage():
 @functools.cache
 def cuda(seed: int = 0, sanitizer: str | None = None) -> CudaBackend:
     return CudaBackend(EmulatedLauncher(seed=seed, sanitizer=sanitizer))
-
-
-def codes_of_width(count: int, width: int, seed: int = 0) -> torch.Tensor:
-    """Codes whose symbols take up to `width` bits, narrower in some blocks and zero in others."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.randint(0, 1 << width, (count,), generator=generator)
-    narrowed = torch.randint(0, width + 1, (-(-count // 32),), generator=generator).repeat_interleave(32)[:count]
-    symbols = wide >> narrowed
-    return ((symbols >> 1) ^ -(symbols & 1)).to(torch.int32)
-
-
-def sparse_codes(count: int, share: float) -> torch.Tensor:
-    """Mostly one small code; about `share` of them are others, a few of those large."""
-    generator = torch.Generator().manual_seed(count)
-    codes = torch.full((count,), -1)
-    others = torch.rand(count, generator=generator) < share
-    sizes = 2 ** (torch.rand(count, generator=generator) ** 8 * 30)
-    codes[others] = torch.randn(count, generator=generator)[others].mul(sizes[others]).round().long()
-    return codes.to(torch.int32)
-
-
-def floats(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gaussian, with NaN, infinities, zeros, subnormals and the largest finite number among them."""
-    x = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(dtype)
-    info = torch.finfo(dtype)
-    for i, value in enumerate(
-        (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, info.smallest_normal / 4, info.max)
-    ):
-        x[5 + 131 * i :: 1009] = value
-    return x
-
-
-def steps_of(x: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse steps and scales that give codes of about `bits` bits to numbers near 1; another in each chunk."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    inverse = 2.0 ** (bits - 1) * (1 + torch.arange(chunks_of(x.numel())) / 7)
-    return inverse.to(dtype), (1 / inverse).to(dtype)
 
 
 def room(count: int) -> torch.Tensor:
@@ -127,13 +90,6 @@ def decode_codes(backend, frame, count, add=False) -> torch.Tensor:
     backend.decode_codes(frame, codes, add)
     backend.check()
     return codes
-
-
-def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Equal to the last bit, but for which NaN a NaN is; -0.0 is not 0.0."""
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    if a.is_floating_point():
-        assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
 
 
 def coding_name(coding: Coding) -> str:

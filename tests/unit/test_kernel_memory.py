@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from samples import COMPILED
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.format import (
@@ -19,11 +20,6 @@ from ncz_plugins.kernels.format import (
 )
 
 REFERENCE = kernels.load("reference")
-STATUSES = kernels.statuses()
-COMPILED = [
-    pytest.param(name, marks=pytest.mark.skipif(STATUSES[name] != "ok", reason=STATUSES[name]))
-    for name in ("avx2", "portable")
-]
 UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK  # the symbols that are coded together, and what is touched behind them
 CODER, WIDTH = 5, 7  # where the header has them
 SEVERAL_UNITS = RANS_PAGE + CHUNK + 77

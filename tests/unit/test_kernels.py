@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import COMPILED, assert_same, codes_of_width, floats, sparse_codes, steps_of
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels import cpu
@@ -34,11 +35,6 @@ from ncz_plugins.kernels.reference.symbols import predict
 from ncz_plugins.kernels.reference.values import philox
 
 REFERENCE = kernels.load("reference")
-STATUSES = kernels.statuses()
-COMPILED = [
-    pytest.param(name, marks=pytest.mark.skipif(STATUSES[name] != "ok", reason=STATUSES[name]))
-    for name in ("avx2", "portable")
-]
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
 ASKED = [Coding(coder, predictor) for coder, predictor in itertools.product(CODERS, Predictor)]
 SOME_ASKED = [
@@ -65,43 +61,6 @@ def any_backend(request):
     return kernels.load(request.param)
 
 
-def codes_of_width(count: int, width: int, seed: int = 0) -> torch.Tensor:
-    """Codes whose symbols take up to `width` bits, narrower in some blocks and zero in others."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.randint(0, 1 << width, (count,), generator=generator)
-    narrowed = torch.randint(0, width + 1, (-(-count // 32),), generator=generator).repeat_interleave(32)[:count]
-    symbols = wide >> narrowed
-    return ((symbols >> 1) ^ -(symbols & 1)).to(torch.int32)
-
-
-def sparse_codes(count: int, share: float, seed: int = 0) -> torch.Tensor:
-    """Mostly one small code; about `share` of them are others, a few of those large."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.full((count,), -1)
-    others = torch.rand(count, generator=generator) < share
-    sizes = 2 ** (torch.rand(count, generator=generator) ** 8 * 30)
-    codes[others] = torch.randn(count, generator=generator)[others].mul(sizes[others]).round().long()
-    return codes.to(torch.int32)
-
-
-def floats(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Gaussian, with NaN, infinities, zeros, subnormals and the largest finite number among them."""
-    x = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-    info = torch.finfo(dtype)
-    for i, value in enumerate(
-        (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, info.smallest_normal / 4, info.max)
-    ):
-        x[50 + 131 * i :: 1009] = value
-    return x
-
-
-def steps_of(x: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse steps and scales that give codes of about `bits` bits to numbers near 1; another in each chunk."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    inverse = 2.0 ** (bits - 1) * (1 + torch.arange(chunks_of(x.numel())) / 7)
-    return inverse.to(dtype), (1 / inverse).to(dtype)
-
-
 def in_turns(values: tuple, first: int):
     """`values` again and again, from another one for each `first`: beside COUNTS, all pairs of the three occur."""
     return itertools.islice(itertools.cycle(values), first % len(values), None)
@@ -125,13 +84,6 @@ def decode_codes(backend, frame, count) -> torch.Tensor:
     codes = torch.empty(count, dtype=torch.int32)
     backend.decode_codes(frame, codes)
     return codes
-
-
-def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Equal to the last bit, but for which NaN a NaN is; -0.0 is not 0.0."""
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    if a.is_floating_point():
-        assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
 
 
 # ------------------------------------------------------------------ numbers

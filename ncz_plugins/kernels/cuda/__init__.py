@@ -138,19 +138,8 @@ class CudaBackend(Backend):
         output = _Output(count, x.device)
         choice = self._chosen(coding, count, output, x, inverse_steps, noise)
         if coding.coder in (Coder.FIXED, Coder.AUTO):
-            self._launch_floats(
-                "encode_fixed",
-                (),
-                x,
-                inverse_steps,
-                noise,
-                np.int64(count),
-                np.int32(coding.predictor),
-                choice,
-                frame,
-                output.size,
-                output.places,
-            )
+            fixed = _fixed_arguments(count, coding, choice, frame, output)
+            self._launch_floats("encode_fixed", (), x, inverse_steps, noise, *fixed)
         if coding.coder != Coder.FIXED:
             codes = torch.empty(count, dtype=torch.int32, device=x.device)
             self._launch_floats("stage", (), x, inverse_steps, noise, np.int64(count), codes, output.choice)
@@ -162,17 +151,8 @@ class CudaBackend(Backend):
         output = _Output(count, codes.device)
         choice = self._chosen(coding, count, output, codes=codes)
         if coding.coder in (Coder.FIXED, Coder.AUTO):
-            self._launch_codes(
-                "encode_fixed_codes",
-                count,
-                codes,
-                np.int64(count),
-                np.int32(coding.predictor),
-                choice,
-                frame,
-                output.size,
-                output.places,
-            )
+            fixed = _fixed_arguments(count, coding, choice, frame, output)
+            self._launch_codes("encode_fixed_codes", count, codes, *fixed)
         if coding.coder != Coder.FIXED:
             self._launch_codes("stage_codes", count, codes, np.int64(count), output.choice)
             self._encode_staged(codes, coding, frame, output)
@@ -291,6 +271,11 @@ class CudaBackend(Backend):
 def _is_one_pass(coding: Coding) -> bool:
     """Whether codes are encoded as they come, since nothing needs to be known of all of them."""
     return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
+
+
+def _fixed_arguments(count: int, coding: Coding, choice: Tensor | None, frame: Tensor, output: _Output) -> tuple:
+    """What the kernels that write FIXED frames take behind their codes."""
+    return np.int64(count), np.int32(coding.predictor), choice, frame, output.size, output.places
 
 
 def _sampled(count: int) -> int:
