@@ -202,7 +202,7 @@ def kinds_of_codes(count: int, seed: int) -> list[torch.Tensor]:
     noise = torch.randn(count, generator=generator)
     kinds = [
         codes_of_width(count, 3 + 4 * seed, seed),
-        sparse_codes(count, 0.01 * 4**seed),
+        sparse_codes(count, 0.01 * 4**seed, seed=count),
         noise.mul(4.0**seed).round(),
         noise.mul(50).round().cumsum(0),
         noise.mul(0.6).round().cumsum(0),
