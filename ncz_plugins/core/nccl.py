@@ -47,7 +47,7 @@ class NcclTransport(Transport):
         group: a NCCL process group over the same ranks. Nothing else sends through either.
         device: where received frames go.
 
-    Waiting for a frame holds up the current CUDA stream and not the host: see `Device.settle` for the time-out.
+    Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.settle` for the time-out.
     """
 
     def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup, device: torch.device):
