@@ -32,8 +32,9 @@ class BoundError(NczError, ValueError):
 class FrameError(NczError):
     """Received or stored bytes are nothing this version can read: damaged, truncated or foreign.
 
-    Nothing was decoded past the damage. Remedy: make sure that all ranks run the same version and
-    that nothing else writes to the same process group; a repeated error hints at faulty hardware.
+    Nothing was decoded past the damage; on a GPU, what the result holds is undefined. Remedy: make sure that all ranks
+    run the same version and that nothing else writes to the same process group; a repeated error hints at faulty
+    hardware.
     """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.format import chunks_of
@@ -57,3 +58,12 @@ def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     if a.is_floating_point():
         assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
+
+
+def with_flipped_bits(frame: torch.Tensor, data: st.DataObject) -> torch.Tensor:
+    """A copy of `frame` in which some bits, as hypothesis draws them, are other ones."""
+    damaged = frame.clone()
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, frame.numel() - 1))
+        damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    return damaged

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import with_flipped_bits
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels import damage
@@ -235,11 +236,7 @@ def test_every_byte_of_the_table_and_the_widths(count, frame):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_random_flips(count, frame, data):
-    damaged = frame.clone()
-    for _ in range(data.draw(st.integers(1, 6))):
-        at = data.draw(st.integers(0, frame.numel() - 1))
-        damaged[at] ^= 1 << data.draw(st.integers(0, 7))
-    check(damaged, count)
+    check(with_flipped_bits(frame, data), count)
 
 
 @settings(max_examples=200, deadline=None)

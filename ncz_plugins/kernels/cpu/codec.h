@@ -29,9 +29,6 @@ namespace {
 
 using namespace ncz;
 
-inline int blocks_of(int n) { return (n + BLOCK - 1) / BLOCK; }
-inline int octets_of(int n) { return (n + OCTET - 1) / OCTET; }
-
 // `n` of the 32 numbers of a block, zeros behind them: the last block of a tensor is short.
 template <class T>
 struct Padded {
@@ -261,31 +258,22 @@ class FrameSource {
     // 0, or what is wrong with the frame, which then must not be read. Damage in HUFFMAN's chunks and RANS's pages only
     // shows on reading: `damage` tells it afterwards.
     int64_t open(const uint8_t* frame, int64_t bytes, int64_t count) {
-        Header header;
-        if (bytes < HEADER_BYTES) return damaged(NO_HEADER);
-        memcpy(&header, frame, sizeof header);
-        if (header.magic != MAGIC) return damaged(BAD_MAGIC);
-        if (header.version != VERSION) return damaged(BAD_VERSION);
-        bool has_checksum = header.flags == HAS_CHECKSUM;
-        if (!has_checksum && (header.flags || header.checksum)) return damaged(BAD_FLAGS);
-        if (header.predictor != NONE && header.predictor != DELTA) return damaged(BAD_PREDICTOR);
-        if (header.count != count) return damaged(OTHER_COUNT);
-        if (header.payload_bytes != bytes - HEADER_BYTES) return damaged(OTHER_LENGTH);
-        if (has_checksum) {
+        Header header = {};
+        if (bytes >= HEADER_BYTES) memcpy(&header, frame, sizeof header);
+        if (int64_t wrong = header_damage(header, bytes, count)) return wrong;
+        if (header.flags == HAS_CHECKSUM) {
             uint32_t checksum = checksum_of(frame, bytes);
             if (checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
         }
+        if (int64_t wrong = coder_damage(header)) return wrong;
         payload_ = frame + HEADER_BYTES;
         end_ = frame + bytes;
         is_delta_ = header.predictor == DELTA;
         coder_ = header.coder;
         width_ = header.width;
         in_ = payload_;
-        if (coder_ == RAW && (width_ == 8 || width_ == 16 || width_ == 32))
-            return end_ - payload_ == count * (width_ / 8) ? 0 : damaged(RAW_LENGTH);
-        if (coder_ == FIXED && width_ == 0) return open_fixed(count);
-        if ((coder_ == HUFFMAN || coder_ == RANS) && width_ == 0) return open_coded(count);
-        return damaged(BAD_CODER);
+        if (coder_ == RAW) return 0;
+        return coder_ == FIXED ? open_fixed(count) : open_coded(count);
     }
 
     int64_t damage() const { return decoded_->damage(); }

@@ -1,5 +1,5 @@
-// The half types as bits, to and from float32: exact one way, to nearest even the other. Branch-free, so
-// that compilers vectorize loops over them.
+// What the kernels of all processors do alike with a float: clamp it, and the half types as bits, to and from float32:
+// exact one way, to nearest even the other. Branch-free, so that compilers vectorize loops over them.
 #pragma once
 
 #include "format.h"
@@ -27,6 +27,19 @@ NCZ_FUNCTION float float_of(uint32_t bits) {
 NCZ_FUNCTION uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
     uint32_t mask = 0u - uint32_t(condition);
     return (yes & mask) | (no & ~mask);
+}
+
+// To what int32 holds, before rounding. NaN becomes the upper limit.
+NCZ_FUNCTION float clamped(float scaled) {
+    constexpr float limit = 2147483520.0f;  // the largest float32 that int32 holds
+    scaled = scaled < limit ? scaled : limit;
+    return scaled > -limit ? scaled : -limit;
+}
+
+NCZ_FUNCTION double clamped(double scaled) {
+    constexpr double limit = 2147483647.0;
+    scaled = scaled < limit ? scaled : limit;
+    return scaled > -limit ? scaled : -limit;
 }
 
 NCZ_FUNCTION double widen(double x) { return x; }

@@ -1,5 +1,5 @@
-// The layout of a frame, as constants: the twin of ../format.py. docs/wire-format.md explains it.
-// The CUDA kernels include it, too.
+// The layout of a frame, as constants and what follows from them: the twin of ../format.py. docs/wire-format.md explains
+// it. The CUDA kernels include it, too.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without
@@ -24,7 +24,7 @@ typedef unsigned long long uintptr_t;
 
 // A function for every kind of processor.
 #ifdef __CUDACC__
-#define NCZ_FUNCTION __host__ __device__ inline
+#define NCZ_FUNCTION __host__ __device__ __forceinline__
 #else
 #define NCZ_FUNCTION inline
 #endif
@@ -135,6 +135,40 @@ NCZ_FUNCTION unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits 
 NCZ_FUNCTION int length_of(int64_t chunk, int64_t count) {
     int64_t left = count - chunk * ncz::CHUNK;
     return int(left < ncz::CHUNK ? left : ncz::CHUNK);
+}
+
+NCZ_FUNCTION int blocks_of(int n) { return (n + ncz::BLOCK - 1) / ncz::BLOCK; }
+NCZ_FUNCTION int octets_of(int n) { return (n + ncz::OCTET - 1) / ncz::OCTET; }
+
+// Bits of a symbol that its token does not tell: those from the second on.
+NCZ_FUNCTION unsigned extra_bits_of(unsigned token) {
+    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::TOLD_BITS) + ncz::LEAST_EXTRA_BITS;
+}
+
+// The lowest symbol of a token: one whose extra bits are all zero. A symbol is that plus twice its extra bits.
+NCZ_FUNCTION uint32_t base_of(unsigned token) {
+    return token < ncz::DIRECT ? token : (2 + (token >> 1 & 1)) << (extra_bits_of(token) + 1) | (token & 1);
+}
+
+// What is wrong with the header of a frame of `bytes` and, as the caller knows, `count` codes; or 0. Next to be looked
+// at is its checksum, then coder_damage. (The order decides what is told of a frame with several damages.)
+NCZ_FUNCTION int64_t header_damage(const ncz::Header& header, int64_t bytes, int64_t count) {
+    if (bytes < ncz::HEADER_BYTES) return damaged(ncz::NO_HEADER);
+    if (header.magic != ncz::MAGIC) return damaged(ncz::BAD_MAGIC);
+    if (header.version != ncz::VERSION) return damaged(ncz::BAD_VERSION);
+    if (header.flags != ncz::HAS_CHECKSUM && (header.flags || header.checksum)) return damaged(ncz::BAD_FLAGS);
+    if (header.predictor != ncz::NONE && header.predictor != ncz::DELTA) return damaged(ncz::BAD_PREDICTOR);
+    if (header.count != count) return damaged(ncz::OTHER_COUNT);
+    if (header.payload_bytes != bytes - ncz::HEADER_BYTES) return damaged(ncz::OTHER_LENGTH);
+    return 0;
+}
+
+NCZ_FUNCTION int64_t coder_damage(const ncz::Header& header) {
+    unsigned width = header.width;
+    if (header.coder == ncz::RAW && (width == 8 || width == 16 || width == 32))
+        return header.payload_bytes == int64_t(header.count) * (width / 8) ? 0 : damaged(ncz::RAW_LENGTH);
+    bool is_known = header.coder == ncz::FIXED || header.coder == ncz::HUFFMAN || header.coder == ncz::RANS;
+    return is_known && !width ? 0 : damaged(ncz::BAD_CODER);
 }
 
 }  // namespace

@@ -71,18 +71,6 @@ inline void spread(Words<lane>& block, unsigned lane_width) {
     });
 }
 
-inline float clamped(float scaled) {
-    constexpr float limit = 2147483520.0f;  // the largest float32 that int32 holds
-    scaled = scaled < limit ? scaled : limit;
-    return scaled > -limit ? scaled : -limit;
-}
-
-inline double clamped(double scaled) {
-    constexpr double limit = 2147483647.0;
-    scaled = scaled < limit ? scaled : limit;
-    return scaled > -limit ? scaled : -limit;
-}
-
 inline int32_t round_to_code(float scaled) { return int32_t(lrintf(clamped(scaled))); }
 inline int32_t round_to_code(double scaled) { return int32_t(lrint(clamped(scaled))); }
 

@@ -16,18 +16,9 @@ inline unsigned token_of(uint32_t symbol) {
     return symbol < large ? symbol : large;  // for symbols below DIRECT, `large` is larger than they are
 }
 
-// Bits of a symbol that its token does not tell: those from the second on.
-inline unsigned extra_bits_of(unsigned token) {
-    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::TOLD_BITS) + ncz::LEAST_EXTRA_BITS;
-}
-
+// As extra_bits_of its token.
 inline unsigned extra_bits_of_symbol(uint32_t symbol) {
     return symbol < ncz::DIRECT ? 0 : 31 - ncz::TOLD_BITS - unsigned(__builtin_clz(symbol));
-}
-
-// The lowest symbol of a token: one whose extra bits are all zero.
-inline uint32_t base_of(unsigned token) {
-    return token < ncz::DIRECT ? token : (2 + (token >> 1 & 1)) << (extra_bits_of(token) + 1) | (token & 1);
 }
 
 // Gives the bits that any of the symbols has: if that is below DIRECT, the tokens are the symbols themselves.

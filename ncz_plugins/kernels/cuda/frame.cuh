@@ -73,24 +73,11 @@ NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long room, uint32_t* sum_and_blocks) {
 
 // ------------------------------------------------------------------ reading
 
-NCZ_DEVICE int blocks_of(int n) { return (n + BLOCK - 1) / BLOCK; }
-NCZ_DEVICE int octets_of(int n) { return (n + OCTET - 1) / OCTET; }
-
-// What the header says is wrong, or 0. The order is that of all backends.
-NCZ_DEVICE int64_t header_damage(const Header& header, int64_t bytes, int64_t count, uint32_t checksum) {
-    if (bytes < HEADER_BYTES) return damaged(NO_HEADER);
-    if (header.magic != MAGIC) return damaged(BAD_MAGIC);
-    if (header.version != VERSION) return damaged(BAD_VERSION);
-    bool has_checksum = header.flags == HAS_CHECKSUM;
-    if (!has_checksum && (header.flags || header.checksum)) return damaged(BAD_FLAGS);
-    if (header.predictor != NONE && header.predictor != DELTA) return damaged(BAD_PREDICTOR);
-    if (header.count != count) return damaged(OTHER_COUNT);
-    if (header.payload_bytes != bytes - HEADER_BYTES) return damaged(OTHER_LENGTH);
-    if (has_checksum && checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
-    unsigned width = header.width;
-    if (header.coder == RAW && (width == 8 || width == 16 || width == 32))
-        return bytes - HEADER_BYTES == count * (width / 8) ? 0 : damaged(RAW_LENGTH);
-    if (header.coder < FIXED || header.coder > RANS || width) return damaged(BAD_CODER);
+// What is wrong with the frame, as far as its header tells, or 0.
+NCZ_DEVICE int64_t opening_damage(const Header& header, int64_t bytes, int64_t count, uint32_t checksum) {
+    if (int64_t wrong = header_damage(header, bytes, count)) return wrong;
+    if (header.flags == HAS_CHECKSUM && checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
+    if (int64_t wrong = coder_damage(header)) return wrong;
     return header.coder == FIXED && bytes - HEADER_BYTES < 2 * chunks_of(count) ? damaged(NO_TABLE) : 0;
 }
 
@@ -105,7 +92,7 @@ NCZ_KERNEL(ncz_open)
         status->header = header;
         status->count = count;
         status->bytes = bytes;
-        status->result = header_damage(header, bytes, count, *checksum);
+        status->result = opening_damage(header, bytes, count, *checksum);
         has_table[0] = !status->result && header.coder == FIXED;
     }
     __syncthreads();

@@ -25,15 +25,5 @@ NCZ_DEVICE unsigned token_of(uint32_t symbol) {
     return DIRECT + ((exponent - 7) << TOLD_BITS) + 2 * (symbol >> (exponent - 1) & 1) + (symbol & 1);
 }
 
-// Bits of a symbol that its token does not tell: those from the second on.
-NCZ_DEVICE unsigned extra_bits_of(unsigned token) {
-    return token < DIRECT ? 0 : ((token - DIRECT) >> TOLD_BITS) + LEAST_EXTRA_BITS;
-}
-
 // The extra bits of a symbol, `extra_bits_of` its token many.
 NCZ_DEVICE uint32_t extra_of(uint32_t symbol, unsigned extra_bits) { return symbol >> 1 & ((1u << extra_bits) - 1); }
-
-// The lowest symbol of a token: one whose extra bits are all zero. A symbol is that plus twice its extra bits.
-NCZ_DEVICE uint32_t base_of(unsigned token) {
-    return token < DIRECT ? token : (2 + (token >> 1 & 1)) << (extra_bits_of(token) + 1) | (token & 1);
-}

@@ -65,19 +65,6 @@ NCZ_DEVICE void store_octet(T* to, int n, const T (&values)[OCTET]) {
 NCZ_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 NCZ_DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
 
-// NaN becomes the upper limit.
-NCZ_DEVICE float clamped(float scaled) {
-    constexpr float limit = 2147483520.0f;  // the largest float32 that int32 holds
-    scaled = scaled < limit ? scaled : limit;
-    return scaled > -limit ? scaled : -limit;
-}
-
-NCZ_DEVICE double clamped(double scaled) {
-    constexpr double limit = 2147483647.0;
-    scaled = scaled < limit ? scaled : limit;
-    return scaled > -limit ? scaled : -limit;
-}
-
 NCZ_DEVICE int32_t to_nearest(float clamped) { return __float2int_rn(clamped); }
 NCZ_DEVICE int32_t to_nearest(double clamped) { return __double2int_rn(clamped); }
 
