@@ -34,6 +34,8 @@ inline void spread(Words<lane>& block, unsigned width) {
     for (uint64_t& word : block.words) word = _pdep_u64(word, lanes_mask<lane>(width));
 }
 
+inline uint64_t bits_at(unsigned place, uint64_t word) { return __builtin_ia32_bextr_u64(word, place); }
+
 // ------------------------------------------------------------------ floats and codes
 
 inline __m256 load8(const float* x) { return _mm256_loadu_ps(x); }

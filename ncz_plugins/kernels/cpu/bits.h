@@ -25,6 +25,9 @@ void squeeze(Words<lane>& block, unsigned width);
 template <int lane>
 void spread(Words<lane>& block, unsigned width);
 
+// Some bits of `word`: of `place`, bits 0 to 7 tell the first of them, bits 8 to 15 how many, below 64 both.
+uint64_t bits_at(unsigned place, uint64_t word);
+
 inline uint64_t load64(const void* from) {
     uint64_t word;
     memcpy(&word, from, 8);
@@ -79,7 +82,7 @@ inline void pack_words(Words<lane> block, unsigned width, uint8_t* out) {
 template <int lane>
 inline Words<lane> unpack_words(const uint8_t* in, unsigned width) {
     Words<lane> block;
-    if (lane == 8 && width == 8) {  // what HUFFMAN and RANS mostly decode to
+    if (width == lane) {  // as in RAW, and what HUFFMAN and RANS decode to
         memcpy(&block, in, sizeof block);
         return block;
     }

@@ -71,6 +71,10 @@ inline void spread(Words<lane>& block, unsigned lane_width) {
     });
 }
 
+inline uint64_t bits_at(unsigned place, uint64_t word) {
+    return word >> place % 64 & ((uint64_t(1) << (place >> 8)) - 1);
+}
+
 inline int32_t round_to_code(float scaled) { return int32_t(lrintf(clamped(scaled))); }
 inline int32_t round_to_code(double scaled) { return int32_t(lrint(clamped(scaled))); }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "format.h"
-#include "huffman.h"
+#include "huffman_code.h"
 #include "tokens.h"
 
 namespace {

@@ -22,7 +22,8 @@ inline unsigned extra_bits_of_symbol(uint32_t symbol) {
 }
 
 // Gives the bits that any of the symbols has: if that is below DIRECT, the tokens are the symbols themselves.
-inline uint32_t tokens_of(const uint32_t* symbols, int n, uint8_t* tokens) {
+template <class Symbol>
+uint32_t tokens_of(const Symbol* symbols, int n, uint8_t* tokens) {
     uint32_t all = 0;
     for (int i = 0; i < n; ++i) all |= symbols[i];
     if (all < ncz::DIRECT)
@@ -42,6 +43,29 @@ class ByteCounts {
         for (; i + TABLES <= n; i += TABLES)
             for (int k = 0; k < TABLES; ++k) ++counts_[k][bytes[i + k]];
         for (; i < n; ++i) ++counts_[0][bytes[i]];
+    }
+    // The same where few values occur, from 0 on: counts one after the other. For at most CHUNK bytes.
+    void add_few(const uint8_t* bytes, int n) {
+        typedef uint8_t Vector __attribute__((vector_size(VECTOR_BYTES)));
+        constexpr int GROUP = 2 * VECTOR_BYTES;  // so that no byte of `equal` counts more than 255
+        static_assert(ncz::CHUNK / GROUP <= 255, "sums of bytes");
+        int whole = n - n % GROUP, left = whole;
+        for (int value = 0; left > 0; ++value) {
+            Vector equal[2] = {};
+            for (int i = 0; i < whole; i += GROUP)
+                for (int k = 0; k < 2; ++k) {
+                    Vector vector;
+                    memcpy(&vector, bytes + i + k * VECTOR_BYTES, VECTOR_BYTES);
+                    equal[k] -= Vector(vector == uint8_t(value));
+                }
+            uint64_t sums = 0, words[GROUP / 8];  // four sums of 16 bits
+            memcpy(words, equal, sizeof words);
+            for (uint64_t word : words) sums += (word & 0x00ff00ff00ff00ffu) + (word >> 8 & 0x00ff00ff00ff00ffu);
+            uint32_t sum = sums * 0x0001000100010001u >> 48;
+            counts_[0][value] += sum;
+            left -= int(sum);
+        }
+        add(bytes + whole, n - whole);
     }
     uint64_t of(int value) const {
         uint64_t sum = 0;
