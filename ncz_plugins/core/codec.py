@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,12 +39,10 @@ def coding(config: Config, backend: Backend, link_gbps: float | None = None) -> 
         link_gbps: what is known of the link, in Gbit/s, for where `config` leaves that open.
     """
     gbps = config.transport.link_gbps or link_gbps or 1
-    picoseconds_per_byte = max(1, round(8000 / gbps))
-    return Coding(
-        Coder[config.entropy.coder.upper()],
-        Predictor[config.entropy.predictor.upper()],
-        backend.costs._replace(link=picoseconds_per_byte),
-    )
+    costs = backend.costs._replace(link=max(1, round(8000 / gbps)))
+    if config.entropy.costs is not None and backend.name != "cuda":
+        costs = costs._replace(**config.entropy.costs.model_dump())
+    return Coding(Coder[config.entropy.coder.upper()], Predictor[config.entropy.predictor.upper()], costs)
 
 
 @dataclass
@@ -102,10 +101,14 @@ class TensorCodec(ABC):
             written = self.device.trimmed(room, self._write_sum(segment, index, frames, room))
             if self.checksum:
                 self.backend.seal(written)
+        self._count(written)
         return written
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
-        """Write the values of a finished frame to the output."""
+        """Write the values of a finished frame to the output, where they stand once `finish` returns."""
+        self.device.beside(partial(self._decode, segment, index, frame))
+
+    def _decode(self, segment: int, index: int, frame: Tensor) -> None:
         with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
             self._demand_checksum(frame)
             self._read(segment, index, frame)
@@ -116,6 +119,12 @@ class TensorCodec(ABC):
         with _naming("a frame"):
             self.backend.check()
 
+    def part(self, segments: range) -> TensorCodec:
+        """The codec of some neighbouring segments by themselves, which are numbered from 0."""
+        start = self.layout.elements(segments).start
+        source, output = self.source.counted_from(start), self.output.counted_from(start)
+        return replace(self, layout=self.layout.part(segments), source=source, output=output)
+
     @abstractmethod
     def _write_sum(self, segment: int, index: int, frames: list[Tensor], room: Tensor) -> int:
         """As `sum`, into `room`, of which the size is returned. Raises DamagedFrame."""
@@ -123,6 +132,13 @@ class TensorCodec(ABC):
     @abstractmethod
     def _read(self, segment: int, index: int, frame: Tensor) -> None:
         """As `decode`. Raises DamagedFrame."""
+
+    def _count(self, frame: Tensor) -> None:
+        """Count a frame by its coder, in host memory only: to look at one on a GPU is to wait for it."""
+        if frame.device.type == "cpu":
+            _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+            name = Coder(coder).name.lower()
+            self.counters.coders[name] = self.counters.coders.get(name, 0) + 1
 
     def _demand_checksum(self, frame: Tensor) -> None:
         """Kernels verify a checksum where there is one."""
@@ -138,7 +154,7 @@ class QuantizingCodec(TensorCodec):
 
     Attributes:
         scales: the steps that all ranks share.
-        noise: for the stochastic quantizer; its elements count from the start of the tensor.
+        noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
     """
 
     scales: Scales
@@ -151,11 +167,16 @@ class QuantizingCodec(TensorCodec):
     def frame_capacity(self) -> int:
         return max_frame_bytes(self.layout.frame_elements)
 
+    def part(self, segments: range) -> QuantizingCodec:
+        start = self.layout.elements(segments).start
+        noise = self.noise and self.noise._replace(first=self.noise.first + start)
+        return replace(super().part(segments), scales=self.scales[self.layout.chunks_of(segments)], noise=noise)
+
     def _write_sum(self, segment, index, frames, room):
         elements = self.layout.frame(segment, index)
         x = self.source[elements]
         inverse_steps = self.scales.inverse_steps[self.layout.frame_chunks(segment, index)]
-        noise = self.noise and self.noise._replace(first=elements.start)
+        noise = self.noise and self.noise._replace(first=self.noise.first + elements.start)
         if not frames:
             return self.backend.encode(x, inverse_steps, self.coding, room, noise)
         if len(frames) == 1:

@@ -41,6 +41,8 @@ class Call:
         measured: segments of `source` that count in the agreement on steps.
         schedule: takes the transport, the codec and the counters.
         plain: the uncompressed collective, for when it turns out that compression can't serve.
+        inside: what the ranks of a node do among themselves before all others, once it is sure that all ranks make the
+            same call: takes the transport and the counters, and returns what is contributed in place of `source`.
         addends: ranks whose values are summed.
         divisor: what the sum is divided by.
         root: rank that a broadcast starts from.
@@ -53,6 +55,7 @@ class Call:
     measured: range
     schedule: Callable
     plain: Callable[[], None]
+    inside: Callable[..., Window] | None = None
     addends: int = 1
     divisor: float = 1
     root: int = 0
@@ -70,22 +73,74 @@ class Call:
         }
 
 
-def run(call: Call, number: int, transport, device: Host | Gpu, config: Config) -> Counters:
+class Patience:
+    """Which calls go plain without being measured, as those of their kind turned out to be hopeless.
+
+    After such a call the next one of its kind goes plain, then the next 2, 4, ... 64, until one is compressed. All
+    ranks make the same calls and learn the same of them, so they decide alike.
+    """
+
+    _HOPELESS = (Bypass.NOT_WORTH, Bypass.CODE_OVERFLOW)
+    _LONGEST = 64
+
+    def __init__(self):
+        self._kinds: dict[tuple, _Hopeless] = {}
+
+    def lost(self, call: Call) -> Bypass | None:
+        """The reason why this call is to go plain at once, if there is one."""
+        hopeless = self._kinds.get(_kind(call))
+        if hopeless is None or not hopeless.left:
+            return None
+        hopeless.left -= 1
+        return hopeless.reason
+
+    def learn(self, call: Call, bypass: Bypass | None) -> None:
+        """What became of a call that was measured: it was compressed, or went plain for this reason."""
+        if bypass in self._HOPELESS:
+            hopeless = self._kinds.setdefault(_kind(call), _Hopeless())
+            hopeless.reason = bypass
+            hopeless.length = hopeless.left = min(2 * hopeless.length or 1, self._LONGEST)
+        else:
+            self._kinds.pop(_kind(call), None)
+
+
+@dataclass
+class _Hopeless:
+    """Calls of one kind: why they go plain, how many more will without being measured, and out of how many."""
+
+    reason: Bypass | None = None
+    left: int = 0
+    length: int = 0
+
+
+def _kind(call: Call) -> tuple:
+    """What calls must have in common to be expected to go alike."""
+    return call.collective, call.layout.lengths, call.source.data.dtype, call.root, call.divisor
+
+
+def run(
+    call: Call, number: int, transport, device: Host | Gpu, config: Config, patience: Patience | None = None
+) -> Counters:
     """Run `call` to its end on this rank.
 
     Args:
         number: how many calls this rank has made, this one included.
         transport: a `Transport`, or what offers the same over another runtime.
         device: where the tensors of `call` live.
+        patience: what all calls on this transport share; None to measure every one.
 
     Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
     """
     input = call.source.data
-    plain_bytes = _plain_wire_bytes(call.collective, input, transport.world_size)
+    plain_bytes = plain_wire_bytes(call.collective, input.nbytes, transport.world_size)
     counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
     started = time.perf_counter()
-    with span("agree", input.nbytes, counters):
-        agreed = _agree(call, number, transport, device, config, counters)
+    agreed = patience.lost(call) if patience else None
+    if agreed is None:
+        with span("agree", input.nbytes, counters):
+            agreed = _agree(call, number, transport, device, config, counters)
+        if patience:
+            patience.learn(call, agreed if isinstance(agreed, Bypass) else None)
     if isinstance(agreed, Bypass):
         call.plain()
         device.settle()
@@ -93,7 +148,11 @@ def run(call: Call, number: int, transport, device: Host | Gpu, config: Config) 
         counters.bypasses[agreed.value] = 1
     else:
         counters.compressed_calls = 1
-        call.schedule(transport, agreed, counters)
+        try:
+            call.schedule(transport, agreed, counters)
+        except BaseException:
+            device.abandon()
+            raise
         agreed.finish()
     counters.seconds = time.perf_counter() - started
     return counters
@@ -112,13 +171,13 @@ def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
 
 def bypassed(collective: str, input: Tensor, reason: Bypass, world_size: int) -> Counters:
     """The counters of a call that goes plain without asking the other ranks."""
-    sent = _plain_wire_bytes(collective, input, world_size)
+    sent = plain_wire_bytes(collective, input.nbytes, world_size)
     return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, bypasses={reason.value: 1})
 
 
-def _plain_wire_bytes(collective: str, input: Tensor, world_size: int) -> int:
-    """What each rank sends, on average, when the collective runs plain."""
-    return _PLAIN_BYTES[collective](input.nbytes, world_size)
+def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
+    """What each rank sends, on average, when the collective runs plain on `nbytes` of input."""
+    return _PLAIN_BYTES[collective](nbytes, world_size)
 
 
 def _agree(
@@ -130,17 +189,20 @@ def _agree(
     described = call.described(number, config)
     comparison = Comparison(described)
     same_call = transport.start_max(comparison.tensor, counters)
-    lossless = config.quantizer.kind == "lossless"
-    if not lossless:
-        measured = measure(device.backend, call.source, call.layout, call.measured, config.quantizer)
+    source = call.source
+    if call.inside is None:
+        measured = _measured(call, source, device, config)
     same_call.wait()
     for what, (low, high) in comparison.differing().items():
         raise MismatchError(
             f"{call.collective}: ranks differ in {what}: {described[what]} on rank {transport.rank}, "
             f"from {low} to {high} over all ranks. Every rank must make the same calls in the same order."
         )
+    if call.inside is not None:
+        source = call.inside(transport, counters)
+        measured = _measured(call, source, device, config)
     scales = None
-    if not lossless:
+    if measured is not None:
         transport.start_max(measured, counters).wait()  # in place: now they are of all ranks
         scales = derive(measured, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
         if isinstance(scales, Bypass):
@@ -151,7 +213,7 @@ def _agree(
         device,
         call.layout,
         scales,
-        call.source,
+        source,
         call.output,
         counters,
         call=number,
@@ -159,3 +221,10 @@ def _agree(
         link_gbps=transport.link_gbps,
         divisor=call.divisor,
     )
+
+
+def _measured(call: Call, source: Window, device: Host | Gpu, config: Config) -> Tensor | None:
+    """What this rank adds to the agreement on steps; None where none are needed."""
+    if config.quantizer.kind == "lossless":
+        return None
+    return measure(device.backend, source, call.layout, call.measured, config.quantizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -12,21 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.format import DTYPES
-from . import direct, plain, ring
-from .collective import Call, bypassed, frame_elements, layout_of_sum, run
+from . import direct, plain, probe, ring, tuning
+from .collective import Call, Patience, bypassed, frame_elements, layout_of_sum, run
 from .config import Config
-from .device import Gpu, Host, demand_kernels, moment
-from .errors import NczError, UnsupportedError
+from .device import Gpu, Host, demand_kernels, has_spare_core, moment
+from .errors import MismatchError, NczError, UnsupportedError
 from .frame import Layout, Window
 from .handshake import compare_ranks, meet
+from .hierarchy import in_nodes
 from .nccl import NcclTransport, open_nccl
-from .quantize import Bypass
+from .neighbors import with_memory
+from .nodes import Nodes, find_nodes
+from .quantize import Bypass, bypass_by_size
 from .stats import Statistics
 from .transport import Transport, open_gloo, peer_errors, timeout_of
 from .worker import Handle, Worker
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-_DIRECT_RANKS = range(3, 9)  # 2 ranks send the same either way; with many, all-to-all opens too many paths
 _CLOSE_SECONDS = 5.0
 
 
@@ -58,6 +61,9 @@ class Communicator:
     element's block; for sums in float16 and bfloat16 the rounding of the result is added. With kind
     lossless the result is a plain sum of floats.
 
+    Where `transport.hierarchy` asks for it and ranks share nodes, they add up uncompressed first, and
+    what goes between nodes is compressed. The bound is the same, but for the rounding of those sums.
+
     Calls that compression can't serve or help run plain and are counted by reason in `stats` (see
     `quantize.Bypass`). `role` says what a tensor is ("gradient", "parameter", "activation"): roles
     that the configuration does not enable go plain; None means that compression is wanted.
@@ -65,26 +71,39 @@ class Communicator:
     Waiting may raise PeerError (a peer died or fell silent), MismatchError (ranks made different
     calls) or FrameError (damaged data). After any of them the communicator is broken: it closes
     its connections, so that peers notice too, and further calls raise at once.
+
+    Attributes:
+        config: the settings in force, in which no size is `auto` where there are several ranks.
+        nodes: which ranks share a node; None where every rank stands for itself.
     """
 
     def __init__(self, config=None, group: dist.ProcessGroup | None = None, stats: Statistics | None = None):
-        self.config = Config.load(config)
-        self.stats = Statistics(self.config.statistics.history) if stats is None else stats
+        config = Config.load(config)
+        self.stats = Statistics(config.statistics.history) if stats is None else stats
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
         self.world_size = len(self.ranks)
+        self.nodes: Nodes | None = None
         self._broken: NczError | None = None
         self._calls = 0
+        self._patience = Patience()
         self._ways: dict[torch.device, _Way] = {}
-        if self.world_size > 1:
+        if self.world_size == 1:
+            self.config = config
+        else:
             self._store = meet(self.ranks, "communicator")
-            compare_ranks(self._store, self.rank, self.world_size, self.config)
+            self.config = self._compared(config)
+            self.nodes = find_nodes(self.config.transport.hierarchy, self._store, self.rank, self.world_size)
             seconds = self.config.transport.timeout_seconds
             self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
             self._control = open_gloo(self.group, self._store, self._timeout)
-            self._ways[torch.device("cpu")] = _Way(Host(), Transport(self._control))
+            self._ways[torch.device("cpu")] = _Way(Host(has_spare_core()), Transport(self._control))
+            if self.nodes is not None:
+                self.nodes = with_memory(self.nodes, self.transport)
             self._worker = Worker(f"ncz-communicator-{self.rank}")
+            if tuning.is_open(self.config):
+                self.config = probe.settle(self)
 
     # ---------------------------------------------------------------- collectives
 
@@ -188,6 +207,11 @@ class Communicator:
         )
         return self._start(call, async_op)
 
+    @property
+    def transport(self) -> Transport:
+        """What carries frames and agreements between all ranks, for tensors in host memory."""
+        return self._ways[torch.device("cpu")].transport
+
     # ---------------------------------------------------------------- life cycle
 
     def close(self) -> None:
@@ -206,11 +230,22 @@ class Communicator:
 
     # ---------------------------------------------------------------- deciding
 
+    def _compared(self, config: Config) -> Config:
+        """The configuration with what its tuning file says, which all ranks have in common."""
+        try:
+            settled = tuning.settle(config, self.world_size)
+        except NczError as error:
+            with suppress(MismatchError):  # only so that the other ranks know
+                compare_ranks(self._store, self.rank, self.world_size, error)
+            raise
+        compare_ranks(self._store, self.rank, self.world_size, settled)
+        return settled
+
     @property
     def _schedule(self):
         name = self.config.transport.schedule
         if name == "auto":
-            name = "direct" if self.world_size in _DIRECT_RANKS else "ring"
+            name = tuning.schedule_for(self.nodes.count if self.nodes else self.world_size)
         return {"ring": ring, "direct": direct}[name]
 
     def _divisor(self, op) -> int:
@@ -235,9 +270,7 @@ class Communicator:
             return Bypass.OP
         if whole.dtype not in DTYPES or part.dtype != whole.dtype:
             return Bypass.DTYPE
-        if whole.nbytes < max(self.config.transport.min_bytes, 1):
-            return Bypass.TOO_SMALL
-        return None
+        return bypass_by_size(whole.nbytes, self.config)
 
     def _check_parts(self, collective: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.world_size:
@@ -248,8 +281,8 @@ class Communicator:
     # ---------------------------------------------------------------- running
 
     def _plain(self, collective: str, input: Tensor, bypass: Bypass, run_plain: Callable, async_op: bool):
-        self.stats.record(bypassed(collective, input, bypass, self.world_size))
         work = run_plain(self.group)
+        self.stats.record(bypassed(collective, input, bypass, self.world_size))  # while the data travel
         return work if async_op else work.wait() and None
 
     def _plain_in_own_group(self, run_plain: Callable, device: torch.device) -> None:
@@ -258,6 +291,8 @@ class Communicator:
 
     def _start(self, call: Call, async_op: bool) -> Handle | None:
         self._calls += 1
+        if self.nodes is not None:
+            call = in_nodes(call, self.nodes, self.config.quantizer.block_in_effect)
         asked = moment(call.source.data.device)
         handle = self._worker.submit(partial(self._guarded, call, self._calls, asked))
         if async_op:
@@ -272,7 +307,7 @@ class Communicator:
         try:
             device, transport = self._way(call.source.data.device)
             with device.after(asked):
-                self.stats.record(run(call, number, transport, device, self.config))
+                self.stats.record(run(call, number, transport, device, self.config, self._patience))
         except BaseException as error:
             self._break(error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}"))
             raise

@@ -48,10 +48,12 @@ class Allowed:
     text: str
 
 
-def _size_type(minimum: int, maximum: float, allowed: str) -> Any:
-    """The type of a number of bytes, which may be written as a string such as "64KiB"."""
+def size_type(minimum: int, maximum: float, words: tuple[str, ...], allowed: str) -> Any:
+    """The type of a number of bytes, which may be written as a string such as "64KiB", or of one of `words`."""
 
-    def parse(value: object) -> int:
+    def parse(value: object) -> int | str:
+        if value in words:
+            return value
         match = _SIZE.match(value) if isinstance(value, str) else None
         size = int(match[1]) * _UNITS[match[2]] if match else value
         if type(size) is not int or not minimum <= size <= maximum:  # a bool is an int, but not a size
@@ -60,20 +62,42 @@ def _size_type(minimum: int, maximum: float, allowed: str) -> Any:
 
     integer = {"type": "integer", "minimum": minimum} | ({"maximum": maximum} if maximum < math.inf else {})
     text = {"type": "string", "pattern": _SIZE.pattern}
-    return Annotated[int, PlainValidator(parse), WithJsonSchema({"anyOf": [integer, text]}), Allowed(allowed)]
+    schema = {"anyOf": [integer, text, {"enum": list(words)}]}
+    return Annotated[int | str, PlainValidator(parse), WithJsonSchema(schema), Allowed(allowed)]
+
+
+_HIERARCHY = "auto, off, or an integer, 2 or more"
+
+
+def _parse_hierarchy(value: object) -> int | str:
+    if value is False:  # what YAML makes of a bare off
+        return "off"
+    if value in ("auto", "off") or (type(value) is int and value >= 2):
+        return value
+    raise ValueError(_HIERARCHY)
 
 
 # Strict: a boolean or a string is not a number. An integer does pass for a float.
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-FrameBytes = _size_type(16 * KiB, 64 * MiB, "bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'")
-MinBytes = _size_type(0, math.inf, "bytes, 0 or more: an integer, or a string such as '64KiB'")
+FrameBytes = size_type(
+    16 * KiB, 64 * MiB, ("auto",), "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
+)
+MinBytes = size_type(
+    0, math.inf, ("auto", "never"), "auto, never, or bytes, 0 or more: an integer, or a string such as '64KiB'"
+)
+Hierarchy = Annotated[
+    int | str,
+    PlainValidator(_parse_hierarchy),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "off", False]}, {"type": "integer", "minimum": 2}]}),
+    Allowed(_HIERARCHY),
+]
 Role = Literal["gradient", "parameter", "activation"]
 
 # ------------------------------------------------------------------ the model
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """Immutable, refuses unknown keys, and reports every problem in one `ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,7 +112,7 @@ class _Section(BaseModel):
     __init__.__pydantic_base_init__ = True
 
 
-class Quantizer(_Section):
+class Quantizer(Section):
     """How values become integers: the only step that loses anything."""
 
     kind: Literal["error_bound", "stochastic", "lossless"] = Field(
@@ -134,8 +158,28 @@ class Quantizer(_Section):
         """`block`, or 0 where one scale serves the whole tensor or none is needed."""
         return 0 if self.kind == "lossless" or self.mode == "abs" else self.block
 
+    def describe(self) -> str:
+        """A few words for people."""
+        if self.kind == "lossless":
+            return "lossless"
+        per = "" if self.mode == "abs" else f" per {self.block} elements" if self.block else " per tensor"
+        return f"{self.kind.replace('_', ' ')} {self.mode}:{self.value:g}{per}"
 
-class Entropy(_Section):
+
+Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer, 0 or more, below 10^9")]
+
+
+class Costs(Section):
+    """What coding one value costs here, in picoseconds, encoding and decoding together."""
+
+    raw: Picoseconds
+    fixed: Picoseconds
+    huffman: Picoseconds
+    rans: Picoseconds
+    rans_rest: Picoseconds  # per value other than the most frequent one
+
+
+class Entropy(Section):
     """How the integers are written: lossless."""
 
     coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
@@ -155,25 +199,51 @@ class Entropy(_Section):
         description="Whether every frame carries a checksum that its receiver verifies, "
         "against errors that the network and the memory do not notice themselves.",
     )
+    costs: Annotated[
+        Costs | None,
+        Allowed(f"null, or a mapping of {', '.join(Costs.model_fields)} to integers, 0 or more, below 10^9"),
+    ] = Field(
+        default=None,
+        description="For coder auto on CPUs: picoseconds to encode and decode a value with each coder, rans_rest for a "
+        "value other than the most frequent one; null: as measured where something is, else what was measured "
+        "beforehand for these kernels.",
+    )
 
 
-class Transport(_Section):
+class Transport(Section):
     """How frames travel between the ranks."""
 
     schedule: Literal["auto", "ring", "direct"] = Field(
         default="auto",
-        description="auto: chosen from the number of ranks; ring: neighbours only, for many ranks; "
+        description="auto: as measured where tuning is set or frame_bytes or min_bytes is auto, else chosen from the "
+        "number of ranks; ring: neighbours only, for many ranks; "
         "direct: every rank to every other, for few ranks. The results are the same to the bit "
         "(with kind lossless, but for the rounding of sums).",
     )
     frame_bytes: FrameBytes = Field(
         default=MiB,
         description="Input bytes per frame. Smaller frames overlap coding and transfer better, "
-        "larger ones have less overhead.",
+        "larger ones have less overhead. auto: as measured.",
     )
     min_bytes: MinBytes = Field(
-        default=64 * KiB,
-        description="Tensors smaller than this go uncompressed, as latency and not size is what they cost.",
+        default=128 * KiB,
+        description="Tensors smaller than this go uncompressed, as latency and not size is what they cost. "
+        "auto: as measured; never: nothing is compressed, which is what auto comes to where the link is too fast.",
+    )
+    hierarchy: Hierarchy = Field(
+        default="auto",
+        description="Whether ranks of one node add up uncompressed, so that only what goes between nodes is "
+        "compressed. auto: where there are several nodes with equally many, at least 2, ranks each; off: never; "
+        "an integer: so many consecutive ranks form a node.",
+    )
+    tuning: Annotated[
+        Annotated[str, Field(strict=True, min_length=1)] | None,
+        Allowed("null, or the path of a file that `ncz tune` wrote"),
+    ] = Field(
+        default=None,
+        description="Where schedule, frame_bytes and min_bytes take the value of auto from, and link_gbps and "
+        "entropy.costs that of null. null: what is auto is measured at the start, if frame_bytes or min_bytes is. "
+        "In a file, a relative path starts at that file's folder.",
     )
     link_gbps: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
@@ -181,7 +251,8 @@ class Transport(_Section):
     ] = Field(
         default=None,
         description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more time "
-        "coding may take; null: what Linux states for the network interface that gloo uses, or else 1.",
+        "coding may take; null: as measured where something is; else what Linux states for the network interface that "
+        "gloo uses, or else 1.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(gt=0)] | None,
@@ -192,7 +263,7 @@ class Transport(_Section):
     )
 
 
-class Statistics(_Section):
+class Statistics(Section):
     """What is counted and reported."""
 
     report_every: Annotated[Integer, Field(ge=0), Allowed("an integer, 0 or more")] = Field(
@@ -203,7 +274,7 @@ class Statistics(_Section):
     )
 
 
-class Config(_Section):
+class Config(Section):
     """All settings. `Config()` holds the defaults; `Config.load` reads every other form.
 
     Immutable and hashable. Raises `ConfigError` for any invalid, unknown or mistyped setting.
@@ -245,7 +316,7 @@ class Config(_Section):
         if isinstance(source, (str, os.PathLike)):
             document = read_document(source)
             try:
-                return _from_mapping(document)
+                return _from_mapping(document)._seen_from(os.path.dirname(os.fspath(source)))
             except ConfigError as error:
                 raise ConfigError(f"{os.fspath(source)}: {error}") from None
         raise ConfigError(
@@ -253,22 +324,49 @@ class Config(_Section):
             f"allowed: '{SHORT_FORM}', a mapping, or the path of a .yaml, .yml or .json file"
         )
 
+    def with_transport(self, **values: Any) -> Config:
+        """A copy with these settings of `transport` in place of its own."""
+        settings = self.model_dump()
+        return type(self)(**settings | {"transport": settings["transport"] | values})
+
+    def settled(
+        self,
+        *,
+        schedule: str = "auto",
+        frame_bytes: int = MiB,
+        min_bytes: int | str = 128 * KiB,
+        link_gbps: float | None = None,
+        costs: Costs | None = None,
+    ) -> Config:
+        """A copy in which what is left open has these values: what is auto, and a link or costs that are null.
+
+        The tuning file is then of no further interest: the copy names none.
+        """
+        given = {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": min_bytes, "link_gbps": link_gbps}
+        taken = {key: value for key, value in given.items() if getattr(self.transport, key) in ("auto", None)}
+        entropy = self.entropy.model_copy(update={"costs": self.entropy.costs or costs})
+        return self.with_transport(**taken, tuning=None).model_copy(update={"entropy": entropy})
+
     def canonical(self) -> str:
         """Compact JSON with sorted keys: equal text means equal settings. Ranks compare this."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     def describe(self) -> str:
         """One short line for people."""
-        q = self.quantizer
-        per = "" if q.mode == "abs" else f" per {q.block} elements" if q.block else " per tensor"
-        bound = "lossless" if q.kind == "lossless" else f"{q.kind.replace('_', ' ')} {q.mode}:{q.value:g}{per}"
+        frames = self.transport.frame_bytes
         predictor = "" if self.entropy.predictor == "auto" else f", predictor {self.entropy.predictor}"
         checksum = ", checksums" if self.entropy.checksum else ""
         return (
-            f"{bound}, coder {self.entropy.coder}{predictor}{checksum}, "
-            f"schedule {self.transport.schedule}, frames {format_size(self.transport.frame_bytes)}, "
+            f"{self.quantizer.describe()}, coder {self.entropy.coder}{predictor}{checksum}, "
+            f"schedule {self.transport.schedule}, frames {frames if frames == 'auto' else format_size(frames)}, "
             f"roles {'+'.join(self.roles)}"
         )
+
+    def _seen_from(self, folder: str) -> Config:
+        """A copy whose paths, if relative, start at `folder`."""
+        if self.transport.tuning is None:
+            return self
+        return self.with_transport(tuning=os.path.join(folder, self.transport.tuning))
 
 
 def _from_mapping(document: Mapping[str, Any]) -> Config:
@@ -322,7 +420,7 @@ def _allowed(section: type[BaseModel], name: str) -> str:
     if _is_section(field.annotation):
         return f"a mapping with the keys {', '.join(field.annotation.model_fields)}"
     if get_origin(field.annotation) is Literal:
-        return ", ".join(get_args(field.annotation))
+        return ", ".join(map(str, get_args(field.annotation)))
     return next(note.text for note in field.metadata if isinstance(note, Allowed))
 
 
@@ -340,6 +438,8 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
             if meant := _closest_key(path, section, owner):
                 line += f"did you mean {meant}? "
             line += f"allowed: {', '.join(owner.model_fields)}"
+        elif problem["type"] == "missing" and len(path) == len(problem["loc"]):
+            line = f"{key}: is missing; allowed: {_allowed(owner, path[-1])}"
         else:
             line = f"{key}: {value} is not allowed; allowed: {_allowed(owner, path[-1])}"
         lines.setdefault(key, line)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
@@ -41,15 +44,28 @@ def moment(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+def has_spare_core() -> bool:
+    """Whether this process may use a second core, if the cores of this machine are shared among the ranks on it."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # As torchrun and DeepSpeed's launcher set it; where nobody tells, the rank is taken to be alone.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    return not ranks.isdigit() or usable >= 2 * int(ranks)
+
+
 class Host:
-    """Host memory: whatever was called is done when it returns.
+    """Host memory: whatever was called is done when it returns, but for what goes on `beside`.
+
+    Args:
+        two_threads: whether there is a core for a second thread.
 
     Attributes:
         backend: the kernels.
     """
 
-    def __init__(self):
+    def __init__(self, two_threads: bool = False):
         self.backend = kernels.cpu_backend()
+        self._second = ThreadPoolExecutor(1, "ncz-decoder") if two_threads else None
+        self._jobs: list[Future] = []
 
     def after(self, asked: None):
         """A context whose work begins when all that stood before the `moment` called `asked` is done."""
@@ -63,8 +79,24 @@ class Host:
         """The first `size` bytes of `room`, which were just written, to keep."""
         return room[:size].clone()  # most frames are much smaller than the room they may need
 
+    def beside(self, job: Callable[[], None]) -> None:
+        """Do what nothing waits for before `settle`: in the order asked for, on a thread of its own if there is one."""
+        if self._second is None:
+            job()
+        else:
+            self._jobs.append(self._second.submit(job))
+
     def settle(self) -> None:
-        """Return once all work is done."""
+        """Return once all work is done. Raises what the first job `beside` that failed did."""
+        jobs, self._jobs = self._jobs, []
+        errors = [job.exception() for job in jobs]  # waits for each
+        for error in filter(None, errors):
+            raise error
+
+    def abandon(self) -> None:
+        """After a failure: return once nothing writes to the caller's memory any more."""
+        wait(self._jobs)
+        self._jobs.clear()
 
 
 class Gpu:
@@ -94,6 +126,12 @@ class Gpu:
     def trimmed(self, room: Tensor, size) -> Tensor:
         self.settle()  # the host must know the size, as NCCL does
         return room[:size]
+
+    def beside(self, job: Callable[[], None]) -> None:
+        job()  # which only asks for work, in the order of the stream
+
+    def abandon(self) -> None:
+        """Nothing to do: work that waits for a dead peer would not end."""
 
     def settle(self) -> None:
         # Not by synchronizing: a peer that died would leave us waiting for ever.

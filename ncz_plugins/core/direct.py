@@ -14,7 +14,7 @@ from .transport import Stream, Transport
 
 def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' segment `rank`."""
-    streams = _peers(transport, codec, counters)
+    streams = _peers(transport, codec, 1, counters)
     for index, frame in _reduced(transport, codec, streams):
         codec.decode(transport.rank, index, frame)
     _finish(streams)
@@ -22,7 +22,7 @@ def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters)
 
 def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output every rank's own segment."""
-    streams = _peers(transport, codec, counters)
+    streams = _peers(transport, codec, 1, counters)
     for index in range(codec.layout.frames):
         _publish(transport, codec, streams, index, codec.encode(transport.rank, index))
     _collect(codec, streams)
@@ -31,7 +31,7 @@ def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> 
 
 def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' values."""
-    streams = _peers(transport, codec, counters)
+    streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
         _publish(transport, codec, streams, index, frame)
     _collect(codec, streams)
@@ -40,27 +40,29 @@ def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> 
 
 def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root: int) -> None:
     """Decode to the output the values of rank `root`, which sends them to each peer."""
-    streams = _peers(transport, codec, counters)
-    if transport.rank == root:
-        for index in range(codec.layout.frames):
-            frame = codec.encode(0, index)
+    sends = transport.rank == root
+    peers = [(root + i) % transport.world_size for i in range(1, transport.world_size)] if sends else [root]
+    streams = _open(transport, codec, peers, 0 if sends else 1, counters)
+    for index in range(codec.layout.frames):
+        frame = codec.encode(0, index) if sends else streams[root].receive()
+        if sends:
             for stream in streams.values():
                 stream.send(frame)
-            codec.decode(0, index, frame)
-    else:
-        for _ in range(codec.layout.frames):
-            streams[root].expect()
-        for index in range(codec.layout.frames):
-            codec.decode(0, index, streams[root].receive())
+        codec.decode(0, index, frame)
     _finish(streams)
 
 
-def _peers(transport: Transport, codec: TensorCodec, counters: Counters) -> dict[int, Stream]:
-    """A stream to and from every other rank; each rank begins with its right neighbour, to spread the load."""
+def _peers(transport: Transport, codec: TensorCodec, segments: int, counters: Counters) -> dict[int, Stream]:
+    """A stream to and from every other rank; each rank begins with its right neighbor, to spread the load."""
     n, rank = transport.world_size, transport.rank
-    order = [(rank + i) % n for i in range(1, n)]
-    streams = transport.streams([(peer, peer) for peer in order], codec.frame_capacity, counters)
-    return dict(zip(order, streams))
+    return _open(transport, codec, [(rank + i) % n for i in range(1, n)], segments, counters)
+
+
+def _open(transport: Transport, codec: TensorCodec, peers: list[int], segments: int, counters: Counters):
+    """A stream to and from each peer, by rank. So many segments will come from it."""
+    incoming = segments * codec.layout.frames
+    streams = transport.streams([(peer, peer) for peer in peers], incoming, codec.frame_capacity, counters)
+    return dict(zip(peers, streams))
 
 
 def _reduced(transport: Transport, codec: TensorCodec, streams: dict[int, Stream]):

@@ -67,6 +67,18 @@ class Layout:
         start = sum(self.lengths[:segment])
         return slice(start, start + self.lengths[segment])
 
+    def part(self, segments: range) -> Layout:
+        """The layout of some neighbouring segments by themselves."""
+        return Layout(self.lengths[segments.start : segments.stop], self.frame_elements)
+
+    def elements(self, segments: range) -> slice:
+        """Elements of some neighbouring segments."""
+        return slice(sum(self.lengths[: segments.start]), sum(self.lengths[: segments.stop]))
+
+    def chunks_of(self, segments: range) -> slice:
+        """Chunks of some neighbouring segments, as an index into what is held per chunk of the tensor."""
+        return slice(*(sum(map(chunks_of, self.lengths[:end])) for end in (segments.start, segments.stop)))
+
     def frame(self, segment: int, index: int) -> slice:
         """Elements of one frame."""
         whole = self.segment(segment)
@@ -110,3 +122,7 @@ class Window:
     def __getitem__(self, elements: slice) -> Tensor:
         """A view of some elements, numbered as the layout does."""
         return self.data[elements.start - self.start : elements.stop - self.start]
+
+    def counted_from(self, element: int) -> Window:
+        """The same memory where the layout's count begins at what was `element`."""
+        return Window(self.data, self.start - element)

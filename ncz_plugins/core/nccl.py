@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import UnsupportedError
+from .errors import FrameError, UnsupportedError
 from .stats import Counters
 from .trace import span
-from .transport import Stream, Transport, peer_errors
+from .transport import Transport, peer_errors
 
+_SIZE_TAG = 1
 _ROUNDS_AHEAD = 1  # rounds whose sizes are still on their way while the next one is coded
 
 
@@ -55,21 +56,43 @@ class NcclTransport(Transport):
         self.group = group
         self._device = device
 
-    def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[Stream]:
+    def streams(
+        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+    ) -> list[_NcclStream]:
         rounds = _Rounds(self.group, len(peers))
         return [
-            _NcclStream(self._control, rounds, self._device, to, source, frame_capacity, counters)
+            _NcclStream(self._control, rounds, self._device, to, source, incoming, frame_capacity, counters)
             for to, source in peers
         ]
 
 
-class _NcclStream(Stream):
-    """Frames to and from one peer, by NCCL."""
+class _NcclStream:
+    """As `transport.Stream`, by NCCL, which needs the exact size of what it receives: sizes travel ahead, over gloo."""
 
-    def __init__(self, control, rounds: _Rounds, device, to: int, source: int, frame_capacity: int, counters: Counters):
-        super().__init__(control, to, source, frame_capacity, counters)
+    def __init__(
+        self,
+        control: dist.ProcessGroup,
+        rounds: _Rounds,
+        device: torch.device,
+        to: int,
+        source: int,
+        incoming: int,
+        frame_capacity: int,
+        counters: Counters,
+    ):
+        self._control = control
         self._rounds = rounds
         self._device = device
+        self.to = to
+        self.source = source
+        self._due = incoming  # frames for whose size no receive waits yet
+        self._capacity = frame_capacity
+        self._counters = counters
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sizes: deque[tuple[dist.Work, Tensor]] = deque()
+        self._frames: deque[tuple[dist.Work, Tensor]] = deque()
+        for _ in range(_ROUNDS_AHEAD + 2):
+            self._expect()
 
     def send(self, frame: Tensor) -> None:
         self._announce(frame)
@@ -77,7 +100,6 @@ class _NcclStream(Stream):
 
     def exchange(self, frame: Tensor) -> None:
         self._announce(frame)
-        self.expect()
         self._rounds.add(self, frame)
 
     def receive(self) -> Tensor:
@@ -85,12 +107,19 @@ class _NcclStream(Stream):
             self._rounds.complete()
         if not self._frames:
             self._rounds.run([], [self])
-        return self._arrived()
+        work, frame = self._frames.popleft()
+        with span("wait", frame.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
+            work.wait()
+        return frame
 
     def finish(self) -> None:
         while self._rounds.waiting:
             self._rounds.complete()
-        super().finish()
+        left = sum(tensor.nbytes for _, tensor in self._sending)
+        with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
 
     def sent(self, work: dist.Work, frame: Tensor) -> None:
         """A round began to send this frame."""
@@ -101,8 +130,34 @@ class _NcclStream(Stream):
         self._frames.append((work, frame))
 
     def next_frame(self) -> Tensor:
-        """Memory for the next expected frame, once its size has come."""
-        return torch.empty(self._incoming_size(), dtype=torch.uint8, device=self._device)
+        """Memory for the next frame, once its size has come."""
+        work, size = self._sizes.popleft()
+        self._expect()
+        with span("wait", size.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
+            work.wait()
+        # The size comes from the network: check it before memory is taken for it.
+        if not 0 < size.item() <= self._capacity:
+            raise FrameError(
+                f"rank {self.source} announced a frame of {size.item()} bytes; between 1 and {self._capacity} "
+                "are possible for this call. All ranks must run the same version of ncz_plugins."
+            )
+        return torch.empty(size.item(), dtype=torch.uint8, device=self._device)
+
+    def _expect(self) -> None:
+        """Start to receive the size of one more frame, if one is due."""
+        if not self._due:
+            return
+        self._due -= 1
+        size = torch.empty(1, dtype=torch.int64)
+        with peer_errors(f"receiving from rank {self.source}"):
+            self._sizes.append((self._control.recv([size], self.source, _SIZE_TAG), size))
+
+    def _announce(self, frame: Tensor) -> None:
+        """Tell the peer how large the frame is that it will get."""
+        size = torch.tensor([frame.numel()])
+        with peer_errors(f"sending to rank {self.to}"):
+            self._sending.append((self._control.send([size], self.to, _SIZE_TAG), size))
+        self._counters.wire_bytes += size.nbytes + frame.nbytes
 
 
 class _Rounds:

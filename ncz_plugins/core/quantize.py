@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from .config import Quantizer
+from .config import Config, Quantizer
 from .errors import ConfigError
 from .frame import Layout, Window
 
@@ -36,9 +36,18 @@ class Bypass(str, Enum):
     DTYPE = "dtype"
     OP = "reduce op"
     TOO_SMALL = "too small"
+    FAST_LINK = "link too fast"  # as measured: compression would lose time, whatever the size
     NON_FINITE = "non-finite"  # a value is, or a result could become so
     CODE_OVERFLOW = "code overflow"
     NOT_WORTH = "not worth it"
+
+
+def bypass_by_size(nbytes: int, config: Config) -> Bypass | None:
+    """The reason why a tensor of so many bytes goes plain, if there is one. `config` is a settled one."""
+    least = config.transport.min_bytes
+    if least == "never":
+        return Bypass.FAST_LINK
+    return Bypass.TOO_SMALL if nbytes < max(least, 1) else None
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,10 @@ class Scales:
 
     inverse_steps: Tensor
     scales: Tensor
+
+    def __getitem__(self, chunks: slice) -> Scales:
+        """Those of some chunks, as a view."""
+        return Scales(self.inverse_steps[chunks], self.scales[chunks])
 
     def to(self, device: torch.device) -> Scales:
         """The same in the memory of `device`."""

@@ -14,7 +14,7 @@ from .transport import Stream, Transport
 
 def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' segment `rank`."""
-    stream = _neighbours(transport, codec, counters)
+    stream = _neighbors(transport, codec, transport.world_size - 1, counters)
     for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=False):
         codec.decode(transport.rank, index, frame)
     stream.finish()
@@ -22,7 +22,7 @@ def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters)
 
 def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output every rank's own segment."""
-    stream = _neighbours(transport, codec, counters)
+    stream = _neighbors(transport, codec, transport.world_size - 1, counters)
     for index in range(codec.layout.frames):
         frame = codec.encode(transport.rank, index)
         stream.exchange(frame)
@@ -33,7 +33,7 @@ def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> 
 
 def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' values."""
-    stream = _neighbours(transport, codec, counters)
+    stream = _neighbors(transport, codec, 2 * (transport.world_size - 1), counters)
     for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=True):
         codec.decode(transport.rank, index, frame)
     _forward(transport, codec, stream)
@@ -42,12 +42,9 @@ def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> 
 
 def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root: int) -> None:
     """Decode to the output the values of rank `root`: a chain of ranks, the root first."""
-    stream = _neighbours(transport, codec, counters)
     first = transport.rank == root
     last = (transport.rank + 1) % transport.world_size == root
-    if not first:
-        for _ in range(codec.layout.frames):
-            stream.expect()
+    stream = _neighbors(transport, codec, 0 if first else 1, counters)
     for index in range(codec.layout.frames):
         frame = codec.encode(0, index) if first else stream.receive()
         if not last:
@@ -56,9 +53,11 @@ def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root
     stream.finish()
 
 
-def _neighbours(transport: Transport, codec: TensorCodec, counters: Counters) -> Stream:
+def _neighbors(transport: Transport, codec: TensorCodec, hops: int, counters: Counters) -> Stream:
+    """To the right, and from the left, whence a segment comes in each of `hops`."""
     n, rank = transport.world_size, transport.rank
-    [stream] = transport.streams([((rank + 1) % n, (rank - 1) % n)], codec.frame_capacity, counters)
+    incoming = hops * codec.layout.frames
+    [stream] = transport.streams([((rank + 1) % n, (rank - 1) % n)], incoming, codec.frame_capacity, counters)
     return stream
 
 

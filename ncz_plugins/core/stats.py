@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass
@@ -15,13 +15,17 @@ class Counters:
         calls: collectives asked for.
         compressed_calls: those that went compressed; the others are in `bypasses`.
         bytes_in: size of the tensors handed in.
-        plain_bytes: what a bandwidth-optimal plain collective would have sent.
-        wire_bytes: what was sent: frames, their sizes, agreements, and bypassed calls in full.
+        plain_bytes: what a bandwidth-optimal plain collective would have sent; where ranks are grouped into nodes
+            (`transport.hierarchy`) and the call went compressed, to other nodes only.
+        wire_bytes: what was sent: frames, agreements, and bypassed calls in full.
+        local_bytes: what was sent uncompressed to ranks of the same node, on top of `wire_bytes`.
         bypasses: reason -> calls.
-        agree_seconds: measuring the tensor and agreeing on the step.
+        agree_seconds: measuring the tensor and agreeing on the step, after the sums inside the node if there are any.
+        local_seconds: exchanging and adding up inside the node.
         encode_seconds, decode_seconds: inside the codec (decode + add + encode counts as encode).
         wait_seconds: waiting for peers and the network.
         seconds: from the start of a call to its end, on the thread that runs it.
+        coders: coder -> frames that this rank wrote with it, in host memory.
     """
 
     calls: int = 0
@@ -29,12 +33,15 @@ class Counters:
     bytes_in: int = 0
     plain_bytes: int = 0
     wire_bytes: int = 0
+    local_bytes: int = 0
     bypasses: dict[str, int] = field(default_factory=dict)
     agree_seconds: float = 0.0
+    local_seconds: float = 0.0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
     wait_seconds: float = 0.0
     seconds: float = 0.0
+    coders: dict[str, int] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -42,19 +49,24 @@ class Counters:
         return self.plain_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def add(self, other: Counters) -> None:
-        for item in fields(self):
-            if item.name == "bypasses":
-                for reason, calls in other.bypasses.items():
-                    self.bypasses[reason] = self.bypasses.get(reason, 0) + calls
+        for name, theirs in vars(other).items():
+            if not theirs:  # most are zero in most calls, and small calls are over in no time
+                continue
+            mine = getattr(self, name)
+            if isinstance(mine, dict):
+                for key, count in theirs.items():
+                    mine[key] = mine.get(key, 0) + count
             else:
-                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+                setattr(self, name, mine + theirs)
 
     def describe(self) -> str:
         """One short line for people."""
         bypassed = ", ".join(f"{calls} x {reason}" for reason, calls in self.bypasses.items())
+        inside = f" and {self.local_bytes / 1e6:.2f} MB inside nodes" if self.local_bytes else ""
         return (
             f"{self.bytes_in / 1e6:.2f} MB handed in, {self.plain_bytes / 1e6:.2f} -> {self.wire_bytes / 1e6:.2f} MB "
-            f"sent, ratio {self.ratio:.2f}, {self.seconds * 1e3:.0f} ms" + (f", plain: {bypassed}" if bypassed else "")
+            f"sent{inside}, ratio {self.ratio:.2f}, {self.seconds * 1e3:.0f} ms"
+            + (f", plain: {bypassed}" if bypassed else "")
         )
 
     def to_dict(self) -> dict:

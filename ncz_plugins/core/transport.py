@@ -1,8 +1,9 @@
 """Frames between the ranks of one torch.distributed process group.
 
-Payload sizes vary, and a receive needs the exact size. So every frame's size travels ahead of it as a
-message of its own, and the receive is posted as soon as the size is known. Here gloo carries it all,
-between CPUs; for GPUs see nccl.py.
+How large a frame is shows only when it is there: its header tells. Gloo can receive less than there is memory for
+(if more comes than fits, it ends the process before any of it is written). So receives are posted ahead, with room for
+the largest frame of the call, and a frame travels the moment its sender has it, with no message before it. Here gloo
+carries it all, between CPUs; for GPUs see nccl.py.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.format import HEADER, HEADER_BYTES, MAGIC
 from . import system
 from .errors import FrameError, PeerError, UnsupportedError
 from .stats import Counters
-from .trace import span
+from .trace import span, transfer
 
-_SIZE_TAG, _FRAME_TAG = 1, 2
-# Sizes are waited for only once this many later ones are due: by then they have arrived, and the
-# receive of a frame is still posted well before the frame is needed.
-_SIZES_AHEAD = 2
+_FRAME_TAG = 2
+_AHEAD = 8  # receives that wait at one time, for each peer: enough that no sender ever waits for one
 
 
 def open_gloo(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
@@ -68,6 +68,7 @@ class Transport:
         self.rank = group.rank()
         self.world_size = group.size()
         self.link_gbps = system.gloo_link_gbps()
+        self._rooms: list[Tensor] = []  # memory that receives waited in, for the next call: fresh pages cost time
 
     def abort(self) -> None:
         """Drop the connections at once, so that peers that wait for this rank notice."""
@@ -75,12 +76,20 @@ class Transport:
             if hasattr(group, "abort"):  # else it goes with its last reference
                 group.abort()
 
-    def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[Stream]:
+    def streams(
+        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+    ) -> list[Stream]:
         """All that one collective on this rank sends through: for each (to, source), frames to one rank, from another.
+
+        Args:
+            incoming: frames that each source will send.
+            frame_capacity: bytes of the largest possible frame.
 
         Frames of one stream arrive in the order sent.
         """
-        return [Stream(self._control, to, source, frame_capacity, counters) for to, source in peers]
+        return [
+            Stream(self._control, self._rooms, to, source, incoming, frame_capacity, counters) for to, source in peers
+        ]
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """Begin to replace `tensor` by its element-wise maximum over ranks."""
@@ -106,51 +115,60 @@ class Agreement:
 
 
 class Stream:
-    """Frames to one peer and from one peer during one collective.
+    """Frames to one peer and from one peer during one collective, over gloo.
 
-    Sends never block, so a schedule may send any number of frames before it receives one. To stay
-    free of deadlock it says that a frame is expected only once its peer can send that frame without
-    a further one from here.
+    Neither sending nor receiving ahead blocks, so a schedule may send any number of frames before it receives one.
 
     Args:
-        control: the gloo process group that carries the sizes, and here the frames as well.
+        rooms: memory to take and to give back, of any sizes.
     """
 
-    def __init__(self, control: dist.ProcessGroup, to: int, source: int, frame_capacity: int, counters: Counters):
+    def __init__(
+        self,
+        control: dist.ProcessGroup,
+        rooms: list[Tensor],
+        to: int,
+        source: int,
+        incoming: int,
+        frame_capacity: int,
+        counters: Counters,
+    ):
         self._control = control
+        self._rooms = rooms
         self.to = to
         self.source = source
+        self._due = incoming  # frames for which no receive waits yet
         self._capacity = frame_capacity
         self._counters = counters
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._sizes: deque[tuple[dist.Work, Tensor]] = deque()
         self._frames: deque[tuple[dist.Work, Tensor]] = deque()
+        for _ in range(min(_AHEAD, incoming)):
+            room = rooms.pop() if rooms else torch.empty(0, dtype=torch.uint8)
+            self._post(room if room.numel() >= frame_capacity else torch.empty(frame_capacity, dtype=torch.uint8))
 
     def send(self, frame: Tensor) -> None:
         """Start to send a frame (uint8). It must not change until `finish`."""
-        self._announce(frame)
         with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
-            self._sending.append((self._control.send([frame], self.to, _FRAME_TAG), frame))
-
-    def expect(self) -> None:
-        """One more frame will come."""
-        size = torch.empty(1, dtype=torch.int64)
-        with peer_errors(f"receiving from rank {self.source}"):
-            self._sizes.append((self._control.recv([size], self.source, _SIZE_TAG), size))
+            work = self._control.send([frame], self.to, _FRAME_TAG)
+        self._sending.append((transfer(work, f"sending to rank {self.to}", "frame", lambda: frame.nbytes), frame))
+        self._counters.wire_bytes += frame.nbytes
 
     def exchange(self, frame: Tensor) -> None:
-        """Send a frame and expect its counterpart, which the peer is about to send."""
+        """As `send`, where every rank sends a frame at this point, and receives its counterpart later."""
         self.send(frame)
-        self.expect()
-        if len(self._sizes) > _SIZES_AHEAD:
-            self._post()
 
     def receive(self) -> Tensor:
-        """The next expected frame."""
-        # One beyond the frame wanted now, so that the link has work while this one is decoded.
-        while self._sizes and len(self._frames) < 2:
-            self._post()
-        return self._arrived()
+        """The next frame."""
+        work, room = self._frames.popleft()
+        with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
+            work.wait()
+        frame = room[: self._size(room)].clone()  # most frames are much smaller than the room they may need
+        room[:HEADER_BYTES] = 0  # nobody takes this frame for the next one
+        if self._due:
+            self._post(room)
+        else:
+            self._rooms.append(room)
+        return frame
 
     def finish(self) -> None:
         """Wait until all frames have left, so that their memory may go."""
@@ -160,38 +178,25 @@ class Stream:
                 work.wait()
         self._sending.clear()
 
-    def _post(self) -> None:
-        """Start to receive the frame whose size comes next."""
-        frame = torch.empty(self._incoming_size(), dtype=torch.uint8)
+    def _post(self, room: Tensor) -> None:
+        """Start to receive one more frame."""
+        self._due -= 1
         with peer_errors(f"receiving from rank {self.source}"):
-            self._frames.append((self._control.recv([frame], self.source, _FRAME_TAG), frame))
+            work = self._control.recv([room[: self._capacity]], self.source, _FRAME_TAG)
+        work = transfer(work, f"receiving from rank {self.source}", "frame", lambda: self._size(room))
+        self._frames.append((work, room))
 
-    def _arrived(self) -> Tensor:
-        """The oldest frame that is being received, once it is there."""
-        work, frame = self._frames.popleft()
-        with span("wait", frame.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
-            work.wait()
-        return frame
-
-    def _announce(self, frame: Tensor) -> None:
-        """Tell the peer how large the frame is that it will get."""
-        size = torch.tensor([frame.numel()])
-        with peer_errors(f"sending to rank {self.to}"):
-            self._sending.append((self._control.send([size], self.to, _SIZE_TAG), size))
-        self._counters.wire_bytes += size.nbytes + frame.nbytes
-
-    def _incoming_size(self) -> int:
-        """Bytes of the next expected frame."""
-        work, size = self._sizes.popleft()
-        with span("wait", size.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
-            work.wait()
-        # The size comes from the network: check it before memory is taken for it.
-        if not 0 < size.item() <= self._capacity:
+    def _size(self, room: Tensor) -> int:
+        """Bytes of the frame that came. It is from the network, so its header is not believed before it is checked."""
+        magic, *_, payload_bytes, _, _ = HEADER.unpack_from(room.numpy())
+        size = HEADER_BYTES + payload_bytes
+        if magic != MAGIC or size > self._capacity:
             raise FrameError(
-                f"rank {self.source} announced a frame of {size.item()} bytes; between 1 and {self._capacity} "
-                "are possible for this call. All ranks must run the same version of ncz_plugins."
+                f"rank {self.source} sent a frame of {size} bytes with magic {magic:#x}; at most "
+                f"{self._capacity} bytes and {MAGIC:#x} are possible for this call. "
+                "All ranks must run the same version of ncz_plugins."
             )
-        return size.item()
+        return size
 
 
 @contextmanager

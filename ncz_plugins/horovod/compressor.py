@@ -10,6 +10,7 @@ import horovod.torch as hvd
 from horovod.torch.compression import Compressor
 from torch import Tensor
 
+from ..core import tuning
 from ..core.config import Config
 from ..core.errors import ConfigError
 from ..core.stats import Statistics
@@ -90,6 +91,17 @@ class NCZ(Compressor):
         if config.roles != ("gradient",):
             raise ConfigError(
                 f'roles: {list(config.roles)}: under Horovod only gradients are compressed; allowed: ["gradient"]'
+            )
+        if isinstance(config.transport.hierarchy, int):
+            raise ConfigError(
+                f"transport.hierarchy: {config.transport.hierarchy}: under Horovod every rank stands for itself, as "
+                "its runtime has no way between chosen ranks; allowed: auto, off"
+            )
+        config = tuning.settle(config, hvd.size() if hvd.is_initialized() else None)
+        if tuning.is_open(config):
+            raise ConfigError(
+                "transport: frame_bytes and min_bytes: auto: Horovod's ranks can't measure as they start; run "
+                "`horovodrun -np N ncz tune --output tuned.json` and name that file in transport.tuning"
             )
         self._config = config
 

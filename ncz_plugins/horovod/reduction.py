@@ -21,7 +21,7 @@ from ..core.device import Host
 from ..core.errors import MismatchError, PeerError, UnsupportedError
 from ..core.frame import Window
 from ..core.handshake import Comparison
-from ..core.quantize import Bypass
+from ..core.quantize import Bypass, bypass_by_size
 from ..core.transport import Transport
 from ..kernels.format import DTYPES
 from .compressor import NCZ
@@ -205,9 +205,7 @@ def submit(compressor: NCZ, owner, tensors, grouped: bool, name: str, op, scale:
 def _bypass(flat: Tensor, world_size: int, compressor: NCZ) -> Bypass | None:
     if world_size == 1:
         return Bypass.ONE_RANK
-    if flat.nbytes < max(compressor.config.transport.min_bytes, 1):
-        return Bypass.TOO_SMALL
-    return None
+    return bypass_by_size(flat.nbytes, compressor.config)
 
 
 def _buckets(pendings: list[Pending]) -> list[list[Pending]]:

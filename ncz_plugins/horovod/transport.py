@@ -52,7 +52,9 @@ class HorovodTransport:
         handle = hvd.allreduce_async_(tensor, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
         return _Agreement(handle, counters)
 
-    def streams(self, peers: list[tuple[int, int]], frame_capacity: int, counters: Counters) -> list[_Stream]:
+    def streams(
+        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+    ) -> list[_Stream]:
         """Frames to and from the same peer each, as the direct schedule has it."""
         return [_Stream(self, peer, frame_capacity, counters) for peer, _ in peers]
 

@@ -22,6 +22,7 @@ class EmulatedGpu(Host):
     """Host memory as that of a GPU, whose kernels the emulator executes."""
 
     def __init__(self, seed: int):
+        super().__init__()
         self.backend = CudaBackend(EmulatedLauncher(seed=seed))
 
 

@@ -6,8 +6,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ncz_plugins.perf.link import Node
 
 WORKERS = Path(__file__).with_name("_workers")
 
@@ -21,8 +24,13 @@ class Finished:
     result: object
 
 
-def run(worker: str, world_size: int, tmp_path: Path, *arguments: str, seconds: float = 120) -> list[Finished]:
+def run(
+    worker: str, world_size: int, tmp_path: Path, *arguments: str, seconds: float = 120, nodes: Sequence[Node] = ()
+) -> list[Finished]:
     """Run `_workers/WORKER.py` once per rank; every process is gone when this returns.
+
+    Args:
+        nodes: machines of a laboratory on which the ranks run, equally many on each; by default all run here.
 
     A worker finds its rank, the world size and the meeting point in the environment, as under any
     launcher, and the file to write its result to in NCZ_TEST_RESULT.
@@ -41,8 +49,12 @@ def run(worker: str, world_size: int, tmp_path: Path, *arguments: str, seconds: 
             "NCCL_HOSTID": f"host-{rank}",  # as if on hosts of their own: several ranks may then share one GPU
             "NCZ_TEST_RESULT": str(tmp_path / f"rank{rank}.json"),
         }
+        if nodes:
+            environment |= {"MASTER_ADDR": nodes[0].address, "GLOO_SOCKET_IFNAME": nodes[0].interface}
         log = open(tmp_path / f"rank{rank}.log", "w+")
         command = [sys.executable, "-u", str(WORKERS / f"{worker}.py"), *arguments]
+        if nodes:
+            command = nodes[rank * len(nodes) // world_size].command(command)
         started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
     deadline = time.monotonic() + seconds
     late = []

@@ -14,6 +14,13 @@ def test_every_collective_on_every_rank(world_size, tmp_path):
         assert len({outcome[name] for outcome in outcomes}) == 1, name
 
 
+def test_every_collective_with_two_ranks_to_a_node(tmp_path):
+    outcomes = results(run("collectives", 4, tmp_path, "cpu", "2", seconds=200))
+    for name in outcomes[0]:
+        if not name.startswith("reduce_scatter"):
+            assert len({outcome[name] for outcome in outcomes}) == 1, name
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -49,7 +56,7 @@ def test_statistics_count_what_was_done(behaviour):
     for outcome in behaviour:
         counted = outcome["bytes"]
         assert counted["calls"] == counted["compressed_calls"] == 13
-        assert counted["bytes_in"] == 4 * (sum(30_000 + i for i in range(12)) + 100_000)
+        assert counted["bytes_in"] == 4 * (sum(40_000 + i for i in range(12)) + 100_000)
         assert 0 < counted["wire_bytes"] < counted["plain_bytes"]
         assert counted["ratio"] == counted["plain_bytes"] / counted["wire_bytes"]
         assert counted["seconds"] >= counted["encode_seconds"] + counted["decode_seconds"] > 0

@@ -24,6 +24,7 @@ CASES = {
     "file and sections": ("ConfigError", ["not both", "quantizer"]),
     "another type": ("ConfigError", ["0.1 (float) is not a configuration"]),
     "roles that Horovod does not offer": ("ConfigError", ["roles", "parameter", '["gradient"]']),
+    "nodes of several ranks": ("ConfigError", ["transport.hierarchy: 2", "auto, off"]),
     "invalid file in the environment": ("ConfigError", ["invalid.yaml", "quantizer.valeu"]),
     "adasum": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
     "adasum with an instance": ("UnsupportedError", ["Adasum", "compression=NCZ"]),

@@ -1,5 +1,7 @@
 """What the codecs are told: coders, prices, checksums; and what ranks compare."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from ncz_plugins.core.frame import Layout, Window
 from ncz_plugins.core.handshake import Comparison
 from ncz_plugins.core.quantize import Scales
 from ncz_plugins.core.stats import Counters
-from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor
+from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Costs, Predictor
 
 BACKEND = kernels.cpu_backend()
 
@@ -25,6 +27,14 @@ BACKEND = kernels.cpu_backend()
 def test_a_byte_costs_what_the_link_says(configured, known, picoseconds):
     costs = coding(Config(transport={"link_gbps": configured}), BACKEND, known).costs
     assert costs == BACKEND.costs._replace(link=picoseconds)
+
+
+def test_coding_costs_what_the_configuration_says_on_cpus_only():
+    costs = {"raw": 1, "fixed": 2, "huffman": 3, "rans": 4, "rans_rest": 5}
+    config = Config(entropy={"costs": costs})
+    assert coding(config, BACKEND).costs._asdict() == costs | {"link": 8000}
+    gpu = SimpleNamespace(name="cuda", costs=Costs(raw=7))
+    assert coding(config, gpu).costs == gpu.costs
 
 
 @pytest.mark.parametrize("coder", ["auto", "raw", "fixed", "huffman", "rans"])

@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from ncz_plugins import cli
 from ncz_plugins.core import config as configuration
-from ncz_plugins.core.config import Config, Quantizer, find_in_deepspeed, format_size, settings
+from ncz_plugins.core.config import (
+    Config,
+    Costs,
+    Entropy,
+    Quantizer,
+    Transport,
+    find_in_deepspeed,
+    format_size,
+    settings,
+)
 from ncz_plugins.core.documents import read_document
 from ncz_plugins.core.errors import ConfigError, NczError
 from ncz_plugins.kernels import format as frame_format
@@ -53,9 +62,12 @@ def test_every_default_is_as_documented():
         "entropy.coder": "auto",
         "entropy.predictor": "auto",
         "entropy.checksum": False,
+        "entropy.costs": None,
         "transport.schedule": "auto",
         "transport.frame_bytes": 1024 * 1024,
-        "transport.min_bytes": 64 * 1024,
+        "transport.min_bytes": 128 * 1024,
+        "transport.hierarchy": "auto",
+        "transport.tuning": None,
         "transport.link_gbps": None,
         "transport.timeout_seconds": None,
         "roles": ("gradient",),
@@ -120,6 +132,7 @@ def test_sizes_may_be_written_with_units(text, size):
 
 # ------------------------------------------------------------------ values at their limits
 
+COSTS = {"raw": 0, "fixed": 1, "huffman": 2, "rans": 3, "rans_rest": 10**9 - 1}
 GOOD = [
     ("quantizer", {"mode": "abs", "value": 1e300}),
     ("quantizer", {"mode": "abs", "value": 1}),
@@ -133,9 +146,16 @@ GOOD = [
     ("quantizer", {"block": 3 * 4096}),
     ("entropy", {"coder": "huffman", "checksum": True}),
     ("entropy", {"coder": "rans", "checksum": False}),
+    ("entropy", {"costs": None}),
     ("transport", {"frame_bytes": 16 * 1024}),
     ("transport", {"frame_bytes": "64MiB"}),
+    ("transport", {"frame_bytes": "auto"}),
     ("transport", {"min_bytes": 0}),
+    ("transport", {"min_bytes": "auto"}),
+    ("transport", {"min_bytes": "never"}),
+    ("transport", {"hierarchy": "off"}),
+    ("transport", {"hierarchy": 2}),
+    ("transport", {"tuning": "tuned.json"}),
     ("transport", {"link_gbps": 0.001}),
     ("transport", {"link_gbps": 10000}),
     ("transport", {"timeout_seconds": 1}),
@@ -170,6 +190,7 @@ BAD = [
     ("entropy", {"checksum": "yes"}),
     ("entropy", {"checksum": None}),
     ("entropy", {"predictor": None}),
+    ("entropy", {"costs": "auto"}),
     ("transport", {"schedule": "tree"}),
     ("transport", {"frame_bytes": 16 * 1024 - 1}),
     ("transport", {"frame_bytes": "65MiB"}),
@@ -179,9 +200,18 @@ BAD = [
     ("transport", {"frame_bytes": "-1MiB"}),
     ("transport", {"frame_bytes": True}),
     ("transport", {"frame_bytes": 1e6}),
+    ("transport", {"frame_bytes": "never"}),
     ("transport", {"min_bytes": -1}),
     ("transport", {"min_bytes": False}),
     ("transport", {"min_bytes": None}),
+    ("transport", {"min_bytes": "always"}),
+    ("transport", {"hierarchy": "on"}),
+    ("transport", {"hierarchy": True}),
+    ("transport", {"hierarchy": 1}),
+    ("transport", {"hierarchy": 2.5}),
+    ("transport", {"hierarchy": None}),
+    ("transport", {"tuning": ""}),
+    ("transport", {"tuning": 3}),
     ("transport", {"link_gbps": 0}),
     ("transport", {"link_gbps": 0.0009}),
     ("transport", {"link_gbps": 10001}),
@@ -203,7 +233,7 @@ BAD = [
 def test_values_at_the_limits_are_accepted(section, values):
     loaded = getattr(Config.load({section: values}), section)
     for key, value in values.items():
-        if not isinstance(value, str) or key in ("mode", "kind"):
+        if key not in ("frame_bytes", "min_bytes") or value in ("auto", "never") or type(value) is int:
             assert getattr(loaded, key) == value
 
 
@@ -212,6 +242,42 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(section, values
     ((key, value),) = values.items()
     allowed = {name: text for name, _, text, _ in settings()}[f"{section}.{key}"]
     assert message({section: values}) == f"{section}.{key}: {value!r} is not allowed; allowed: {allowed}"
+
+
+def test_costs_are_given_for_all_coders_or_none():
+    assert Config.load({"entropy": {"costs": COSTS}}).entropy.costs.model_dump() == COSTS
+    for wrong in ({"raw": 1}, COSTS | {"rans": -1}, COSTS | {"rans": 10**9}, COSTS | {"rans": 1.5}, COSTS | {"x": 1}):
+        text = message({"entropy": {"costs": wrong}})
+        assert text.startswith("entropy.costs: ") and "raw, fixed, huffman, rans, rans_rest to integers" in text
+
+
+def test_yaml_says_off_without_quotes(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("transport:\n  hierarchy: off\n")
+    assert Config.load(file).transport.hierarchy == "off"
+
+
+def test_a_tuning_file_is_looked_for_beside_the_file_that_names_it(tmp_path):
+    named = {"transport": {"tuning": "tuned.json"}}
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(named))
+    assert Config.load(file).transport.tuning == str(tmp_path / "tuned.json")
+    assert Config.load(named).transport.tuning == "tuned.json"
+    file.write_text(json.dumps({"transport": {"tuning": "/elsewhere/tuned.json"}}))
+    assert Config.load(file).transport.tuning == "/elsewhere/tuned.json"
+
+
+def test_settling_fills_in_only_what_is_left_open():
+    values = {"schedule": "direct", "frame_bytes": 1 << 18, "min_bytes": "never", "link_gbps": 3.0}
+    left_open = Config.load({"transport": {"frame_bytes": "auto", "min_bytes": "auto", "tuning": "tuned.json"}})
+    settled = left_open.settled(**values, costs=Costs(**COSTS))
+    assert settled.transport == Transport(**values)
+    assert settled.entropy == Entropy(costs=COSTS)
+    named = Config.load(
+        {"transport": {"schedule": "ring", "min_bytes": 0, "link_gbps": 9}, "entropy": {"costs": COSTS}}
+    )
+    assert named.settled(**values, costs=Costs(**dict.fromkeys(COSTS, 7))) == named
+    assert left_open.settled().transport == Transport()
 
 
 def test_the_limit_of_value_depends_on_the_mode():
@@ -395,10 +461,12 @@ def configs(draw):
             "block": 4096 * draw(st.integers(0, 100)),
             "seed": draw(st.integers(0, 2**64 - 1)),
         },
-        "entropy": {"checksum": draw(st.booleans())},
+        "entropy": {"checksum": draw(st.booleans()), "costs": draw(st.sampled_from([None, COSTS]))},
         "transport": {
             "frame_bytes": draw(st.integers(16 << 10, 64 << 20)),
-            "min_bytes": draw(st.integers(0, 1 << 40)),
+            "min_bytes": draw(st.sampled_from(["auto", "never"]) | st.integers(0, 1 << 40)),
+            "hierarchy": draw(st.sampled_from(["auto", "off"]) | st.integers(2, 1 << 20)),
+            "tuning": draw(st.none() | st.text(min_size=1)),
             "link_gbps": draw(st.none() | st.floats(1e-3, 1e4)),
             "timeout_seconds": draw(st.none() | st.floats(1e-3, 1e6)),
         },

@@ -69,6 +69,12 @@ def test_strides_do_not_matter(config):
     assert torch.equal(compress(whole, config), compress(whole.detach(), config))
 
 
+def test_a_frame_size_that_is_to_be_measured_is_the_default_one():
+    x = randn(1 << 19)
+    left_open = {"frame_bytes": "auto", "min_bytes": "auto", "tuning": "none.json"}
+    assert same_bits(compress(x, {"transport": left_open}), compress(x))
+
+
 @pytest.mark.parametrize("block", [0, CHUNK, 3 * CHUNK])
 @pytest.mark.parametrize("mode", ["abs", "rel", "rms", "range"])
 def test_every_block_has_its_own_step(mode, block):

@@ -81,7 +81,20 @@ def test_the_errors_are_one_family():
     "folder, forbidden",
     [
         ("kernels", {"ncz_plugins.core", "ncz_plugins.deepspeed", "ncz_plugins.horovod", "deepspeed", "horovod"}),
-        ("core", {"ncz_plugins.deepspeed", "ncz_plugins.horovod", "deepspeed", "horovod", "cupy"}),
+        (
+            "core",
+            {
+                "ncz_plugins.deepspeed",
+                "ncz_plugins.horovod",
+                "ncz_plugins.perf",
+                "ncz_plugins.trial",
+                "ncz_plugins.cli",
+                "deepspeed",
+                "horovod",
+                "cupy",
+            },
+        ),
+        ("perf", {"ncz_plugins.cli"}),
     ],
 )
 def test_imports_point_down_only(folder, forbidden):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ncz_plugins import BoundError, compress, decompress, kernels
 from ncz_plugins.core.config import Config, Quantizer
 from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.quantize import Bypass, Scales, derive, measure, smallest_value
+from ncz_plugins.core.quantize import Bypass, Scales, bypass_by_size, derive, measure, smallest_value
 from ncz_plugins.kernels.format import CHUNK, Noise
 
 BACKEND = kernels.cpu_backend()
@@ -366,3 +366,18 @@ def test_a_root_mean_square_is_never_measured_too_large(exponent):
     layout = Layout.split(5000, 1, 1 << 20, 0)
     _, rms = measure(BACKEND, Window(tensor), layout, range(1), Quantizer(mode="rms", block=0)).tolist()
     assert tensor[0] / np.sqrt(5000) <= rms <= tensor[0]
+
+
+@pytest.mark.parametrize(
+    "nbytes, least, reason",
+    [
+        (0, 0, Bypass.TOO_SMALL),  # nothing to send
+        (1, 0, None),
+        ((128 << 10) - 1, 128 << 10, Bypass.TOO_SMALL),
+        (128 << 10, 128 << 10, None),
+        (1 << 40, "never", Bypass.FAST_LINK),
+        (0, "never", Bypass.FAST_LINK),
+    ],
+)
+def test_a_size_may_be_a_reason_to_go_plain(nbytes, least, reason):
+    assert bypass_by_size(nbytes, Config(transport={"min_bytes": least})) is reason

@@ -4,19 +4,31 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins import kernels
-from ncz_plugins.core import direct, ring
+from ncz_plugins.core import direct, plain, ring
 from ncz_plugins.core.codec import LosslessCodec
-from ncz_plugins.core.collective import Call, run
+from ncz_plugins.core.collective import Call, Patience, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.frame import Layout, Window
 from ncz_plugins.core.quantize import derive, measure
 from ncz_plugins.core.stats import Counters
-from ncz_plugins.kernels.format import CHUNK, HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    HAS_CHECKSUM,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Coder,
+    Coding,
+    Noise,
+    Predictor,
+)
 from ncz_plugins.kernels.lossless import max_lossless_bytes
 
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -42,13 +54,13 @@ def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=generator).mul_(1 + rank).to(dtype)
 
 
-def go(transport, config: Config, number: int = 1, **call) -> Counters:
+def go(transport, config: Config, number: int = 1, device: Host | None = None, **call) -> Counters:
     """Run a call that must not go plain."""
 
     def plain():
         raise AssertionError("the call went plain")
 
-    return run(Call(plain=plain, **call), number, transport, Host(), config)
+    return run(Call(plain=plain, **call), number, transport, device or Host(), config)
 
 
 def expected_sum(world_size: int, numel: int) -> torch.Tensor:
@@ -66,6 +78,7 @@ def all_reduce(
     average: bool = False,
     inputs=values,
     in_rounds: bool = False,
+    two_threads: bool = False,
 ) -> list[torch.Tensor]:
     """The result on each rank."""
 
@@ -75,6 +88,7 @@ def all_reduce(
             transport,
             config,
             number,
+            Host(two_threads),
             collective="all_reduce",
             layout=Layout.split(numel, world_size, frame_elements, 0),
             source=Window(tensor),
@@ -354,7 +368,7 @@ def test_with_checksums_every_frame_has_one_and_nothing_else_changes(schedule, w
 
 
 def test_wire_bytes_are_what_the_peer_receives():
-    """Counted at the sender: frames, their sizes, and the agreement."""
+    """Counted at the sender: frames, beside the agreement."""
     received = []
 
     def body(transport):
@@ -394,18 +408,158 @@ def test_wire_bytes_are_what_the_peer_receives():
     sent = play(2, body)
     for rank in range(2):
         frames = [nbytes for receiver, nbytes in received if receiver != rank]
-        assert sent[rank] == sum(frames) + 8 * len(frames)
+        assert frames and sent[rank] == sum(frames)
 
 
 @pytest.mark.parametrize("announced", [0, -1, 1 << 40])
 def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
+    """In rounds, sizes travel ahead of the frames."""
+
     def body(transport):
         if transport.rank == 1:
-            transport.group.send([torch.tensor([announced])], 0, 1).wait()
+            transport._control.send([torch.tensor([announced])], 0, 1).wait()
             return
-        [stream] = transport.streams([(1, 1)], frame_capacity=1000, counters=Counters())
-        stream.expect()
+        [stream] = transport.streams([(1, 1)], incoming=1, frame_capacity=1000, counters=Counters())
         with pytest.raises(FrameError, match=f"{announced} bytes"):
             stream.receive()
+
+    play(2, body, in_rounds=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        (0, MAGIC + 1, "magic"),
+        (6, 1000 - HEADER_BYTES + 1, "1001 bytes"),
+        (6, 2**32 - 1, "4294967319 bytes"),
+    ],
+)
+def test_a_header_that_says_the_impossible_is_refused(field, value, words):
+    """What is taken for the frame never goes beyond the memory that it was received in."""
+
+    def body(transport):
+        frame = torch.zeros(100, dtype=torch.uint8)
+        fields = [MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, frame.numel() - HEADER_BYTES, 0, 0]
+        HEADER.pack_into(frame.numpy(), 0, *fields)
+        [stream] = transport.streams([(1 - transport.rank,) * 2], 2 * transport.rank, 1000, Counters())
+        if transport.rank == 0:
+            fields[field] = value
+            damaged = frame.clone()
+            HEADER.pack_into(damaged.numpy(), 0, *fields)
+            stream.send(frame)
+            stream.send(damaged)
+            stream.finish()
+            return
+        assert torch.equal(stream.receive(), frame)
+        with pytest.raises(FrameError, match=words):
+            stream.receive()
+
+    play(2, body)
+
+
+def test_frames_may_come_long_before_they_are_wanted():
+    """More of them than there are receives waiting, in order, and none is lost."""
+    sizes = [HEADER_BYTES + i for i in range(40)]
+
+    def body(transport):
+        peer = 1 - transport.rank
+        counters = Counters()
+        [stream] = transport.streams([(peer, peer)], len(sizes), max(sizes), counters)
+        for i, size in enumerate(sizes):
+            frame = torch.full((size,), i, dtype=torch.uint8)
+            HEADER.pack_into(frame.numpy(), 0, MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, i, 0, 0)
+            stream.send(frame)
+        for i, size in enumerate(sizes):
+            frame = stream.receive()
+            assert frame.numel() == size and frame[HEADER_BYTES:].tolist() == [i] * i
+        stream.finish()
+        assert counters.wire_bytes == sum(sizes)
+
+    play(2, body)
+
+
+# ---------------------------------------------------------------- a second thread
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("config", [CONFIG, LOSSLESS], ids=["nearest", "lossless"])
+def test_decoding_on_a_second_thread_changes_nothing(schedule, config):
+    one, two = (
+        all_reduce(schedule, 3, 20 * CHUNK + 5, config=config, two_threads=two_threads) for two_threads in (False, True)
+    )
+    assert same_bits([*one, *two])
+
+
+def test_damage_that_the_second_thread_finds_is_raised():
+    """Finished frames of rank 0 say another number of values."""
+
+    def body(transport):
+        tensor = values(transport.rank, 8 * CHUNK)
+
+        def schedule(transport, codec, counters):
+            if transport.rank == 0:
+                whole = codec.sum
+
+                def damaging(segment, index, frames):
+                    frame = whole(segment, index, frames)
+                    frame[12] ^= 1
+                    return frame
+
+                codec.sum = damaging
+            ring.all_gather(transport, codec, counters)
+
+        with pytest.raises(FrameError, match="damaged"):
+            go(
+                transport,
+                CONFIG,
+                device=Host(two_threads=True),
+                collective="all_gather_into_tensor",
+                layout=Layout.of([4 * CHUNK] * 2, CHUNK),
+                source=Window(tensor[: 4 * CHUNK], transport.rank * 4 * CHUNK),
+                output=Window(tensor),
+                measured=range(transport.rank, transport.rank + 1),
+                schedule=schedule,
+            )
+
+    play(2, body)
+
+
+# ---------------------------------------------------------------- hopeless calls
+
+
+def test_hopeless_calls_are_measured_less_and_less_often():
+    """A bound that 32 bits can't hold: 1, 2, 4, ... calls of the same kind go plain unmeasured, others are not hit."""
+
+    def body(transport):
+        patience = Patience()
+
+        def call(numel: int, scale: float) -> Counters:
+            tensor = values(transport.rank, numel) * scale
+            return run(
+                Call(
+                    "all_reduce",
+                    Layout.split(numel, 2, CHUNK, 0),
+                    source=Window(tensor),
+                    output=Window(tensor),
+                    measured=range(2),
+                    schedule=ring.all_reduce,
+                    plain=lambda: plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait(),
+                    addends=2,
+                ),
+                1,
+                transport,
+                Host(),
+                CONFIG,
+                patience,
+            )
+
+        hopeless = [call(5000, 1e12) for _ in range(150)]
+        assert all(counters.bypasses == {"code overflow": 1} for counters in hopeless)
+        measured = [i for i, counters in enumerate(hopeless) if counters.wire_bytes > counters.plain_bytes]
+        assert measured == [0, 2, 5, 10, 19, 36, 69, 134]
+        assert call(5001, 1).compressed_calls == 1  # another kind
+        ends = [call(5000, 1).compressed_calls for _ in range(50)]
+        assert ends == [0] * 49 + [1]
+        assert call(5000, 1e12).wire_bytes > call(5000, 1e12).wire_bytes  # from the beginning
 
     play(2, body)

@@ -113,14 +113,14 @@ with Communicator({"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0
 
 # Handles: many at once, waited for in any order, from another thread too, results in place.
 with Communicator({"quantizer": {"mode": "rms", "value": 0.01}}) as communicator:
-    tensors = [values(rank, 30_000 + i, seed=i) for i in range(12)]
+    tensors = [values(rank, 40_000 + i, seed=i) for i in range(12)]
     handles = [communicator.all_reduce(tensor, async_op=True) for tensor in tensors]
     dist.barrier()  # the group itself stays free for others meanwhile
     for handle in reversed(handles):
         assert handle.wait() is True and handle.is_completed() and handle.is_success()
         assert handle.exception() is None
     for i, tensor in enumerate(tensors):
-        wanted = sum(values(r, 30_000 + i, seed=i) for r in range(world_size))
+        wanted = sum(values(r, 40_000 + i, seed=i) for r in range(world_size))
         assert (tensor - wanted).abs().max() < 0.05 * world_size**2
     result["async"] = [digest(tensor) for tensor in tensors]
     tensor = everyone[rank].clone()

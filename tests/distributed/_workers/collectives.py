@@ -1,6 +1,6 @@
 """Every collective x dtype x size x schedule against the exact answer; leaves a digest of each result.
 
-collectives.py [cpu | cuda]: where the tensors are.
+collectives.py [cpu | cuda [RANKS]]: where the tensors are, and how many ranks form a node.
 """
 
 import sys
@@ -16,7 +16,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALF_ULP = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 BOUND = 0.01
 
-device = torch.device(*sys.argv[1:] or ["cpu"])
+device = torch.device(*sys.argv[1:2] or ["cpu"])
+hierarchy = int(sys.argv[2]) if sys.argv[2:] else "off"
 rank, world_size = start(device)
 outcomes = {}
 
@@ -36,7 +37,7 @@ for schedule in ("ring", "direct"):
     for frame_bytes in ("16KiB", "1MiB"):
         config = {
             "quantizer": {"mode": "abs", "value": BOUND},
-            "transport": {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": 0},
+            "transport": {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": 0, "hierarchy": hierarchy},
         }
         with Communicator(config) as communicator:
             for dtype in DTYPES:

@@ -36,7 +36,12 @@ if culprit:
         # In the middle: after the agreement, when the others wait for frames.
         kernels.cpu_backend().encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif case == "stopped":
-        kernels.cpu_backend().encode = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+
+        def stopping(*_):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600)  # the signal is for the process: this thread may go on for a moment
+
+        kernels.cpu_backend().encode = stopping
     elif case == "left":
         leave("left")
         os._exit(0)

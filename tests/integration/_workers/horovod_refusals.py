@@ -72,6 +72,7 @@ cases = {
     "missing file": lambda: NCZ("nowhere/ncclz.yaml"),
     "file and sections": lambda: NCZ("ncclz", quantizer={"value": 0.1}),
     "another type": lambda: NCZ(0.1),
+    "nodes of several ranks": lambda: NCZ(transport={"hierarchy": 2}),
     "roles that Horovod does not offer": lambda: NCZ(roles=["gradient", "parameter"]),
     "invalid file in the environment": from_environment,
     "adasum": lambda: optimizer(NCZ, op=hvd.Adasum),

@@ -1,0 +1,44 @@
+"""Horovod's ranks, as `core.probe` measures them: over Horovod's own runtime, as gradients go."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from ..core.config import Config
+from ..core.probe import Subject
+from ..core.stats import Counters
+from .compressor import NCZ
+from .functions import allreduce
+from .transport import HorovodTransport
+
+
+class OfHorovod(Subject):
+    """All ranks, once `hvd.init` was called."""
+
+    schedules = ("direct", "ring")  # as Horovod carries no ring, that would be beside it
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.rank = hvd.rank()
+        self.world_size = self.exchanging = hvd.size()
+
+    def highest(self, numbers):
+        joined = torch.tensor(numbers, dtype=torch.float64)
+        return hvd.allreduce(joined, op=hvd.Max, name=f"ncz.tune.highest.{len(numbers)}").tolist()
+
+    def exchange(self, frame):
+        transport = HorovodTransport(hvd.global_process_set, "ncz.tune.exchange")
+        peers = [(peer, peer) for peer in range(self.world_size) if peer != self.rank]
+        streams = transport.streams(peers, 1, frame.numel(), Counters())
+        for stream in streams:
+            stream.exchange(frame)
+        for stream in streams:
+            stream.receive()
+
+    def plain(self, tensor: Tensor) -> None:
+        hvd.allreduce_(tensor, op=hvd.Sum, name=f"ncz.tune.plain.{tensor.numel()}")
+
+    def compressed(self, tensor: Tensor, config: Config) -> None:
+        allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=NCZ(config))

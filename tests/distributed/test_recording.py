@@ -1,0 +1,34 @@
+"""A recording of a real all-reduce shows what was coded and sent, and that it went on at the same time."""
+
+from processes import results, run
+
+NUMEL = 2_000_000
+
+
+def of(events: list[dict], name: str, row: str = "") -> list[dict]:
+    """Spans of one kind in the rows whose name begins so, in the order of time."""
+    rows = {event["tid"] for event in events if event["ph"] == "M" and event["args"]["name"].startswith(row)}
+    found = [event for event in events if event["ph"] == "X" and event["name"] == name and event["tid"] in rows]
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def overlap(some: list[dict], others: list[dict]) -> bool:
+    return any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a in some for b in others)
+
+
+def test_coding_and_transfers_overlap(tmp_path):
+    for result in results(run("recording", 2, tmp_path, str(NUMEL))):
+        events = result["events"]
+        assert result["digests"][0] == result["digests"][1]
+        sent, received = of(events, "frame", "sending to rank"), of(events, "frame", "receiving from rank")
+        encoded, decoded = of(events, "encode"), of(events, "decode")
+        [agreed] = of(events, "agree")
+        # With two ranks, each half goes once as a contribution and once as a sum, both ways.
+        assert len(sent) == len(received) == len(encoded) == len(decoded) >= 4
+        assert sum(event["args"]["bytes"] for event in encoded) == 4 * NUMEL
+        assert all(agreed["ts"] + agreed["dur"] <= event["ts"] for event in encoded)
+        for one, two in zip(sent, sent[1:]):
+            assert one["ts"] + one["dur"] <= two["ts"] + 1  # microseconds
+        assert overlap(encoded, sent) and overlap(decoded, received)
+        rows = [{event["tid"] for event in spans} for spans in (sent, received, encoded, decoded)]
+        assert len(set.union(*rows)) == (4 if result["two threads"] else 3)

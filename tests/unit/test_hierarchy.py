@@ -1,0 +1,451 @@
+"""Plain inside nodes, compressed between them, over real gloo with all ranks in one process."""
+
+import multiprocessing
+import os
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play
+
+from ncz_plugins.core import direct, memory, plain, ring
+from ncz_plugins.core.collective import Call, layout_of_sum, plain_wire_bytes, run
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.device import Host
+from ncz_plugins.core.errors import ConfigError, MismatchError
+from ncz_plugins.core.frame import Layout, Window
+from ncz_plugins.core.hierarchy import in_nodes
+from ncz_plugins.core.neighbors import with_memory
+from ncz_plugins.core.nodes import Nodes, _by_host, _warn_of_several_machines, find_nodes
+from ncz_plugins.kernels.format import CHUNK
+
+SHAPES = {  # nodes x ranks of each
+    "2x2": ((0, 1), (2, 3)),
+    "2x3": ((0, 1, 2), (3, 4, 5)),
+    "3x2, dealt in turn": ((0, 3), (1, 4), (2, 5)),
+}
+SIZES = (1, 4099, 9 * CHUNK, 100_003)  # the last is a prime
+PARTS = (1, 4097, 3 * CHUNK)
+BOUND = 0.01
+CONFIGS = {
+    "nearest": Config(quantizer={"mode": "abs", "value": BOUND}),
+    "stochastic": Config(quantizer={"kind": "stochastic", "mode": "abs", "value": BOUND}),
+    "lossless": Config(quantizer={"kind": "lossless"}, entropy={"checksum": True}),
+}
+SCHEDULES = {"ring": ring, "direct": direct}
+
+
+def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randn(numel, generator=generator).mul_(1 + rank).to(dtype)
+
+
+def nodes_of(shape: str, rank: int) -> Nodes:
+    ranks = SHAPES[shape]
+    node = next(i for i, members in enumerate(ranks) if rank in members)
+    return Nodes(ranks, node, ranks[node].index(rank))
+
+
+def world_size_of(shape: str) -> int:
+    return sum(map(len, SHAPES[shape]))
+
+
+def go(transport, shape: str, config: Config, call: Call, number: int = 1, by_messages: bool = False):
+    """Run a flat call in nodes."""
+    nodes = nodes_of(shape, transport.rank)
+    if not by_messages:
+        nodes = with_memory(nodes, transport)
+        assert nodes.processes == dict.fromkeys(nodes.neighbors, os.getpid())
+    call = in_nodes(call, nodes, config.quantizer.block_in_effect)
+    return run(call, number, transport, Host(two_threads=True), config)
+
+
+def never_plain():
+    raise AssertionError("the call went plain")
+
+
+def sum_of(tensor, transport, config: Config, schedule, divisor: int = 1, plain=never_plain) -> Call:
+    n = transport.world_size
+    flat = Window(tensor)
+    layout = layout_of_sum(tensor, n, config)
+    reduce = schedule.all_reduce
+    return Call("all_reduce", layout, flat, flat, range(n), reduce, plain, addends=n, divisor=divisor)
+
+
+def equal_parts(numel: int, transport) -> Layout:
+    return Layout.of([numel] * transport.world_size, 4 * CHUNK)
+
+
+def same_bits(tensors: list[torch.Tensor]) -> bool:
+    first = tensors[0].view(torch.uint8)
+    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])
+
+
+def exact_sum(world_size: int, numel: int, dtype=torch.float32) -> torch.Tensor:
+    return sum(values(rank, numel, dtype).double() for rank in range(world_size))
+
+
+def bound_of(name: str, world_size: int) -> float:
+    return 1e-5 if name == "lossless" else world_size * BOUND
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_reduce(schedule, shape, name):
+    world_size, config = world_size_of(shape), CONFIGS[name]
+
+    def body(transport, by_messages):
+        tensors = [values(transport.rank, numel) for numel in SIZES]
+        for tensor in tensors:
+            call = sum_of(tensor, transport, config, SCHEDULES[schedule])
+            counters = go(transport, shape, config, call, by_messages=by_messages)
+            assert counters.bytes_in == tensor.nbytes and counters.compressed_calls == 1
+        return tensors
+
+    by_memory = play(world_size, partial(body, by_messages=False))
+    in_rounds = play(world_size, partial(body, by_messages=True), in_rounds=True)
+    for numel, *outcomes in zip(SIZES, *by_memory, *in_rounds):
+        assert (outcomes[0].double() - exact_sum(world_size, numel)).abs().max() <= bound_of(name, world_size)
+        assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["nearest", "lossless"])
+def test_reduce_scatter(schedule, shape, name):
+    world_size, config = world_size_of(shape), CONFIGS[name]
+
+    def scatter(transport, part):
+        whole = values(transport.rank, part * world_size)
+        layout = equal_parts(part, transport)
+        given = whole.clone()
+        output = torch.full((part,), float("nan"))
+        call = Call(
+            "reduce_scatter_tensor",
+            layout,
+            Window(whole),
+            Window(output, layout.segment(transport.rank).start),
+            range(world_size),
+            SCHEDULES[schedule].reduce_scatter,
+            never_plain,
+            addends=world_size,
+        )
+        go(transport, shape, config, call)
+        assert torch.equal(whole, given)
+        return output
+
+    def body(transport):
+        return [scatter(transport, part) for part in PARTS]
+
+    for part, *outputs in zip(PARTS, *play(world_size, body)):
+        whole = torch.cat(outputs)
+        error = (whole.double() - exact_sum(world_size, part * world_size)).abs().max()
+        assert error <= bound_of(name, world_size)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["nearest", "lossless"])
+def test_all_gather(schedule, shape, name):
+    world_size, config = world_size_of(shape), CONFIGS[name]
+
+    def gather(transport, part):
+        layout = equal_parts(part, transport)
+        rank = transport.rank
+        output = torch.full((part * world_size,), float("nan"))
+        own = output[layout.segment(rank)]  # the input may be a part of the output
+        own.copy_(values(rank, part))
+        call = Call(
+            "all_gather_into_tensor",
+            layout,
+            Window(own, layout.segment(rank).start),
+            Window(output),
+            range(rank, rank + 1),
+            SCHEDULES[schedule].all_gather,
+            never_plain,
+        )
+        counters = go(transport, shape, config, call)
+        assert counters.bytes_in == own.nbytes
+        return output
+
+    def body(transport):
+        return [gather(transport, part) for part in PARTS]
+
+    for part, *outcomes in zip(PARTS, *play(world_size, body)):
+        exact = torch.cat([values(rank, part) for rank in range(world_size)])
+        assert (outcomes[0] - exact).abs().max() <= (0 if name == "lossless" else BOUND)
+        assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["nearest", "lossless"])
+def test_broadcast(schedule, shape, name):
+    world_size, config = world_size_of(shape), CONFIGS[name]
+    cases = [(numel, root) for numel in (1, 100_003) for root in (0, 1, world_size - 1)]
+
+    def cast(transport, numel, root):
+        tensor = values(transport.rank, numel)
+        call = Call(
+            "broadcast",
+            Layout.of([numel], 4 * CHUNK),
+            Window(tensor),
+            Window(tensor),
+            range(1 if transport.rank == root else 0),
+            partial(SCHEDULES[schedule].broadcast, root=root),
+            never_plain,
+            root=root,
+        )
+        go(transport, shape, config, call)
+        return tensor
+
+    def body(transport):
+        return [cast(transport, *case) for case in cases]
+
+    for (numel, root), *outcomes in zip(cases, *play(world_size, body)):
+        assert (outcomes[0] - values(root, numel)).abs().max() <= (0 if name == "lossless" else BOUND)
+        assert same_bits(outcomes)
+
+
+# ---------------------------------------------------------------- what is promised
+
+
+@pytest.mark.parametrize("block", [0, CHUNK])
+@pytest.mark.parametrize("mode", ["rms", "rel", "range"])
+@pytest.mark.parametrize("shape", ["2x2", "2x3"])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_bound_is_that_of_the_ranks_own_values(shape, mode, block, alike):
+    """At most n times what the bound comes to for the rank with the largest values, block by block.
+
+    Ranks that hold the same are the extreme: the sum of a node is then exactly as much larger.
+    """
+    world_size, numel, value = world_size_of(shape), 5 * CHUNK + 3, 0.01
+    config = Config(quantizer={"mode": mode, "value": value, "block": block})
+    scale = torch.linspace(0.1, 30, numel)  # a piece may differ much from the whole
+
+    def held(rank: int) -> torch.Tensor:
+        return values(0 if alike else rank, numel) * scale
+
+    def body(transport):
+        tensor = held(transport.rank)
+        go(transport, shape, config, sum_of(tensor, transport, config, direct))
+        return tensor
+
+    outcomes = play(world_size, body)
+    everyone = torch.stack([held(rank).double() for rank in range(world_size)])
+    for start in range(0, numel, block or numel):
+        here = slice(start, start + (block or numel))
+        of = everyone[:, here]
+        unit = {
+            "rms": of.square().mean(1).sqrt().max(),
+            "rel": of.abs().max(),
+            "range": of.max() - of.min(),
+        }[mode]
+        rounding = world_size * 2.0**-24 * of.abs().sum(0).max()
+        error = (outcomes[0][here].double() - of.sum(0)).abs().max()
+        assert 0 < error <= world_size * value * unit + rounding
+    assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_are_summed_in_their_own(dtype):
+    config, numel = CONFIGS["nearest"], 20_011
+
+    def body(transport):
+        tensor = values(transport.rank, numel, dtype)
+        go(transport, "2x2", config, sum_of(tensor, transport, config, direct, divisor=4))
+        return tensor
+
+    outcomes = play(4, body)
+    exact = exact_sum(4, numel, dtype) / 4
+    half_ulp = torch.finfo(dtype).eps / 2
+    # The sum of a node is rounded, and so is the result.
+    slack = 2 * half_ulp * sum(values(rank, numel, dtype).double().abs() for rank in range(4))
+    assert ((outcomes[0].double() - exact).abs() <= BOUND + slack).all()
+    assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison):
+    config = CONFIGS["nearest"]
+
+    def body(transport):
+        tensor = values(transport.rank, 50_000)
+        if transport.rank == 2:
+            tensor[-1] = poison
+
+        def run_plain():
+            plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait()
+
+        counters = go(transport, "2x2", config, sum_of(tensor, transport, config, ring, plain=run_plain))
+        assert counters.bypasses == {"non-finite": 1} and not counters.compressed_calls
+        assert counters.wire_bytes > counters.plain_bytes == plain_wire_bytes("all_reduce", tensor.nbytes, 4)
+        return tensor
+
+    outcomes = play(4, body)
+    assert same_bits(outcomes)
+    assert not outcomes[0][-1].isfinite() and outcomes[0][:-1].isfinite().all()
+    assert (outcomes[0].double() - exact_sum(4, 50_000))[:-1].abs().max() < 1e-5
+
+
+def test_lossless_lets_them_pass():
+    config = CONFIGS["lossless"]
+
+    def body(transport):
+        tensor = values(transport.rank, 50_000)
+        if transport.rank == 2:
+            tensor[7], tensor[-1] = float("nan"), float("-inf")
+        go(transport, "2x2", config, sum_of(tensor, transport, config, ring))
+        return tensor
+
+    outcomes = play(4, body)
+    assert same_bits(outcomes)
+    assert outcomes[0][7].isnan() and outcomes[0][-1] == float("-inf") and outcomes[0].isfinite().sum() == 49_998
+
+
+def test_lossless_adds_each_nodes_sum():
+    config, numel = CONFIGS["lossless"], 30_001
+
+    def body(transport):
+        tensor = values(transport.rank, numel)
+        go(transport, "2x2", config, sum_of(tensor, transport, config, direct))
+        return tensor
+
+    parts = [values(rank, numel) for rank in range(4)]
+    assert same_bits([(parts[0] + parts[1]) + (parts[2] + parts[3]), *play(4, body)])
+
+
+def test_different_calls_are_refused_before_anything_is_exchanged():
+    config = CONFIGS["nearest"]
+
+    def body(transport):
+        tensor = values(transport.rank, 50_000 + (transport.rank == 3))
+        call = in_nodes(sum_of(tensor, transport, config, ring), nodes_of("2x2", transport.rank), 0)
+
+        def inside(*_):
+            raise AssertionError("something was exchanged")
+
+        with pytest.raises(MismatchError, match="elements"):
+            run(replace(call, inside=inside), 1, transport, Host(), config)
+
+    play(4, body)
+
+
+def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
+    """All ranks hold the same values, so equal errors in two pieces would show equal random numbers."""
+    config = Config(quantizer={"kind": "stochastic", "mode": "abs", "value": 0.5})
+    numel = 4 * CHUNK
+
+    def body(transport):
+        tensor = torch.full((numel,), 0.3)
+        go(transport, "2x2", config, sum_of(tensor, transport, config, ring))
+        return tensor
+
+    out = play(4, body)[0]
+    assert out.mean() == pytest.approx(1.2, abs=0.05)  # 1.2 = 4 x 0.3, without a bias
+    segments = out.view(4, CHUNK)
+    assert not any(torch.equal(segments[i], segments[j]) for i in range(4) for j in range(i))
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def test_bytes_are_counted_apart():
+    """A rank gives half of its tensor to its neighbour, and later half of the result."""
+    config, numel = CONFIGS["nearest"], 16 * CHUNK
+
+    def body(transport):
+        tensor = values(transport.rank, numel)
+        return go(transport, "2x2", config, sum_of(tensor, transport, config, ring))
+
+    for counters in play(4, body):
+        assert counters.local_bytes == 2 * (numel // 2) * 4
+        assert counters.plain_bytes == plain_wire_bytes("all_reduce", numel // 2 * 4, 2)
+        assert 0 < counters.wire_bytes < counters.plain_bytes
+        assert counters.local_seconds > 0
+        assert "inside nodes" in counters.describe()
+
+
+# ---------------------------------------------------------------- which ranks share a node
+
+
+def host(name: str, network: str = "net:[1]") -> dict[str, str]:
+    return {"name": name, "machine": f"boot of {name}", "network": network}
+
+
+def test_ranks_of_one_host_are_found_in_any_order():
+    assert _by_host([host("a"), host("b"), host("a"), host("b")]) == [[0, 2], [1, 3]]
+    assert _by_host([host("a"), host("a", "net:[2]"), host("a")]) == [[0, 2], [1]]
+
+
+def test_a_node_on_several_machines_is_warned_of():
+    with pytest.warns(UserWarning, match="0 on a, 1 on b"):
+        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("b"), host("a"), host("b")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("a", "net:[2]"), host("b"), host("b")])
+
+
+def found(setting, world_size: int) -> list[Nodes | None]:
+    store = dist.HashStore()
+    return play(world_size, lambda transport: find_nodes(setting, store, transport.rank, world_size))
+
+
+def test_consecutive_ranks_form_nodes_where_a_number_says_so():
+    assert found(2, 4) == [Nodes(((0, 1), (2, 3)), rank // 2, rank % 2) for rank in range(4)]
+    assert found(3, 6)[4] == Nodes(((0, 1, 2), (3, 4, 5)), 1, 1)
+
+
+def test_ranks_of_one_host_stand_for_themselves_with_auto():
+    assert found("auto", 4) == found("off", 4) == [None] * 4
+
+
+@pytest.mark.parametrize(("setting", "world_size"), [(2, 3), (3, 4), (4, 4), (8, 4), (2, 2)])
+def test_a_number_that_makes_no_nodes_is_refused(setting, world_size):
+    with pytest.raises(ConfigError, match=f"hierarchy: {setting}: {world_size} ranks"):
+        found(setting, world_size)
+
+
+# ---------------------------------------------------------------- memory of other processes
+
+
+def test_memory_is_read_from_another_process():
+    held = torch.arange(100_000)
+    ready, done = multiprocessing.Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=_read_it, args=(os.getpid(), held.data_ptr(), done))
+    reader.start()
+    assert ready.poll(60) and ready.recv() == held.sum().item()
+    reader.join(60)
+    assert reader.exitcode == 0
+
+
+def _read_it(process: int, address: int, answer) -> None:
+    found = torch.zeros(100_000, dtype=torch.int64)
+    memory.read(process, address, found)
+    answer.send(found.sum().item())
+
+
+@pytest.mark.parametrize(("process", "address"), [(os.getpid(), 8), (2**30, 4096)])
+def test_memory_that_is_not_there_is_an_error(process, address):
+    with pytest.raises(OSError, match=f"memory of process {process}"):
+        memory.read(process, address, torch.zeros(10))
+
+
+def test_where_memory_can_not_be_read_pieces_go_by_messages(monkeypatch):
+    """As where Linux forbids it."""
+    refused = []
+
+    def refuse(*_):
+        refused.append(1)
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(memory, "read", refuse)
+
+    def body(transport):
+        return with_memory(nodes_of("2x2", transport.rank), transport).processes
+
+    assert play(4, body) == [None] * 4 and refused
