@@ -1,5 +1,5 @@
-"""The `ncz` command: what this machine has, whether a configuration is valid, its JSON Schema, and what data would
-compress to.
+"""The `ncz` command: what this machine has, whether a configuration is valid, its JSON Schema, what data would
+compress to, and how fast collectives are.
 
 Exit codes: 0 success, 2 a mistake of the user (the message is on stderr), 130 interrupted.
 """
@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from .core import config as configuration
 from .core.config import DEEPSPEED_KEY, Config
 from .core.documents import read_document
 from .core.errors import ConfigError, NczError, UnsupportedError
+from .core.tuning import Tuning
+from .perf import COLLECTIVES, DATA
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with `arguments` (default: the process's own) and return the exit code."""
     options = _parser().parse_args(arguments)
+    options.command = shlex.join(["ncz", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.run(options)
         sys.stdout.flush()
@@ -76,6 +80,35 @@ def _parser() -> argparse.ArgumentParser:
     codec.add_argument("--plot", metavar="FILE.png", help="also draw ratio against bound")
     codec.add_argument("--compare", action="store_true", help="also run zstd, lz4, blosc2, zfp and SZ3")
     codec.set_defaults(run=_codec)
+
+    perf = commands.add_parser(
+        "perf",
+        help="how fast a collective is: compressed, plain and by other ways, over slow links too",
+        epilog="data: " + "; ".join(f"{name}: {what}" for name, what in DATA.items()),
+    )
+    perf.add_argument("collective", choices=COLLECTIVES)
+    perf.add_argument("--ranks", metavar="N", help="processes to start, 2 unless told; a launcher's ranks are taken")
+    perf.add_argument("--sizes", metavar="FROM:TO", default="64K:64M:4", help="64K:256M, 64K:64M:4 (steps) or 64K,1M")
+    perf.add_argument("--link", metavar="RATE", help="links of 1gbit, 100mbit, unlimited, or a list of these; as root")
+    perf.add_argument("--ranks-per-node", metavar="K", help="how many ranks share a link, 1 unless told")
+    perf.add_argument("--peers", metavar="NAMES", default="none", help="a,b,c, all or none, beside plain and ncz")
+    perf.add_argument("--data", metavar="NAME", default="gradient", help=f"{', '.join(DATA)} or FILE.npy; see below")
+    perf.add_argument("--bound", metavar="MODE:VALUE", help="error bound: rms:0.25, rel:1e-3, range:1e-4, abs:0.01 ...")
+    perf.add_argument("--config", metavar="FILE", help="take the settings from here; --bound goes first")
+    perf.add_argument("--repeat", metavar="N", help="rounds that are timed; unless told, what 2 seconds hold, 5 to 100")
+    perf.add_argument("--json", action="store_true", help="everything as JSON")
+    perf.add_argument("--plot", metavar="FILE.png", help="also draw speed-up against size and link")
+    perf.add_argument("--trace", metavar="FILE.json", help="also record one call of the largest size, for Perfetto")
+    perf.set_defaults(run=_perf)
+
+    tune = commands.add_parser("tune", help="measure link and codec, and write a file that a configuration can name")
+    tune.add_argument("--output", metavar="FILE.json", required=True, help="the file to write")
+    tune.add_argument("--ranks", metavar="N", help="processes to start, 2 unless told; a launcher's ranks are taken")
+    tune.add_argument("--link", metavar="RATE", help="a link of 1gbit, 100mbit ... between the ranks, to try; as root")
+    tune.add_argument("--ranks-per-node", metavar="K", help="how many ranks share such a link, 1 unless told")
+    tune.add_argument("--config", metavar="FILE", help="for the quantizer, the coder and the hierarchy of this one")
+    tune.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 unless told")
+    tune.set_defaults(run=_tune)
 
     schema = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
     schema.add_argument("--markdown", action="store_true", help="the table of docs/configuration.md instead")
@@ -134,6 +167,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _check(options: argparse.Namespace) -> None:
     config, of_deepspeed = _load(options.file)
+    tuned = config.transport.tuning and Tuning.read(config.transport.tuning)
     verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)" if of_deepspeed else "valid"
     table = Table(box=None, pad_edge=False)
     for heading in ("setting", "value", ""):
@@ -147,6 +181,8 @@ def _check(options: argparse.Namespace) -> None:
     console = Console()
     console.print(Text(f"{options.file}: {verdict}"))
     console.print(Text(config.describe()))
+    if tuned:
+        console.print(Text(f"{config.transport.tuning}: {tuned.describe()}"))
     console.print()
     console.print(table)
 
@@ -282,27 +318,33 @@ def _codec_beside(outcome: Trial, speeds: Speeds, others: list[Result]) -> Table
 
 def _codec_config(options: argparse.Namespace) -> Config:
     """The settings of --config, or the default ones, with those of the other options in their place."""
-    mode, colon, value = (options.bound or "").partition(":")
-    if options.bound is not None and not (mode and colon and value):
-        raise ConfigError(f"--bound: '{options.bound}' is not MODE:VALUE, such as rms:0.25 or range:1e-3")
     given = {
-        "quantizer": {
-            "kind": options.quantizer,
-            "mode": mode or None,
-            "value": _number(value) if options.bound else None,
-            "block": _number(options.block),
-        },
+        "quantizer": {"kind": options.quantizer, **_bound(options.bound), "block": _number(options.block)},
         "entropy": {"coder": options.coder, "predictor": options.predictor},
         "transport": {"link_gbps": _number(options.link), "frame_bytes": _number(options.frame)},
     }
-    config = _load(options.config)[0] if options.config else Config()
-    settings = config.model_dump(mode="json")
-    for section, values in given.items():
-        settings[section] |= {name: value for name, value in values.items() if value is not None}
-    config = Config(**settings)
+    config = _settings(options.config, given)
     if config.quantizer.kind == "lossless" and (options.bound or options.block):
         raise ConfigError("--bound and --block have no meaning with a quantizer that keeps every bit: lossless")
     return config
+
+
+def _settings(file: str | None, given: dict[str, dict[str, Any]]) -> Config:
+    """The settings of a file, or the default ones, with those that are given and not None in their place."""
+    settings = (_load(file)[0] if file else Config()).model_dump(mode="json")
+    for section, values in given.items():
+        settings[section] |= {name: value for name, value in values.items() if value is not None}
+    return Config(**settings)
+
+
+def _bound(text: str | None) -> dict[str, Any]:
+    """The settings that MODE:VALUE stands for; none for None."""
+    if text is None:
+        return {}
+    mode, colon, value = text.partition(":")
+    if not (mode and colon and value):
+        raise ConfigError(f"--bound: '{text}' is not MODE:VALUE, such as rms:0.25 or range:1e-3")
+    return {"mode": mode, "value": _number(value)}
 
 
 def _number(text: str | None) -> int | float | str | None:
@@ -313,6 +355,28 @@ def _number(text: str | None) -> int | float | str | None:
         except (TypeError, ValueError):
             pass
     return text
+
+
+# ------------------------------------------------------------------ ncz perf
+
+
+def _perf(options: argparse.Namespace) -> None:
+    config = _settings(options.config, {"quantizer": _bound(options.bound)})
+    if config.quantizer.kind == "lossless" and options.bound:
+        raise ConfigError("--bound has no meaning with a quantizer that keeps every bit: lossless")
+    from .perf import command  # imports torch
+
+    command.run(options, config, options.command)
+
+
+# ------------------------------------------------------------------ ncz tune
+
+
+def _tune(options: argparse.Namespace) -> None:
+    config = _settings(options.config, {})
+    from .perf import tune  # imports torch
+
+    tune.run(options, config)
 
 
 # ------------------------------------------------------------------ ncz schema

@@ -1,0 +1,217 @@
+"""`ncz perf`, run as a user runs it, on real ranks."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from links import gone, needs_links
+from processes import report, results, run
+
+from ncz_plugins.core.config import Config
+from ncz_plugins.perf import COLLECTIVES
+
+SECONDS = 240  # for one command, on a busy machine
+KEYS = [
+    "link",
+    "collective",
+    "ranks",
+    "peer",
+    "size",
+    "count",
+    "type",
+    "op",
+    "rounds",
+    "time_us",
+    "times_us",
+    "algbw",
+    "busbw",
+    "ratio",
+    "wire_bytes",
+    "network_bytes",
+    "coders",
+    "bypasses",
+    "error",
+    "max_error",
+    "of_bound",
+    "speedup",
+]
+
+
+def ncz(*arguments, launcher=(), **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, *launcher, "-m", "ncz_plugins", "perf", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, **options)
+
+
+def read(done: subprocess.CompletedProcess) -> dict:
+    """What --json printed, as strict JSON."""
+
+    def no_number(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout, parse_constant=no_number)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("perf")
+
+
+@pytest.fixture(scope="module")
+def document(folder):
+    options = ["--sizes", "1000,512K", "--data", "noise", "--peers", "fp16,zstd", "--repeat", "2", "--json"]
+    done = ncz("all_reduce", *options, "--plot", folder / "x.png", "--trace", folder / "x.json")
+    assert done.stderr == ""
+    return read(done)
+
+
+def test_json_says_what_was_done(document, folder):
+    assert list(document) == [
+        "command",
+        "versions",
+        "machine",
+        "ranks",
+        "ranks_per_node",
+        "notes",
+        "jobs",
+        "records",
+    ]
+    assert document["command"].startswith("ncz perf all_reduce --sizes 1000,512K --data noise --peers fp16,zstd")
+    assert document["ranks"] == 2 and document["versions"]["torch"]
+    (job,) = document["jobs"]
+    assert Config.load(job["config"]) == Config() and job["link"] is None
+    assert [(r["peer"], r["size"]) for r in document["records"]] == [
+        (peer, size) for size in (1000, 1 << 19) for peer in ("plain", "ncz", "fp16", "zstd")
+    ]
+
+
+def test_records_agree_with_themselves(document):
+    plain = {r["size"]: r for r in document["records"] if r["peer"] == "plain"}
+    for r in document["records"]:
+        assert list(r) == KEYS
+        assert r["count"] == r["size"] // 4 and (r["type"], r["op"], r["ranks"]) == ("float32", "sum", 2)
+        assert len(r["times_us"]) == r["rounds"] == 2
+        assert r["time_us"] == pytest.approx(sum(r["times_us"]) / 2)
+        assert r["algbw"] == pytest.approx(1e-3 * r["size"] / r["time_us"])
+        assert r["busbw"] == pytest.approx(r["algbw"])  # 2 (n - 1) / n is 1 for 2 ranks
+        assert r["speedup"] == pytest.approx(plain[r["size"]]["time_us"] / r["time_us"])
+        assert r["network_bytes"] > 0
+
+
+def test_ours_is_compressed_within_its_bound_and_small_tensors_are_not(document):
+    small, large = (r for r in document["records"] if r["peer"] == "ncz")
+    assert small["bypasses"] and small["ratio"] == 1 and not small["coders"] and small["of_bound"] is None
+    assert not large["bypasses"] and large["ratio"] > 4 and sum(large["coders"].values()) > 0
+    assert 0 < large["of_bound"] <= 1 and 0.01 < large["error"] < 0.5
+    plain = next(r for r in document["records"] if r["peer"] == "plain" and r["size"] == large["size"])
+    assert plain["error"] < 1e-6
+    assert large["wire_bytes"] < large["network_bytes"] < plain["network_bytes"]
+
+
+def test_the_picture_is_there(document, folder):
+    assert (folder / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_trace_has_a_process_for_each_rank(document, folder):
+    events = json.loads((folder / "x.json").read_text())["traceEvents"]
+    assert {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"} == {
+        (0, "rank 0"),
+        (1, "rank 1"),
+    }
+    for own in (0, 1):
+        spans = [e for e in events if e["pid"] == own and e["ph"] == "X"]
+        assert {"encode", "decode"} <= {e["name"] for e in spans}
+        assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in spans)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return results(run("perf", 3, tmp_path_factory.mktemp("measured"), "measured", seconds=SECONDS))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_is_right(measured, collective):
+    for outcome in measured:
+        assert outcome["exact"][collective] == [True, True]
+    for r in measured[0]["records"][collective]:
+        assert r["op"] == ("sum" if collective in ("all_reduce", "reduce_scatter") else "none")
+        assert r["count"] == r["size"] // 4 // (3 if collective in ("reduce_scatter", "all_gather") else 1)
+        if r["size"] < 10_000 or r["peer"] != "ncz":
+            assert r["error"] < 1e-3
+        else:
+            assert r["ratio"] > 3 and 0 < r["of_bound"] <= 1
+
+
+def test_a_result_outside_the_bound_is_an_error_on_every_rank(measured):
+    for outcome in measured:
+        assert "ncz: all_reduce of" in outcome["wrong"] and "times its bound off" in outcome["wrong"]
+
+
+def test_ranks_with_different_options_are_refused(tmp_path):
+    finished = run("perf", 2, tmp_path, "different", seconds=SECONDS)
+    for f in finished:
+        assert f.result.startswith("MismatchError: rank 1 was started with other options"), report(finished)
+
+
+def test_torchrun_gives_the_ranks_and_rank_0_prints(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = ncz("broadcast", "--sizes", "128K", "--data", "noise", "--repeat", "1", "--peers", "all", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[1:5] for line in lines if line[:1] == ["ncz"]] == [["131072", "32768", "float32", "none"]]
+    assert [line[1] for line in lines if line[:1] == ["plain"]] == ["131072"]
+    assert "left out (needs Horovod's ranks" in done.stdout
+
+
+def test_a_failure_of_a_rank_is_one_message(tmp_path):
+    (tmp_path / "c.yaml").write_text("transport: {hierarchy: 3}")  # does not divide 2 ranks
+    done = ncz("all_reduce", "--sizes", "128K", "--data", "noise", "--config", tmp_path / "c.yaml")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("ncz: error: rank ") and "hierarchy" in done.stderr
+
+
+@needs_links
+def test_a_link_is_crossed(tmp_path):
+    found = read(
+        ncz("all_gather", "--link", "1gbit,unlimited", "--sizes", "1M", "--data", "field", "--repeat", 1, "--json")
+    )
+    assert [job["config"]["transport"]["link_gbps"] for job in found["jobs"]] == [1.0, None]
+    for r in found["records"]:
+        assert r["network_bytes"] >= (r["wire_bytes"] or r["size"])
+    assert [r["link"] for r in found["records"]] == ["1gbit", "1gbit", "unlimited", "unlimited"]
+
+
+@pytest.mark.parametrize("link", [(), pytest.param(("--link", "10mbit"), marks=needs_links)], ids=["here", "link"])
+def test_ctrl_c_ends_it_and_leaves_nothing(link):
+    command = [sys.executable, "-m", "ncz_plugins", "perf", "all_reduce", "--data", "noise", *link]
+    # Shells let what they start in the background ignore Ctrl-C.
+    heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--sizes", "64M", "--repeat", "99"], **pipes, **heeding) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + SECONDS
+        while sum(map(is_a_rank, children.read_text().split())) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        others = children.read_text().split()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    gone([int(child) for child in others])
+
+
+# A rank's command line, once the helpers that start it have become it.
+def is_a_rank(pid: str) -> bool:
+    try:
+        return b"ncz_plugins.perf.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_other_commands_need_no_torch_for_it():
+    code = "import sys, ncz_plugins.cli; assert not {'torch', 'matplotlib', 'horovod'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,29 @@
+"""What tests of the laboratory have in common."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ncz_plugins.core.errors import UnsupportedError
+from ncz_plugins.perf.link import link
+
+
+def _why_not() -> str:
+    try:
+        with link(1, "1gbit"):
+            return ""
+    except UnsupportedError as error:
+        return str(error)
+
+
+_REASON = _why_not()
+needs_links = pytest.mark.skipif(bool(_REASON), reason=_REASON)
+
+
+def gone(pids: list[int], seconds: float = 30) -> None:
+    """Wait until none of these processes is there any more, and fail if that does not come to pass."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {left} are still there"
+        time.sleep(0.05)

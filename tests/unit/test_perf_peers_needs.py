@@ -1,0 +1,90 @@
+"""What peers need, and how they refuse: without starting any ranks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ncz_plugins import Config, UnsupportedError
+from ncz_plugins.perf import COLLECTIVES
+from ncz_plugins.perf.peers import PEERS, Context
+
+LIBRARIES = {
+    "horovod": "horovod",
+    "horovod-fp16": "horovod",
+    "hivemind": "hivemind",
+    "hivemind-quantile": "hivemind",
+    "zstd": "zstandard",
+    "lz4": "lz4",
+}
+
+# Where no library is installed: what is missing then.
+WITHOUT = """
+import json, sys
+for library in sys.argv[1:]:
+    sys.modules[library] = None
+from ncz_plugins.perf.peers import PEERS
+print(json.dumps({name: peer.missing() for name, peer in PEERS.items()}))
+"""
+
+# One rank alone, which was told that there are two: what Horovod makes of it.
+NOT_UNDER_HOROVODRUN = """
+from ncz_plugins import Config, UnsupportedError
+from ncz_plugins.perf.peers import PEERS, Context
+try:
+    PEERS["horovod"].open(Context(Config(), "a group", 2, 1, "all_reduce"))
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+def output(program: str, *arguments: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_names_are_unique_and_described():
+    assert {"plain", "ncz"} <= set(PEERS)
+    for name, peer in PEERS.items():
+        assert name == peer.name
+        assert peer.description and "\n" not in peer.description
+        assert peer.collectives and peer.collectives <= set(COLLECTIVES)
+        assert peer.needs_horovod == name.startswith("horovod")
+
+
+def test_without_any_library_the_others_remain():
+    missing = json.loads(output(WITHOUT, *LIBRARIES.values()))
+    assert {name for name, lacking in missing.items() if lacking is None} == set(PEERS) - {*LIBRARIES, "nccl"}
+
+
+@pytest.mark.parametrize("library", sorted(set(LIBRARIES.values())))
+def test_a_library_that_is_absent_is_missed_by_those_who_need_it_and_by_nobody_else(library, monkeypatch):
+    before = {name: peer.missing() for name, peer in PEERS.items()}
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    context = Context(Config(), "a group", 2, 0, "all_reduce")
+    for name, peer in PEERS.items():
+        if LIBRARIES.get(name) == library:
+            extra = "horovod" if library == "horovod" else "peers"
+            assert peer.missing() == f"{library} is not installed: pip install 'ncz_plugins[{extra}]'"
+            with pytest.raises(UnsupportedError, match=f"{name}: {library} is not installed"):
+                peer.open(context)
+        else:
+            assert peer.missing() == before[name]
+
+
+def test_a_peer_refuses_collectives_that_it_lacks():
+    context = Context(Config(), "a group", 2, 0, "broadcast")
+    for name, peer in PEERS.items():
+        if "broadcast" not in peer.collectives:
+            with pytest.raises(UnsupportedError, match=rf"{name} has no broadcast; it has all_"):
+                peer.open(context)
+
+
+@pytest.mark.skipif(PEERS["horovod"].missing() is not None, reason="Horovod is not installed")
+def test_horovod_refuses_ranks_that_horovodrun_did_not_start():
+    message = output(NOT_UNDER_HOROVODRUN)
+    assert "rank 0 of 1" in message and "rank 1 of 2" in message and "horovodrun" in message

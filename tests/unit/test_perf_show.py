@@ -1,0 +1,250 @@
+"""How `ncz perf` shows its records: the table, the picture, and what the command line may ask for."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ncz_plugins import cli
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import ConfigError, UnsupportedError
+from ncz_plugins.perf import COLLECTIVES, Job, command, plot, table
+from ncz_plugins.perf.peers import PEERS
+
+
+def record(peer="ncz", size=1 << 20, link="1gbit", speedup=4.0, ratio=8.0, **other):
+    return {
+        "link": link,
+        "collective": "all_reduce",
+        "ranks": 2,
+        "peer": peer,
+        "size": size,
+        "count": size // 4,
+        "type": "float32",
+        "op": "sum",
+        "rounds": 5,
+        "time_us": 1234.567,
+        "times_us": [1234.567] * 5,
+        "algbw": 0.84931,
+        "busbw": 0.84931,
+        "ratio": ratio,
+        "wire_bytes": 262144 if ratio else None,
+        "network_bytes": 270000.0,
+        "coders": {"rans": 3, "fixed": 1} if ratio else None,
+        "bypasses": {} if ratio else None,
+        "error": 0.1234,
+        "max_error": 0.5,
+        "of_bound": 0.99 if ratio else None,
+        "speedup": speedup,
+    } | other
+
+
+@pytest.fixture
+def shown():
+    def run(records):
+        console = Console(width=200, record=True, file=open("/dev/null", "w"))
+        console.print(table.table(records))
+        return [line.split() for line in console.export_text().splitlines() if line.strip()]
+
+    return run
+
+
+def test_the_table_has_a_line_for_every_peer(shown):
+    plain = record("plain", speedup=1.0, ratio=None, error=0.0, network_bytes=None)
+    lines = shown([plain, record(), record(coders=None, bypasses={"too small": 1}, ratio=1.0)])
+    assert lines[-3] == ["plain", "1048576", "262144", "float32", "sum", "1235", "0.849", "0.849", "0", "1.00"]
+    numbers = ["ncz", "1048576", "262144", "float32", "sum", "1235", "0.849", "0.849", "0.12", "4.00"]
+    assert lines[-2] == [*numbers, "8.00", "262144", "270000", "rans", "75%", "fixed", "25%"]
+    assert lines[-1] == [*numbers, "1.00", "262144", "270000", "too", "small"]
+    headings = " ".join(" ".join(line) for line in lines[:-3])
+    assert all(word in headings for word in ("size", "count", "type", "op", "time", "algbw", "busbw", "ratio", "wire"))
+
+
+@pytest.mark.parametrize(
+    "number, text", [(0.000123456, "0.000123"), (1.5, "1.5"), (12.345, "12.3"), (98765.4, "98765")]
+)
+def test_numbers_keep_three_digits(number, text):
+    assert table._significant(number) == text
+
+
+@pytest.mark.parametrize(
+    "counts, text", [(None, ""), ({}, ""), ({"rans": 7}, "rans"), ({"a": 1, "b": 1}, "a 50% b 50%")]
+)
+def test_shares(counts, text):
+    assert table.shares(counts) == text
+
+
+# ------------------------------------------------------------------ the picture
+
+
+def pixels(file) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return imread(file)
+
+
+@pytest.mark.parametrize("links", [[None], ["1gbit"], ["unlimited", "1gbit", "100mbit"]])
+def test_the_picture_is_a_png_with_lines(tmp_path, links):
+    records = [
+        record(peer, size, link, speedup, 8.0 if peer == "ncz" else None)
+        for link in links
+        for size in (1 << 16, 1 << 20)
+        for peer, speedup in (("plain", 1.0), ("ncz", 4.0), ("fp16", 1.9), ("lz4", 0.001))
+    ]
+    file = tmp_path / "x.png"
+    plot.draw(file, records, "a title")
+    header = file.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, _ = struct.unpack(">II", header[16:])
+    assert width == (2100 if len(links) > 1 else 1350)
+    image = pixels(file)[..., :3]
+    blue = (np.abs(image - [0x1F / 255, 0x77 / 255, 0xB4 / 255]) < 0.02).all(-1)  # the first of tab20: fp16
+    assert blue.sum() > 500
+    only_plain = [r for r in records if r["peer"] == "plain"]
+    plot.draw(tmp_path / "y.png", only_plain, "a title")
+    assert (image < 0.05).all(-1).sum() > (pixels(tmp_path / "y.png")[..., :3] < 0.05).all(-1).sum() + 500  # black: ncz
+
+
+# ------------------------------------------------------------------ what may be asked for
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("64K:512K", [1 << 16, 1 << 17, 1 << 18, 1 << 19]),
+        ("64K:300K", [1 << 16, 1 << 17, 1 << 18]),
+        ("64K:16M:16", [1 << 16, 1 << 20, 1 << 24]),
+        ("1M,64KiB,1000,64k", [1000, 1 << 16, 1 << 20]),
+        ("1G", [1 << 30]),
+        ("8:8", [8]),
+    ],
+)
+def test_sizes(text, found):
+    assert command.sizes(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "1M:64K", "64K:1M:1", "64K:1M:x", "1:2:3:4", "7", "-1M", "64K,", "1.5M", "1T"]
+)
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match=f"--sizes: '{text}' is neither"):
+        command.sizes(text)
+
+
+def test_plain_and_ours_always_take_part():
+    assert command.choose("none", "all_reduce", horovod=True) == (["plain", "ncz"], [])
+    assert command.choose("fp16,ncz,fp16", "all_reduce", horovod=True) == (["plain", "ncz", "fp16"], [])
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_all_peers_take_part_or_are_named_with_a_reason(collective):
+    chosen, notes = command.choose("all", collective, horovod=False)
+    assert chosen[:2] == ["plain", "ncz"]
+    told = " ".join(notes)
+    for name, peer in PEERS.items():
+        assert (name in chosen) != (name in told.replace(",", " ").split())
+        if name in chosen:
+            assert collective in peer.collectives and not peer.needs_horovod and peer.missing() is None
+
+
+def test_a_peer_that_is_asked_for_and_cannot_take_part_is_an_error():
+    with pytest.raises(
+        ConfigError, match="'zst' is unknown; did you mean zstd[?] allowed: all, none, or some of plain"
+    ):
+        command.choose("zst", "all_reduce", horovod=True)
+    with pytest.raises(UnsupportedError, match="--peers zstd: has no broadcast"):
+        command.choose("zstd", "broadcast", horovod=True)
+    with pytest.raises(UnsupportedError, match="--peers horovod: needs Horovod's ranks: start this by horovodrun"):
+        command.choose("horovod", "all_reduce", horovod=False)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "HOROVOD_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def run(*arguments, config=None):
+        options = cli._parser().parse_args(["perf", "all_reduce", *arguments])
+        return command.read(options, config or Config())
+
+    return run
+
+
+def test_there_is_one_job_for_each_link_and_its_rate_goes_into_the_configuration(read):
+    request = read("--link", "1gbit,unlimited,100mbit,1gbit", "--sizes", "1M", "--ranks", "4", "--ranks-per-node", "2")
+    assert (request.ranks, request.per_node, request.launcher) == (4, 2, None)
+    assert [job.link for job in request.jobs] == ["1gbit", "unlimited", "100mbit"]
+    assert [job.config["transport"]["link_gbps"] for job in request.jobs] == [1.0, None, 0.1]
+    assert len(request.notes) == 2 and all("from --link" in note for note in request.notes)
+    assert [Config.load(job.config).transport.link_gbps for job in request.jobs] == [1.0, None, 0.1]
+    assert all(Job(**json.loads(json.dumps(vars(job)))) == job for job in request.jobs)
+
+
+def test_what_the_configuration_says_of_the_link_stays(read):
+    request = read("--link", "1gbit", config=Config.load({"transport": {"link_gbps": 25}}))
+    assert request.jobs[0].config["transport"]["link_gbps"] == 25 and not request.notes
+
+
+def test_slower_links_get_more_time(read):
+    slow, fast = read("--link", "1mbit,10gbit", "--sizes", "64M").jobs
+    assert slow.timeout > 4 * 64 * 8 > fast.timeout
+
+
+@pytest.mark.parametrize(
+    "environment, launcher",
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "torchrun"),
+        ({"HOROVOD_RANK": "0"}, "horovodrun"),
+        ({"RANK": "0"}, None),
+    ],
+)
+def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
+    read()  # which clears the environment
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert read().launcher == launcher
+    if launcher:
+        for option in ("--link=1gbit", "--ranks=2", "--ranks-per-node=2"):
+            with pytest.raises(
+                ConfigError, match=f"{option.split('=')[0]}: the ranks are those that {launcher} started"
+            ):
+                read(option)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--link", "1gb"], "'1gb' is not a rate such as 1gbit"),
+        (["--ranks", "0"], "--ranks: '0' is not a number above 0"),
+        (["--ranks", "two"], "--ranks: 'two' is not a number above 0"),
+        (["--repeat", "-1"], "--repeat: '-1' is not a number above 0"),
+        (["--ranks-per-node", "2"], "--ranks-per-node: nodes are those of --link RATE, which is missing"),
+        (["--link", "1gbit", "--ranks", "3", "--ranks-per-node", "2"], "--ranks-per-node: 2 does not divide --ranks 3"),
+        (["--link", "1gbit,2gbit", "--trace", "x.json"], "--trace: it records one call, and --link 1gbit,2gbit has 2"),
+        (["--data", "nowhere.npy"], "nowhere.npy: cannot be read: No such file or directory"),
+        (["--bound", "rms"], "--bound: 'rms' is not MODE:VALUE"),
+        (["--bound", "rms:wide"], "quantizer.value: 'wide' is not allowed"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--plot", "x.foo"], "--plot x.foo: allowed are names in"),
+        (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: no file can be made there"),
+        (["--trace", "/nowhere/x.json"], "--trace /nowhere/x.json: no file can be made there"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_are_explained_before_anything_starts(read, capsys, arguments, says):
+    assert cli.main(["perf", "all_reduce", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("ncz: error: ") and says in output.err
+
+
+def test_a_bound_has_no_meaning_without_loss(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("quantizer: {kind: lossless}")
+    assert cli.main(["perf", "broadcast", "--config", str(tmp_path / "c.yaml"), "--bound", "rms:0.5"]) == 2
+    assert "lossless" in capsys.readouterr().err
+
+
+def test_json_has_no_nan():
+    found = command._finite({"a": [float("nan"), 1.5, {"b": float("inf")}], "c": "text", "d": None, "e": 3})
+    assert found == {"a": [None, 1.5, {"b": None}], "c": "text", "d": None, "e": 3}
