@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from data import Corpus
 from gpt import GPT, GPTConfig
-from network import SentBytes
+from network import SentBytes, sent_bytes
 
 import ncz_plugins.deepspeed  # noqa: F401  the one line that makes "communication_compression" work
 
@@ -80,6 +80,7 @@ def train(engine, corpus: Corpus, arguments, write):
             "loss": mean_over_ranks(loss_sum / accumulation),
             "seconds": seconds,
             "interface_bytes": gradient_traffic.total,
+            "interface_bytes_so_far": sent_bytes(gradient_traffic.interface),
         }
         if engine.communication_compression:
             record["compression"] = engine.communication_compression.stats.steps[-1].to_dict()

@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import torch
 from data import Corpus
 from gpt import GPT, GPTConfig
-from network import SentBytes
+from network import SentBytes, sent_bytes
 
 from ncz_plugins.horovod import NCZ
 
@@ -26,6 +26,9 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=12, help="sequences per rank and step")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of the batches")
+    parser.add_argument("--layers", type=int, default=GPTConfig.layers)
+    parser.add_argument("--heads", type=int, default=GPTConfig.heads)
+    parser.add_argument("--width", type=int, default=GPTConfig.width)
     # Not --log as in train_deepspeed.py: horovodrun would take that for an abbreviation of its own options.
     parser.add_argument("--log-file", metavar="FILE.jsonl", help="where rank 0 writes one JSON line per step")
     return parser.parse_args()
@@ -65,6 +68,7 @@ def train(model, optimizer, schedule, corpus: Corpus, arguments, compression, wr
             "loss": mean_over_ranks(loss),
             "seconds": seconds,
             "interface_bytes": gradient_traffic.total,
+            "interface_bytes_so_far": sent_bytes(gradient_traffic.interface),
         }
         if isinstance(compression, NCZ):
             record["compression"] = compression.stats.steps[-1].to_dict()
@@ -75,7 +79,7 @@ def main():
     arguments = parse_arguments()
     hvd.init()
     torch.manual_seed(arguments.seed)
-    model = GPT(GPTConfig())
+    model = GPT(GPTConfig(layers=arguments.layers, heads=arguments.heads, width=arguments.width))
     known = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "ncz": NCZ()}
     compression = known.get(arguments.compression) or NCZ(arguments.compression)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

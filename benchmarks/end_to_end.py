@@ -1,0 +1,303 @@
+"""A training step on a slow network, end to end: plain, with what the framework itself has, and compressed.
+
+    sudo .venv/bin/python benchmarks/end_to_end.py [--link 1gbit] [--rounds 2] [--steps 13] [--output FOLDER]
+
+The example GPT (25 M parameters by default) is trained by examples/train_deepspeed.py, with ZeRO 2, and by
+examples/train_horovod.py, one rank in each of two network namespaces, whose links have the given rate. Beside plain
+and compressed runs the one which a user can switch on in the framework itself: gradients cast to 16 bits, in bf16
+under DeepSpeed (`communication_data_type`; gloo adds fp16 far more slowly on a CPU) and in fp16 under Horovod
+(`Compression.fp16`, its only one). The kinds take turns, `--rounds` times; seconds are the median over the steps of
+all rounds, without the first steps of each. Bytes are what the kernel counted as sent by rank 0's node.
+
+Both ranks share this machine's cores with the network, and each computes on one core: absolute times tell little,
+their ratios are for a step that computes and communicates in about these shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files; needs no display
+import matplotlib.pyplot as plt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ncz_plugins.core import system
+from ncz_plugins.core.errors import NczError
+from ncz_plugins.perf.launch import run
+from ncz_plugins.perf.link import Node, bits_per_second, link
+from ncz_plugins.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+RANKS = 2
+WARMUP = 3  # steps at the start of each run that are not counted: they connect, allocate and compile
+LAST_STEPS = 5  # the final training loss is the mean over this many steps
+COLORS = {"plain": "#7f7f7f", "bf16": "#edae49", "fp16": "#edae49", "ncclz": "#d1495b"}
+
+
+@dataclass
+class Runs:
+    """All runs of one kind.
+
+    Attributes:
+        framework: "DeepSpeed" or "Horovod".
+        name: "plain", "ncclz", or the type that the framework casts to.
+        setting: what was switched on, in the framework's own words.
+        command: how each rank was started.
+        seconds: of every counted step.
+        gradient_bytes: sent by rank 0's node while it reduced gradients, in every counted step.
+        bytes_sent: sent by it in all of a step, in every counted step.
+        losses: of every step of the last round.
+        final: the last record of the last round.
+    """
+
+    framework: str
+    name: str
+    setting: dict[str, Any]
+    command: list[str]
+    seconds: list[float] = field(default_factory=list)
+    gradient_bytes: list[int] = field(default_factory=list)
+    bytes_sent: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    final: dict[str, Any] = field(default_factory=dict)
+
+    def go(self, records: Path, nodes: list[Node], timeout: float, advance: Callable[[], None]) -> None:
+        """Train once, calling `advance` after each step."""
+        self.losses = []
+        sent = 0
+
+        def take(record: dict[str, Any]) -> None:
+            nonlocal sent
+            if "step" not in record:
+                self.final = record
+                return
+            before, sent = sent, record["interface_bytes_so_far"]
+            self.losses.append(record["loss"])
+            if record["step"] >= WARMUP:
+                self.seconds.append(record["seconds"])
+                self.gradient_bytes.append(record["interface_bytes"])
+                self.bytes_sent.append(sent - before)
+            advance()
+
+        horovod = self.framework == "Horovod"
+        environment = {} if horovod else {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
+        options = {"nodes": nodes, "horovod": horovod, "environment": environment}
+        run(self.command, RANKS, records, on_record=take, timeout=timeout, **options)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the table and the picture."""
+        return {
+            "step_seconds": statistics.median(self.seconds),
+            "gradient_bytes_per_step": statistics.median(self.gradient_bytes),
+            "bytes_per_step": statistics.median(self.bytes_sent),
+            "training_loss": statistics.fmean(self.losses[-LAST_STEPS:]),
+            "validation_loss": self.final["validation_loss"],
+            "replicas_identical": self.final["replicas_identical"],
+            "compression_ratio": self.final.get("compression", {}).get("ratio"),
+        }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", default="1gbit", metavar="RATE", help="of each node's link (default: 1gbit)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
+    parser.add_argument("--steps", type=int, default=13, help=f"of each run, the first {WARMUP} not counted")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of 128 bytes per rank and step (default: 2)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (default: 8)")
+    parser.add_argument("--heads", type=int, default=8, help="of the model (default: 8)")
+    parser.add_argument("--width", type=int, default=512, help="of the model (default: 512)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds allowed for each run (default: 300)")
+    parser.add_argument("--output", type=Path, help="folder for the results, instead of the committed files")
+    arguments = parser.parse_args()
+    if arguments.steps <= WARMUP or arguments.rounds < 1:
+        parser.error(f"--steps must be above {WARMUP}, of which none is counted, and --rounds at least 1")
+    return arguments
+
+
+# ------------------------------------------------------------------ what is run
+
+
+def kinds(arguments: argparse.Namespace, folder: Path) -> list[Runs]:
+    """Everything that takes turns; configuration files go to `folder`."""
+    return [*_deepspeed(arguments, folder), *_horovod(arguments, folder)]
+
+
+def _deepspeed(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    base = json.loads((EXAMPLES / "deepspeed_plain.json").read_text())
+    base["train_micro_batch_size_per_gpu"] = arguments.batch
+    settings = {
+        "plain": {},
+        "bf16": {"communication_data_type": "bf16"},
+        "ncclz": {"communication_compression": _ncclz(arguments)},
+    }
+    for name, setting in settings.items():
+        config = folder / f"deepspeed_{name}.json"
+        config.write_text(json.dumps(base | setting))
+        script = ["train_deepspeed.py", "--deepspeed_config", str(config), "--log", str(folder / "records.jsonl")]
+        yield Runs("DeepSpeed", name, setting, _command(script, arguments))
+
+
+def _horovod(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    config = folder / "ncclz.json"
+    config.write_text(json.dumps(_ncclz(arguments)))
+    settings = {
+        "plain": ("none", {}),
+        "fp16": ("fp16", {"compression": "hvd.Compression.fp16"}),
+        "ncclz": (str(config), {"compression": f"NCZ({_ncclz(arguments)})"}),
+    }
+    for name, (compression, setting) in settings.items():
+        script = ["train_horovod.py", "--compression", compression, "--batch", str(arguments.batch)]
+        command = _command([*script, "--log-file", str(folder / "records.jsonl")], arguments)
+        yield Runs("Horovod", name, setting, command)
+
+
+def _ncclz(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The default settings, and the link's rate, which Linux does not state for the interface of a namespace."""
+    rate = bits_per_second(arguments.link)
+    return {"transport": {"link_gbps": rate / 1e9}} if rate else {}
+
+
+def _command(script: list[str], arguments: argparse.Namespace) -> list[str]:
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("steps", "layers", "heads", "width")]
+    return [sys.executable, str(EXAMPLES / script[0]), *script[1:], *sizes]
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> list[Runs]:
+    """All kinds in turns, as often as there are rounds."""
+    found = kinds(arguments, folder)
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(found) * arguments.rounds * arguments.steps)
+        for index in range(arguments.rounds):
+            for runs in found:
+                progress.update(task, description=f"round {index + 1}: {runs.framework}, {runs.name}")
+                with link(RANKS, arguments.link) as nodes:
+                    runs.go(folder / "records.jsonl", nodes, arguments.timeout, lambda: progress.advance(task))
+    return found
+
+
+# ------------------------------------------------------------------ what is told
+
+
+def table(found: list[Runs], arguments: argparse.Namespace) -> Table:
+    sizes = f"{arguments.layers} layers of width {arguments.width}"
+    title = f"GPT with {sizes}, {RANKS} nodes at {arguments.link}, DeepSpeed with ZeRO 2"
+    result = Table(title=title, box=None, pad_edge=False)
+    for heading in ("", "", "step", "speed-up", "gradients", "all sent", "loss", "held out"):
+        result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for runs, summary, speed_up in _compared(found):
+        result.add_row(
+            runs.framework if runs.name == "plain" else "",
+            runs.name,
+            f"{summary['step_seconds']:.2f} s",
+            f"{speed_up:.2f} x",
+            f"{summary['gradient_bytes_per_step'] / 1e6:.1f} MB",
+            f"{summary['bytes_per_step'] / 1e6:.1f} MB",
+            f"{summary['training_loss']:.4f}",
+            f"{summary['validation_loss']:.4f}",
+        )
+    return result
+
+
+def _compared(found: list[Runs]) -> Iterator[tuple[Runs, dict[str, Any], float]]:
+    """Each kind, its figures, and how many times as fast as the plain one of its framework it is."""
+    for runs in found:
+        plain = next(other for other in found if other.framework == runs.framework and other.name == "plain")
+        summary = runs.summary()
+        yield runs, summary, plain.summary()["step_seconds"] / summary["step_seconds"]
+
+
+def document(found: list[Runs], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the JSON file holds."""
+    packages = {name: system.installed_version(name) for name in ("torch", "deepspeed", "horovod")}
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"ncz_plugins": __version__, **packages},
+        "cpu": system.cpu(),
+        "link": arguments.link,
+        "ranks": RANKS,
+        "steps": arguments.steps,
+        "warm_up_steps": WARMUP,
+        "rounds": arguments.rounds,
+        "batch": arguments.batch,
+        "model": {name: getattr(arguments, name) for name in ("layers", "heads", "width")},
+        "runs": [
+            {
+                "framework": runs.framework,
+                "name": runs.name,
+                "setting": runs.setting,
+                **summary,
+                "speed_up": speed_up,
+                "seconds": runs.seconds,
+                "losses": runs.losses,
+            }
+            for runs, summary, speed_up in _compared(found)
+        ],
+    }
+
+
+def draw(found: list[Runs], arguments: argparse.Namespace, path: Path) -> None:
+    """Seconds and bytes of a step as bars, a group for each framework; dots are single steps."""
+    figure, (times, traffic) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    ticks = {}
+    for place, (runs, summary, speed_up) in enumerate(_compared(found)):
+        group, inside = divmod(place, 3)
+        x = place + group  # a gap between the frameworks
+        ticks[x] = runs.name + (f"\n\n{runs.framework}" if inside == 1 else "")
+        times.bar(x, summary["step_seconds"], color=COLORS[runs.name])
+        times.plot([x] * len(runs.seconds), runs.seconds, ".", color="black", alpha=0.3, markersize=4)
+        times.annotate(f"{speed_up:.2f} x", (x, 0), (0, 4), textcoords="offset points", ha="center", color="white")
+        sent, gradients = summary["bytes_per_step"] / 1e6, summary["gradient_bytes_per_step"] / 1e6
+        traffic.bar(x, gradients, color=COLORS[runs.name])
+        traffic.bar(x, sent - gradients, bottom=gradients, color=COLORS[runs.name], alpha=0.35)
+        figures = f"{gradients:.1f} + {sent - gradients:.1f}"
+        traffic.annotate(figures, (x, sent), (0, 2), textcoords="offset points", ha="center", size=9)
+    times.set(title=f"Seconds per step, {RANKS} nodes at {arguments.link}", ylabel="s")
+    traffic.set(title="Sent per step and node: gradients + all else (pale)", ylabel="MB")
+    for axes in (times, traffic):
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    numbers = (arguments.output or ROOT / "benchmarks" / "results") / "end-to-end.json"
+    picture = (arguments.output or ROOT / "docs" / "images") / "end-to-end.png"
+    console = Console()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(arguments, Path(folder))
+    except KeyboardInterrupt:
+        console.print("interrupted; nothing is left running")
+        return 130
+    except NczError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for path in (numbers, picture):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    numbers.write_text(json.dumps(document(found, arguments), indent=1) + "\n")
+    draw(found, arguments, picture)
+    console.print(table(found, arguments))
+    console.print(f"Figures: {numbers}\nPicture: {picture}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
