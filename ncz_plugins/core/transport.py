@@ -23,7 +23,9 @@ from .stats import Counters
 from .trace import span, transfer
 
 _FRAME_TAG = 2
-_AHEAD = 8  # receives that wait at one time, for each peer: enough that no sender ever waits for one
+# Receives that wait at one time, in bytes for each peer: a sender waits until there is one, and a receiver that is busy
+# coding posts no further ones.
+_AHEAD_BYTES = 32 << 20
 
 
 def open_gloo(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
@@ -142,7 +144,7 @@ class Stream:
         self._counters = counters
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._frames: deque[tuple[dist.Work, Tensor]] = deque()
-        for _ in range(min(_AHEAD, incoming)):
+        for _ in range(min(max(2, _AHEAD_BYTES // frame_capacity), incoming)):
             room = rooms.pop() if rooms else torch.empty(0, dtype=torch.uint8)
             self._post(room if room.numel() >= frame_capacity else torch.empty(frame_capacity, dtype=torch.uint8))
 

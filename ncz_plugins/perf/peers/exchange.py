@@ -57,7 +57,11 @@ class Context:
 
 
 class Exchange(ABC):
-    """A peer at work on one rank: one collective, as often as wanted. Closes what it opened when its context ends."""
+    """A peer at work on one rank: one collective, as often as wanted. Closes what it opened when its context ends.
+
+    Attributes:
+        tensor: what `load` was given, or a copy that `run` may write over.
+    """
 
     summed = "sum"  # what the result of an all-reduce or a reduce-scatter holds: this, or "avg"
 
@@ -69,16 +73,21 @@ class Exchange(ABC):
         """What the result holds: "sum" or "avg" over ranks, or "none" where nothing is added."""
         return self.summed if self.context.collective in _SUMS else "none"
 
-    @abstractmethod
-    def run(self, tensor: Tensor) -> Tensor:
-        """The collective, on all ranks at once. The first run of a size makes buffers, and should not be timed.
+    def load(self, tensor: Tensor) -> None:
+        """Take the input of the next run to where this peer wants it, as a training step leaves it there: not timed.
 
         Args:
             tensor: float32, [n], the same n on all ranks; it is not changed. For an all-gather a rank's part, for a
                 reduce-scatter the whole, which consists of one part for each rank. A broadcast starts from the
                 group's rank 0; on all others, only the size counts.
+        """
+        self.tensor = tensor
 
-        Returns: float32, 1-D, valid until the next run of any exchange of this context.
+    @abstractmethod
+    def run(self) -> Tensor:
+        """The collective, on all ranks at once. The first run of a size makes buffers, and should not be timed.
+
+        Returns: float32, 1-D, valid until the next `load` or `run` of any exchange of this context.
         """
 
     def details(self) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class Butterfly(Exchange):
         self._quantize = getattr(compression, quantization)().quantize
         self._others = [rank for rank in range(context.world_size) if rank != context.rank]
 
-    def run(self, tensor: Tensor) -> Tensor:
+    def run(self) -> Tensor:
+        tensor = self.tensor
         own = list(self._parts(tensor.numel(), self.context.rank))
         foreign = [(rank, part) for rank in self._others for part in self._parts(tensor.numel(), rank)]
         values = [[self._receive(rank, _VALUES_TAG, part) for rank in self._others] for part in own]

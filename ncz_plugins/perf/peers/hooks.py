@@ -41,7 +41,8 @@ class Hook(Exchange):
         self._make_state = state
         self._state: tuple[int, Any] = (0, context.group)
 
-    def run(self, tensor: Tensor) -> Tensor:
+    def load(self, tensor: Tensor) -> None:
+        super().load(tensor)
         numel = tensor.numel()
         shape = (numel,)
         if self._make_state is not None:
@@ -49,14 +50,13 @@ class Hook(Exchange):
             shape = (rows, -(-numel // rows))
             if self._state[0] != numel:
                 self._state = numel, self._make_state(self.context)
-        bucket = self._bucket(shape, tensor)
-        bucket.buffer()[:numel].copy_(tensor)
-        bucket.buffer()[numel:].zero_()
-        return self._hook(self._state[1], bucket).wait()[:numel]
+        make = partial(grad_bucket, shape, tensor.device, self.context.group)
+        self._bucket = self.context.keep(f"bucket of {len(shape)} dimensions", (shape, tensor.device), make)
+        self._bucket.buffer()[:numel].copy_(tensor)
+        self._bucket.buffer()[numel:].zero_()
 
-    def _bucket(self, shape: tuple[int, ...], like: Tensor) -> dist.GradBucket:
-        make = partial(grad_bucket, shape, like.device, self.context.group)
-        return self.context.keep(f"bucket of {len(shape)} dimensions", (shape, like.device), make)
+    def run(self) -> Tensor:
+        return self._hook(self._state[1], self._bucket).wait()[: self.tensor.numel()]
 
 
 class _OneParameter(torch.nn.Module):

@@ -32,14 +32,18 @@ class Horovod(Exchange):
         self._compression = getattr(hvd.Compression, compression)
         self._collective = getattr(self, f"_{context.collective}")
 
-    def run(self, tensor: Tensor) -> Tensor:
-        return self._collective(tensor, f"{self.context.collective} {self._compression.__name__} {tensor.numel()}")
+    def load(self, tensor: Tensor) -> None:
+        uncompressed = self._compression is self._hvd.Compression.none
+        in_place = self.context.collective in ("all_reduce", "broadcast") and uncompressed
+        self.tensor = self.context.room("whole", tensor.numel(), tensor).copy_(tensor) if in_place else tensor
+
+    def run(self) -> Tensor:
+        name = f"{self.context.collective} {self._compression.__name__} {self.tensor.numel()}"
+        return self._collective(self.tensor, name)
 
     def _all_reduce(self, tensor: Tensor, name: str) -> Tensor:
         """As Horovod's DistributedOptimizer does it."""
         compressed, original = self._compression.compress(tensor)
-        if compressed is tensor:
-            compressed = self._copy(tensor)
         summed = self._hvd.allreduce_(compressed, op=self._hvd.Sum, name=name)
         return self._compression.decompress(summed, original)
 
@@ -50,12 +54,7 @@ class Horovod(Exchange):
         return self._hvd.allgather(tensor, name=name)
 
     def _broadcast(self, tensor: Tensor, name: str) -> Tensor:
-        if self.context.rank != 0:
-            return self._hvd.broadcast_(self.context.room("whole", tensor.numel(), tensor), 0, name=name)
-        return self._hvd.broadcast_(self._copy(tensor), 0, name=name)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return self.context.room("whole", tensor.numel(), tensor).copy_(tensor)
+        return self._hvd.broadcast_(tensor, 0, name=name)
 
 
 def _peer(name: str, description: str, compression: str, collectives: frozenset[str]) -> Peer:

@@ -25,7 +25,8 @@ class Gather(Exchange):
         self._compress = compress
         self._decompress = decompress
 
-    def run(self, tensor: Tensor) -> Tensor:
+    def run(self) -> Tensor:
+        tensor = self.tensor
         if self.context.collective == "all_gather":
             whole = self.context.room("whole", tensor.numel() * self.context.world_size, tensor)
             for part, floats in zip(whole.numpy().reshape(-1, tensor.numel()), self._gathered(tensor)):
