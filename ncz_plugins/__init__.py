@@ -15,22 +15,35 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import BoundError, ConfigError, FrameError, MismatchError, NczError, PeerError, UnsupportedError
+from .core.errors import (
+    AccuracyError,
+    BoundError,
+    ConfigError,
+    FrameError,
+    MismatchError,
+    NczError,
+    OutOfMemoryError,
+    PeerError,
+    UnsupportedError,
+)
 from .version import __version__
 
 if TYPE_CHECKING:
     from .core.communicator import Communicator
     from .core.config import Config
     from .core.container import compress, decompress
+    from .core.policy import Part
 
 _LAZY = {
     "Communicator": ".core.communicator",
     "Config": ".core.config",
+    "Part": ".core.policy",
     "compress": ".core.container",
     "decompress": ".core.container",
 }
 
 __all__ = [
+    "AccuracyError",
     "BoundError",
     "Communicator",
     "Config",
@@ -38,6 +51,8 @@ __all__ = [
     "FrameError",
     "MismatchError",
     "NczError",
+    "OutOfMemoryError",
+    "Part",
     "PeerError",
     "UnsupportedError",
     "__version__",

@@ -172,11 +172,28 @@ class QuantizingCodec(TensorCodec):
         noise = self.noise and self.noise._replace(first=self.noise.first + start)
         return replace(super().part(segments), scales=self.scales[self.layout.chunks_of(segments)], noise=noise)
 
-    def _write_sum(self, segment, index, frames, room):
+    def remainder(self, segments: range) -> Window:
+        """This rank's own values of some segments less what their codes stand for, in place of these values."""
+        count = self.layout.frame_elements
+        codes = torch.empty(count, dtype=torch.int32, device=self.source.data.device)
+        meant = torch.empty(count, dtype=self.source.data.dtype, device=codes.device)
+        for segment in segments:
+            for index in range(self.layout.frames):
+                x, inverse_steps, noise = self._own(segment, index)
+                if x.numel():
+                    self.backend.quantize(x, inverse_steps, codes[: x.numel()], noise)
+                    self.backend.dequantize(codes[: x.numel()], 1 / inverse_steps, meant[: x.numel()])
+                    x -= meant[: x.numel()]
+        return self.source
+
+    def _own(self, segment: int, index: int) -> tuple[Tensor, Tensor, Noise | None]:
+        """This rank's values of one frame, and what turns them into codes."""
         elements = self.layout.frame(segment, index)
-        x = self.source[elements]
-        inverse_steps = self.scales.inverse_steps[self.layout.frame_chunks(segment, index)]
         noise = self.noise and self.noise._replace(first=self.noise.first + elements.start)
+        return self.source[elements], self.scales.inverse_steps[self.layout.frame_chunks(segment, index)], noise
+
+    def _write_sum(self, segment, index, frames, room):
+        x, inverse_steps, noise = self._own(segment, index)
         if not frames:
             return self.backend.encode(x, inverse_steps, self.coding, room, noise)
         if len(frames) == 1:
@@ -245,7 +262,7 @@ def codec_for(
     output: Window | None = None,
     counters: Counters | None = None,
     *,
-    call: int = 0,
+    draw: int = 0,
     rank: int = 0,
     link_gbps: float | None = None,
     divisor: float = 1,
@@ -256,7 +273,7 @@ def codec_for(
         scales: the steps; None for one that keeps floats as they are.
         source, output, counters: see TensorCodec. A codec that only writes needs no output, and one that only reads
             no source.
-        call, rank: whose random numbers a stochastic quantizer takes.
+        draw, rank: whose random numbers a stochastic quantizer takes.
         link_gbps: see `coding`.
         divisor: see LosslessCodec; `scales` are divided already.
     """
@@ -267,7 +284,7 @@ def codec_for(
         return LosslessCodec(*common, divisor)
     noise = None
     if config.quantizer.kind == "stochastic":
-        noise = Noise(config.quantizer.seed, call % 2**32, rank)
+        noise = Noise(config.quantizer.seed, draw % 2**32, rank)
     return QuantizingCodec(*common, scales, noise)
 
 

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from .codec import TensorCodec, codec_for
 from .config import Config
 from .device import Gpu, Host
 from .errors import MismatchError
+from .feedback import Feedback
 from .frame import Layout, Window
 from .handshake import Comparison
 from .quantize import Bypass, derive, measure
@@ -46,6 +48,9 @@ class Call:
         addends: ranks whose values are summed.
         divisor: what the sum is divided by.
         root: rank that a broadcast starts from.
+        feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
+        plain_sum: replaces a tensor by its uncompressed sum over ranks, to verify a compressed one; only sums have it.
+        draw: what a stochastic quantizer's random numbers are drawn by, this rank's own; None for the call's number.
     """
 
     collective: str
@@ -59,6 +64,9 @@ class Call:
     addends: int = 1
     divisor: float = 1
     root: int = 0
+    feedback: Feedback | None = None
+    plain_sum: Callable[[Tensor], None] | None = None
+    draw: int | None = None
 
     def described(self, number: int, config: Config) -> dict[str, int]:
         """What all ranks must have in common."""
@@ -69,7 +77,7 @@ class Call:
             "dtype": DTYPES.index(self.source.data.dtype),
             "checksum of the divisor": zlib.crc32(repr(float(self.divisor)).encode()),
             "source rank": self.root,
-            "checksum of the configuration": zlib.crc32(config.canonical().encode()),
+            "checksum of the configuration": _checksum(config),
         }
 
 
@@ -84,24 +92,32 @@ class Patience:
     _LONGEST = 64
 
     def __init__(self):
-        self._kinds: dict[tuple, _Hopeless] = {}
+        self._kinds: dict[str, _Hopeless] = {}
 
-    def lost(self, call: Call) -> Bypass | None:
+    def lost(self, call: Call, config: Config) -> Bypass | None:
         """The reason why this call is to go plain at once, if there is one."""
-        hopeless = self._kinds.get(_kind(call))
+        hopeless = self._kinds.get(_kind(call, config))
         if hopeless is None or not hopeless.left:
             return None
         hopeless.left -= 1
         return hopeless.reason
 
-    def learn(self, call: Call, bypass: Bypass | None) -> None:
+    def learn(self, call: Call, config: Config, bypass: Bypass | None) -> None:
         """What became of a call that was measured: it was compressed, or went plain for this reason."""
         if bypass in self._HOPELESS:
-            hopeless = self._kinds.setdefault(_kind(call), _Hopeless())
+            hopeless = self._kinds.setdefault(_kind(call, config), _Hopeless())
             hopeless.reason = bypass
             hopeless.length = hopeless.left = min(2 * hopeless.length or 1, self._LONGEST)
         else:
-            self._kinds.pop(_kind(call), None)
+            self._kinds.pop(_kind(call, config), None)
+
+    def state_dict(self) -> dict[str, list]:
+        """Numbers and strings, for a checkpoint."""
+        return {kind: [each.reason.value, each.left, each.length] for kind, each in self._kinds.items()}
+
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        """Take over what `state_dict` gave."""
+        self._kinds = {kind: _Hopeless(Bypass(reason), *numbers) for kind, (reason, *numbers) in state.items()}
 
 
 @dataclass
@@ -113,9 +129,15 @@ class _Hopeless:
     length: int = 0
 
 
-def _kind(call: Call) -> tuple:
+def _kind(call: Call, config: Config) -> str:
     """What calls must have in common to be expected to go alike."""
-    return call.collective, call.layout.lengths, call.source.data.dtype, call.root, call.divisor
+    bound = f"{config.quantizer.kind} {config.quantizer.mode} {config.quantizer.value}"
+    return f"{call.collective} {call.layout.lengths} {call.source.data.dtype} {call.root} {call.divisor} {bound}"
+
+
+@lru_cache
+def _checksum(config: Config) -> int:
+    return zlib.crc32(config.canonical().encode())
 
 
 def run(
@@ -135,17 +157,19 @@ def run(
     plain_bytes = plain_wire_bytes(call.collective, input.nbytes, transport.world_size)
     counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
     started = time.perf_counter()
-    agreed = patience.lost(call) if patience else None
+    agreed = patience.lost(call, config) if patience else None
     if agreed is None:
         with span("agree", input.nbytes, counters):
             agreed = _agree(call, number, transport, device, config, counters)
         if patience:
-            patience.learn(call, agreed if isinstance(agreed, Bypass) else None)
+            patience.learn(call, config, agreed if isinstance(agreed, Bypass) else None)
     if isinstance(agreed, Bypass):
-        call.plain()
-        device.settle()
+        with span("plain", input.nbytes, counters):
+            call.plain()
+            device.settle()
         counters.wire_bytes += plain_bytes
         counters.bypasses[agreed.value] = 1
+        counters.bypassed_bytes[agreed.value] = plain_bytes
     else:
         counters.compressed_calls = 1
         try:
@@ -154,6 +178,9 @@ def run(
             device.abandon()
             raise
         agreed.finish()
+        if call.feedback:
+            with span("encode", input.nbytes, counters):
+                call.feedback.keep(agreed.remainder(call.measured))
     counters.seconds = time.perf_counter() - started
     return counters
 
@@ -172,7 +199,8 @@ def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
 def bypassed(collective: str, input: Tensor, reason: Bypass, world_size: int) -> Counters:
     """The counters of a call that goes plain without asking the other ranks."""
     sent = plain_wire_bytes(collective, input.nbytes, world_size)
-    return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, bypasses={reason.value: 1})
+    because = {"bypasses": {reason.value: 1}, "bypassed_bytes": {reason.value: sent}}
+    return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, **because)
 
 
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
@@ -191,7 +219,7 @@ def _agree(
     same_call = transport.start_max(comparison.tensor, counters)
     source = call.source
     if call.inside is None:
-        measured = _measured(call, source, device, config)
+        source, measured = _prepared(call, source, device, config, counters)
     same_call.wait()
     for what, (low, high) in comparison.differing().items():
         raise MismatchError(
@@ -200,7 +228,7 @@ def _agree(
         )
     if call.inside is not None:
         source = call.inside(transport, counters)
-        measured = _measured(call, source, device, config)
+        source, measured = _prepared(call, source, device, config, counters)
     scales = None
     if measured is not None:
         transport.start_max(measured, counters).wait()  # in place: now they are of all ranks
@@ -216,15 +244,19 @@ def _agree(
         source,
         call.output,
         counters,
-        call=number,
+        draw=number if call.draw is None else call.draw,
         rank=transport.rank,
         link_gbps=transport.link_gbps,
         divisor=call.divisor,
     )
 
 
-def _measured(call: Call, source: Window, device: Host | Gpu, config: Config) -> Tensor | None:
-    """What this rank adds to the agreement on steps; None where none are needed."""
-    if config.quantizer.kind == "lossless":
-        return None
-    return measure(device.backend, source, call.layout, call.measured, config.quantizer)
+def _prepared(
+    call: Call, source: Window, device: Host | Gpu, config: Config, counters: Counters
+) -> tuple[Window, Tensor | None]:
+    """What is quantized, and what this rank adds to the agreement on steps, which is None where none are needed."""
+    with span("measure", source.data.nbytes, counters):
+        source = call.feedback.added_to(source) if call.feedback else source
+        if config.quantizer.kind == "lossless":
+            return source, None
+        return source, measure(device.backend, source, call.layout, call.measured, config.quantizer)

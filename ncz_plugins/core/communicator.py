@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -13,19 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.format import DTYPES
-from . import direct, plain, probe, ring, tuning
-from .collective import Call, Patience, bypassed, frame_elements, layout_of_sum, run
+from . import direct, plain, probe, ring, system, tuning
+from .collective import Call, bypassed, frame_elements, layout_of_sum
 from .config import Config
 from .device import Gpu, Host, demand_kernels, has_spare_core, moment
-from .errors import MismatchError, NczError, UnsupportedError
+from .errors import MismatchError, NczError, UnsupportedError, memory_errors
+from .feedback import Feedback
 from .frame import Layout, Window
 from .handshake import compare_ranks, meet
 from .hierarchy import in_nodes
 from .nccl import NcclTransport, open_nccl
 from .neighbors import with_memory
 from .nodes import Nodes, find_nodes
+from .policy import Part, named
 from .quantize import Bypass, bypass_by_size
-from .stats import Statistics
+from .regroup import regrouped
+from .stats import Counters, Statistics
+from .training import Group, Training
 from .transport import Transport, open_gloo, peer_errors, timeout_of
 from .worker import Handle, Worker
 
@@ -46,7 +50,8 @@ class Communicator:
     Args:
         config: a Config or anything that `Config.load` takes.
         group: the process group whose ranks take part; None is the default group.
-        stats: where to count; communicators may share one. None makes one of its own.
+        training: what lasts from step to step, which communicators may share: where to count, error feedback,
+            policies. None makes one of its own.
 
     Constructing one is itself a collective: every rank of the group must do it, in the same order
     relative to its other collectives. It opens a process group of its own over the same ranks, so
@@ -66,7 +71,9 @@ class Communicator:
 
     Calls that compression can't serve or help run plain and are counted by reason in `stats` (see
     `quantize.Bypass`). `role` says what a tensor is ("gradient", "parameter", "activation"): roles
-    that the configuration does not enable go plain; None means that compression is wanted.
+    that the configuration does not enable go plain; None means that compression is wanted. `name` is
+    what the configuration's policies and error feedback know the tensor by; where it is made of
+    several parameters, `parts` says of which. `end_step` tells that a step of the training is over.
 
     Waiting may raise PeerError (a peer died or fell silent), MismatchError (ranks made different
     calls) or FrameError (damaged data). After any of them the communicator is broken: it closes
@@ -74,20 +81,19 @@ class Communicator:
 
     Attributes:
         config: the settings in force, in which no size is `auto` where there are several ranks.
+        training: what lasts from step to step, and is saved with a checkpoint.
         nodes: which ranks share a node; None where every rank stands for itself.
     """
 
-    def __init__(self, config=None, group: dist.ProcessGroup | None = None, stats: Statistics | None = None):
+    def __init__(self, config=None, group: dist.ProcessGroup | None = None, training: Training | None = None):
         config = Config.load(config)
-        self.stats = Statistics(config.statistics.history) if stats is None else stats
+        self.training = Training(config) if training is None else training
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
         self.world_size = len(self.ranks)
         self.nodes: Nodes | None = None
         self._broken: NczError | None = None
-        self._calls = 0
-        self._patience = Patience()
         self._ways: dict[torch.device, _Way] = {}
         if self.world_size == 1:
             self.config = config
@@ -107,19 +113,43 @@ class Communicator:
 
     # ---------------------------------------------------------------- collectives
 
-    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, async_op: bool = False, *, role: str | None = None):
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        parts: Sequence[Part] | None = None,
+    ):
         """Sum `tensor` over ranks (or average, for AVG), in place on every rank.
+
+        Parts that are treated differently are reduced in one call for each treatment, from and to memory of their own.
 
         Returns: a handle if `async_op`, else None.
         """
+        parts = _parts("all_reduce", tensor, name, parts)
+        alike = self.training.grouped(parts, tensor.dtype, role, self.ranks)
+        if len(alike) < 2:
+            return self._all_reduce(tensor, op, async_op, role, parts)
+
+        def reduce(tensor: Tensor, parts: list[Part]):
+            return self._all_reduce(tensor, op, True, role, parts)
+
+        handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
+        return handle if async_op else handle.wait() and None
+
+    def _all_reduce(self, tensor: Tensor, op, async_op: bool, role: str | None, parts: Sequence[Part]):
+        """As `all_reduce`, where all parts are treated alike."""
+        config, bypass = self._decided(role, op, tensor, tensor, parts)
         run_plain = partial(plain.all_reduce, tensor, op)
-        bypass = self._bypass(role, op, tensor, tensor)
         if bypass:
             return self._plain("all_reduce", tensor, bypass, run_plain, async_op)
         flat = Window(tensor.view(-1))
         call = Call(
             "all_reduce",
-            layout_of_sum(tensor, self.world_size, self.config),
+            layout_of_sum(tensor, self.world_size, config),
             source=flat,
             output=flat,
             measured=range(self.world_size),
@@ -127,22 +157,35 @@ class Communicator:
             plain=partial(self._plain_in_own_group, run_plain, tensor.device),
             addends=self.world_size,
             divisor=self._divisor(op),
+            feedback=self._feedback(config, parts),
+            plain_sum=self._plain_sum,
         )
-        return self._start(call, async_op)
+        return self._start(call, config, async_op, self._verification(parts))
 
     def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM, async_op: bool = False, *, role: str | None = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        parts: Sequence[Part] | None = None,
     ):
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
+
+        `parts` are those of `input`. Raises UnsupportedError if they are not all treated alike.
 
         Returns: a handle if `async_op`, else None.
         """
         self._check_parts("reduce_scatter_tensor", whole=input, part=output)
+        parts = _parts("reduce_scatter_tensor", input, name, parts)
+        config, bypass = self._decided(role, op, input, output, parts)
         run_plain = partial(plain.reduce_scatter_tensor, output, input, op)
-        bypass = self._bypass(role, op, input, output)
         if bypass:
             return self._plain("reduce_scatter_tensor", input, bypass, run_plain, async_op)
-        layout = self._equal_parts(output)
+        layout = self._equal_parts(output, config)
         call = Call(
             "reduce_scatter_tensor",
             layout,
@@ -153,10 +196,20 @@ class Communicator:
             plain=partial(self._plain_in_own_group, run_plain, input.device),
             addends=self.world_size,
             divisor=self._divisor(op),
+            feedback=self._feedback(config, parts),
+            plain_sum=self._plain_sum,
         )
-        return self._start(call, async_op)
+        return self._start(call, config, async_op, self._verification(parts))
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor, async_op: bool = False, *, role: str | None = None):
+    def all_gather_into_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+    ):
         """Put the `input` of every rank into `output`, in rank order.
 
         A rank's own part comes out with the same loss as on its peers, so that all ranks agree.
@@ -164,11 +217,12 @@ class Communicator:
         Returns: a handle if `async_op`, else None.
         """
         self._check_parts("all_gather_into_tensor", whole=output, part=input)
+        parts = _parts("all_gather_into_tensor", output, name, None)
+        config, bypass = self._decided(role, None, output, input, parts)
         run_plain = partial(plain.all_gather_into_tensor, output, input)
-        bypass = self._bypass(role, None, output, input)
         if bypass:
             return self._plain("all_gather_into_tensor", input, bypass, run_plain, async_op)
-        layout = self._equal_parts(input)
+        layout = self._equal_parts(input, config)
         call = Call(
             "all_gather_into_tensor",
             layout,
@@ -178,9 +232,11 @@ class Communicator:
             schedule=self._schedule.all_gather,
             plain=partial(self._plain_in_own_group, run_plain, input.device),
         )
-        return self._start(call, async_op)
+        return self._start(call, config, async_op)
 
-    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, *, role: str | None = None):
+    def broadcast(
+        self, tensor: Tensor, src: int, async_op: bool = False, *, role: str | None = None, name: str | None = None
+    ):
         """Replace `tensor` on every rank by what the global rank `src` holds.
 
         It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
@@ -190,14 +246,15 @@ class Communicator:
         if src not in self.ranks:
             raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
         root = self.ranks.index(src)
+        parts = _parts("broadcast", tensor, name, None)
+        config, bypass = self._decided(role, None, tensor, tensor, parts)
         run_plain = partial(plain.broadcast, tensor, root)
-        bypass = self._bypass(role, None, tensor, tensor)
         if bypass:
             return self._plain("broadcast", tensor, bypass, run_plain, async_op)
         flat = Window(tensor.view(-1))
         call = Call(
             "broadcast",
-            Layout.of([tensor.numel()], frame_elements(tensor, self.config)),
+            Layout.of([tensor.numel()], frame_elements(tensor, config)),
             source=flat,
             output=flat,
             measured=range(1 if self.rank == root else 0),
@@ -205,7 +262,16 @@ class Communicator:
             plain=partial(self._plain_in_own_group, run_plain, tensor.device),
             root=root,
         )
-        return self._start(call, async_op)
+        return self._start(call, config, async_op)
+
+    def end_step(self) -> Counters:
+        """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
+        return self.training.end_step()
+
+    @property
+    def stats(self) -> Statistics:
+        """What was counted."""
+        return self.training.stats
 
     @property
     def transport(self) -> Transport:
@@ -234,6 +300,8 @@ class Communicator:
         """The configuration with what its tuning file says, which all ranks have in common."""
         try:
             settled = tuning.settle(config, self.world_size)
+            link_gbps = settled.transport.link_gbps or system.gloo_link_gbps()
+            self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
         except NczError as error:
             with suppress(MismatchError):  # only so that the other ranks know
                 compare_ranks(self._store, self.rank, self.world_size, error)
@@ -251,11 +319,16 @@ class Communicator:
     def _divisor(self, op) -> int:
         return self.world_size if op == dist.ReduceOp.AVG else 1
 
-    def _equal_parts(self, part: Tensor) -> Layout:
-        return Layout.of([part.numel()] * self.world_size, frame_elements(part, self.config))
+    def _equal_parts(self, part: Tensor, config: Config) -> Layout:
+        return Layout.of([part.numel()] * self.world_size, frame_elements(part, config))
 
-    def _bypass(self, role: str | None, op, whole: Tensor, part: Tensor) -> Bypass | None:
-        """A reason to go plain that every rank sees without asking the others; raises on what can't be served."""
+    def _decided(
+        self, role: str | None, op, whole: Tensor, part: Tensor, parts: Sequence[Part]
+    ) -> tuple[Config, Bypass | None]:
+        """The settings of a call whose parts are treated alike, and the reason to go plain, if there is one.
+
+        All of it every rank sees without asking the others. Raises on what can't be served.
+        """
         if self._broken is not None:
             raise self._broken
         for tensor in (whole, part):
@@ -263,14 +336,41 @@ class Communicator:
             if not tensor.is_contiguous():
                 raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
         if self.world_size == 1:
-            return Bypass.ONE_RANK
+            return self.config, Bypass.ONE_RANK
+        self._worker.demand_own_process()
         if role is not None and role not in self.config.roles:
-            return Bypass.ROLE
+            return self.config, Bypass.ROLE
         if op is not None and op not in _OPS:
-            return Bypass.OP
+            return self.config, Bypass.OP
         if whole.dtype not in DTYPES or part.dtype != whole.dtype:
-            return Bypass.DTYPE
-        return bypass_by_size(whole.nbytes, self.config)
+            return self.config, Bypass.DTYPE
+        alike = self.training.grouped(parts, whole.dtype, role, self.ranks)
+        if len(alike) > 1:
+            raise UnsupportedError(
+                f"parts of one tensor are treated differently, by {' and '.join(how.because for how, _ in alike)}: "
+                "pass them in calls of their own, see Training.grouped"
+            )
+        treatment, _ = alike[0]
+        config = treatment.settings(self.config)
+        return config, treatment.bypass or bypass_by_size(whole.nbytes, config)
+
+    def _feedback(self, config: Config, parts: Sequence[Part]) -> Feedback | None:
+        if not config.quantizer.feeds_back:
+            return None
+        if all(part.name is None for part in parts):
+            raise UnsupportedError(
+                "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass name=, or "
+                "parts=, or set it to false"
+            )
+        return Feedback(self.training.residuals, parts)
+
+    def _verification(self, parts: Sequence[Part]) -> str | None:
+        """What to call the sum that is asked for now, if it is to be verified."""
+        return named(parts) or "" if self._group.picks(self.training.step) else None
+
+    @property
+    def _group(self) -> Group:
+        return self.training.of_group(self.ranks)
 
     def _check_parts(self, collective: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.world_size:
@@ -289,28 +389,42 @@ class Communicator:
         with peer_errors("the plain collective"):
             run_plain(self._ways[device].transport.group).wait()
 
-    def _start(self, call: Call, async_op: bool) -> Handle | None:
-        self._calls += 1
+    def _start(self, call: Call, config: Config, async_op: bool, verify: str | None = None) -> Handle | None:
+        """Begin a call.
+
+        Args:
+            verify: what a sum is called that is to be verified; None for others.
+        """
+        group = self._group
+        group.calls += 1
         if self.nodes is not None:
-            call = in_nodes(call, self.nodes, self.config.quantizer.block_in_effect)
+            call = in_nodes(call, self.nodes, config.quantizer.block_in_effect)
         asked = moment(call.source.data.device)
-        handle = self._worker.submit(partial(self._guarded, call, self._calls, asked))
+        handle = self._worker.submit(partial(self._guarded, call, group.calls, config, asked, verify))
+        if verify is not None:
+            group.await_at_end_of_step(handle)
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def _guarded(self, call: Call, number: int, asked: torch.cuda.Event | None) -> None:
+    def _guarded(
+        self, call: Call, number: int, config: Config, asked: torch.cuda.Event | None, verify: str | None
+    ) -> None:
         """Run on the worker thread. A failure ends the communicator: its ranks no longer agree on what comes next."""
         if self._broken is not None:
             raise self._broken
         try:
             device, transport = self._way(call.source.data.device)
-            with device.after(asked):
-                self.stats.record(run(call, number, transport, device, self.config, self._patience))
+            group = self._group
+            with device.after(asked), memory_errors(call.collective):
+                self.training.run(call, number, transport, device, config, group, verify, group.patience)
         except BaseException as error:
-            self._break(error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}"))
+            self._break(call, error)
             raise
+
+    def _plain_sum(self, tensor: Tensor) -> None:
+        self._plain_in_own_group(partial(plain.all_reduce, tensor, dist.ReduceOp.SUM), tensor.device)
 
     def _way(self, device: torch.device) -> _Way:
         """How tensors on `device` are served. The first one on a GPU connects the GPUs of all ranks."""
@@ -320,11 +434,23 @@ class Communicator:
             self._ways[device] = _Way(Gpu(device, self._timeout), NcclTransport(self._control, group, device))
         return self._ways[device]
 
-    def _break(self, error: NczError) -> None:
+    def _break(self, call: Call, error: BaseException) -> None:
         """Refuse further calls and close the connections, so that peers that wait for us notice."""
         if self._broken is None:
-            self._broken = error
-            for way in self._ways.values():
-                way.transport.abort()
+            self._broken = error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}")
+            ways = list(self._ways.values())
             self._ways.clear()
             del self._control
+            for way in ways:
+                way.transport.abort(error)
+
+
+def _parts(collective: str, tensor: Tensor, name: str | None, parts: Sequence[Part] | None) -> Sequence[Part]:
+    """What a tensor consists of: one part, called `name`, unless told."""
+    if parts is None:
+        return [Part(name, tensor.numel())]
+    if name is not None:
+        raise ValueError(f"{collective}: name={name!r} and parts: pass one of both")
+    if (elements := sum(part.length for part in parts)) != tensor.numel():
+        raise ValueError(f"{collective}: parts of {elements} elements are not the {tensor.numel()} of the tensor")
+    return parts

@@ -25,6 +25,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from .documents import read_document, shorten
@@ -92,7 +93,21 @@ Hierarchy = Annotated[
     WithJsonSchema({"anyOf": [{"enum": ["auto", "off", False]}, {"type": "integer", "minimum": 2}]}),
     Allowed(_HIERARCHY),
 ]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True, min_length=1)]
+Path = Annotated[Text | None, Allowed("null, or a path")]
 Role = Literal["gradient", "parameter", "activation"]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Step = Annotated[Integer, Field(ge=0), Allowed("an integer, 0 or more")]
+
+# Of the quantizer, for which policies can change them.
+Kind = Literal["error_bound", "stochastic", "lossless"]
+Mode = Literal["abs", "rel", "rms", "range"]
+BoundValue = Annotated[Number, Field(gt=0)]
+Block = Annotated[Integer, Field(ge=0, multiple_of=CHUNK)]
+_BOUND_VALUE = Allowed("a finite number above 0; with mode rel or range below 1; with mode rms at most 10")
+_BLOCK = Allowed(f"0, or a positive multiple of {CHUNK}")
+_FLAG = Allowed("true, false")
 
 # ------------------------------------------------------------------ the model
 
@@ -115,34 +130,35 @@ class Section(BaseModel):
 class Quantizer(Section):
     """How values become integers: the only step that loses anything."""
 
-    kind: Literal["error_bound", "stochastic", "lossless"] = Field(
+    kind: Kind = Field(
         default="error_bound",
         description="error_bound: rounds to the nearest, every element's error stays below the bound; "
         "stochastic: rounds up or down at random, so that the mean error is zero, below the same bound; "
         "lossless: keeps every bit and takes none of the settings below.",
     )
-    mode: Literal["abs", "rel", "rms", "range"] = Field(
+    mode: Mode = Field(
         default="rms",
         description="The unit of value. abs: the tensor's own unit; rel: the largest magnitude of a block; "
         "rms: the root mean square of a block; range: highest less lowest value of a block. "
         "For rel, rms and range the ranks agree on the largest one (MAX).",
     )
-    value: Annotated[
-        Number,
-        Field(gt=0),
-        Allowed("a finite number above 0; with mode rel or range below 1; with mode rms at most 10"),
-    ] = Field(
+    value: Annotated[BoundValue, _BOUND_VALUE] = Field(
         default=0.25,
         description="The error bound of one rank's contribution, in the unit that mode names. "
         "Smaller is more exact, larger compresses more.",
     )
-    block: Annotated[Integer, Field(ge=0, multiple_of=CHUNK), Allowed(f"0, or a positive multiple of {CHUNK}")] = Field(
+    block: Annotated[Block, _BLOCK] = Field(
         default=CHUNK,
         description="Elements that share one scale; 0: the whole tensor is one block. Without effect in mode abs.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,
         description="Where the random numbers of kind stochastic begin: the same seed gives the same results.",
+    )
+    error_feedback: Annotated[Flag, _FLAG] = Field(
+        default=False,
+        description="Whether what a sum loses of a parameter's gradient is added to the next one. Takes 4 bytes per "
+        "element on every rank (8 for float64). Without effect for kind lossless.",
     )
 
     @field_validator("value")
@@ -154,6 +170,19 @@ class Quantizer(Section):
         return value
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether sums keep what they lose: nothing is lost by kind lossless."""
+        return self.error_feedback and self.kind != "lossless"
+
+    def times(self, factor: float) -> Quantizer:
+        """A copy whose bound is `factor` times as large."""
+        return self if factor == 1 else self.changed(value=self.value * factor)
+
+    def changed(self, **values: Any) -> Quantizer:
+        """A copy with other values. Raises ConfigError."""
+        return type(self)(**self.model_dump() | values)
+
+    @property
     def block_in_effect(self) -> int:
         """`block`, or 0 where one scale serves the whole tensor or none is needed."""
         return 0 if self.kind == "lossless" or self.mode == "abs" else self.block
@@ -163,7 +192,8 @@ class Quantizer(Section):
         if self.kind == "lossless":
             return "lossless"
         per = "" if self.mode == "abs" else f" per {self.block} elements" if self.block else " per tensor"
-        return f"{self.kind.replace('_', ' ')} {self.mode}:{self.value:g}{per}"
+        feedback = ", error feedback" if self.error_feedback else ""
+        return f"{self.kind.replace('_', ' ')} {self.mode}:{self.value:g}{per}{feedback}"
 
 
 Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer, 0 or more, below 10^9")]
@@ -194,7 +224,7 @@ class Entropy(Section):
         description="What is subtracted from a code first. auto: whichever pays more, by a sample of each frame; "
         "none: nothing; delta: the code before it, which pays for smooth data.",
     )
-    checksum: Annotated[bool, Field(strict=True), Allowed("true, false")] = Field(
+    checksum: Annotated[Flag, _FLAG] = Field(
         default=False,
         description="Whether every frame carries a checksum that its receiver verifies, "
         "against errors that the network and the memory do not notice themselves.",
@@ -236,10 +266,7 @@ class Transport(Section):
         "compressed. auto: where there are several nodes with equally many, at least 2, ranks each; off: never; "
         "an integer: so many consecutive ranks form a node.",
     )
-    tuning: Annotated[
-        Annotated[str, Field(strict=True, min_length=1)] | None,
-        Allowed("null, or the path of a file that `ncz tune` wrote"),
-    ] = Field(
+    tuning: Annotated[Text | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,
         description="Where schedule, frame_bytes and min_bytes take the value of auto from, and link_gbps and "
         "entropy.costs that of null. null: what is auto is measured at the start, if frame_bytes or min_bytes is. "
@@ -263,14 +290,133 @@ class Transport(Section):
     )
 
 
+class QuantizerChanges(Section):
+    """Settings of `quantizer` that differ for some tensors; null: as there."""
+
+    kind: Annotated[Kind | None, Allowed(f"null, or one of {', '.join(get_args(Kind))}")] = Field(
+        default=None, description="In place of quantizer.kind."
+    )
+    mode: Annotated[Mode | None, Allowed(f"null, or one of {', '.join(get_args(Mode))}")] = Field(
+        default=None, description="In place of quantizer.mode."
+    )
+    value: Annotated[BoundValue | None, _BOUND_VALUE] = Field(default=None, description="In place of quantizer.value.")
+    block: Annotated[Block | None, _BLOCK] = Field(default=None, description="In place of quantizer.block.")
+    error_feedback: Annotated[Flag | None, _FLAG] = Field(
+        default=None, description="In place of quantizer.error_feedback."
+    )
+
+    def applied_to(self, quantizer: Quantizer) -> Quantizer:
+        """`quantizer` with these settings. Raises ConfigError for a bound that the mode does not allow."""
+        return quantizer.changed(**self.model_dump(exclude_none=True))
+
+
+class Policy(Section):
+    """What is done with tensors of a kind. All that is given must fit; what is null fits everything."""
+
+    name: Annotated[
+        Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None,
+        Allowed("null, or a pattern such as '*.bias', or a list of patterns"),
+    ] = Field(
+        default=None,
+        description="Names of parameters, as patterns of the shell: * stands for any characters, ? for one, "
+        "[ab] for one of these.",
+    )
+    min_elements: Annotated[Step | None, Allowed("null, or an integer, 0 or more")] = Field(
+        default=None, description="The whole parameter has at least so many elements."
+    )
+    max_elements: Annotated[Step | None, Allowed("null, or an integer, 0 or more")] = Field(
+        default=None, description="The whole parameter has at most so many elements."
+    )
+    dtype: Annotated[Dtype | None, Allowed(f"null, or one of {', '.join(get_args(Dtype))}")] = Field(
+        default=None, description="What is reduced or gathered has this dtype."
+    )
+    role: Annotated[Role | None, Allowed(f"null, or one of {', '.join(get_args(Role))}")] = Field(
+        default=None, description="What the tensor is."
+    )
+    action: Literal["compress", "skip"] = Field(default="compress", description="skip: it goes uncompressed.")
+    quantizer: QuantizerChanges = QuantizerChanges()
+
+    def describe(self) -> str:
+        """A few words for people."""
+        given = self.model_dump(exclude_none=True, exclude={"action", "quantizer"})
+        names = given.pop("name", ())
+        fits = [" or ".join([names] if isinstance(names, str) else names)] if names else []
+        fits += [f"{key} {value}" for key, value in given.items()]
+        changes = [f"{key} {value}" for key, value in self.quantizer.model_dump(exclude_none=True).items()]
+        return f"{', '.join(fits) or 'all'}: {self.action}{': ' if changes else ''}{', '.join(changes)}"
+
+
+class Bounds(Section):
+    """How much larger or smaller every bound is from a step on."""
+
+    step: Step = Field(description="The first step, counted from 0.")
+    times: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
+        description="What every bound is multiplied by from then on."
+    )
+
+    def describe(self) -> str:
+        """A few words for people."""
+        return f"from step {self.step} on times {self.times:g}"
+
+
+class Steps(Section):
+    """What changes in the course of a training."""
+
+    warmup: Step = Field(default=0, description="So many steps at the beginning go uncompressed.")
+    bounds: Annotated[
+        tuple[Bounds, ...], Allowed("a list of mappings with the keys step and times, in the order of their steps")
+    ] = Field(
+        default=(),
+        description="From `step` on, every bound is `times` as large as it would be. Before the first, as it is.",
+    )
+
+    @field_validator("bounds")
+    @classmethod
+    def _in_order(cls, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...]:
+        steps = [each.step for each in bounds]
+        if steps != sorted(set(steps)):
+            raise ValueError("not in order")
+        return bounds
+
+    def bounds_times(self, step: int) -> float:
+        """What every bound is multiplied by in a step, counted from 0."""
+        return next((each.times for each in reversed(self.bounds) if each.step <= step), 1.0)
+
+
+class Guard(Section):
+    """Whether compressed sums are compared with uncompressed ones in the course of a training."""
+
+    every: Step = Field(default=0, description="Steps between verifications of one compressed sum each; 0: never.")
+    max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
+        default=0.5,
+        description="Alarm if the difference is more than this, as a share of the uncompressed sum (both in L2).",
+    )
+    min_cosine: Annotated[Annotated[Number, Field(ge=-1, le=1)], Allowed("a number from -1 to 1")] = Field(
+        default=0.8, description="Alarm if the cosine between both is less than this."
+    )
+    on_alarm: Literal["warn", "tighten", "stop"] = Field(
+        default="warn",
+        description="warn: one line on rank 0; tighten: also halve all bounds from the next step on; "
+        "stop: AccuracyError on all ranks.",
+    )
+
+
 class Statistics(Section):
     """What is counted and reported."""
 
-    report_every: Annotated[Integer, Field(ge=0), Allowed("an integer, 0 or more")] = Field(
-        default=0, description="Steps between report lines on rank 0; 0: no report."
-    )
+    report_every: Step = Field(default=0, description="Steps between report lines on rank 0; 0: no report.")
     history: Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")] = Field(
         default=1000, description="Steps whose statistics are kept in memory."
+    )
+    jsonl: Path = Field(
+        default=None,
+        description="Path of a file to which rank 0 appends one line of JSON per step, for `ncz report`; null: none. "
+        "Relative to the working directory.",
+    )
+    tensorboard: Path = Field(
+        default=None,
+        description="Folder in which rank 0 writes the same as scalars for TensorBoard; null: none. "
+        "Needs pip install 'ncz_plugins[tensorboard]'.",
     )
 
 
@@ -283,6 +429,14 @@ class Config(Section):
     quantizer: Quantizer = Quantizer()
     entropy: Entropy = Entropy()
     transport: Transport = Transport()
+    policies: Annotated[
+        tuple[Policy, ...], Allowed(f"a list of mappings with the keys {', '.join(Policy.model_fields)}")
+    ] = Field(
+        default=(),
+        description="What differs for some parameters. The first that fits counts; what fits none gets `quantizer`.",
+    )
+    steps: Steps = Steps()
+    guard: Guard = Guard()
     roles: Annotated[
         tuple[Role, ...],
         Field(min_length=1, json_schema_extra={"uniqueItems": True}),
@@ -296,6 +450,27 @@ class Config(Section):
         if len(set(roles)) < len(roles):
             raise ValueError("a role is repeated")
         return tuple(role for role in get_args(Role) if role in roles)
+
+    @model_validator(mode="after")
+    def _bounds_stay_within_their_modes_range(self) -> Config:
+        for where, quantizer in self._quantizers():
+            for at, each in enumerate(self.steps.bounds):
+                try:
+                    quantizer.times(each.times)
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"steps.bounds[{at}].times: {each.times:g} is too much for {where} {quantizer.value:g}: {error}"
+                    ) from None
+        return self
+
+    def _quantizers(self) -> Iterator[tuple[str, Quantizer]]:
+        """All that tensors may get, with where they stand."""
+        yield "quantizer.value", self.quantizer
+        for at, policy in enumerate(self.policies):
+            try:
+                yield f"policies[{at}].quantizer.value", policy.quantizer.applied_to(self.quantizer)
+            except ConfigError as error:
+                raise ConfigError(f"policies[{at}].quantizer, with the rest of quantizer: {error}") from None
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Config:
@@ -360,6 +535,10 @@ class Config(Section):
             f"{self.quantizer.describe()}, coder {self.entropy.coder}{predictor}{checksum}, "
             f"schedule {self.transport.schedule}, frames {frames if frames == 'auto' else format_size(frames)}, "
             f"roles {'+'.join(self.roles)}"
+            + (f", {len(self.policies)} policies" if self.policies else "")
+            + (f", {self.steps.warmup} steps of warm-up" if self.steps.warmup else "")
+            + (", a schedule of bounds" if self.steps.bounds else "")
+            + (f", verified every {self.guard.every} steps" if self.guard.every else "")
         )
 
     def _seen_from(self, folder: str) -> Config:
@@ -386,13 +565,21 @@ def _with_text_keys(document: Mapping[Any, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ what the documentation is made of
 
 
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
-    """(dotted key, default, what is allowed, description) of every setting, in order."""
+def settings(
+    section: type[BaseModel] = Config, prefix: str = "", of_elements: bool = False
+) -> Iterator[tuple[str, Any, str, str]]:
+    """(dotted key, default, what is allowed, description) of every setting, in order.
+
+    of_elements: after a list, also the settings of its elements, as "policies[].name".
+    """
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):
-            yield from settings(field.annotation, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field.default, _allowed(section, name), field.description
+            yield from settings(field.annotation, f"{prefix}{name}.", of_elements)
+            continue
+        default = "required" if field.is_required() else field.default
+        yield prefix + name, default, _allowed(section, name), field.description
+        if of_elements and (element := _element(field.annotation)):
+            yield from settings(element, f"{prefix}{name}[].", of_elements)
 
 
 def json_schema() -> dict[str, Any]:
@@ -415,6 +602,12 @@ def _is_section(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
+def _element(annotation: object) -> type[BaseModel] | None:
+    """The section that each element of a list is, if that is what they are."""
+    element = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
+    return element if _is_section(element) else None
+
+
 def _allowed(section: type[BaseModel], name: str) -> str:
     field = section.model_fields[name]
     if _is_section(field.annotation):
@@ -431,14 +624,18 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
     """Every problem that pydantic found, in our words: one line if there is one, else a list."""
     lines = {}  # by key, as several elements of one list may be wrong
     for problem in error.errors():
-        owner, path = _locate(section, problem["loc"])
-        key, value = ".".join(path), shorten(problem["input"])
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # it says all
+            lines.setdefault(str(cause), str(cause))
+            continue
+        owner, path, key = _locate(section, problem["loc"])
+        value = shorten(problem["input"])
         if path[-1] not in owner.model_fields:
             line = f"{key}: unknown key (value {value}); "
-            if meant := _closest_key(path, section, owner):
+            if meant := _closest_key(key, section, owner):
                 line += f"did you mean {meant}? "
             line += f"allowed: {', '.join(owner.model_fields)}"
-        elif problem["type"] == "missing" and len(path) == len(problem["loc"]):
+        elif problem["type"] == "missing" and path[-1] == problem["loc"][-1]:
             line = f"{key}: is missing; allowed: {_allowed(owner, path[-1])}"
         else:
             line = f"{key}: {value} is not allowed; allowed: {_allowed(owner, path[-1])}"
@@ -448,26 +645,33 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
     return f"{len(lines)} problems\n" + "\n".join(f"  {line}" for line in lines.values())
 
 
-def _locate(section: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
-    """The section that owns the setting at `location`, and the setting's path without list indices."""
-    owner, path = section, [str(location[0])]
-    for key in location[1:]:
+def _locate(section: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str], str]:
+    """The section that owns the setting at `location`, the setting's path, and its key with indices for people."""
+    owner, path, key = section, [str(location[0])], str(location[0])
+    for step in location[1:]:
         field = owner.model_fields.get(path[-1])
-        if field is None or not _is_section(field.annotation):
+        if field is None:
             break
-        owner = field.annotation
-        path.append(str(key))
-    return owner, path
+        if isinstance(step, int) and _element(field.annotation):
+            key += f"[{step}]"
+            continue
+        inner = field.annotation if _is_section(field.annotation) else _element(field.annotation)
+        if inner is None:
+            break
+        owner = inner
+        path.append(str(step))
+        key += f".{step}"
+    return owner, path, key
 
 
-def _closest_key(path: list[str], root: type[BaseModel], owner: type[BaseModel]) -> str | None:
+def _closest_key(key: str, root: type[BaseModel], owner: type[BaseModel]) -> str | None:
     """The dotted key most likely meant: the same name elsewhere, else a similar one, here or elsewhere."""
-    name = path[-1]
+    section, _, name = key.rpartition(".")
     elsewhere = {key.rpartition(".")[2]: key for key, *_ in settings(root)}
     if name in elsewhere:
         return elsewhere[name]
     if near := get_close_matches(name, owner.model_fields, n=1, cutoff=0.5):
-        return ".".join([*path[:-1], *near])
+        return f"{section}.{near[0]}" if section else near[0]
     near = get_close_matches(name, elsewhere, n=1)
     return elsewhere[near[0]] if near else None
 

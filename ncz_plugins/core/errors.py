@@ -7,6 +7,8 @@ code which knows nothing of this package still catches what it expects.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 
 class NczError(Exception):
     """Base of all errors of this package: catch this one to catch them all."""
@@ -61,3 +63,33 @@ class UnsupportedError(NczError, TypeError):
     that goes round the compressed path. Remedy: the message names the setting to change, or what
     to call instead.
     """
+
+
+class AccuracyError(NczError):
+    """A compressed sum was verified and is too far from the uncompressed one, and `guard.on_alarm` is `stop`.
+
+    Raised at the end of the step, on every rank of the group alike. Remedy: a smaller `quantizer.value`, in general or
+    by a policy for the tensor that the message names, or thresholds in `guard` that fit.
+    """
+
+
+class OutOfMemoryError(NczError, MemoryError):
+    """There was no memory for frames or results; the other ranks of the call get a PeerError.
+
+    Remedy: smaller frames (`transport.frame_bytes`), smaller calls, or more memory for the process.
+    """
+
+
+@contextmanager
+def memory_errors(doing: str):
+    """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = str(error)
+        if not isinstance(error, MemoryError) and "allocate memory" not in words and "out of memory" not in words:
+            raise
+        raise OutOfMemoryError(
+            f"{doing}: no memory left: {words or 'none for an object of Python'}. Use a smaller transport.frame_bytes "
+            "or smaller tensors, or give this process more memory"
+        ) from error

@@ -80,7 +80,10 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
         _between(call, nodes, transport, codec, own, counters)
 
     output = Window(call.output.data, call.layout.segment(own[nodes.node]).start)
-    return replace(call, output=output, measured=own, inside=inside, schedule=schedule, addends=nodes.count)
+    order = [rank for place in range(nodes.size) for rank in _having(nodes, place)]
+    feedback = call.feedback and call.feedback.in_order(order, of=nodes.count * nodes.size)
+    call = replace(call, feedback=feedback, addends=nodes.count)
+    return replace(call, output=output, measured=own, inside=inside, schedule=schedule)
 
 
 def _all_gather(call: Call, nodes: Nodes) -> Call:

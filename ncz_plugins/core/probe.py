@@ -22,11 +22,11 @@ from ..kernels.backend import Backend
 from ..kernels.format import Coder, Coding, Predictor, chunks_of, max_frame_bytes
 from ..version import __version__
 from . import plain, tuning
-from .collective import Patience
 from .config import Config, Costs, KiB, MiB, format_size
 from .device import Host
 from .errors import UnsupportedError
-from .stats import Counters, Statistics
+from .stats import Counters
+from .training import Training
 from .tuning import Comparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
@@ -94,9 +94,8 @@ class OfCommunicator(Subject):
         self.schedules = sorted(("ring", "direct"), key=lambda name: name != ordinary)
 
     def __enter__(self) -> OfCommunicator:
-        kept = ("config", "stats", "_calls", "_patience")
-        self._before = {name: getattr(self._communicator, name) for name in kept}
-        self._communicator.stats, self._communicator._patience = Statistics(1), Patience()
+        self._before = {name: getattr(self._communicator, name) for name in ("config", "training")}
+        self._communicator.training = Training(Config(quantizer=self.config.quantizer.changed(error_feedback=False)))
         return self
 
     def __exit__(self, *_) -> None:

@@ -33,6 +33,8 @@ class Bypass(str, Enum):
 
     ONE_RANK = "one rank"
     ROLE = "role not enabled"
+    POLICY = "policy"
+    WARM_UP = "warm-up"
     DTYPE = "dtype"
     OP = "reduce op"
     TOO_SMALL = "too small"

@@ -20,10 +20,14 @@ class Counters:
         wire_bytes: what was sent: frames, agreements, and bypassed calls in full.
         local_bytes: what was sent uncompressed to ranks of the same node, on top of `wire_bytes`.
         bypasses: reason -> calls.
-        agree_seconds: measuring the tensor and agreeing on the step, after the sums inside the node if there are any.
+        bypassed_bytes: reason -> what these calls sent, as part of `wire_bytes`.
+        agree_seconds: from the start of a call until all agree on the step, sums inside the node included.
+        measure_seconds: measuring the tensor, as part of `agree_seconds`.
         local_seconds: exchanging and adding up inside the node.
         encode_seconds, decode_seconds: inside the codec (decode + add + encode counts as encode).
-        wait_seconds: waiting for peers and the network.
+        wait_seconds: waiting for peers and the network, in agreeing too.
+        plain_seconds: in the plain collective, where that turned out to be needed once the call was under way. Calls
+            that go plain at once cost time that nobody measures.
         seconds: from the start of a call to its end, on the thread that runs it.
         coders: coder -> frames that this rank wrote with it, in host memory.
     """
@@ -35,11 +39,14 @@ class Counters:
     wire_bytes: int = 0
     local_bytes: int = 0
     bypasses: dict[str, int] = field(default_factory=dict)
+    bypassed_bytes: dict[str, int] = field(default_factory=dict)
     agree_seconds: float = 0.0
+    measure_seconds: float = 0.0
     local_seconds: float = 0.0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
     wait_seconds: float = 0.0
+    plain_seconds: float = 0.0
     seconds: float = 0.0
     coders: dict[str, int] = field(default_factory=dict)
 

@@ -8,6 +8,10 @@ carries it all, between CPUs; for GPUs see nccl.py.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import traceback
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +31,8 @@ _FRAME_TAG = 2
 # coding posts no further ones.
 _AHEAD_BYTES = 32 << 20
 
+_opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
 
 def open_gloo(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo process group of our own over the ranks of `group`, which meet at `store`.
@@ -39,7 +45,19 @@ def open_gloo(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -
             "torch was built without gloo, which carries sizes, agreements and compressed CPU tensors"
         )
     with peer_errors("connecting to the other ranks"):
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        opened = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    _opened.add(opened)
+    return opened
+
+
+def _keep_groups() -> None:
+    """In a fork: the end of a process group waits for its threads, which are not there, so it must never come."""
+    for group in _opened:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_groups)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -72,11 +90,20 @@ class Transport:
         self.link_gbps = system.gloo_link_gbps()
         self._rooms: list[Tensor] = []  # memory that receives waited in, for the next call: fresh pages cost time
 
-    def abort(self) -> None:
-        """Drop the connections at once, so that peers that wait for this rank notice."""
+    def abort(self, error: BaseException) -> None:
+        """Drop the connections at once after `error`, so that peers that wait for this rank notice.
+
+        Gloo closes them with the last reference to the group and to all that is under way in it, and the frames that
+        an exception went through hold such.
+        """
         for group in (self.group, self._control):
-            if hasattr(group, "abort"):  # else it goes with its last reference
+            if hasattr(group, "abort"):  # NCCL's does something
                 group.abort()
+        self.group = self._control = None
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters

@@ -103,7 +103,7 @@ class Tuning(Section):
         """Write the file. Raises OSError."""
         text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
         partial = f"{os.fspath(path)}.{os.getpid()}"
-        with open(partial, "w", encoding="utf-8") as file:
+        with open(partial, "x", encoding="utf-8") as file:  # never through a link that somebody else has put there
             file.write(text)
         os.replace(partial, path)  # whoever reads it finds all of it, or what stood there before
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import queue
 import threading
 from collections.abc import Callable
 
-from .errors import PeerError
+from .errors import PeerError, UnsupportedError
 
 
 class Handle:
@@ -45,18 +46,32 @@ def _seconds(timeout) -> float:
 
 
 class Worker:
-    """A daemon thread: a hung peer must not keep the interpreter from ending."""
+    """A daemon thread: a hung peer must not keep the interpreter from ending.
+
+    A fork of this process has no such thread; there, `demand_own_process` and `submit` raise UnsupportedError.
+    """
 
     def __init__(self, name: str):
+        self._process = os.getpid()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> Handle:
         """Run `job` after all earlier ones."""
+        self.demand_own_process()
         future: concurrent.futures.Future = concurrent.futures.Future()
         self._jobs.put((job, future))
         return Handle(future)
+
+    def demand_own_process(self) -> None:
+        """Raise UnsupportedError in a fork of the process that this belongs to, where what is asked for never ends."""
+        if os.getpid() != self._process:
+            raise UnsupportedError(
+                f"process {os.getpid()} is a fork of process {self._process}, which has the threads and connections of "
+                "this communicator to itself. Start processes by spawn or forkserver; one that is to take part needs a "
+                "process group and a communicator of its own"
+            )
 
     def __del__(self):
         self._jobs.put(None)  # nobody can submit any more, so the thread may end

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from ..core.communicator import Communicator
 from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
 from ..core.device import demand_kernels
 from ..core.errors import ConfigError, MismatchError, NczError, UnsupportedError
 from ..core.handshake import compare_ranks, meet
+from ..core.metrics import scalars
+from ..core.policy import Part
 from ..core.stats import Statistics
+from ..core.training import Training
 from ..version import __version__
+from .parts import NamedGradient, parts_of
 
 
 class GradientCompression:
@@ -20,34 +27,57 @@ class GradientCompression:
 
     Attributes:
         config: the settings in force.
-        stats: `Statistics`; one step is one optimizer step.
+        training: what is known over the steps; one step is one optimizer step.
     """
 
     def __init__(self, config: Config):
         self.config = config
-        self.stats = Statistics(config.statistics.history)
+        self.training = Training(config)
         # DeepSpeed passes different group objects for the same ranks, so the ranks are the key.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._by_parameter = bool(config.policies) or config.quantizer.feeds_back
+
+    @property
+    def stats(self) -> Statistics:
+        return self.training.stats
 
     def communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """The communicator of the ranks of `group`. The first call is a collective over them."""
         group = dist.group.WORLD if group is None else group
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._communicators:
-            self._communicators[ranks] = Communicator(self.config, group, self.stats)
+            self._communicators[ranks] = Communicator(self.config, group, self.training)
         return self._communicators[ranks]
 
-    def end_step(self, step: int) -> None:
-        """Close one optimizer step in the statistics, and report it where the configuration says so."""
-        done = self.stats.end_step()
-        every = self.config.statistics.report_every
-        if every and step % every == 0 and dist.get_rank() == 0:
-            print(f"ncz_plugins: step {step}: {done.describe()}", flush=True)
+    def parts(self, tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> list[Part]:
+        """What the gradients in `tensors` consist of, one after another: see `parts_of`.
+
+        Raises UnsupportedError if there is more than `gradients` tell, and the configuration asks who it belongs to.
+        """
+        parts, unknown = parts_of(tensors, gradients)
+        if unknown and self._by_parameter:
+            raise UnsupportedError(
+                f"{unknown} of {sum(part.length for part in parts)} elements that DeepSpeed reduces belong to no "
+                f"parameter that its engine knows by name, so {DEEPSPEED_KEY} can't follow policies and "
+                "quantizer.error_feedback there. Pass deepspeed.initialize the model with all of its parameters, or "
+                "remove both settings"
+            )
+        return parts
+
+    def feed(self, monitor) -> None:
+        """Send what each step was to DeepSpeed's monitor as well."""
+
+        def sink(record: dict) -> None:
+            monitor.write_events([(name, value, record["step"]) for name, value in scalars(record)])
+
+        sink.__qualname__ = "DeepSpeed's monitor"  # what is said of it if it fails
+        self.training.metrics.sinks.append(sink)
 
     def close(self) -> None:
         """Free the connections. The engine's reductions fail afterwards."""
         for communicator in self._communicators.values():
             communicator.close()
+        self.training.metrics.close()
 
 
 def configured(deepspeed_config) -> GradientCompression | None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from types import MethodType
 
 import horovod.torch as hvd
 from horovod.torch.compression import Compressor
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..core import tuning
 from ..core.config import Config
 from ..core.errors import ConfigError
 from ..core.stats import Statistics
+from ..core.system import gloo_link_gbps
+from ..core.training import Training
 
 ENVIRONMENT = "NCZ_CONFIG"  # a configuration file, for NCZ without settings of its own
 
@@ -28,7 +32,7 @@ class Tagged:
 
     tensor: Tensor
     compressor: NCZ
-    owner: Compressor
+    owner: NCZ | OfOneOptimizer
 
 
 class _OnClassOrInstance:
@@ -40,6 +44,7 @@ class _OnClassOrInstance:
 
     def __init__(self, function):
         self._function = function
+        self.__doc__ = function.__doc__
 
     def __get__(self, instance, owner):
         return MethodType(self._function, owner.default() if instance is None else instance)
@@ -55,16 +60,22 @@ class NCZ(Compressor):
     Attributes:
         config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes.
         stats: `Statistics`; one step is one `synchronize` of the optimizer.
+        training: what lasts from step to step.
 
     The class itself can be passed too and then means its default instance, `NCZ.default()`.
     """
 
+    # Of single tensors, as `OfOneOptimizer` has them.
+    label = "allreduce/"
+    knows_names = True
+
     def __init__(self, source=None, **sections):
         if source is not None and sections:
             raise ConfigError(f"NCZ takes a configuration or sections of one, not both ({', '.join(sections)})")
-        self.config = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
-        self.stats = Statistics(self.config.statistics.history)
-        self._steps = 0
+        source = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
+        self.training = Training(_settled(source))
+        self._is_optimizers = False
+        self._first_parameters: list[weakref.ref[Tensor]] = []  # of each optimizer
 
     @classmethod
     def default(cls) -> NCZ:
@@ -73,37 +84,17 @@ class NCZ(Compressor):
             cls._default = cls()
         return cls._default
 
-    def end_step(self) -> None:
-        """Close one step in the statistics, and report it where the configuration says so."""
-        self._steps += 1
-        done = self.stats.end_step()
-        every = self.config.statistics.report_every
-        if every and self._steps % every == 0 and hvd.rank() == 0:
-            print(f"ncz_plugins: step {self._steps}: {done.describe()}", flush=True)
-
     @property
     def config(self) -> Config:
-        return self._config
+        return self.training.config
 
     @config.setter
     def config(self, source) -> None:
-        config = Config.load(source)
-        if config.roles != ("gradient",):
-            raise ConfigError(
-                f'roles: {list(config.roles)}: under Horovod only gradients are compressed; allowed: ["gradient"]'
-            )
-        if isinstance(config.transport.hierarchy, int):
-            raise ConfigError(
-                f"transport.hierarchy: {config.transport.hierarchy}: under Horovod every rank stands for itself, as "
-                "its runtime has no way between chosen ranks; allowed: auto, off"
-            )
-        config = tuning.settle(config, hvd.size() if hvd.is_initialized() else None)
-        if tuning.is_open(config):
-            raise ConfigError(
-                "transport: frame_bytes and min_bytes: auto: Horovod's ranks can't measure as they start; run "
-                "`horovodrun -np N ncz tune --output tuned.json` and name that file in transport.tuning"
-            )
-        self._config = config
+        self.training.config = _settled(source)
+
+    @property
+    def stats(self) -> Statistics:
+        return self.training.stats
 
     @_OnClassOrInstance
     def compress(self, tensor: Tensor) -> tuple[Tagged, None]:
@@ -115,22 +106,97 @@ class NCZ(Compressor):
         """The all-reduce has done that already; sparse gradients never came to `compress`."""
         return tensor
 
+    # ---------------------------------------------------------------- steps and checkpoints
+
+    @_OnClassOrInstance
+    def state_dict(self) -> dict:
+        """What this rank needs to go on like a run that was not stopped: see `Training.state_dict`."""
+        self._know_place()
+        return self.training.state_dict()
+
+    @_OnClassOrInstance
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what `state_dict` gave to the same rank of a run before: see `Training.load_state_dict`.
+
+        Ranks that load nothing take the step from those that do, and begin with nothing kept by error feedback.
+        """
+        self._know_place()
+        self.training.load_state_dict(state)
+
+    def begin(self) -> None:
+        """Get ready to reduce; find now what can be found wrong before. Raises ConfigError."""
+        self._know_place()
+        transport = self.config.transport
+        link_gbps = transport.link_gbps or (gloo_link_gbps() if transport.schedule == "ring" else None) or 1
+        self.training.begin(ranks=hvd.size(), backend="horovod", link_gbps=link_gbps)
+
+    def end_reduction(self, owner: NCZ | OfOneOptimizer) -> None:
+        """What `owner` had to reduce is reduced: a step is over, unless optimizers tell steps and it is none."""
+        if owner is not self or not self._is_optimizers:
+            self.training.end_step()
+
+    def held_by(self, optimizer: Optimizer, knows_names: bool, takes_part: bool) -> OfOneOptimizer:
+        """This compressor in the hands of an optimizer.
+
+        One that is made anew for the same parameters goes on with what error feedback kept.
+
+        Args:
+            knows_names: whether it is told the names of its parameters.
+            takes_part: whether this rank is in its process set.
+        """
+        self._is_optimizers |= takes_part
+        first = optimizer.param_groups[0]["params"][0]
+        known = (at for at, parameter in enumerate(self._first_parameters) if parameter() is first)
+        number = next(known, len(self._first_parameters))
+        if number == len(self._first_parameters):
+            self._first_parameters.append(weakref.ref(first))
+        return OfOneOptimizer(self, f"optimizer {number + 1}/" if number else "", knows_names)
+
+    def _know_place(self) -> None:
+        """Tell the training which rank this is.
+
+        Elastic training may have changed that: what is known from before is then like a checkpoint from another rank.
+        """
+        training, place = self.training, (hvd.rank(), hvd.size())
+        before = training.rank, training.world_size
+        if place == before:
+            return
+        state = training.state_dict()
+        training.rank, training.world_size = place
+        if None not in before:
+            training.load_state_dict(state)
+
 
 class OfOneOptimizer(Compressor):
     """An NCZ in the hands of one optimizer, which may share it with others.
 
     That a gradient never fires is known only when its own optimizer synchronizes. Until then ranks may differ in
     what is pending, so that others must not reduce it with theirs.
+
+    Attributes:
+        label: what error feedback puts before the names of its parameters, as other optimizers may have the same.
+        knows_names: whether it was told names; else Horovod names its parameters by their places in it.
     """
 
-    def __init__(self, compressor: NCZ):
+    def __init__(self, compressor: NCZ, label: str, knows_names: bool):
+        self.label = label
+        self.knows_names = knows_names
         self._compressor = compressor
+        self._names_in_group: dict[str, list[str]] = {}
 
     def compress(self, tensor: Tensor) -> tuple[Tagged, None]:
         return Tagged(tensor, self._compressor, owner=self), None
 
     def decompress(self, tensor: Tensor, ctx) -> Tensor:
         return tensor
+
+    def learn_groups(self, groups: list[list[str]]) -> None:
+        """Take note of the names of the parameters that are reduced as a group."""
+        self._names_in_group = {names[0]: names for names in groups}
+
+    def names_in_group(self, first: str) -> list[str]:
+        """The parameters whose group Horovod calls by the first of them."""
+        return self._names_in_group[first]
 
 
 def as_instance(compression) -> NCZ | None:
@@ -140,3 +206,24 @@ def as_instance(compression) -> NCZ | None:
     if isinstance(compression, type) and issubclass(compression, NCZ):
         return compression.default()
     return None
+
+
+def _settled(source) -> Config:
+    """The configuration that `source` describes, in which nothing is left open. Raises ConfigError."""
+    config = Config.load(source)
+    if config.roles != ("gradient",):
+        raise ConfigError(
+            f'roles: {list(config.roles)}: under Horovod only gradients are compressed; allowed: ["gradient"]'
+        )
+    if isinstance(config.transport.hierarchy, int):
+        raise ConfigError(
+            f"transport.hierarchy: {config.transport.hierarchy}: under Horovod every rank stands for itself, as "
+            "its runtime has no way between chosen ranks; allowed: auto, off"
+        )
+    config = tuning.settle(config, hvd.size() if hvd.is_initialized() else None)
+    if tuning.is_open(config):
+        raise ConfigError(
+            "transport: frame_bytes and min_bytes: auto: Horovod's ranks can't measure as they start; run "
+            "`horovodrun -np N ncz tune --output tuned.json` and name that file in transport.tuning"
+        )
+    return config

@@ -6,17 +6,13 @@ them: what is pending then is reduced together.
 
 from __future__ import annotations
 
-import itertools
-
 import horovod.torch as hvd
 import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedError
 from .compressor import NCZ, as_instance
-from .reduction import UNNAMED, Pending, submit
-
-_unnamed = itertools.count()
+from .reduction import Pending, submit
 
 
 def allreduce_async(
@@ -79,7 +75,7 @@ def grouped_allreduce(
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set):
-        ctx.settings = (average, None, compression, op, prescale_factor, postscale_factor, process_set)
+        ctx.settings = (average, _of_gradient(name), compression, op, prescale_factor, postscale_factor, process_set)
         handle = allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set, compression)
         return hvd.synchronize(handle)
 
@@ -92,14 +88,19 @@ class _GroupedAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, settings, *tensors):
         average, compression, op, *factors_and_process_set = settings
-        ctx.settings = settings
+        ctx.settings, ctx.name = settings, _of_gradient(name)
         handle = grouped_allreduce_async(tensors, average, name, op, *factors_and_process_set, compression)
         return tuple(hvd.synchronize(handle))
 
     @staticmethod
     def backward(ctx, *gradients):
         average, *others = ctx.settings
-        return None, None, *grouped_allreduce(gradients, average, None, *others)
+        return None, None, *grouped_allreduce(gradients, average, ctx.name, *others)
+
+
+def _of_gradient(name: str | None) -> str | None:
+    """What the gradient of a named result is called."""
+    return name and f"{name}.gradient"
 
 
 def _start(tensors, grouped, average, name, op, prescale_factor, postscale_factor, process_set, compression):
@@ -108,9 +109,12 @@ def _start(tensors, grouped, average, name, op, prescale_factor, postscale_facto
     compressor = as_instance(compression)
     if compressor is None:
         raise UnsupportedError(f"compression={compression!r} is not NCZ; hvd.allreduce takes it")
-    own_name = f"{UNNAMED}{next(_unnamed):09d}" if name is None else name
+    if name is None or not grouped:
+        names = [name] * len(tensors)
+    else:
+        names = [f"{name}.{index}" for index in range(len(tensors))]
     scale = prescale_factor * postscale_factor
-    handle: Pending | None = submit(compressor, compressor, outputs, grouped, own_name, op, scale, process_set)
+    handle: Pending | None = submit(compressor, compressor, outputs, names, op, scale, process_set, grouped=grouped)
     if handle is not None:
         return handle
     start = hvd.grouped_allreduce_async_ if grouped else hvd.allreduce_async_

@@ -1,4 +1,4 @@
-"""Tagged tensors are collected, put into buckets in the same order on every rank, and reduced.
+"""Tagged tensors are collected until all ranks have submitted the same, and then reduced.
 
 Ranks may produce gradients in different orders, and which ones they produce may differ until the optimizer
 synchronizes; by then all have submitted the same names. So everything starts there.
@@ -7,6 +7,9 @@ synchronizes; by then all have submitted the same names. So everything starts th
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import os
 import weakref
 import zlib
 from collections import Counter
@@ -16,35 +19,60 @@ import torch
 from torch import Tensor
 
 from ..core import direct, ring
-from ..core.collective import Call, bypassed, layout_of_sum, run
+from ..core.collective import Call, bypassed, layout_of_sum
 from ..core.device import Host
-from ..core.errors import MismatchError, PeerError, UnsupportedError
+from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
+from ..core.feedback import Feedback
 from ..core.frame import Window
-from ..core.handshake import Comparison
+from ..core.handshake import Comparison, described, differences
+from ..core.policy import Part, named
 from ..core.quantize import Bypass, bypass_by_size
+from ..core.training import Training
 from ..core.transport import Transport
 from ..kernels.format import DTYPES
-from .compressor import NCZ
+from ..version import __version__
+from .buckets import Bucket, Kind, Piece, buckets
+from .compressor import NCZ, OfOneOptimizer
 from .transport import HorovodTransport, open_ring
 
-BUCKET_BYTES = 64 << 20  # what is reduced at once; enough to make latency negligible, little enough to fit in memory
-
-UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
+_UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
+_unnamed = itertools.count()
 
 
 class Pending:
-    """The handle of tensors that wait for their reduction, in place."""
+    """The handle of tensors that wait for their reduction, in place.
+
+    Args:
+        names: of each tensor, None for those that have none.
+        grouped: whether the result is a list.
+    """
 
     def __init__(
-        self, compressor: NCZ, owner, tensors: list[Tensor], grouped, name: str, op, scale: float, process_set
+        self,
+        compressor: NCZ,
+        owner: NCZ | OfOneOptimizer,
+        tensors: list[Tensor],
+        names: list[str | None],
+        op: int,
+        scale: float,
+        process_set,
+        grouped: bool,
     ):
         self.compressor = compressor
         self.owner = owner
-        self.tensors = tensors
-        self.name = name
-        self.op = op
-        self.scale = scale
         self.process_set = process_set
+        self.name = f"{_UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
+        self.pieces = [
+            Piece(
+                Kind(op, scale, str(tensor.dtype)),
+                self.name,
+                index,
+                tensor,
+                Part(name, tensor.numel()),
+                Part(name and owner.label + name, tensor.numel()),
+            )
+            for index, (tensor, name) in enumerate(zip(tensors, names))
+        ]
         self.done = False
         self._grouped = grouped
 
@@ -54,16 +82,8 @@ class Pending:
             _State.current.reduce_all(self.compressor, self.owner)
         if not self.done:  # it was dropped: an earlier reduction failed, or Horovod was initialized again
             raise hvd.HorovodInternalError(f"the reduction of {self.name} was given up; nothing was reduced")
-        return list(self.tensors) if self._grouped else self.tensors[0]
-
-    @property
-    def order(self) -> tuple:
-        """Sorts alike on all ranks; what differs in anything but the name can't share a bucket."""
-        return (*self.kind, self.name)
-
-    @property
-    def kind(self) -> tuple:
-        return (self.process_set.process_set_id, self.op, self.scale, str(self.tensors[0].dtype))
+        results = [piece.tensor for piece in self.pieces]
+        return results if self._grouped else results[0]
 
 
 class _State:
@@ -78,97 +98,147 @@ class _State:
         # Per process set: its ranks, as Horovod gives the number of a removed set to a new one with other ranks.
         self.calls: Counter[tuple[int, ...]] = Counter()
         self._rings: dict[tuple[int, ...], Transport] = {}
+        self._process = os.getpid()
         self._pending: list[weakref.ref[Pending]] = []
 
     def submit(self, pending: Pending) -> Pending:
         self._pending.append(weakref.ref(pending))
         return pending
 
-    def reduce_all(self, compressor: NCZ, owner) -> None:
+    def reduce_all(self, compressor: NCZ, owner: NCZ | OfOneOptimizer) -> None:
         """Reduce all that is pending for one owner."""
+        if os.getpid() != self._process:
+            raise UnsupportedError(
+                f"process {os.getpid()} is a fork of process {self._process}, which has Horovod's threads and "
+                "connections to itself. Start processes by spawn or forkserver"
+            )
+        compressor.begin()
         alive = [pending for reference in self._pending if (pending := reference()) is not None]
-        mine = sorted((p for p in alive if p.owner is owner), key=lambda p: p.order)
+        mine = sorted((p for p in alive if p.owner is owner), key=lambda p: p.process_set.process_set_id)
         self._pending = [weakref.ref(p) for p in alive if p.owner is not owner]
         # What is counted must be counted per process set, as others in it may not be in all of ours.
         for _, of_one_process_set in itertools.groupby(mine, key=lambda p: p.process_set.process_set_id):
             pendings = list(of_one_process_set)
-            self._compare_ranks(compressor, pendings)
-            for index, bucket in enumerate(_buckets(pendings)):
-                self._reduce(compressor, bucket, index)
-                for pending in bucket:
-                    pending.done = True
-        compressor.end_step()
+            process_set = pendings[0].process_set
+            pieces = sorted((piece for p in pendings for piece in p.pieces), key=lambda piece: piece.order)
+            self._agree(compressor, pieces, process_set)
+            _demand_names(compressor, owner)
+            compressed = 0
+            for index, bucket in enumerate(buckets(pieces, compressor.training, process_set.ranks)):
+                compressed += self._reduce(compressor, bucket, process_set, index, compressed)
+            for pending in pendings:
+                pending.done = True
+        compressor.end_reduction(owner)
 
-    def _compare_ranks(self, compressor: NCZ, pendings: list[Pending]) -> None:
+    def _agree(self, compressor: NCZ, pieces: list[Piece], process_set) -> None:
         """Raise MismatchError on every rank of a process set if not all are about to do the same.
 
         Else some could wait for ever: for what the others send uncompressed, say, as their configuration is another.
+
+        How far the training is need not be the same, as ranks come later (elastic training), or a checkpoint is loaded
+        by the first only: all then follow the one that is farthest.
         """
-        process_set = pendings[0].process_set
+        training = compressor.training
+        guard = training.of_group(process_set.ranks).guard
         tensors = [
-            ("" if p.name.startswith(UNNAMED) else p.name, *p.kind, [t.numel() for t in p.tensors]) for p in pendings
+            ("" if p.name.startswith(_UNNAMED) else p.name, p.part.name, p.kind, p.tensor.numel()) for p in pieces
         ]
-        described = {
+        numbers = {
+            "version": zlib.crc32(__version__.encode()),
             "configuration": zlib.crc32(compressor.config.canonical().encode()),
             "number of reductions so far": self.calls[tuple(process_set.ranks)],
-            "number of tensors to reduce": len(pendings),
+            "number of tensors to reduce": len(pieces),
             "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(repr(tensors).encode()),
         }
-        comparison = Comparison(described)
+        comparison = Comparison(numbers)
+        before = guard.state_dict()
+        progress = torch.tensor([training.step, before["calls"], round(-math.log2(before["tightening"]))])
+        highest = torch.cat([comparison.tensor, progress])
+        comparison.tensor, progress = highest.split([comparison.tensor.numel(), progress.numel()])
         name = f"ncz.{process_set.process_set_id}.compare"
-        hvd.synchronize(hvd.allreduce_async_(comparison.tensor, op=hvd.Max, name=name, process_set=process_set))
+        hvd.synchronize(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
         if differing := comparison.differing():
+            settings = _differences(compressor, process_set)
             raise MismatchError(
-                f"ranks {', '.join(map(str, process_set.ranks))} differ in: {'; '.join(differing)}. All must have the "
-                f"same configuration and make the same calls. On rank {hvd.rank()}: {compressor.config.canonical()}; "
-                f"{len(pendings)} to reduce, the first is {pendings[0].name}"
+                f"ranks {', '.join(map(str, process_set.ranks))} differ in: {'; '.join(differing)}. "
+                f"{settings and f'By their place in that list: {settings}. '}All must run the same version with the "
+                f"same configuration and make the same calls. On rank {hvd.rank()}, {len(pieces)} are to be reduced, "
+                f"the first is {pieces[0].name}"
             )
+        training.step, calls, halvings = progress.tolist()
+        guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
 
-    def _reduce(self, compressor: NCZ, bucket: list[Pending], index: int) -> None:
-        first, tensors = bucket[0], [tensor for pending in bucket for tensor in pending.tensors]
-        process_set, world_size = first.process_set, first.process_set.size()
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    def _reduce(self, compressor: NCZ, bucket: Bucket, process_set, index: int, compressed: int) -> bool:
+        """Reduce one bucket.
+
+        Args:
+            index: among the buckets of this reduction.
+            compressed: how many of those before were not bypassed.
+
+        Returns: whether this one was not.
+        """
+        training, kind, world_size = compressor.training, bucket.kind, process_set.size()
+        config = bucket.treatment.settings(compressor.config)
+        flat = torch.cat([piece.tensor.reshape(-1) for piece in bucket.pieces])
         self.calls[tuple(process_set.ranks)] += 1
-        number = self.calls[tuple(process_set.ranks)]
         name = f"ncz.{process_set.process_set_id}.{index}"  # the same in every step, as Horovod caches by name
 
         def plain():
             # Horovod can't add bfloat16; float32 holds it exactly.
             wide = flat.float() if flat.dtype == torch.bfloat16 else flat
             handle = hvd.allreduce_async_(
-                wide, name=f"{name}.plain", op=first.op, prescale_factor=first.scale, process_set=process_set
+                wide, name=f"{name}.plain", op=kind.op, prescale_factor=kind.scale, process_set=process_set
             )
             flat.copy_(hvd.synchronize(handle))
 
-        reason = _bypass(flat, world_size, compressor)
+        def plain_sum(tensor):
+            hvd.synchronize(hvd.allreduce_async_(tensor, name=f"{name}.exact", op=hvd.Sum, process_set=process_set))
+
+        reason = Bypass.ONE_RANK if world_size == 1 else bucket.treatment.bypass or bypass_by_size(flat.nbytes, config)
         if reason is not None:
             plain()
-            compressor.stats.record(bypassed("all_reduce", flat, reason, world_size))
+            training.stats.record(bypassed("all_reduce", flat, reason, world_size))
         else:
-            on_ring = compressor.config.transport.schedule == "ring"
+            on_ring = config.transport.schedule == "ring"
+            group = training.of_group(process_set.ranks)
+            group.calls += 1
             call = Call(
                 "all_reduce",
-                layout_of_sum(flat, world_size, compressor.config),
+                layout_of_sum(flat, world_size, config),
                 source=Window(flat),
                 output=Window(flat),
                 measured=range(world_size),
                 schedule=ring.all_reduce if on_ring else direct.all_reduce,
                 plain=plain,
                 addends=world_size,
-                divisor=(world_size if first.op == hvd.Average else 1) / first.scale,
+                divisor=(world_size if kind.op == hvd.Average else 1) / kind.scale,
+                feedback=_feedback(training, bucket) if config.quantizer.feeds_back else None,
+                plain_sum=plain_sum,
+                draw=group.calls,
             )
-            transport = self._ring(compressor, process_set) if on_ring else HorovodTransport(process_set, name)
+            transport = self._ring(config, process_set) if on_ring else HorovodTransport(process_set, name)
+            verify = None
+            if group.guard.picks(training.step, compressed):
+                verify = named([piece.part for piece in bucket.pieces]) or ""
+            number = self.calls[tuple(process_set.ranks)]
             try:
-                compressor.stats.record(run(call, number, transport, Host(), compressor.config))
-            except PeerError as error:  # what elastic training recovers from
-                raise hvd.HorovodInternalError(str(error)) from error
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-            tensor.copy_(part.view(tensor.shape))
+                with memory_errors(call.collective):
+                    training.run(call, number, transport, Host(), config, group, verify)
+            except BaseException as error:
+                if on_ring:  # else its other ranks would wait for the time-out
+                    del self._rings[tuple(process_set.ranks)]
+                    transport.abort(error)
+                if isinstance(error, PeerError):  # what elastic training recovers from
+                    raise hvd.HorovodInternalError(str(error)) from error
+                raise
+        for piece, result in zip(bucket.pieces, flat.split([piece.tensor.numel() for piece in bucket.pieces])):
+            piece.tensor.copy_(result.view(piece.tensor.shape))
+        return reason is None
 
-    def _ring(self, compressor: NCZ, process_set) -> Transport:
+    def _ring(self, config, process_set) -> Transport:
         ranks = tuple(process_set.ranks)
         if ranks not in self._rings:
-            self._rings[ranks] = open_ring(process_set, compressor.config.transport.timeout_seconds)
+            self._rings[ranks] = open_ring(process_set, config.transport.timeout_seconds)
         return self._rings[ranks]
 
 
@@ -180,12 +250,26 @@ def reset() -> None:
     _State.current = _State()
 
 
-def submit(compressor: NCZ, owner, tensors, grouped: bool, name: str, op, scale: float, process_set) -> Pending | None:
-    """Put tensors among the pending; None if Horovod's own all-reduce must take them, which is then counted."""
-    for tensor in tensors:
+def submit(
+    compressor: NCZ,
+    owner: NCZ | OfOneOptimizer,
+    tensors: list[Tensor],
+    names: list[str | None],
+    op: int,
+    scale: float,
+    process_set,
+    *,
+    grouped: bool,
+) -> Pending | None:
+    """Put tensors among the pending; None if Horovod's own all-reduce must take them, which is then counted.
+
+    Args:
+        names: see `Pending`.
+    """
+    for tensor, name in zip(tensors, names):
         if tensor.device.type != "cpu":
             raise UnsupportedError(
-                f"{name}: tensor on {tensor.device}: this version compresses CPU tensors only; "
+                f"{name or 'allreduce'}: tensor on {tensor.device}: this version compresses CPU tensors only; "
                 "use another compression for it"
             )
     reason = None
@@ -199,24 +283,41 @@ def submit(compressor: NCZ, owner, tensors, grouped: bool, name: str, op, scale:
         for tensor in tensors:
             compressor.stats.record(bypassed("all_reduce", tensor, reason, process_set.size()))
         return None
-    return _State.current.submit(Pending(compressor, owner, list(tensors), grouped, name, op, scale, process_set))
+    return _State.current.submit(Pending(compressor, owner, tensors, names, op, scale, process_set, grouped))
 
 
-def _bypass(flat: Tensor, world_size: int, compressor: NCZ) -> Bypass | None:
-    if world_size == 1:
-        return Bypass.ONE_RANK
-    return bypass_by_size(flat.nbytes, compressor.config)
+def _differences(compressor: NCZ, process_set) -> str:
+    """How the versions and settings of a process set's ranks differ. All of them must call this."""
+    text = json.dumps(described(compressor.config)).encode()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    name = f"ncz.{process_set.process_set_id}.settings"
+    sizes = hvd.allgather(torch.tensor([len(text)]), name=f"{name}.sizes", process_set=process_set)
+    texts = hvd.allgather(mine, name=name, process_set=process_set).split(sizes.tolist())
+    return differences([json.loads(text.numpy().tobytes()) for text in texts])
 
 
-def _buckets(pendings: list[Pending]) -> list[list[Pending]]:
-    """Neighbours of the same kind, up to BUCKET_BYTES each."""
-    buckets: list[list[Pending]] = []
-    size = 0
-    for pending in pendings:
-        nbytes = sum(tensor.nbytes for tensor in pending.tensors)
-        if not buckets or buckets[-1][0].kind != pending.kind or size + nbytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(pending)
-        size += nbytes
-    return buckets
+def _demand_names(compressor: NCZ, owner: NCZ | OfOneOptimizer) -> None:
+    """Raise UnsupportedError if policies go by names that an optimizer was not told."""
+    for at, policy in enumerate(compressor.config.policies):
+        if policy.name is not None and not owner.knows_names:
+            raise UnsupportedError(
+                f"policies[{at}].name: {policy.name!r}: this optimizer does not know the names of its parameters; "
+                "make it with hvd.DistributedOptimizer(..., named_parameters=model.named_parameters())"
+            )
+
+
+def _feedback(training: Training, bucket: Bucket) -> Feedback:
+    """What error feedback needs to know of a bucket. Raises UnsupportedError without a name for each tensor."""
+    parts = [piece.kept_as for piece in bucket.pieces]
+    names = Counter(part.name for part in parts)
+    if None in names:
+        raise UnsupportedError(
+            "quantizer.error_feedback is on, and a tensor has no name to keep by what it loses: pass name= to allreduce"
+        )
+    name, times = names.most_common(1)[0]
+    if times > 1:
+        raise UnsupportedError(
+            f"quantizer.error_feedback is on, and {times} tensors that wait for their reduction have the name {name}: "
+            "give each one of its own"
+        )
+    return Feedback(training.residuals, parts)

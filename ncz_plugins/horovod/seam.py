@@ -15,8 +15,8 @@ import horovod.torch.optimizer as optimizer
 
 from ..core.errors import UnsupportedError
 from ..version import __version__
-from . import functions, reduction
-from .compressor import OfOneOptimizer, Tagged, as_instance
+from . import elastic, functions, reduction
+from .compressor import Tagged, as_instance
 from .reduction import Pending
 
 _installed = False
@@ -39,6 +39,7 @@ def install() -> None:
     _wrap([optimizer, hvd], "DistributedOptimizer", _takes_ncz)
     # Every way to initialize Horovod, elastic's included, ends here.
     _wrap([mpi_ops._basics], "init", _forgets)
+    elastic.install()
     _installed = True
 
 
@@ -64,7 +65,7 @@ def _takes_tagged(original):
             op = mpi_ops.handle_average_backwards_compatibility(op, average)
             scale = prescale_factor * postscale_factor
             owners = tensor.compressor, tensor.owner
-            pending = reduction.submit(*owners, [tensor.tensor], False, name, op, scale, process_set)
+            pending = reduction.submit(*owners, [tensor.tensor], [name], op, scale, process_set, grouped=False)
             if pending is not None:
                 return pending
             tensor, average = tensor.tensor, None
@@ -82,7 +83,8 @@ def _takes_tagged_group(original):
             op = mpi_ops.handle_average_backwards_compatibility(op, average)
             scale = prescale_factor * postscale_factor
             owners, tensors = (tensors[0].compressor, tensors[0].owner), [tagged.tensor for tagged in tensors]
-            pending = reduction.submit(*owners, tensors, True, name, op, scale, process_set)
+            names = owners[1].names_in_group(name)
+            pending = reduction.submit(*owners, tensors, names, op, scale, process_set, grouped=True)
             if pending is not None:
                 return pending
             average = None
@@ -142,7 +144,17 @@ def _takes_ncz(original):
                 f"{compressor.config.describe()}",
                 flush=True,
             )
-        return original(**{**arguments, "compression": OfOneOptimizer(compressor)})
+        compressor.begin()
+        process_set = arguments.get("process_set", hvd.global_process_set)
+        owner = compressor.held_by(
+            arguments["optimizer"],
+            knows_names=arguments.get("named_parameters") is not None,
+            takes_part=bool(process_set.included()),
+        )
+        optimizer = original(**{**arguments, "compression": owner})
+        groups = set(optimizer._p_to_group.values())
+        owner.learn_groups([[optimizer._parameter_names[p] for p in group] for group in groups])
+        return optimizer
 
     return DistributedOptimizer
 

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from datetime import timedelta
+from functools import partial
 
 import horovod.torch as hvd
 import numpy as np
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import FrameError
+from ..core.handshake import open_store
 from ..core.stats import Counters
 from ..core.transport import Transport, peer_errors
 
@@ -135,13 +137,9 @@ def open_ring(process_set, timeout_seconds: float | None) -> Transport:
     """Connect the ranks of a process set by gloo; all of them must call this. They meet through Horovod."""
     rank, world_size = process_set.rank(), process_set.size()
     timeout = _RING_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    store, address = None, ("", 0)
-    if rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-        address = (os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), store.port)  # horovodrun sets it
     first = process_set.ranks[0] if process_set.ranks else 0
-    host, port = hvd.broadcast_object(address, root_rank=first, name="ncz.ring", process_set=process_set)
-    if store is None:
-        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
+    broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
+    store = open_store(rank, world_size, timeout, host, broadcast)
     with peer_errors("connecting to the other ranks"):
         return Transport(dist.ProcessGroupGloo(dist.PrefixStore("ncz", store), rank, world_size, timeout))

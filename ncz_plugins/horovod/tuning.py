@@ -41,4 +41,7 @@ class OfHorovod(Subject):
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"ncz.tune.plain.{tensor.numel()}")
 
     def compressed(self, tensor: Tensor, config: Config) -> None:
-        allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=NCZ(config))
+        # Neither policies nor steps, which are no matter of the link, nor records.
+        quantizer = config.quantizer.changed(error_feedback=False)
+        compressor = NCZ(Config(quantizer=quantizer, entropy=config.entropy, transport=config.transport))
+        allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=compressor)

@@ -4,6 +4,10 @@ import pytest
 import torch
 from processes import results, run
 
+from ncz_plugins.report.read import read
+from ncz_plugins.report.summary import summarize
+from ncz_plugins.report.verdict import verdict
+
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_collective_on_every_rank(world_size, tmp_path):
@@ -60,6 +64,20 @@ def test_statistics_count_what_was_done(behaviour):
         assert 0 < counted["wire_bytes"] < counted["plain_bytes"]
         assert counted["ratio"] == counted["plain_bytes"] / counted["wire_bytes"]
         assert counted["seconds"] >= counted["encode_seconds"] + counted["decode_seconds"] > 0
+
+
+def test_rank_0_records_what_it_counted(behaviour):
+    run = read(behaviour[0]["file"])
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6] and run.starts == [1, 4] and not run.notes
+    for counted, step in zip(behaviour[0]["counted"], run.steps):
+        recorded = step.model_dump()
+        assert {name: recorded.get(name, value) for name, value in counted.items()} == counted
+        assert step.ratio == counted["ratio"] and step.bypasses == {"too small": 1}
+        assert step.plain_bytes > 2 * step.wire_bytes > 2 * step.bypassed_bytes["too small"]
+    assert [[finding.name for finding in step.guard] for step in run.steps] == [["body"], []] * 3
+    summary = summarize(run)
+    assert summary.runs == 2 and summary.times.steps == 4 and 0 < summary.times.share < 1
+    assert run.header.ranks == len(behaviour) and len(verdict(summary, run.header)) == 3
 
 
 def test_nothing_leaks(behaviour):

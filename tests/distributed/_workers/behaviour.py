@@ -3,12 +3,13 @@
 import gc
 import os
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import digest, finish, start, values
 
-from ncz_plugins import Communicator, Config, NczError, UnsupportedError
+from ncz_plugins import Communicator, Config, ConfigError, MismatchError, NczError, UnsupportedError
 
 rank, world_size = start()
 everyone = [values(r, 100_000) for r in range(world_size)]
@@ -130,6 +131,22 @@ with Communicator({"quantizer": {"mode": "rms", "value": 0.01}}) as communicator
     waiter.join(30)
     assert not waiter.is_alive()
     result["bytes"] = communicator.stats.to_dict()["total"]
+
+# What rank 0 writes down over two starts is what it counted. Where it can't, all ranks learn of it.
+result["file"] = str(Path(os.environ["NCZ_TEST_RESULT"]).with_name("recorded.jsonl"))
+result["counted"], state = [], None
+for _ in range(2):
+    with Communicator({"statistics": {"jsonl": result["file"]}, "guard": {"every": 2}}) as communicator:
+        if state is not None:
+            communicator.training.load_state_dict(state)
+        for _ in range(3):
+            communicator.all_reduce(everyone[rank].clone(), name="body")
+            communicator.all_reduce(everyone[rank][:100].clone(), name="bias")
+            result["counted"].append(communicator.end_step().to_dict())
+        state = communicator.training.state_dict()
+unwritable = {"statistics": {"jsonl": f"{result['file']}/below a file"}}
+words = ("rank 0", "statistics.jsonl", "cannot be written")
+raises(MismatchError if rank else ConfigError, lambda: Communicator(unwritable), *words)
 
 # Shapes: anything contiguous; what is not is refused with the remedy.
 with Communicator({"transport": {"min_bytes": 0}}) as communicator:

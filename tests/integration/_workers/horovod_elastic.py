@@ -17,7 +17,7 @@ from horovod_common import gradients, largest_error, loss_of, new_model, save, s
 import ncz_plugins.horovod
 from ncz_plugins.horovod import NCZ
 
-STEPS, FATAL_STEP = 8, 4
+STEPS, FATAL_STEP = 8, 5
 BOUND = 2e-4
 
 
@@ -28,8 +28,15 @@ def die_in_the_fatal_step(gradient) -> None:
 
 @hvd.elastic.run
 def train(state) -> None:
-    """All steps that are left, each of which is committed."""
-    started_with.append({"step": state.step, "size": hvd.size(), "sha256": sha256(model.parameters())})
+    """All steps that are left, every second of which is committed."""
+    started_with.append(
+        {
+            "step": state.step,
+            "ncz_step": compressor.training.step,
+            "size": hvd.size(),
+            "sha256": sha256(model.parameters()),
+        }
+    )
     while state.step < STEPS:
         optimizer.zero_grad()
         loss_of(model, state.step).backward()
@@ -40,17 +47,20 @@ def train(state) -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         state.step += 1
-        state.commit()
+        if state.step % 2 == 0:
+            state.commit()
 
 
 hvd.init()
-model, compressor = new_model(), NCZ(quantizer={"mode": "abs", "value": BOUND}, transport={"schedule": sys.argv[2]})
+model = new_model()
+quantizer = {"mode": "abs", "value": BOUND, "error_feedback": True}
+compressor = NCZ(quantizer=quantizer, transport={"schedule": sys.argv[2]}, statistics={"report_every": 1})
 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compressor)
 # In the middle of the model: some gradients are pending by then, others are still to come.
 model.b.weight.register_hook(die_in_the_fatal_step)
 started_with, errors = [], []
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, ncz=compressor, step=0)
 train(state)
 # An unnamed tensor that goes Horovod's own way, and one that does not.
 integers = ncz_plugins.horovod.allreduce(torch.arange(9) + hvd.rank(), op=hvd.Sum, compression=compressor)
@@ -59,6 +69,7 @@ save(
         "started_with": started_with,
         "errors": errors,
         "sha256": sha256(model.parameters()),
+        "ncz_step": compressor.training.step,
         "integers": integers.tolist(),
         "steps": [{"calls": s.calls, "compressed": s.compressed_calls} for s in compressor.stats.steps],
         "wire_bytes": compressor.stats.total.wire_bytes,

@@ -1,0 +1,55 @@
+"""Parts of one tensor that are reduced in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .policy import Part
+
+
+def regrouped(
+    tensor: Tensor,
+    parts: Sequence[Part],
+    groups: Sequence[Sequence[int]],
+    reduce: Callable[[Tensor, list[Part]], object],
+) -> Regrouped:
+    """Put the parts of each group together, reduce them, and put them back once waited for.
+
+    Args:
+        tensor: contiguous, of any shape.
+        groups: indices of parts; each belongs to one of them.
+        reduce: starts a reduction in place and returns its handle.
+    """
+    pieces = tensor.view(-1).split([part.length for part in parts])
+    under_way = []
+    for indices in groups:
+        mine = [pieces[at] for at in indices]
+        together = torch.cat(mine)
+        under_way.append((reduce(together, [parts[at] for at in indices]), together, mine))
+    return Regrouped(under_way)
+
+
+class Regrouped:
+    """The handle of reductions whose results go where they belong when they are waited for."""
+
+    def __init__(self, under_way: list[tuple]):
+        self._under_way = under_way
+
+    def wait(self, *timeout) -> bool:
+        """Block until all results are in place. Raises what went wrong."""
+        while self._under_way:
+            handle, together, pieces = self._under_way[0]
+            handle.wait(*timeout)
+            for piece, result in zip(pieces, together.split([piece.numel() for piece in pieces])):
+                piece.copy_(result)
+            del self._under_way[0]
+        return True
+
+    def is_completed(self) -> bool:
+        """True once all results are in place."""
+        if all(handle.is_completed() for handle, _, _ in self._under_way):
+            self.wait()
+        return not self._under_way

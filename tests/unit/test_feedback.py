@@ -1,0 +1,148 @@
+"""Error feedback: over the steps nothing is lost but what residuals hold."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play
+
+from ncz_plugins.core import direct, plain, ring
+from ncz_plugins.core.collective import Call, layout_of_sum, run
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.device import Host
+from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.feedback import Feedback, Residuals
+from ncz_plugins.core.frame import Window
+from ncz_plugins.core.policy import Part
+
+SCHEDULES = {"ring": ring, "direct": direct}
+NUMEL = 20_011
+PARTS = [Part("a", 5000), Part(None, 11), Part("b", 8000, numel=15_000), Part("b", 7000, 8000)]
+STEPS = 6
+
+
+def config(**quantizer) -> Config:
+    return Config(quantizer={"mode": "rms", "value": 2, "error_feedback": True} | quantizer)
+
+
+def gradients(rank: int, step: int, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(NUMEL, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def reduce(transport, tensor, residuals, config, number=1, divisor=1, parts=PARTS, schedule="direct"):
+    return run(
+        Call(
+            "all_reduce",
+            layout_of_sum(tensor, transport.world_size, config),
+            source=Window(tensor),
+            output=Window(tensor),
+            measured=range(transport.world_size),
+            schedule=SCHEDULES[schedule].all_reduce,
+            plain=lambda: plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait(),
+            addends=transport.world_size,
+            divisor=divisor,
+            feedback=Feedback(residuals, parts) if residuals else None,
+        ),
+        number,
+        transport,
+        Host(),
+        config,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["error_bound", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_lost_in_one_step_is_in_the_residuals(schedule, kind, dtype):
+    """Results plus what residuals hold make the exact sum, but for roundings; and without them much is missing."""
+    world_size = 3
+
+    def body(transport):
+        residuals, total = Residuals(), torch.zeros(NUMEL, dtype=torch.float64)
+        for step in range(STEPS):
+            tensor = gradients(transport.rank, step, dtype)
+            done = reduce(transport, tensor, residuals, config(kind=kind), step, world_size, schedule=schedule)
+            assert done.compressed_calls == 1
+            total += tensor.double()
+        return total, residuals.by_name
+
+    outcomes = play(world_size, body)
+    total = outcomes[0][0]
+    assert all(torch.equal(total, other) for other, _ in outcomes)
+    exact = (
+        sum(gradients(rank, step, dtype).double() for rank in range(world_size) for step in range(STEPS)) / world_size
+    )
+    left = {name: sum(by_name[name].double() for _, by_name in outcomes) / world_size for name in ("a", "b")}
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 0.05}[dtype]  # results are rounded to dtype
+    for name, elements in (("a", slice(0, 5000)), ("b", slice(5011, NUMEL))):
+        missing = exact[elements] - total[elements]
+        assert (missing - left[name]).abs().max() < tolerance
+        assert missing.abs().max() > 10 * tolerance
+        assert outcomes[0][1][name].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert set(outcomes[0][1]) == {"a", "b"}  # padding has none
+
+
+def test_small_values_come_through_in_the_end():
+    """Every element is far below the step: without feedback nothing ever arrives."""
+
+    def body(transport, on):
+        residuals, total = Residuals() if on else None, torch.zeros(NUMEL)
+        tensor = torch.full((NUMEL,), 0.01)
+        tensor[::4096] = 100.0
+        for step in range(400):
+            given = tensor.clone()
+            assert reduce(transport, given, residuals, config(mode="abs", value=0.5), step).compressed_calls
+            total += given
+        return total[1]
+
+    assert play(2, lambda transport: body(transport, False)) == [0, 0]
+    assert all(abs(total - 400 * 2 * 0.01) <= 2 * 0.51 for total in play(2, lambda transport: body(transport, True)))
+
+
+def test_a_call_that_goes_plain_leaves_residuals_as_they_are():
+    def body(transport):
+        residuals = Residuals()
+        reduce(transport, gradients(transport.rank, 0), residuals, config())
+        before = {name: each.clone() for name, each in residuals.by_name.items()}
+        tensor = gradients(transport.rank, 1)
+        if transport.rank == 1:
+            tensor[7] = float("nan")
+        done = reduce(transport, tensor, residuals, config(), 2)
+        assert done.bypasses == {"non-finite": 1} and torch.isnan(tensor[7])
+        exact = gradients(0, 1) + gradients(1, 1)
+        exact[7] = float("nan")
+        assert torch.equal(tensor.nan_to_num(5), exact.nan_to_num(5))  # nothing was added to what went plain
+        assert all(torch.equal(before[name], each) for name, each in residuals.by_name.items())
+        assert all(each.isfinite().all() for each in residuals.by_name.values())
+
+    play(2, body)
+
+
+def test_residuals_follow_a_parameter_into_other_buckets():
+    """Cut and put together differently, in another order, each element finds its own residual."""
+
+    def body(transport):
+        residuals = Residuals()
+        reduce(transport, gradients(transport.rank, 0), residuals, config())
+        kept = {name: each.clone() for name, each in residuals.by_name.items()}
+        values = torch.zeros(9000)
+        window = Feedback(residuals, [Part("b", 6000, 9000, 15_000), Part("a", 3000, 1000, 5000)]).added_to(
+            Window(values)
+        )
+        assert torch.equal(window.data, torch.cat([kept["b"][9000:], kept["a"][1000:4000]]))
+        part = Feedback(residuals, PARTS).added_to(Window(torch.zeros(2000), 4500))  # a node's piece
+        assert torch.equal(part.data, torch.cat([kept["a"][4500:], torch.zeros(11), kept["b"][:1489]]))
+
+    play(2, body)
+
+
+def test_one_name_for_two_parameters_is_refused():
+    residuals = Residuals()
+    residuals.of(Part("a", 10), torch.zeros(1))
+    with pytest.raises(MismatchError, match="a has 11 elements and had 10 before.*one name for each parameter"):
+        residuals.of(Part("a", 11), torch.zeros(1))
+    assert residuals.nbytes == 40
+
+
+def test_lossless_keeps_nothing():
+    assert not config(kind="lossless").quantizer.feeds_back

@@ -1,0 +1,227 @@
+"""The guard: its figures against numpy, which sums it picks, and what an alarm does. All ranks in one process."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import play
+
+from ncz_plugins import AccuracyError
+from ncz_plugins.core import config, guard
+from ncz_plugins.core.guard import Guard
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
+from benchmarks import guard as benchmark  # noqa: E402
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def verify(results, exacts, whole=True, **given):
+    """What every rank's guard makes of it; all of them are given back with their findings."""
+
+    def rank(transport):
+        own = Guard(config.Guard(every=1, **given))
+        own.verify("weight", results[transport.rank], exacts[transport.rank], whole, transport)
+        return own
+
+    return play(len(results), rank)
+
+
+def finding(result, exact, ranks=2, **given):
+    """The one finding where every rank holds all of both; None if there is none."""
+    found = [own.findings for own in verify([result] * ranks, [exact] * ranks, **given)]
+    assert all(found[0] == other for other in found)
+    return found[0][0] if found[0] else None
+
+
+def by_numpy(compressed, uncompressed):
+    """Relative error and cosine, computed in the widest floats there are."""
+    c, u = (tensor.double().numpy().astype(np.longdouble) for tensor in (compressed, uncompressed))
+    norms = np.sqrt((c**2).sum()), np.sqrt((u**2).sum())
+    return float(np.sqrt(((c - u) ** 2).sum()) / norms[1]), float((c * u).sum() / norms[0] / norms[1])
+
+
+# ------------------------------------------------------------------ figures
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    numel=st.integers(1, 3000),
+    noise=st.sampled_from([0.0, 1e-3, 0.3, 3.0]),
+    magnitude=st.integers(-4, 4),
+    ranks=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_figures_are_those_of_numpy(dtype, numel, noise, magnitude, ranks, seed):
+    generator = torch.Generator().manual_seed(seed)
+    exact = torch.randn(numel, generator=generator) * 10.0**magnitude
+    result = (exact + noise * 10.0**magnitude * torch.randn(numel, generator=generator)).to(dtype)
+    exact = exact.to(dtype)
+    found = finding(result, exact, ranks)
+    np.testing.assert_allclose((found.relative_error, found.cosine), by_numpy(result, exact), rtol=1e-9, atol=1e-15)
+
+
+def test_parts_of_different_lengths_add_up():
+    generator = torch.Generator().manual_seed(1)
+    exacts = [torch.randn(n, generator=generator) for n in (5, 0, 1000)]
+    results = [exact + 0.1 * torch.randn(exact.shape, generator=generator) for exact in exacts]
+    found = [own.findings for own in verify(results, exacts, whole=False)]
+    assert found[0] == found[1] == found[2]
+    np.testing.assert_allclose(found[0][0][1:3], by_numpy(torch.cat(results), torch.cat(exacts)), rtol=1e-12)
+
+
+def test_more_than_one_piece_and_an_odd_share_leave_nothing_out():
+    exact = torch.ones(3 * guard._PIECE + 1)
+    result = exact.clone()
+    result[-1], result[guard._PIECE] = 2, 3
+    found = finding(result, exact)
+    assert found.relative_error == pytest.approx(math.sqrt(5 / exact.numel()), rel=1e-12)
+
+
+def test_figures_where_a_sum_is_zero_or_empty():
+    zero, one = torch.zeros(3), torch.ones(3)
+    assert finding(zero, zero)[1:] == (0.0, 1.0, False)
+    assert finding(torch.zeros(0), torch.zeros(0))[1:] == (0.0, 1.0, False)
+    assert finding(one, zero)[1:] == (math.inf, 0.0, True)
+    assert finding(zero, one)[1:] == (1.0, 0.0, True)
+    assert finding(-one, one)[1:] == (2.0, -1.0, True)
+
+
+def test_figures_of_the_smallest_and_the_largest_numbers():
+    for dtype in DTYPES[:3]:
+        for value in (torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max):
+            exact = torch.full((4,), value, dtype=dtype)
+            assert finding(exact, exact)[1:] == (0.0, 1.0, False)
+            assert finding(exact / 2, exact)[1:3] == (0.5, 1.0)
+
+
+def test_a_sum_that_overflows_is_not_judged_but_a_result_that_does_is():
+    finite = torch.ones(3)
+    for value in (math.inf, -math.inf, math.nan):
+        broken = torch.tensor([1.0, value, 1.0])
+        assert finding(broken, broken) is finding(finite, broken) is None
+        assert finding(broken, finite)[1:] == (math.inf, 0.0, True)
+
+
+def test_only_one_rank_with_a_broken_part_is_seen_by_all():
+    finite, broken = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert [own.findings for own in verify([finite, finite], [finite, broken], whole=False)] == [[], []]
+    found = [own.findings for own in verify([finite, broken], [finite, finite], whole=False)]
+    assert found[0] == found[1] and found[0][0].alarm
+
+
+# ------------------------------------------------------------------ which sums
+
+
+def picked(own, calls, steps):
+    """For each step, which of its `calls` sums were picked."""
+    found = []
+    for step in steps:
+        found.append([call for call in range(calls) if own.picks(step, call)])
+        own.end_step()
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_every_sum_has_its_turn(every):
+    own = Guard(config.Guard(every=every))
+    assert picked(own, 4, range(every)) == [[0]] + [[]] * (every - 1)  # nobody knows yet how many there are
+    found = picked(own, 4, range(every, 9 * every))
+    assert found[::every] == [[call] for call in (1, 2, 3, 0, 1, 2, 3, 0)]
+    assert all(not calls for step, calls in enumerate(found) if step % every)
+
+
+def test_the_turns_follow_a_changing_number_of_sums_and_skip_steps_without_any():
+    own = Guard(config.Guard(every=1))
+    picked(own, 3, range(3))
+    picked(own, 0, range(3, 6))
+    assert picked(own, 3, range(6, 9)) == [[0], [1], [2]]
+    assert picked(own, 2, [9, 10, 11]) == [[0], [0], [1]]
+
+
+def test_a_guard_that_is_off_picks_nothing():
+    assert picked(Guard(config.Guard()), 5, range(5)) == [[]] * 5
+
+
+def test_a_resumed_guard_goes_on_where_it_was():
+    own = Guard(config.Guard(every=1))
+    picked(own, 4, range(6))
+    own.tightening = 0.25
+    resumed = Guard(config.Guard(every=1))
+    resumed.load_state_dict(json.loads(json.dumps(own.state_dict())))
+    assert resumed.tightening == 0.25
+    assert picked(resumed, 4, range(6, 10)) == picked(own, 4, range(6, 10)) == [[2], [3], [0], [1]]
+
+
+# ------------------------------------------------------------------ alarms
+
+EXACT = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "result, thresholds, alarm",
+    [
+        ([1.3, 1.3, 1.3, 1.3], {}, False),
+        ([1.6, 1.6, 1.6, 1.6], {}, True),  # the relative error is 0.6, the cosine 1
+        ([1.6, 1.6, 1.6, 1.6], {"max_relative_error": 0.7}, False),
+        ([1.0, 1.0, 0.0, 0.0], {"max_relative_error": 1.0}, True),  # the cosine is 0.707
+        ([1.0, 1.0, 0.0, 0.0], {"max_relative_error": 1.0, "min_cosine": 0.7}, False),
+    ],
+)
+def test_alarm_beyond_a_threshold(result, thresholds, alarm):
+    assert finding(torch.tensor(result), EXACT, **thresholds).alarm == alarm
+
+
+def test_warn_is_one_line_on_the_first_rank(capsys):
+    guards = verify([3 * EXACT] * 2, [EXACT] * 2, on_alarm="warn")
+    for own in guards:
+        assert [found.name for found in own.end_step()] == ["weight"]
+        assert own.end_step() == [] and own.tightening == 1
+    assert capsys.readouterr().out == (
+        "ncz_plugins: step 1: weight: relative error 2, cosine 1 to the uncompressed sum; allowed: at most 0.5, "
+        "at least 0.8. Set a smaller quantizer.value, in general or by a policy for this tensor, or thresholds in "
+        "guard that fit\n"
+    )
+
+
+def test_tighten_halves_the_bounds_once_for_each_step_with_alarms(capsys):
+    def rank(transport):
+        own = Guard(config.Guard(every=1, on_alarm="tighten"))
+        seen = []
+        for results in ([3 * EXACT, 4 * EXACT], [EXACT], [3 * EXACT]):
+            for result in results:
+                own.verify(None, result, EXACT, True, transport)
+            own.end_step()
+            seen.append(own.tightening)
+        return seen
+
+    assert play(2, rank) == [[0.5, 0.5, 0.25]] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].count("a tensor without a name") == 2
+    assert lines[1].endswith("All bounds are now 0.25 times what they would be")
+
+
+def test_stop_raises_on_every_rank_and_names_everything():
+    for own in verify([3 * EXACT] * 2, [EXACT] * 2, on_alarm="stop", min_cosine=0.9):
+        with pytest.raises(AccuracyError) as caught:
+            own.end_step()
+        for word in ("step 1", "weight", "relative error 2", "cosine 1", "0.5", "0.9", "quantizer.value", "on_alarm"):
+            assert word in str(caught.value)
+        assert own.findings == own.end_step() == []
+
+
+# ------------------------------------------------------------------ the documentation
+
+
+def test_the_figures_in_the_documentation_are_those_that_were_measured(capsys):
+    measured = json.loads((ROOT / "benchmarks" / "results" / "guard-4-ranks.json").read_text())
+    benchmark.show(measured["rows"])
+    assert capsys.readouterr().out in (ROOT / "docs" / "policies.md").read_text()

@@ -1,0 +1,103 @@
+"""What each part of a tensor gets."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.policy import Part, Policies, named
+from ncz_plugins.core.quantize import Bypass
+
+CONFIG = Config(
+    policies=[
+        {"name": ["*.bias", "norm?.*"], "action": "skip"},
+        {"max_elements": 100, "dtype": "bfloat16", "quantizer": {"kind": "lossless"}},
+        {"min_elements": 1000, "role": "parameter", "quantizer": {"mode": "rel", "value": 0.01, "block": 0}},
+        {"name": "head.*", "quantizer": {"value": 0.05, "error_feedback": True}},
+    ],
+    steps={"warmup": 3, "bounds": [{"step": 0, "times": 0.5}, {"step": 10, "times": 2}]},
+)
+
+
+def treatment(name="weight", numel=5000, dtype=torch.float32, role="gradient", step=10, tightening=1.0, config=CONFIG):
+    return Policies(config).treatment(Part(name, numel), dtype, role, step, tightening)
+
+
+@pytest.mark.parametrize(
+    ("asked", "because"),
+    [
+        ({"name": "layer.bias"}, "policies[0]"),
+        ({"name": "norm1.weight"}, "policies[0]"),
+        ({"name": "bias"}, "default"),
+        ({"name": "norm12.weight"}, "default"),
+        ({"name": "head.bias"}, "policies[0]"),  # the first that fits
+        ({"name": "head.weight"}, "policies[3]"),
+        ({"name": "head.weight", "numel": 100, "dtype": torch.bfloat16}, "policies[1]"),
+        ({"numel": 100, "dtype": torch.bfloat16}, "policies[1]"),
+        ({"numel": 101, "dtype": torch.bfloat16}, "default"),
+        ({"numel": 1000, "role": "parameter"}, "policies[2]"),
+        ({"numel": 999, "role": "parameter"}, "default"),
+        ({"numel": 1000, "role": None}, "default"),
+        ({"name": None}, "default"),
+        ({"name": None, "numel": 1, "dtype": torch.bfloat16}, "policies[1]"),
+    ],
+)
+def test_the_first_policy_that_fits_counts(asked, because):
+    assert treatment(**asked).because == because
+
+
+def test_a_policy_changes_what_it_names_and_nothing_else():
+    changed = treatment("head.weight").quantizer
+    assert changed == CONFIG.quantizer.changed(value=0.1, error_feedback=True)  # 0.05 times 2
+    assert treatment("head.bias").bypass is Bypass.POLICY
+    assert treatment("head.weight").bypass is None
+    assert treatment(numel=1000, role="parameter").quantizer.mode == "rel"
+
+
+def test_the_size_is_that_of_the_whole_parameter():
+    slice_of_many = Part(None, length=50, start=200, numel=5000)
+    found = Policies(CONFIG).treatment(slice_of_many, torch.bfloat16, "gradient", step=10)
+    assert found.because == "default"
+
+
+@pytest.mark.parametrize(
+    ("step", "bypass", "times"),
+    [
+        (0, Bypass.WARM_UP, None),
+        (2, Bypass.WARM_UP, None),
+        (3, None, 0.5),
+        (9, None, 0.5),
+        (10, None, 2),
+        (99, None, 2),
+    ],
+)
+def test_steps_change_the_bound(step, bypass, times):
+    found = treatment(step=step)
+    assert found.bypass is bypass
+    if times:
+        assert found.quantizer.value == CONFIG.quantizer.value * times
+        assert treatment(step=step, tightening=0.25).quantizer.value == CONFIG.quantizer.value * times / 4
+
+
+def test_before_the_first_bound_nothing_is_changed():
+    config = Config(steps={"bounds": [{"step": 5, "times": 0.1}]})
+    assert treatment(step=4, config=config).quantizer == config.quantizer
+
+
+def test_the_settings_of_a_call_are_those_in_force_with_the_quantizer_of_its_treatment():
+    in_force = CONFIG.with_transport(schedule="ring")
+    settings = treatment("head.weight").settings(in_force)
+    assert settings.transport == in_force.transport and settings.quantizer.value == 0.1
+    assert treatment(config=Config()).settings(in_force) == in_force
+
+
+@given(st.text(st.characters(categories=["L", "N", "P"]), min_size=1))
+def test_any_name_is_taken(name):
+    assert treatment(name).because in {"default", "policies[0]", "policies[3]"}
+
+
+def test_a_tensor_is_called_by_its_first_parameter():
+    assert named([Part(None, 3)]) is None
+    assert named([Part("a", 3), Part(None, 1), Part("a", 4, 3)]) == "a"
+    assert named([Part("a", 3), Part("b", 1), Part("c", 4)]) == "a and 2 more"

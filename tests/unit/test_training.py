@@ -1,0 +1,102 @@
+"""What lasts from step to step: counted, decided alike, saved and restored."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.policy import Part
+from ncz_plugins.core.stats import Counters
+from ncz_plugins.core.training import Training
+
+RANKS = (0, 1)
+
+
+def of_two_ranks(rank=0, **sections) -> Training:
+    training = Training(sections)
+    training.rank, training.world_size = rank, 2
+    return training
+
+
+def test_parts_that_are_treated_alike_are_put_together():
+    training = of_two_ranks(policies=[{"name": "*.bias", "action": "skip"}])
+    parts = [Part("a.bias", 3), Part("a.weight", 9), Part(None, 1), Part("b.bias", 3)]
+    (skipped, biases), (compressed, others) = training.grouped(parts, torch.float32, "gradient", RANKS)
+    assert (biases, others) == ([0, 3], [1, 2])
+    assert skipped.bypass and not compressed.bypass
+
+
+def test_a_step_is_closed_counted_and_recorded(tmp_path, capsys):
+    training = of_two_ranks(statistics={"jsonl": str(tmp_path / "run.jsonl"), "report_every": 2})
+    training.begin(ranks=2)
+    for _ in range(2):
+        training.stats.record(Counters(calls=1, bytes_in=800, plain_bytes=800, wire_bytes=100))
+        assert training.end_step().ratio == 8
+    header, *records = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert header["ranks"] == 2 and header["config"]["quantizer"]["value"] == 0.25
+    assert [(each["step"], each["wire_bytes"], each["bound_times"]) for each in records] == [(1, 100, 1), (2, 100, 1)]
+    assert records[0]["step_seconds"] is None and records[1]["step_seconds"] >= 0
+    assert training.step == 2
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 and printed[0].startswith("ncz_plugins: step 2: ")
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    training = of_two_ranks(1, statistics={"jsonl": str(tmp_path / "run.jsonl"), "report_every": 1})
+    training.begin(ranks=2)
+    training.end_step()
+    assert not (tmp_path / "run.jsonl").exists() and not capsys.readouterr().out
+
+
+def saved(training: Training) -> dict:
+    """The state after a way through a file, read as what may come from anybody."""
+    file = io.BytesIO()
+    torch.save(training.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def of_a_run() -> Training:
+    training = of_two_ranks()
+    training.residuals.of(Part("a", 5), torch.zeros(1)).copy_(torch.arange(5.0))
+    group = training.of_group(RANKS)
+    group.calls, group.guard.tightening = 17, 0.5
+    training.step = 9
+    return training
+
+
+def test_a_state_goes_through_a_checkpoint():
+    training = of_two_ranks()
+    training.load_state_dict(saved(of_a_run()))
+    assert training.step == 9
+    assert torch.equal(training.residuals.by_name["a"], torch.arange(5.0))
+    assert training.state_dict()["groups"] == of_a_run().state_dict()["groups"]  # though none was asked for yet
+    group = training.of_group(RANKS)
+    assert (group.calls, group.guard.tightening) == (17, 0.5)
+    assert training.treatment(Part("a", 5), torch.float32, None, RANKS).quantizer.value == 0.125
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 3), (1, 2)])
+def test_the_state_of_another_rank_gives_no_residuals(rank, world_size, capsys):
+    training = Training()
+    training.rank, training.world_size = rank, world_size
+    training.load_state_dict(saved(of_a_run()))
+    assert training.step == 9 and not training.residuals.by_name
+    group = training.of_group((0, 1, 2))
+    assert (group.calls, group.guard.tightening) == (0, 0.5)
+    told = capsys.readouterr().err
+    assert f"saved by rank 0 of 2 and is loaded by rank {rank} of {world_size}: " in told and "starts at zero" in told
+
+
+def test_a_foreign_state_is_refused():
+    with pytest.raises(ConfigError, match="format None is not one that"):
+        Training().load_state_dict({"step": 3})
+
+
+def test_a_configuration_may_be_replaced_between_steps():
+    training = of_a_run()
+    training.config = Config(quantizer={"value": 1}, guard={"every": 3})
+    assert training.treatment(Part("a", 5), torch.float32, None, RANKS).quantizer.value == 0.5
+    assert training.of_group(RANKS).guard.settings.every == 3
