@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .trial.peers import Result
     from .trial.speed import Speeds
 
+_NO_BREAKS = 10_000  # columns of a table that nobody looks at on a screen
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with `arguments` (default: the process's own) and return the exit code."""
@@ -62,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="validate a configuration and print the effective settings")
     check.add_argument("file", help="one of ours (.yaml, .yml, .json), or a DeepSpeed configuration (.json)")
+    check.add_argument(
+        "--model",
+        metavar="SPEC",
+        help="show instead what each parameter of a model gets: FILE.py:NAME or package.module:NAME, where NAME is an "
+        "nn.Module or makes one without arguments, and may be left out if it is the only one; this runs the file",
+    )
+    check.add_argument("--step", metavar="N", help="with --model: in this step, from 0; else the first after warm-up")
     check.set_defaults(run=_check)
 
     codec = commands.add_parser("codec", help="what an array would compress to: ratio, error, speed")
@@ -109,6 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--config", metavar="FILE", help="for the quantizer, the coder and the hierarchy of this one")
     tune.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 unless told")
     tune.set_defaults(run=_tune)
+
+    report = commands.add_parser("report", help="what the records of a training say, and what limited it")
+    report.add_argument("file", metavar="RUN.jsonl", help="the file that statistics.jsonl named")
+    report.add_argument("--from", dest="first", metavar="STEP", type=int, help="leave out the steps before this one")
+    report.add_argument("--to", dest="last", metavar="STEP", type=int, help="leave out the steps after this one")
+    report.add_argument("--json", action="store_true", help="the same as JSON")
+    report.add_argument("--plot", metavar="FILE.png", help="also draw ratio, bytes, error and times against the steps")
+    report.set_defaults(run=_report)
 
     schema = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
     schema.add_argument("--markdown", action="store_true", help="the table of docs/configuration.md instead")
@@ -166,7 +183,12 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.step is not None and not options.model:
+        raise ConfigError("--step says for which step --model shows the treatment: give both, or neither")
     config, of_deepspeed = _load(options.file)
+    if options.model:
+        _check_model(options, config, of_deepspeed)
+        return
     tuned = config.transport.tuning and Tuning.read(config.transport.tuning)
     verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)" if of_deepspeed else "valid"
     table = Table(box=None, pad_edge=False)
@@ -185,6 +207,25 @@ def _check(options: argparse.Namespace) -> None:
         console.print(Text(f"{config.transport.tuning}: {tuned.describe()}"))
     console.print()
     console.print(table)
+
+
+def _check_model(options: argparse.Namespace, config: Config, of_deepspeed: bool) -> None:
+    step = config.steps.warmup if options.step is None else _number(options.step)
+    if type(step) is not int or step < 0:
+        raise ConfigError(f"--step {options.step} is not allowed; allowed: an integer, 0 or more")
+    from .check import model, table, treatments  # imports torch
+
+    name, found = model.load_model(options.model)
+    rows = treatments.rows(found, config, step)
+    # What a pipe takes need not fit a screen.
+    console = Console(width=None if sys.stdout.isatty() else _NO_BREAKS)
+    elements = sum(row.numel for row in rows)
+    console.print(Text(f"{options.file}: {config.describe()}"))
+    console.print(Text(f"{name} in step {step}: {len(rows):,} parameters, {elements:,} elements"))
+    if of_deepspeed:
+        console.print(Text("dtypes are the parameters' own; DeepSpeed may reduce in another (bf16, fp16, ...)"))
+    console.print()
+    table.show(console, rows, treatments.matches(found, config), config)
 
 
 def _load(file: str) -> tuple[Config, bool]:
@@ -212,7 +253,9 @@ def _show(value: object) -> str:
     """A value as it would stand in a YAML file."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(each if isinstance(each, str) else each.describe() for each in value)}]"
+    return str(value)
 
 
 # ------------------------------------------------------------------ ncz codec
@@ -379,6 +422,15 @@ def _tune(options: argparse.Namespace) -> None:
     tune.run(options, config)
 
 
+# ------------------------------------------------------------------ ncz report
+
+
+def _report(options: argparse.Namespace) -> None:
+    from .report import command  # imports numpy
+
+    command.run(options)
+
+
 # ------------------------------------------------------------------ ncz schema
 
 
@@ -393,6 +445,6 @@ def _schema(options: argparse.Namespace) -> None:
 def settings_table() -> str:
     """The reference table, one row per setting."""
     lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
-    for key, default, allowed, description in configuration.settings():
+    for key, default, allowed, description in configuration.settings(of_elements=True):
         lines.append(f"| `{key}` | `{_show(default)}` | {allowed} | {description} |")
     return "\n".join(lines)

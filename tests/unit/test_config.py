@@ -59,6 +59,7 @@ def test_every_default_is_as_documented():
         "quantizer.value": 0.25,
         "quantizer.block": 4096,
         "quantizer.seed": 0,
+        "quantizer.error_feedback": False,
         "entropy.coder": "auto",
         "entropy.predictor": "auto",
         "entropy.checksum": False,
@@ -70,9 +71,18 @@ def test_every_default_is_as_documented():
         "transport.tuning": None,
         "transport.link_gbps": None,
         "transport.timeout_seconds": None,
+        "policies": (),
+        "steps.warmup": 0,
+        "steps.bounds": (),
+        "guard.every": 0,
+        "guard.max_relative_error": 0.5,
+        "guard.min_cosine": 0.8,
+        "guard.on_alarm": "warn",
         "roles": ("gradient",),
         "statistics.report_every": 0,
         "statistics.history": 1000,
+        "statistics.jsonl": None,
+        "statistics.tensorboard": None,
     }
 
 
@@ -226,6 +236,13 @@ BAD = [
     ("statistics", {"report_every": True}),
     ("statistics", {"history": 0}),
     ("statistics", {"history": 10.5}),
+    ("statistics", {"jsonl": ""}),
+    ("quantizer", {"error_feedback": 1}),
+    ("steps", {"warmup": -1}),
+    ("guard", {"every": True}),
+    ("guard", {"max_relative_error": 0}),
+    ("guard", {"min_cosine": 1.5}),
+    ("guard", {"on_alarm": "halt"}),
 ]
 
 
@@ -242,6 +259,30 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(section, values
     ((key, value),) = values.items()
     allowed = {name: text for name, _, text, _ in settings()}[f"{section}.{key}"]
     assert message({section: values}) == f"{section}.{key}: {value!r} is not allowed; allowed: {allowed}"
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"policies": [{"nam": "*"}]}, "policies[0].nam: unknown key (value '*'); did you mean policies[0].name?"),
+        ({"policies": [{}, {"dtype": "int8"}]}, "policies[1].dtype: 'int8' is not allowed; allowed: null, or one of"),
+        ({"policies": [{"quantizer": {"vale": 1}}]}, "did you mean policies[0].quantizer.value?"),
+        ({"policies": {"name": "*"}}, "policies: {'name': '*'} is not allowed; allowed: a list of mappings"),
+        (
+            {"policies": [{"quantizer": {"value": 20}}]},
+            "policies[0].quantizer, with the rest of quantizer: value: 20.0",
+        ),
+        ({"policies": [{"quantizer": {"mode": "rel", "value": 1.5}}]}, "with mode rel or range below 1"),
+        ({"steps": {"bounds": [{"step": 0}]}}, "steps.bounds[0].times: is missing; allowed: a finite number above 0"),
+        ({"steps": {"bounds": [{"step": 5, "times": 1}, {"step": 5, "times": 2}]}}, "in the order of their steps"),
+        (
+            {"steps": {"bounds": [{"step": 0, "times": 100}]}},
+            "steps.bounds[0].times: 100 is too much for quantizer.value",
+        ),
+    ],
+)
+def test_what_is_wrong_with_policies_and_steps_is_named(wrong, told):
+    assert told in message(wrong)
 
 
 def test_costs_are_given_for_all_coders_or_none():
@@ -307,7 +348,7 @@ def test_a_section_must_be_a_mapping(section, value):
 def test_an_unknown_key_is_named_with_the_closest_valid_one():
     assert message({"quantizer": {"bound_mode": "rms"}}) == (
         "quantizer.bound_mode: unknown key (value 'rms'); "
-        "did you mean quantizer.mode? allowed: kind, mode, value, block, seed"
+        "did you mean quantizer.mode? allowed: kind, mode, value, block, seed, error_feedback"
     )
 
 
@@ -327,9 +368,8 @@ def test_suggestions(source, meant):
 
 
 def test_no_suggestion_where_nothing_is_close():
-    assert (
-        message({"zzz": 1}) == "zzz: unknown key (value 1); allowed: quantizer, entropy, transport, roles, statistics"
-    )
+    allowed = "quantizer, entropy, transport, policies, steps, guard, roles, statistics"
+    assert message({"zzz": 1}) == f"zzz: unknown key (value 1); allowed: {allowed}"
 
 
 def test_keys_that_are_not_strings_are_reported_like_any_other(tmp_path):
@@ -600,7 +640,7 @@ def test_our_files_are_valid(file):
 def test_the_full_files_hold_every_key_at_its_default(name):
     document = read_document(CONFIGS / name)
     document.pop("$schema", None)
-    keys = {f"{k}.{inner}" for k, v in document.items() if isinstance(v, dict) for inner in v} | {"roles"}
+    keys = {f"{k}.{inner}" for k, v in document.items() if isinstance(v, dict) for inner in v} | {"roles", "policies"}
     assert keys == {key for key, *_ in settings()}
     assert Config.load(CONFIGS / name) == Config()
 
@@ -665,7 +705,7 @@ def test_the_schema_agrees_with_the_model():
 
 
 def test_every_setting_is_described():
-    for key, _, allowed, description in settings():
+    for key, _, allowed, description in settings(of_elements=True):
         assert allowed and description.endswith("."), key
 
 

@@ -1,0 +1,85 @@
+"""A run's figures and verdict as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..perf.table import shares
+from .read import Run
+from .summary import Summary
+from .units import duration, size
+from .verdict import Finding
+
+_TITLES = {"time": "What limited the time", "ratio": "What limited the ratio", "guard": "What the guard found"}
+
+
+def show(console: Console, file: str, run: Run, summary: Summary, findings: list[Finding]) -> None:
+    """Print all there is to say."""
+    console.print(Text(f"{file}: {_described(run, summary)}"))
+    for note in run.notes:
+        console.print(Text(f"note: {note}"))
+    console.print()
+    console.print(_grid(_rows(summary)))
+    if summary.bypasses:
+        console.print()
+        console.print(_bypasses(summary))
+    console.print()
+    console.print(_grid((_TITLES[finding.about], finding.words) for finding in findings))
+
+
+def _described(run: Run, summary: Summary) -> str:
+    header = run.header
+    ranks = f", {header.ranks} ranks" if header and header.ranks else ""
+    version = f", ncz_plugins {header.ncz_plugins}" if header else ""
+    starts = f", started {summary.runs} times" if summary.runs > 1 else ""
+    return f"steps {summary.first:,} to {summary.last:,}{starts}{ranks}{version}; all figures are those of rank 0"
+
+
+def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """The figures as (name, value) lines."""
+    steps, times = summary.steps, summary.times
+    partly = summary.bypassed_bytes and summary.compressed_ratio
+    of_compressed = f", {summary.compressed_ratio:.2f} for what was compressed" if partly else ""
+    yield "ratio", f"{summary.ratio:.2f}{of_compressed}"
+    yield "sent per step", f"{size(summary.plain_bytes / steps)} -> {size(summary.wire_bytes / steps)}"
+    if summary.local_bytes:
+        yield "inside nodes", f"{size(summary.local_bytes / steps)} per step, uncompressed"
+    yield "calls per step", f"{summary.calls / steps:.4g}, {summary.compressed_calls / steps:.4g} of them compressed"
+    if times.steps:
+        yield "step", f"{duration(times.step)}, the slowest {duration(times.slowest_seconds)} (step {times.slowest})"
+        yield "collectives", f"{duration(times.collectives)} per step, {times.share:.1%} of it"
+    if times.collectives:
+        parts = ("agreeing", "measuring", "encoding", "waiting", "plain", "inside_nodes", "rest")
+        shown = (f"{name.replace('_', ' ')} {getattr(times, name):.0%}" for name in parts if getattr(times, name))
+        yield "of that", ", ".join(shown)
+        yield "beside it", f"decoding {times.decoding:.0%}, where there is a core for it"
+    if summary.coders:
+        yield "coders", shares(summary.coders)
+    if summary.bounds != (1.0, 1.0):
+        yield "bounds", " to ".join(f"{b:g}" for b in dict.fromkeys(summary.bounds)) + " times what is configured"
+    verified = f"{summary.guard.verified:,} calls verified, {summary.guard.alarms:,} alarms" if summary.guard else ""
+    yield "guard", verified or "nothing was verified (guard.every)"
+
+
+def _bypasses(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("went plain because of")
+    for heading in ("calls", "per step", "of the bytes sent"):
+        table.add_column(heading, justify="right")
+    for reason, bypassed in summary.bypasses.items():
+        share = bypassed.bytes / summary.wire_bytes if summary.wire_bytes else 0
+        table.add_row(reason, f"{bypassed.calls:,}", size(bypassed.bytes / summary.steps), f"{share:.0%}")
+    return table
+
+
+def _grid(rows) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table

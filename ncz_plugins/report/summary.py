@@ -1,0 +1,240 @@
+"""The figures of a run: sums, medians and shares over its steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .read import Run, Step
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time went on rank 0: medians over the steps whose length is known.
+
+    The first step after each start is not among them: it also opens connections and takes memory.
+
+    Attributes:
+        steps: how many these are; 0 makes all else 0.
+        step: seconds of a step.
+        collectives: seconds in collectives per step. They may run beside the computation.
+        share: of a step, what collectives took.
+        agreeing, measuring, encoding, waiting, plain, inside_nodes: as shares of the time in collectives, what their
+            thread did: exchanged a few bytes with ranks that must all be there; looked for the largest values; encoded;
+            waited for frames; ran the plain collective after all; exchanged inside the node.
+        rest: what is left of that: sending, waiting for decoding, waiting for a CPU core.
+        decoding: as a share of the same time, though it has a thread of its own where a rank has two cores.
+        megabits_per_second: that rank 0 sent while it was in collectives.
+        slow_steps: those that took more than twice the median.
+        slow_verified: those of them in which the guard verified a call, which is then sent uncompressed as well.
+        slow_share: of all the time, what slow steps took.
+        slowest: the step that took longest, and `slowest_seconds`, how long.
+    """
+
+    steps: int = 0
+    step: float = 0.0
+    collectives: float = 0.0
+    share: float = 0.0
+    agreeing: float = 0.0
+    measuring: float = 0.0
+    encoding: float = 0.0
+    waiting: float = 0.0
+    plain: float = 0.0
+    inside_nodes: float = 0.0
+    rest: float = 0.0
+    decoding: float = 0.0
+    megabits_per_second: float = 0.0
+    slow_steps: int = 0
+    slow_verified: int = 0
+    slow_share: float = 0.0
+    slowest: int = 0
+    slowest_seconds: float = 0.0
+
+    @property
+    def coding(self) -> float:
+        """Measuring, encoding and decoding, as a share of the time in collectives; more than 1 if threads overlap."""
+        return self.measuring + self.encoding + self.decoding
+
+
+@dataclass(frozen=True)
+class Bypassed:
+    """Calls that went plain for one reason, and the bytes that they sent."""
+
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What the guard found. None stands for a figure that was not finite.
+
+    Attributes:
+        verified: calls.
+        alarms: how many of them.
+        relative_error, error_step, error_name: the largest, and where that was.
+        cosine, cosine_step, cosine_name: the lowest, and where that was.
+    """
+
+    verified: int
+    alarms: int
+    relative_error: float | None
+    error_step: int
+    error_name: str | None
+    cosine: float | None
+    cosine_step: int
+    cosine_name: str | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in figures. Bytes are what rank 0 sent, in all of the steps.
+
+    Attributes:
+        runs: how often the training was started.
+        compressed_ratio: that of the calls that went compressed; None where there were none.
+        ratio: of all calls.
+        call_bytes: what a compressed call would have sent plain, on average; 0 where there were none.
+        bounds: the lowest and the highest factor of the bounds, by schedule and guard.
+    """
+
+    runs: int
+    steps: int
+    first: int
+    last: int
+    calls: int
+    compressed_calls: int
+    plain_bytes: int
+    wire_bytes: int
+    local_bytes: int
+    ratio: float
+    compressed_ratio: float | None
+    call_bytes: float
+    times: Times
+    coders: dict[str, int]
+    bypasses: dict[str, Bypassed]
+    guard: Guarded | None
+    bounds: tuple[float, float]
+
+    @property
+    def bypassed_bytes(self) -> int:
+        return sum(bypassed.bytes for bypassed in self.bypasses.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return asdict(self)
+
+
+def summarize(run: Run) -> Summary:
+    """The figures of all steps of a run."""
+    steps = run.steps
+    plain, wire = sum(s.plain_bytes for s in steps), sum(s.wire_bytes for s in steps)
+    bypassed_calls, bypassed_bytes = _added(s.bypasses for s in steps), _added(s.bypassed_bytes for s in steps)
+    bypasses = {reason: Bypassed(calls, bypassed_bytes.get(reason, 0)) for reason, calls in bypassed_calls.items()}
+    bypassed, compressed_calls = sum(bypassed_bytes.values()), sum(s.compressed_calls for s in steps)
+    sent = wire - bypassed
+    return Summary(
+        runs=max(1, len(run.starts)),
+        steps=len(steps),
+        first=steps[0].step,
+        last=steps[-1].step,
+        calls=sum(s.calls for s in steps),
+        compressed_calls=compressed_calls,
+        plain_bytes=plain,
+        wire_bytes=wire,
+        local_bytes=sum(s.local_bytes for s in steps),
+        ratio=plain / wire if wire else 1.0,
+        compressed_ratio=(plain - bypassed) / sent if compressed_calls and sent > 0 else None,
+        call_bytes=(plain - bypassed) / compressed_calls if compressed_calls else 0.0,
+        times=_times([s for s in steps if s.step_seconds and s.step not in run.starts]),
+        coders=_added(s.coders for s in steps),
+        bypasses=dict(sorted(bypasses.items(), key=lambda item: -item[1].bytes)),
+        guard=_guarded(steps),
+        bounds=(min(s.bound_times for s in steps), max(s.bound_times for s in steps)),
+    )
+
+
+def _times(steps: list[Step]) -> Times:
+    if not steps:
+        return Times()
+    median = statistics.median(s.step_seconds for s in steps)
+    slowest = max(steps, key=lambda s: s.step_seconds)
+    slow = [s for s in steps if s.step_seconds > 2 * median]
+    known = Times(
+        steps=len(steps),
+        step=median,
+        collectives=statistics.median(s.seconds for s in steps),
+        share=statistics.median(s.seconds / s.step_seconds for s in steps),
+        slow_steps=len(slow),
+        slow_verified=sum(bool(s.guard) for s in slow),
+        slow_share=sum(s.step_seconds for s in slow) / sum(s.step_seconds for s in steps),
+        slowest=slowest.step,
+        slowest_seconds=slowest.step_seconds,
+    )
+    inside = [s for s in steps if s.seconds]
+    if not inside:
+        return known
+
+    def share(seconds: Callable[[Step], float]) -> float:
+        """Of a step's time in collectives, with what is a difference of measurements kept from being negative."""
+        return statistics.median(max(0.0, seconds(s)) / s.seconds for s in inside)
+
+    parts = {
+        "agreeing": share(_agreeing),
+        "measuring": share(lambda s: s.measure_seconds),
+        "encoding": share(lambda s: s.encode_seconds),
+        "waiting": share(lambda s: s.wait_seconds - _agreeing(s)),
+        "plain": share(lambda s: s.plain_seconds),
+        "inside_nodes": share(lambda s: s.local_seconds),
+    }
+    return replace(
+        known,
+        **parts,
+        rest=max(0.0, 1 - sum(parts.values())),
+        decoding=share(lambda s: s.decode_seconds),
+        megabits_per_second=statistics.median(8e-6 * (s.wire_bytes - _untimed_bytes(s)) / s.seconds for s in inside),
+    )
+
+
+def _agreeing(step: Step) -> float:
+    """Seconds of agreeing without what else is done meanwhile: nearly all of them are waiting."""
+    return max(0.0, step.agree_seconds - step.measure_seconds - step.local_seconds)
+
+
+# What goes plain for these reasons was under way already, and its time is known.
+LATE = ("non-finite", "code overflow", "not worth it")
+
+
+def _untimed_bytes(step: Step) -> int:
+    """Sent by calls that went plain at once, whose time nobody measures."""
+    return sum(nbytes for reason, nbytes in step.bypassed_bytes.items() if reason not in LATE)
+
+
+def _guarded(steps: list[Step]) -> Guarded | None:
+    found = [(finding, step.step) for step in steps for finding in step.guard]
+    if not found:
+        return None
+    # What is not finite is worse than anything that is.
+    error, error_step = max(found, key=lambda at: math.inf if at[0].relative_error is None else at[0].relative_error)
+    cosine, cosine_step = min(found, key=lambda at: -math.inf if at[0].cosine is None else at[0].cosine)
+    return Guarded(
+        verified=len(found),
+        alarms=sum(finding.alarm for finding, _ in found),
+        relative_error=error.relative_error,
+        error_step=error_step,
+        error_name=error.name,
+        cosine=cosine.cosine,
+        cosine_step=cosine_step,
+        cosine_name=cosine.name,
+    )
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """One mapping in which the numbers of all are added up."""
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + count
+    return total

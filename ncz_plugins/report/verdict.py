@@ -1,0 +1,235 @@
+"""What limited a run, in words: docs/metrics.md states the same rules for people.
+
+Every figure is rank 0's, and one that a sentence rests on stands in the sentence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .read import Header, Settings
+from .summary import LATE, Summary
+from .units import duration, size
+
+LITTLE_OF_STEP = 0.1  # collectives that take less than this of a step do not limit it
+MOST = 0.5  # what takes this much of something limits it
+LATENCY = 0.25  # small calls that spend this much of their time on agreeing are too many
+SMALL_CALL_BYTES = 1 << 20  # about a frame: within such a call nothing overlaps
+BUSY_LINK = 0.6  # a link that carries this much of what it can, with pauses for coding, is what limits
+UNTIMED = 0.1  # if more bytes than this went plain at once, that is said
+SLOW_STEPS = 0.25  # if more time than this went into few slow steps, that is said
+LOW_RATIO = 4.0  # what shrinks less has a fine bound
+
+# Reason of a bypass -> what to do about it.
+ADVICE = {
+    "one rank": "There is only one rank, so nothing has to be sent.",
+    "role not enabled": "Tensors of this role are compressed if `roles` lists it.",
+    "policy": "The policies with `action: skip` chose these; `ncz check --model` shows which parameters they match.",
+    "warm-up": "The first `steps.warmup` steps go plain; `ncz report --from` leaves them out.",
+    "dtype": "Only float16, bfloat16, float32 and float64 can be compressed.",
+    "reduce op": "Only sums and averages can be compressed.",
+    "too small": "Make tensors larger (DeepSpeed: zero_optimization.reduce_bucket_size), or lower transport.min_bytes, "
+    "if latency allows.",
+    "link too fast": "It was measured that compression would lose time here; a number as transport.min_bytes "
+    "compresses all the same.",
+    "non-finite": "Gradients held NaN or infinity. If that goes on after the first steps, lower the loss scale or the "
+    "learning rate.",
+    "code overflow": "The bound is too fine for the data: raise quantizer.value, or take mode rms or rel.",
+    "not worth it": "With this bound the data would hardly shrink: raise quantizer.value, or skip such tensors by a "
+    "policy.",
+}
+
+
+class Finding(NamedTuple):
+    """One thing that the figures say.
+
+    Attributes:
+        about: "time", "ratio" or "guard".
+        limit: what limited it, in a word for programs.
+        words: the same for people.
+    """
+
+    about: str
+    limit: str
+    words: str
+
+
+def verdict(summary: Summary, header: Header | None) -> list[Finding]:
+    """What limited the time, what limited the ratio, and what the guard says, in this order."""
+    config = header.config if header else Settings()
+    found = [_of_time(summary, header), _of_ratio(summary, config)]
+    if summary.guard:
+        found.append(_of_guard(summary, config))
+    return found
+
+
+# ------------------------------------------------------------------ time
+
+
+def _of_time(summary: Summary, header: Header | None) -> Finding:
+    times = summary.times
+    if not summary.calls:
+        return Finding("time", "unknown", "Unknown: no collective was counted in these steps.")
+    if not times.steps:
+        return Finding("time", "unknown", "Unknown: only first steps after a start are here, and these are not timed.")
+    untimed = sum(bypassed.bytes for reason, bypassed in summary.bypasses.items() if reason not in LATE)
+    untimed /= summary.wire_bytes or 1
+    if untimed >= MOST:
+        limit = "unknown"
+        words = (
+            f"Unknown: {untimed:.0%} of the bytes went plain at once, and the time of such calls is not measured. "
+            f"The other collectives took {times.share:.0%} of a step."
+        )
+    elif times.share < LITTLE_OF_STEP:
+        limit = "elsewhere"
+        words = (
+            f"Something else: the collectives counted here took {times.share:.1%} of a step "
+            f"({duration(times.collectives)} of {duration(times.step)}), and compression can't gain more than that. "
+            "The rest is computation, and traffic that is not counted here, such as the weights that ZeRO gathers."
+        )
+    else:
+        limit, words = _of_collectives(summary, header)
+        words = f"{words} Collectives took {times.share:.0%} of a step ({duration(times.collectives)})."
+    if UNTIMED < untimed < MOST:
+        words += f" What went plain at once, {untimed:.0%} of the bytes, is not in these times."
+    if times.slow_share > SLOW_STEPS:
+        words += (
+            f" All this is about the median step; {times.slow_share:.0%} of the time went into {times.slow_steps:,} "
+            f"of {times.steps:,} steps, which took more than twice as long (the slowest: step {times.slowest}, "
+            f"{duration(times.slowest_seconds)})"
+        )
+        if times.slow_verified:
+            words += f". In {times.slow_verified:,} of these the guard verified a call, which is sent plain for that"
+        words += "."
+    return Finding("time", limit, words)
+
+
+def _of_collectives(summary: Summary, header: Header | None) -> tuple[str, str]:
+    """What limited the collectives, given that they matter."""
+    times = summary.times
+    link_gbps = header.link_gbps if header else None
+    used = times.megabits_per_second / 1e3 / link_gbps if link_gbps else 0.0
+    rate = f"rank 0 sent {times.megabits_per_second:.3g} Mbit/s in collectives"
+    if times.plain >= MOST:
+        reason = next((reason for reason in summary.bypasses if reason in LATE), "an unknown reason")
+        return "plain", (
+            f"Calls that went plain after all: {times.plain:.0%} of the time in collectives, most of them because of: "
+            f"{reason}."
+        )
+    if times.inside_nodes >= MOST:
+        return "inside nodes", (
+            f"The ranks of a node among themselves: {times.inside_nodes:.0%} of the time in collectives. With "
+            "transport.hierarchy: off all ranks compress instead."
+        )
+    if times.agreeing >= LATENCY and summary.call_bytes < SMALL_CALL_BYTES:
+        return "latency", (
+            f"Latency: {times.agreeing:.0%} of the time in collectives was agreeing, in which hardly anything is sent, "
+            f"as calls are small and many ({size(summary.call_bytes)} each, "
+            f"{summary.compressed_calls / summary.steps:.3g} a step). Make fewer and larger calls (DeepSpeed: "
+            "zero_optimization.reduce_bucket_size), or raise transport.min_bytes, so that these go plain."
+        )
+    if times.agreeing >= MOST:
+        return "late ranks", (
+            f"Ranks that came late: {times.agreeing:.0%} of the time in collectives was agreeing, in which hardly "
+            f"anything is sent but all ranks must be there, and calls are large ({size(summary.call_bytes)}). Other "
+            "ranks compute longer than rank 0, or their machines are busy; compression can't help that."
+        )
+    if used >= BUSY_LINK:
+        return "link", (
+            f"The link: {rate}, {used:.0%} of the {link_gbps:g} Gbit/s that the link is taken to have. "
+            f"{_send_less(summary)}"
+        )
+    if times.waiting >= MOST:
+        return "link", (
+            f"The link, or ranks that code more slowly: {times.waiting:.0%} of the time in collectives rank 0 had "
+            f"nothing to code and waited for frames; {rate}. {_send_less(summary)}"
+        )
+    if times.coding >= MOST:
+        return "coding", (
+            f"Coding: measuring took {times.measuring:.0%}, encoding {times.encoding:.0%} and decoding "
+            f"{times.decoding:.0%} of the time in collectives (they may overlap). Less to send or a faster link can't "
+            f"gain more than the {times.waiting:.0%} of waiting for frames; more cores per rank or a cheaper coder "
+            "(entropy.coder: fixed) can, and on a fast link plain calls (transport.min_bytes: auto measures that)."
+        )
+    if times.rest - times.decoding >= MOST:
+        return "busy machine", (
+            f"CPU cores: {times.rest:.0%} of the time in collectives rank 0 neither coded nor waited for other ranks, "
+            f"of which waiting for decoding explains {times.decoding:.0%} at most. Something else had the cores: more "
+            "ranks or threads than there are cores, data loading, other programs."
+        )
+    parts = (
+        (times.agreeing, "agreeing"),
+        (times.waiting, "waiting for frames"),
+        (times.coding, "coding"),
+        (times.plain, "plain calls"),
+        (times.inside_nodes, "inside nodes"),
+    )
+    listed = ", ".join(f"{name} {part:.0%}" for part, name in sorted(parts, reverse=True) if part >= 0.005)
+    return "mixed", f"Nothing alone: of the time in collectives {listed}; {rate}."
+
+
+def _send_less(summary: Summary) -> str:
+    words = "What helps is a larger bound, or a faster link."
+    coder = max(summary.coders, key=summary.coders.get) if summary.coders else None
+    if coder in ("raw", "fixed"):
+        words += (
+            f" Most frames were written by the coder {coder}, which is quick and compresses least: entropy.coder: auto "
+            "takes others if transport.link_gbps says how slow the link is."
+        )
+    return words
+
+
+# ------------------------------------------------------------------ ratio
+
+
+def _of_ratio(summary: Summary, config: Settings) -> Finding:
+    if not summary.wire_bytes:
+        return Finding("ratio", "nothing", "Nothing was sent.")
+    bypassed, compressed = summary.bypassed_bytes / summary.wire_bytes, summary.compressed_ratio
+    shrank = f"what was compressed shrank {compressed:.2f} times" if compressed else "nothing was compressed"
+    if summary.bypasses and (bypassed >= MOST or compressed is None):
+        reason, most = next(iter(summary.bypasses.items()))
+        return Finding(
+            "ratio",
+            f"plain: {reason}",
+            f"Calls that went plain: {bypassed:.0%} of the bytes sent, most of them because of: {reason} "
+            f"({most.calls:,} calls, {size(most.bytes / summary.steps)} a step); {shrank}. {ADVICE.get(reason, '')}",
+        )
+    if compressed is None or compressed >= LOW_RATIO:
+        return Finding("ratio", "none", f"Nothing in particular: {shrank}.")
+    quantizer = config.quantizer
+    if quantizer.get("kind") == "lossless":
+        return Finding("ratio", "lossless", f"quantizer.kind: lossless keeps every bit: {shrank}.")
+    now = "".join(f", {name} {quantizer[name]}" for name in ("mode", "value") if name in quantizer)
+    return Finding(
+        "ratio",
+        "bound",
+        f"The bound{now}: {shrank}, to about {32 / compressed:.1f} bits of every 32. Each doubling of quantizer.value "
+        "saves about one of them; `guard` tells what that does to gradients.",
+    )
+
+
+# ------------------------------------------------------------------ the guard
+
+
+def _of_guard(summary: Summary, config: Settings) -> Finding:
+    guard, thresholds = summary.guard, config.guard
+    worst = (
+        f"the largest relative error was {_figure(guard.relative_error)} (step {guard.error_step}, "
+        f"{guard.error_name or 'a tensor without a name'}), the lowest cosine {_figure(guard.cosine)} (step "
+        f"{guard.cosine_step}, {guard.cosine_name or 'a tensor without a name'})"
+    )
+    if not guard.alarms:
+        return Finding("guard", "none", f"No alarm in {guard.verified:,} verified calls: {worst}.")
+    if thresholds.max_relative_error is not None and thresholds.min_cosine is not None:
+        worst += f"; allowed: {thresholds.max_relative_error:g} and {thresholds.min_cosine:g}"
+    return Finding(
+        "guard",
+        "alarms",
+        f"{guard.alarms:,} alarms in {guard.verified:,} verified calls: {worst}. Set a smaller "
+        "quantizer.value, in general or by a policy for these tensors, or quantizer.error_feedback: true.",
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
