@@ -55,9 +55,10 @@ def parameters_sha256(engine) -> list[str]:
     with deepspeed.zero.GatheredParameters(parameters):  # ZeRO 3 keeps only a part on each rank
         for parameter in parameters:
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
-    hashes = [None] * dist.get_world_size()
-    dist.all_gather_object(hashes, digest.hexdigest())
-    return hashes
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(engine.device)
+    hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(hashes, mine)
+    return [bytes(each.tolist()).hex() for each in hashes]
 
 
 def train(engine, corpus: Corpus, arguments, write):

@@ -100,7 +100,8 @@ def main():
 
     loss = validation_loss(model, corpus, arguments.batch)
     parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    hashes = hvd.allgather_object(hashlib.sha256(parameters).hexdigest())
+    digest = torch.frombuffer(bytearray(hashlib.sha256(parameters).digest()), dtype=torch.uint8)
+    hashes = [bytes(each.tolist()).hex() for each in hvd.allgather(digest[None])]
     final = {"validation_loss": loss, "replicas_identical": len(set(hashes)) == 1, "parameters_sha256": hashes}
     if isinstance(compression, NCZ):
         final["compression"] = compression.stats.total.to_dict()

@@ -14,6 +14,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -157,6 +158,22 @@ def build(folder: Path):
     shutil.rmtree(work)
 
 
+def make_private(folder: Path):
+    """Make the folder, where nobody else may write: what is kept there will run."""
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
+    for each in (folder, *folder.parents[:2], *folder.glob("*.whl")):
+        found = each.stat()
+        anybody_can_write = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+        if anybody_can_write or found.st_uid not in (os.getuid(), 0):
+            sys.exit(f"Others can write to {each}, and what is kept there runs: chmod go-w, or set NCZ_CACHE.")
+    if folder.stat().st_mode & stat.S_IWGRP:  # made where groups are private; still, what is in it could be anybody's
+        folder.chmod(0o755)
+        for wheel in folder.glob("*.whl"):
+            wheel.unlink()
+
+
 def install(wheel: Path):
     # By force, since a wheel for another torch has the same version.
     run([*PIP, "install", "--force-reinstall", "--no-deps", wheel])
@@ -171,8 +188,9 @@ def main():
             f"Horovod cannot be compiled in {folder}: besides letters and digits, only . - _ / may be in the name. "
             "Set NCZ_CACHE to another folder."
         )
+    os.umask(os.umask(0) | 0o022)  # others may read what is built, not change it
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         lock = open(folder / "lock", "w")
     except OSError as error:
         sys.exit(f"Cannot write to the cache, {error}. Set NCZ_CACHE to a folder where you can.")

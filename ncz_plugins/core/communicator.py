@@ -48,7 +48,7 @@ class Communicator:
     """Compressed collectives over one process group.
 
     Args:
-        config: a Config or anything that `Config.load` takes.
+        config: a Config or anything that `Config.load` takes; None is that of `training`, else the defaults.
         group: the process group whose ranks take part; None is the default group.
         training: what lasts from step to step, which communicators may share: where to count, error feedback,
             policies. None makes one of its own.
@@ -86,8 +86,6 @@ class Communicator:
     """
 
     def __init__(self, config=None, group: dist.ProcessGroup | None = None, training: Training | None = None):
-        config = Config.load(config)
-        self.training = Training(config) if training is None else training
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)
         self.rank = dist.get_rank(self.group)
@@ -96,10 +94,10 @@ class Communicator:
         self._broken: NczError | None = None
         self._ways: dict[torch.device, _Way] = {}
         if self.world_size == 1:
-            self.config = config
+            self.config = self._prepared(config, training)
         else:
             self._store = meet(self.ranks, "communicator")
-            self.config = self._compared(config)
+            self.config = self._compared(config, training)
             self.nodes = find_nodes(self.config.transport.hierarchy, self._store, self.rank, self.world_size)
             seconds = self.config.transport.timeout_seconds
             self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
@@ -296,18 +294,26 @@ class Communicator:
 
     # ---------------------------------------------------------------- deciding
 
-    def _compared(self, config: Config) -> Config:
-        """The configuration with what its tuning file says, which all ranks have in common."""
+    def _prepared(self, source, training: Training | None) -> Config:
+        """The configuration with what its tuning file says. From here on there is a training, with its files open."""
+        config = training.config if source is None and training is not None else Config.load(source)
+        self.training = Training(config) if training is None else training
+        if self.world_size > 1:
+            config = tuning.settle(config, self.world_size)
+        link_gbps = config.transport.link_gbps or system.gloo_link_gbps()
+        self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
+        return config
+
+    def _compared(self, source, training: Training | None) -> Config:
+        """The same, once it is sure that all ranks have it in common. An error of one rank ends all of them."""
         try:
-            settled = tuning.settle(config, self.world_size)
-            link_gbps = settled.transport.link_gbps or system.gloo_link_gbps()
-            self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
+            config = self._prepared(source, training)
         except NczError as error:
             with suppress(MismatchError):  # only so that the other ranks know
                 compare_ranks(self._store, self.rank, self.world_size, error)
             raise
-        compare_ranks(self._store, self.rank, self.world_size, settled)
-        return settled
+        compare_ranks(self._store, self.rank, self.world_size, config)
+        return config
 
     @property
     def _schedule(self):

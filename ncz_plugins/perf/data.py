@@ -7,11 +7,9 @@ the same rank gets the same values again, and a small tensor is the beginning of
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
+import io
 from collections.abc import Callable, Iterator
 from itertools import count as count_from
-from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import UnsupportedError
+from ..kernels.cache import private_folder, write_private
 from ..trial import read_array
 
 # (rank, index) -> a piece, float32, 1-D
@@ -122,14 +121,19 @@ def parameter_count() -> int:
 
 def trained() -> Tensor:
     """The weights after training, float32, 1-D: kept from an earlier run, or made now, which takes most of a minute."""
-    file = _cache() / f"gpt-v{_VERSION}.npy"
+    try:
+        file = private_folder("perf") / f"gpt-v{_VERSION}.npy"
+    except OSError:  # where nothing can be kept, they are made again
+        return train(_STEPS)
     with contextlib.suppress(UnsupportedError):  # not there, or damaged
         kept = read_array(file)
         if kept.shape == (parameter_count(),) and kept.dtype == np.float32 and np.isfinite(kept).all():
             return torch.from_numpy(kept)
     weights = train(_STEPS)
-    with contextlib.suppress(OSError):  # where nothing can be kept, it is made again
-        _keep(file, weights)
+    stream = io.BytesIO()
+    np.save(stream, weights.numpy())
+    with contextlib.suppress(OSError):
+        write_private(file, stream.getvalue())
     return weights
 
 
@@ -176,23 +180,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("NCZ_CACHE") or "~/.cache/ncz_plugins").expanduser() / "perf"
-
-
-def _keep(file: Path, weights: Tensor) -> None:
-    """Write under another name and rename: a run that is cut off leaves no half a file, and two don't mix."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.save(stream, weights.numpy())
-        os.replace(temporary, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 # ------------------------------------------------------------------ random numbers

@@ -19,6 +19,7 @@ from ..core.config import Config
 from ..core.errors import NczError
 from . import Job, verify
 from .data import Source, values
+from .gather import gathered
 from .network import demand_crossing, namespace, sent_bytes
 from .peers import PEERS, Context, Exchange
 
@@ -82,8 +83,7 @@ class Measurement:
         self._emit = emit
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.config = Config.load(job.config)
-        where: list[str] = [""] * self.ranks
-        dist.all_gather_object(where, namespace())
+        where = gathered(namespace())
         self._counts_bytes = where.index(where[self.rank]) == self.rank  # one rank for each network namespace
         self._own_links = len(set(where)) == self.ranks
 
@@ -134,10 +134,8 @@ class Measurement:
         origin = 1e6 * time.perf_counter()  # ranks on several machines have no clock in common but this moment
         with trace.recording() as events:
             exchange.run()
-        everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, (origin, events))
         joined = []
-        for rank, (start, own) in enumerate(everyone):
+        for rank, (start, own) in enumerate(gathered((origin, events))):
             joined.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
             joined += [event | {"pid": rank} | ({"ts": event["ts"] - start} if "ts" in event else {}) for event in own]
         self._emit({"trace": {"traceEvents": joined, "displayTimeUnit": "ms"}})
@@ -175,9 +173,7 @@ class Measurement:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         sent = torch.tensor(turn.sent if self._counts_bytes else [0.0] * len(turn.sent), dtype=torch.float64)
         dist.all_reduce(sent)
-        everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, (turn.details, turn.over))
-        details, shares = zip(*everyone)
+        details, shares = zip(*gathered((turn.details, turn.over)))
         over = None if None in shares else max(shares)
         if over is not None and over > 1:
             raise NczError(f"{name}: {self.job.collective} of {nbytes} bytes is {over:.6g} times its bound off")

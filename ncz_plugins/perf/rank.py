@@ -12,14 +12,18 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..core.errors import MismatchError, NczError
+from ..core.handshake import open_store
 from . import Job, data
+from .gather import gathered
 from .measure import Measurement
 
 _TRAINING = timedelta(minutes=10)  # rank 0 may first make the weights whose gradients are sent
@@ -61,19 +65,14 @@ def join(timeout: timedelta) -> None:
     import horovod.torch as hvd
 
     hvd.init()
-    store, address = None, ("", 0)
-    if hvd.rank() == 0:
-        store = dist.TCPStore("0.0.0.0", 0, hvd.size(), is_master=True, timeout=timeout, wait_for_workers=False)
-        address = (os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), store.port)  # horovodrun sets it
-    host, port = hvd.broadcast_object(address, root_rank=0, name="ncz.perf")
-    if store is None:
-        store = dist.TCPStore(host, port, hvd.size(), is_master=False, timeout=timeout)
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
+    broadcast = partial(hvd.broadcast, root_rank=0, name="ncz.perf")
+    store = open_store(hvd.rank(), hvd.size(), timeout, host, broadcast)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size(), timeout=timeout)
 
 
 def _demand_same(job: Job) -> None:
-    jobs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(jobs, job)
+    jobs = gathered(asdict(job))
     differing = [rank for rank, other in enumerate(jobs) if other != jobs[0]]
     if differing:
         raise MismatchError(

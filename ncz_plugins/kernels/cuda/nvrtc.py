@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
-import stat
 import threading
 import warnings
 from pathlib import Path
@@ -19,13 +17,13 @@ import torch
 from cupy.cuda import driver, nvrtc, runtime
 from torch import Tensor
 
+from ..cache import ENVIRONMENT, private_folder, read_private, write_private
 from ..format import DTYPES
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
 # No contraction: a fused multiply-add would round other than the reference.
 FLAGS = ("--std=c++17", "--fmad=false")
-ENVIRONMENT = "NCZ_CACHE"  # a folder for compiled kernels instead of ~/.cache/ncz_plugins
 
 
 class CompileError(RuntimeError):
@@ -125,48 +123,29 @@ def _digest_of_sources() -> str:
 
 def _cache_folder() -> Path | None:
     """Where only this user can write, as what is there will run; None, with a warning, if there is no such place."""
-    parent = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ncz_plugins")
-    folder = parent / "cuda"
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        reason = str(error)
-    else:
-        if not stat.S_ISDIR(found.st_mode):
-            reason = f"{folder} is not a folder"
-        elif found.st_uid != os.getuid():
-            reason = f"{folder} belongs to another user"
-        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            reason = f"others can write to {folder}"
-        else:
-            return folder
-    warnings.warn(
-        f"ncz_plugins: compiled CUDA kernels are not kept, each process compiles them again: {reason}. "
-        f"Set {ENVIRONMENT} to a folder that is yours alone.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return None
+        return private_folder("cuda")
+    except OSError as reason:
+        warnings.warn(
+            f"ncz_plugins: compiled CUDA kernels are not kept, each process compiles them again: {reason}. "
+            f"Set {ENVIRONMENT} to a folder that is yours alone.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 def _read(file: Path) -> bytes | None:
     """What `_write` wrote; None if there is nothing, or something else."""
-    try:
-        data = file.read_bytes()
-    except OSError:
-        return None
+    data = read_private(file) or b""
     size = hashlib.sha256().digest_size
     digest, code = data[:size], data[size:]
     return code if hashlib.sha256(code).digest() == digest else None
 
 
 def _write(file: Path, code: bytes) -> None:
-    """All at once, as other processes may read meanwhile. Where that fails, the next process compiles again."""
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    """Where that fails, the next process compiles again."""
     try:
-        unfinished.write_bytes(hashlib.sha256(code).digest() + code)
-        unfinished.replace(file)
+        write_private(file, hashlib.sha256(code).digest() + code)
     except OSError as error:
         warnings.warn(f"ncz_plugins: {file} was not written: {error}", RuntimeWarning, stacklevel=2)

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.errors import NczError
 from .exchange import Context, Exchange, Peer, needs
+
+_HEAD_BYTES = 4096  # more than a compressor adds to a small tensor
 
 
 class Gather(Exchange):
@@ -44,6 +47,8 @@ class Gather(Exchange):
         sizes = torch.empty(ranks, dtype=torch.int64)
         dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=group)
         most = int(sizes.max())
+        if not 0 < int(sizes.min()) <= most <= 2 * tensor.nbytes + _HEAD_BYTES:  # before memory is taken
+            raise NczError(f"ranks announced {sizes.tolist()} bytes for tensors of {tensor.nbytes} each")
         sent = self.context.room("sent", most, tensor, torch.uint8)
         sent.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
         received = self.context.room("received", most * ranks, tensor, torch.uint8)

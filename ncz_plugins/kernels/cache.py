@@ -1,0 +1,56 @@
+"""The user's cache, where nobody else can write: what is kept there is trusted, and some of it runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+ENVIRONMENT = "NCZ_CACHE"  # a folder to use instead of ~/.cache/ncz_plugins
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def private_folder(name: str) -> Path:
+    """The folder `name` of the cache, made if need be, whatever the umask is.
+
+    Raises OSError that says why there is none that is safe: somebody else owns it or can write there, or could put
+    another one in its place.
+    """
+    cache = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ncz_plugins").expanduser()
+    for folder in (*reversed(cache.parents), cache, cache / name):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    above, found = cache.stat(), (cache / name).lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{cache / name} is not a folder")
+    if found.st_uid != os.getuid():
+        raise OSError(f"{cache / name} belongs to another user")
+    if found.st_mode & _OTHERS:
+        raise OSError(f"others can write to {cache / name}")
+    # In a folder like /tmp, with the sticky bit, nobody can move what is not theirs.
+    if above.st_mode & _OTHERS and not above.st_mode & stat.S_ISVTX:
+        raise OSError(f"others can write to {cache}")
+    return cache / name
+
+
+def read_private(file: Path) -> bytes | None:
+    """What is in a file that only this user could have written; None if there is no such file."""
+    try:
+        with open(file, "rb") as stream:
+            found = os.fstat(stream.fileno())
+            if found.st_uid == os.getuid() and not found.st_mode & _OTHERS:
+                return stream.read()
+    except OSError:
+        pass
+    return None
+
+
+def write_private(file: Path, data: bytes) -> None:
+    """Write a file all at once, as other processes may read it meanwhile. Raises OSError."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(data)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
