@@ -1,76 +1,129 @@
-"""One rank misbehaves; every other must raise the right error soon. Usage: faults.py CASE"""
+"""One rank misbehaves; every other must raise the right error soon. One case after another, in four processes.
+
+The last cases cost a process each, so that fewer and fewer take part.
+"""
 
 import os
 import signal
-import sys
 import time
 
+import torch.distributed as dist
 from common import leave, start, values
 
+import ncz_plugins.core.handshake as handshake
 from ncz_plugins import Communicator, NczError, kernels
+from ncz_plugins.core import memory
 
-SECONDS = 4.0
-case = sys.argv[1]
+SECONDS = 4.0  # for what ends by time
+LONG = 120.0  # for what must end before
 rank, world_size = start()
-culprit = rank == 1
-config = {"transport": {"timeout_seconds": SECONDS, "min_bytes": 0}}
+groups = {n: dist.new_group(list(range(n))) for n in (4, 3, 2)}
+without_2 = dist.new_group([0, 1, 3])
+processes: list[int] = [None] * world_size
+dist.all_gather_object(processes, os.getpid())
+encode = kernels.cpu_backend().encode
+outcomes = {}
 
-if case == "config" and culprit:
-    config["quantizer"] = {"value": 0.125}
-if case == "version" and culprit:
-    import ncz_plugins.core.handshake as handshake
 
-    handshake.__version__ = "0.0.0"
-
-started = time.monotonic()
-try:
-    communicator = Communicator(config)
-except NczError as error:
-    leave({"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started})
-    sys.exit(0)
-
-tensor = values(rank, 1_000_000)
-communicator.all_reduce(tensor)  # one that works
-if culprit:
-    if case == "killed":
-        # In the middle: after the agreement, when the others wait for frames.
-        kernels.cpu_backend().encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    elif case == "stopped":
-
-        def stopping(*_):
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(600)  # the signal is for the process: this thread may go on for a moment
-
-        kernels.cpu_backend().encode = stopping
-    elif case == "left":
-        leave("left")
-        os._exit(0)
-    elif case == "damaged":
-        encode = kernels.cpu_backend().encode
-
-        def damaging(x, inverse_steps, coding, frame, noise=None):
-            size = encode(x, inverse_steps, coding, frame, noise)
-            frame[4] += 1  # the version
-            return size
-
-        kernels.cpu_backend().encode = damaging
-    elif case == "size":
-        tensor = tensor[:-1]
-    elif case == "dtype":
-        tensor = tensor.bfloat16()
-    elif case == "order":
-        communicator.broadcast(tensor, 0, async_op=True)
-
-outcome = []
-started = time.monotonic()
-for _ in range(2):
+def attempt(call) -> dict | None:
+    """How `call` fails; None if it does not."""
+    started = time.monotonic()
     try:
-        communicator.all_reduce(tensor)
-        outcome.append(None)
+        call()
     except NczError as error:
-        outcome.append({"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started})
-leave(outcome)
-if case == "damaged":
-    # Those who saw the damage stay alive: their peers must learn of it from closed connections.
-    time.sleep(2 * SECONDS)
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    return None
+
+
+def settings(seconds: float, **transport) -> dict:
+    return {"transport": {"timeout_seconds": seconds, "min_bytes": 0, **transport}}
+
+
+def refused_at_the_start(case: str, config: dict, culprit: int = 1, **disguise) -> None:
+    """Rank `culprit` opens its communicator with this configuration, or pretends to be of another version."""
+    true = {name: getattr(handshake, name) for name in disguise}
+    if rank == culprit:
+        vars(handshake).update(disguise)
+    outcomes[case] = attempt(lambda: Communicator(settings(LONG) | (config if rank == culprit else {})))
+    vars(handshake).update(true)
+    dist.barrier()
+
+
+def broken(case: str, size: int, config: dict, misbehave, elements: int = 300_000) -> None:
+    """After one call that works, the last rank of the first `size` misbehaves; two more calls fail."""
+    if rank >= size:
+        return
+    communicator = Communicator(config, groups[size])
+    tensor = values(rank, elements)
+    communicator.all_reduce(tensor)
+    if rank == size - 1:
+        tensor = misbehave(communicator, tensor)
+        tensor = values(rank, elements) if tensor is None else tensor
+    outcomes[case] = [attempt(lambda: communicator.all_reduce(tensor)) for _ in range(2)]
+    leave(outcomes)
+    kernels.cpu_backend().encode = encode
+
+
+def absent() -> None:
+    """One rank does not come."""
+    if rank in (0, 3):
+        outcomes["absent"] = attempt(lambda: Communicator(settings(SECONDS), without_2))
+    dist.barrier()
+
+
+# What the last rank does, each with the communicator and the tensor of the call that is to fail.
+def damage(communicator, tensor) -> None:
+    def damaging(x, inverse_steps, coding, frame, noise=None):
+        size = encode(x, inverse_steps, coding, frame, noise)
+        frame[4] += 1  # the version
+        return size
+
+    kernels.cpu_backend().encode = damaging
+
+
+def fail(communicator, tensor) -> None:
+    def failing(*_):
+        raise MemoryError("for this test")
+
+    kernels.cpu_backend().encode = failing
+
+
+def die(communicator, tensor) -> None:
+    # After the agreement, when the others wait for frames.
+    kernels.cpu_backend().encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_neighbors_have_read(communicator, tensor) -> None:
+    memory.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(communicator, tensor) -> None:
+    def stopping(*_):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)  # the signal is for the process: this thread may go on for a moment
+
+    kernels.cpu_backend().encode = stopping
+
+
+refused_at_the_start("config", {"quantizer": {"value": 0.125}})
+refused_at_the_start("version", {}, __version__="0.0.0")
+refused_at_the_start("frame version", {}, VERSION=99)
+absent()
+for case, misbehave in {
+    "size": lambda communicator, tensor: tensor[:-1],
+    "dtype": lambda communicator, tensor: tensor.bfloat16(),
+    "order": lambda communicator, tensor: communicator.broadcast(tensor, 0, async_op=True) and None,
+    "damaged on the ring": damage,
+    "damaged, direct": damage,
+    "out of memory": fail,
+}.items():
+    schedule = "ring" if case == "damaged on the ring" else "direct"
+    broken(case, 4, settings(LONG, schedule=schedule), misbehave)
+    dist.barrier()
+broken("killed in a node", 4, settings(LONG, hierarchy=2), die_before_neighbors_have_read)
+broken("stopped", 3, settings(SECONDS, schedule="ring"), stop)
+if rank == 0:
+    os.kill(processes[2], signal.SIGKILL)
+broken("killed", 2, settings(LONG), die)
+leave(outcomes)
 os._exit(0)  # the default group is not to be trusted any more
