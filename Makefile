@@ -4,22 +4,22 @@
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
 #                            hundreds of megabytes instead of gigabytes, and they are enough for all of this
 #   NCZ_CACHE=DIR            where the compiled Horovod is kept for the next clone, by default ~/.cache/ncz_plugins
-#   SECONDS=60               how long make fuzz runs, an hour by default
+#   SECONDS=60               how long make fuzz runs, an hour by default, and make soak, half an hour
 #   ARGS="..."               passed on: make test ARGS="-k ring", make demo ARGS="--steps 50"
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 ARGS ?=
-SECONDS ?= 3600
+SECONDS ?=
 export TORCH_INDEX_URL
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench gpu fuzz clean
+.PHONY: help setup demo test lint bench gpu convergence fuzz soak clean
 
 help:   ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make .venv and build the native library (done by the others when needed)
 	@$(PYTHON) tools/bootstrap.py
@@ -28,7 +28,7 @@ demo: setup  ## train a small GPT with DeepSpeed, plain and compressed, and comp
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: setup  ## all tests
-	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 $(ARGS)
 
 lint: setup  ## style of all Python files
 	@$(BIN)/ruff check .
@@ -40,8 +40,14 @@ bench: setup  ## speed of the coders beside memcpy
 gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
+convergence: setup ## train small models plain and compressed, 3 seeds: docs/convergence.md (15 minutes)
+	@$(BIN)/python tests/convergence/suite.py $(ARGS)
+
 fuzz: setup  ## fuzz the native library for SECONDS (3600), two processes
-	@$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
+	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)
+
+soak: setup  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/soak.md
+	@$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
 
 clean:  ## remove .venv, build products and results
 	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache

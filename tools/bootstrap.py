@@ -24,7 +24,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup-stamp"
 LOG = ROOT / ".cache" / "setup.log"
 NATIVE = ROOT / "ncz_plugins" / "kernels" / "cpu"  # sources of the native library, and where it is built
-EXTRAS = "deepspeed,dev,plot,compare,peers,cuda"
+EXTRAS = "deepspeed,dev,plot,tensorboard,compare,peers,cuda"
 LOG_TAIL = 25  # lines shown when a stage fails
 
 # What a failed stage's output says, and what to do about it.

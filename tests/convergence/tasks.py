@@ -1,0 +1,141 @@
+"""What the convergence suite trains: the examples' GPT, and a CNN and an MLP on handwritten digits.
+
+A task gives a model, batches and a verdict. Its batch is that of all ranks together, so that a different number of
+ranks trains on the same data, cut differently.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from data import Corpus  # noqa: E402
+from gpt import GPT, GPTConfig  # noqa: E402
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+
+
+class Digits:
+    """1,797 images of 8 x 8 pixels in 10 classes (scikit-learn's `load_digits`), a fifth of them held out."""
+
+    dtype = torch.float32
+    batch = 64
+    clip = None
+    sgd_rate = 0.05
+
+    def __init__(self, build: Callable[[], nn.Module]):
+        self.model = build
+        self.images, self.held_out, self.labels, self.held_out_labels = _digits()
+
+    def training_batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        """This rank's share of a step's batch: the same for the same arguments."""
+        chosen = np.random.default_rng((seed, step)).choice(len(self.images), self.batch, replace=False)
+        mine = np.array_split(chosen, ranks)[rank]
+        return self.images[mine], self.labels[mine]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy in nats."""
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> dict[str, float]:
+        """This rank's addend to what is measured on the held-out images."""
+        if rank > 0:  # they are few: one rank looks at all
+            return {"validation_loss": 0.0, "accuracy": 0.0}
+        scores = model(self.held_out)
+        right = (scores.argmax(1) == self.held_out_labels).float().mean()
+        return {"validation_loss": F.cross_entropy(scores, self.held_out_labels).item(), "accuracy": right.item()}
+
+
+class Text:
+    """The examples' byte-level GPT, smaller, on the standard library's source."""
+
+    batch = 8
+    clip = 1.0
+    sgd_rate = 0.1
+    validation = (16, 16)  # sequences per batch, batches
+
+    def __init__(self, dtype: torch.dtype, sizes: GPTConfig):
+        self.dtype, self.sizes = dtype, sizes
+
+    def model(self) -> nn.Module:
+        return GPT(self.sizes)
+
+    def training_batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        """This rank's share of a step's batch: the same for the same arguments."""
+        whole = _corpus().batch(self.batch, self.sizes.context, seed=seed, step=step, rank=0)
+        tokens, targets = (each.tensor_split(ranks)[rank] for each in whole)
+        return tokens, targets
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy in nats per byte."""
+        return model(*batch)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> dict[str, float]:
+        """This rank's addend to what is measured on the held-out files."""
+        size, count = self.validation
+        losses = [model(*batch).item() for batch in self._held_out(rank, ranks)]
+        return {"validation_loss": sum(losses) / count}
+
+    def _held_out(self, rank: int, ranks: int) -> Iterator[Batch]:
+        size, count = self.validation
+        for index, batch in enumerate(_corpus().validation_batches(size, self.sizes.context, count)):
+            if index % ranks == rank:
+                yield batch
+
+
+def mlp() -> nn.Module:
+    """85 thousand parameters."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+
+
+def cnn() -> nn.Module:
+    """85 thousand parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(1024, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+SIZES = GPTConfig(context=64, layers=2, heads=4, width=96)
+TASKS: dict[str, Callable[[], Digits | Text]] = {
+    "GPT fp32": lambda: Text(torch.float32, SIZES),
+    "GPT bf16": lambda: Text(torch.bfloat16, SIZES),
+    "digits CNN": lambda: Digits(cnn),
+    "digits MLP": lambda: Digits(mlp),
+}
+
+
+@lru_cache
+def _corpus() -> Corpus:
+    return Corpus()
+
+
+@lru_cache
+def _digits() -> list[Tensor]:
+    """Images of training, held out, [images, 1, 8, 8], 0 to 1; labels of both."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    return train_test_split(images, torch.tensor(labels), test_size=0.2, random_state=0, stratify=labels)

@@ -1,0 +1,98 @@
+"""Compressed training converges: a few short trainings by real processes, and what was committed of the long ones."""
+
+from __future__ import annotations
+
+import outcome
+import plan
+import pytest
+import suite
+from tasks import TASKS
+from training import Job, Setting
+
+SECONDS = 240  # for all trainings, on a busy machine
+DEFAULT = Setting("nearest", plan.DEFAULT)
+WIDE, FED, RANDOM = (Setting(kind, 2.0) for kind in ("nearest", "error feedback", "stochastic"))
+
+MLP = [Job("digits MLP", "SGD", setting, 0, 150) for setting in (plan.PLAIN, DEFAULT, WIDE, FED, RANDOM)]
+CNN = [Job("digits CNN", "SGD", setting, 0, 60) for setting in (plan.PLAIN, DEFAULT, WIDE, FED)]
+GPT = [
+    Job(task, "AdamW", setting, 0, 30)
+    for task in ("GPT fp32", "GPT bf16")
+    for setting in (plan.PLAIN, DEFAULT, Setting("error feedback", plan.DEFAULT))
+]
+REPEATED = MLP[3]
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict]:
+    """The record of every job, all done by one pair of processes; the last one is a repetition."""
+    records = []
+    suite.train([*MLP, *CNN, *GPT, REPEATED], records.append, SECONDS)
+    return records
+
+
+@pytest.fixture(scope="module")
+def runs(trained) -> dict[Job, dict]:
+    found = {Job.read(record["job"]): record for record in trained[:-1]}
+    assert list(found) == [*MLP, *CNN, *GPT]
+    return found
+
+
+def more(runs, job: Job, key: str = "training_loss") -> float:
+    """What a run has more than the plain one."""
+    return runs[job][key] - runs[job._replace(setting=plan.PLAIN)][key]
+
+
+def test_compression_is_at_work_and_replicas_are_identical(runs):
+    for job, record in runs.items():
+        assert record["replicas_identical"], job
+        if job.setting.kind != "plain":
+            assert record["calls"] == record["compressed_calls"] == job.steps, job
+            assert record["ratio"] > 3, job
+
+
+def test_a_run_can_be_repeated_to_the_bit(runs, trained):
+    assert trained[-1] | {"seconds": 0} == runs[REPEATED] | {"seconds": 0}
+
+
+@pytest.mark.parametrize("plain", [MLP[0], CNN[0]], ids=lambda job: job.task)
+class TestDigits:
+    def test_the_default_bound_learns_as_well(self, runs, plain):
+        default = plain._replace(setting=DEFAULT)
+        assert abs(more(runs, default)) < 0.1 * runs[plain]["training_loss"]
+        assert more(runs, default, "accuracy") > -0.03
+
+    def test_a_wide_bound_costs_and_error_feedback_gives_it_back(self, runs, plain):
+        wide, fed = (more(runs, plain._replace(setting=setting)) for setting in (WIDE, FED))
+        assert wide > 0.2 * runs[plain]["training_loss"]
+        assert abs(fed) < wide / 3
+
+
+def test_a_wide_bound_costs_less_with_random_rounding(runs):
+    nearest, random = (more(runs, MLP[0]._replace(setting=setting)) for setting in (WIDE, RANDOM))
+    assert abs(random) < nearest / 3
+
+
+@pytest.mark.parametrize("task", ["GPT fp32", "GPT bf16"])
+def test_the_gpt_learns_in_both_precisions(runs, task):
+    plain, default, fed = (job for job in GPT if job.task == task)
+    assert runs[plain]["training_loss"] < 4.5  # a uniform guess is at 5.5
+    for job in (default, fed):
+        assert more(runs, job) < 0.25 and more(runs, job, "validation_loss") < 0.3
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[Job, dict]:
+    return suite.published()
+
+
+class TestCommittedResults:
+    def test_they_are_those_of_the_whole_plan(self, committed):
+        assert set(committed) == set(plan.jobs(seeds=3))
+        assert {job.task for job in committed} == set(TASKS)
+
+    def test_every_run_was_sound(self, committed):
+        assert all(each.sound for each in outcome.outcomes(committed))
+
+    def test_the_documentation_shows_them(self, committed):
+        assert outcome.markdown(outcome.outcomes(committed)) in suite.MARKDOWN.read_text()

@@ -1,0 +1,148 @@
+"""A short soak; that its checks find what is wrong; and that it ends when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import plan
+import pytest
+import reference
+import soak
+import torch
+from plan import Call
+from reference import Done
+
+CONFIG = {"transport": {"schedule": "ring", "hierarchy": "off"}}
+QUANTIZER = {"kind": "error_bound", "mode": "rel", "value": 0.01, "block": 4096, "error_feedback": False}
+FED_BACK = QUANTIZER | {"error_feedback": True}
+CALL = Call("name", 1, "all_reduce", "float32", 10_000, "SUM", None, "normal", 1.0)
+RANKS = 3
+
+
+def test_a_short_soak_finds_nothing(tmp_path):
+    found = soak.soak(seconds=45, ranks=4, seed=1, folder=tmp_path, largest=1 << 20, warm_up=5)
+    counts = soak.total(found)
+    assert set(counts["collective"]) == set(plan.COLLECTIVES)
+    assert counts["went"]["compressed"] > 0
+    assert len({one["sessions"] for one in found}) == 1 and found[0]["sessions"] > 1
+
+
+def test_a_plan_follows_from_its_seed():
+    sessions = [plan.session(3, index, 4, 1 << 20) for index in range(200)]
+    assert sessions == [plan.session(3, index, 4, 1 << 20) for index in range(200)]
+    assert sessions != [plan.session(4, index, 4, 1 << 20) for index in range(200)]
+    meetings = [meeting for each in sessions for meeting in each]
+    assert {len(meeting.ranks) for meeting in meetings} == {1, 2, 3, 4}
+    made = [(call, len(meeting.ranks)) for meeting in meetings for batch in meeting.batches for call in batch]
+    calls = [call for call, _ in made]
+    assert max(call.elements(ranks) for call, ranks in made) <= 1 << 20
+    assert {call.collective for call in calls} == set(plan.COLLECTIVES)
+    assert {call.dtype for call in calls} == {*plan.FLOATS, *plan.INTEGERS}
+    assert 0 in {call.length for call in calls} and any(call.poison for call in calls)
+
+
+# ------------------------------------------------------------------ what is wrong is found
+
+
+def exact(call: Call) -> torch.Tensor:
+    """float64, of the whole tensor."""
+    return sum(reference.values(call, rank, 0, call.length).double() for rank in range(RANKS))
+
+
+def bound(call: Call, quantizer: dict = QUANTIZER) -> torch.Tensor:
+    """What a sum may be off, element by element."""
+    everyone = [reference.values(call, rank, 0, call.length).double().abs() for rank in range(RANKS)]
+    largest = [block.max() for block in torch.stack(everyone).amax(0).split(4096)]
+    blocks = [each.expand(min(4096, call.length - at * 4096)) for at, each in enumerate(largest)]
+    return RANKS * quantizer["value"] * torch.cat(blocks)
+
+
+def check(call: Call, result: torch.Tensor, quantizer: dict | None = QUANTIZER, *before: Done) -> float | None:
+    """As `reference.check` says; without a quantizer the call went plain."""
+    done = Done(call, quantizer or QUANTIZER, quantizer is not None, result)
+    return reference.check([*before, done], CONFIG, RANKS, 0)
+
+
+@pytest.mark.parametrize("element", [0, 5000, 9999])
+def test_an_error_above_the_bound_is_found(element):
+    result = exact(CALL).float()
+    assert check(CALL, result) < 1e-4
+    result[element] += 0.999 * bound(CALL)[element]
+    assert 0.99 < check(CALL, result) < 1
+    result[element] = exact(CALL)[element] + 1.001 * bound(CALL)[element]
+    with pytest.raises(AssertionError, match=f"element {element} "):
+        check(CALL, result)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_found(value):
+    result = exact(CALL).float()
+    result[7] = value
+    for quantizer in (QUANTIZER, None):
+        with pytest.raises(AssertionError, match="element 7"):
+            check(CALL, result, quantizer)
+
+
+def test_what_must_be_exact_is():
+    whole = replace(CALL, data="whole")
+    for call in (whole, replace(whole, dtype="int32"), replace(CALL, op="MAX"), replace(CALL, op=None, root=1)):
+        everyone = [reference.values(call, rank, 0, call.length) for rank in range(RANKS)]
+        result = {"SUM": sum(everyone), "MAX": torch.stack(everyone).amax(0), None: everyone[1]}[call.op]
+        call = call if call.op else replace(call, collective="broadcast")
+        check(call, result, None)
+        result[9] = result[9] + 1 if call.dtype == "int32" else result[9].nextafter(torch.tensor(9.0))
+        with pytest.raises(AssertionError, match="element 9"):
+            check(call, result, None)
+
+
+def test_a_lost_nan_is_found():
+    call = replace(CALL, poison=((1, 3, float("nan")), (0, 4, float("inf")), (2, 4, float("-inf"))))
+    result = exact(call).float()
+    assert result[3:5].isnan().all()
+    check(call, result, None)
+    result[3] = 0
+    with pytest.raises(AssertionError, match="element 3"):
+        check(call, result, None)
+
+
+def test_with_error_feedback_errors_must_not_add_up():
+    calls = [replace(CALL, seed=seed) for seed in range(4)]
+    before: list[Done] = []
+    for call in calls[:3]:  # each within its bound, in turns above and below
+        sign = (-1) ** len(before)
+        result = (exact(call) + sign * 0.4 * bound(call)).float()
+        check(call, result, FED_BACK, *before)
+        before.append(Done(call, FED_BACK, True, result))
+    result = (exact(calls[3]) + 0.9 * bound(calls[3])).float()  # again above: each is within its bound, not the sum
+    check(calls[3], result, QUANTIZER)
+    with pytest.raises(AssertionError, match="off"):
+        check(calls[3], result, FED_BACK, *before)
+
+
+# ------------------------------------------------------------------ its end
+
+
+def test_it_ends_when_a_rank_dies(tmp_path):
+    command = [sys.executable, str(Path(soak.__file__)), "--seconds", "600", "--ranks", "2", "--largest", "1000"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **streams, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
+        try:
+            folder = Path(re.search(r"logs are in (\S+)", process.stdout.readline())[1])
+            deadline = time.monotonic() + 120
+            while "session" not in (log.read_text() if (log := folder / "rank1.log").exists() else ""):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            (_, second) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            subprocess.run(["kill", f"-{signal.SIGKILL.value}", second], check=True)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert f"rank 1 exited with -{signal.SIGKILL.value}" in errors and "--seed" in errors
