@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from plan import FLOATS, Call
+from drawing import FLOATS, Call
 from torch import Tensor
 
 _POOL = 1 << 21  # random numbers of each kind, of which pieces are taken

@@ -11,12 +11,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import plan
+import drawing
 import pytest
 import reference
 import soak
 import torch
-from plan import Call
+from drawing import Call
 from reference import Done
 
 CONFIG = {"transport": {"schedule": "ring", "hierarchy": "off"}}
@@ -29,22 +29,22 @@ RANKS = 3
 def test_a_short_soak_finds_nothing(tmp_path):
     found = soak.soak(seconds=45, ranks=4, seed=1, folder=tmp_path, largest=1 << 20, warm_up=5)
     counts = soak.total(found)
-    assert set(counts["collective"]) == set(plan.COLLECTIVES)
+    assert set(counts["collective"]) == set(drawing.COLLECTIVES)
     assert counts["went"]["compressed"] > 0
     assert len({one["sessions"] for one in found}) == 1 and found[0]["sessions"] > 1
 
 
 def test_a_plan_follows_from_its_seed():
-    sessions = [plan.session(3, index, 4, 1 << 20) for index in range(200)]
-    assert sessions == [plan.session(3, index, 4, 1 << 20) for index in range(200)]
-    assert sessions != [plan.session(4, index, 4, 1 << 20) for index in range(200)]
+    sessions = [drawing.session(3, index, 4, 1 << 20) for index in range(200)]
+    assert sessions == [drawing.session(3, index, 4, 1 << 20) for index in range(200)]
+    assert sessions != [drawing.session(4, index, 4, 1 << 20) for index in range(200)]
     meetings = [meeting for each in sessions for meeting in each]
     assert {len(meeting.ranks) for meeting in meetings} == {1, 2, 3, 4}
     made = [(call, len(meeting.ranks)) for meeting in meetings for batch in meeting.batches for call in batch]
     calls = [call for call, _ in made]
     assert max(call.elements(ranks) for call, ranks in made) <= 1 << 20
-    assert {call.collective for call in calls} == set(plan.COLLECTIVES)
-    assert {call.dtype for call in calls} == {*plan.FLOATS, *plan.INTEGERS}
+    assert {call.collective for call in calls} == set(drawing.COLLECTIVES)
+    assert {call.dtype for call in calls} == {*drawing.FLOATS, *drawing.INTEGERS}
     assert 0 in {call.length for call in calls} and any(call.poison for call in calls)
 
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-import plan
+import drawing
 import reference
 import torch
 import torch.distributed as dist
-from plan import Call, Meeting
+from drawing import Call, Meeting
 from reference import Done
 from torch import Tensor
 
@@ -146,7 +146,7 @@ def _checked(call, config, step, meeting, rank, made: Made, before: dict[str, li
     feeds_back = reference.feeds_back(call, quantizer)
     calls = [*before.get(call.name, []), done] if feeds_back else [done]
     share = reference.check(calls, config, ranks, rank)
-    if feeds_back and call.length <= plan.USUAL:  # no larger one is made again
+    if feeds_back and call.length <= drawing.USUAL:  # no larger one is made again
         before[call.name] = calls
     if call.has_parts and not call.aliased:
         kept = reference.values(call, rank, 0, made.input.numel())
@@ -225,7 +225,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the stacks of all threads, before a rank that hangs is killed
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=plan.TIMEOUT_SECONDS))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=drawing.TIMEOUT_SECONDS))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sets = [ranks for size in range(1, world_size + 1) for ranks in itertools.combinations(range(world_size), size)]
     groups = {ranks: dist.new_group(ranks) for ranks in sets}
@@ -233,7 +233,7 @@ def main() -> None:
     begun = time.monotonic()
     index = job["first"]
     while _goes_on(job, begun, index - job["first"]):
-        meetings = plan.session(job["seed"], index, world_size, job["largest"])
+        meetings = drawing.session(job["seed"], index, world_size, job["largest"])
         mine = next((meeting for meeting in meetings if rank in meeting.ranks), None)
         try:
             _compare(play(mine, groups[mine.ranks], seen) if mine else [], mine.ranks if mine else ())

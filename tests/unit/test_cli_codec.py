@@ -273,7 +273,7 @@ def test_options_go_before_the_file(report, saved, tmp_path):
         (np.array(["a"]), "holds <U1; allowed"),
         (np.zeros(2, "f4,f4"), "allowed: float16"),
         (np.zeros(2, np.complex64), "holds complex64; allowed"),
-        (np.array([object()]), "is not a whole .npy file of numbers"),
+        (np.array([None]), "is not a whole .npy file of numbers"),
         (b"", "is not an .npy file"),
         (b"hello, I am text", "is not an .npy file"),
         (b"PK\x03\x04 an archive", "is not an .npy file"),

@@ -429,7 +429,7 @@ def _read_it(process: int, address: int, answer) -> None:
     answer.send(found.sum().item())
 
 
-@pytest.mark.parametrize(("process", "address"), [(os.getpid(), 8), (2**30, 4096)])
+@pytest.mark.parametrize(("process", "address"), [(os.getpid(), 8), (2**30, 4096)], ids=["own", "none"])
 def test_memory_that_is_not_there_is_an_error(process, address):
     with pytest.raises(OSError, match=f"memory of process {process}"):
         memory.read(process, address, torch.zeros(10))
