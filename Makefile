@@ -28,7 +28,7 @@ demo: setup  ## train a small GPT with DeepSpeed, plain and compressed, and comp
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: setup  ## all tests
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)
 
 lint: setup  ## style of all Python files
 	@$(BIN)/ruff check .
