@@ -35,7 +35,7 @@ def test_only_what_is_compressed_leaves_a_node(tmp_path):
 @pytest.mark.parametrize("case", ["killed", "left"])
 def test_a_dead_rank_is_noticed_on_both_nodes(case, tmp_path):
     with link(2, "1gbit") as nodes:
-        finished = run("faults", 4, tmp_path, case, seconds=90, nodes=nodes)
+        finished = run("faults_between_nodes", 4, tmp_path, case, seconds=90, nodes=nodes)
     assert finished[1].returncode == (-signal.SIGKILL if case == "killed" else 0), report(finished)
     for rank in (0, 2, 3):
         first, second = finished[rank].result
@@ -45,7 +45,7 @@ def test_a_dead_rank_is_noticed_on_both_nodes(case, tmp_path):
 
 def test_different_calls_are_refused_on_both_nodes(tmp_path):
     with link(2, "1gbit") as nodes:
-        finished = run("faults", 4, tmp_path, "size", seconds=90, nodes=nodes)
+        finished = run("faults_between_nodes", 4, tmp_path, "size", seconds=90, nodes=nodes)
     for outcome in finished:
         assert outcome.result[0]["error"] == "MismatchError", report(finished)
         assert "ranks differ in elements" in outcome.result[0]["message"]
