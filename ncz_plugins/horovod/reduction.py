@@ -153,10 +153,16 @@ class _State:
         comparison = Comparison(numbers)
         before = guard.state_dict()
         progress = torch.tensor([training.step, before["calls"], round(-math.log2(before["tightening"]))])
-        highest = torch.cat([comparison.tensor, progress])
-        comparison.tensor, progress = highest.split([comparison.tensor.numel(), progress.numel()])
+        present = torch.tensor([-1])  # Horovod lets a rank that has joined take part with zeros
+        highest = torch.cat([comparison.tensor, progress, present])
+        comparison.tensor, progress, present = highest.split([comparison.tensor.numel(), progress.numel(), 1])
         name = f"ncz.{process_set.process_set_id}.compare"
         hvd.synchronize(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
+        if present.item() == 0:
+            raise MismatchError(
+                f"a rank has called hvd.join and can't take part in the compressed reduction of {pieces[0].name} "
+                f"(on rank {hvd.rank()}). Give every rank the same number of steps"
+            )
         if differing := comparison.differing():
             settings = _differences(compressor, process_set)
             raise MismatchError(

@@ -103,6 +103,7 @@ def test_a_rank_that_joined_is_an_error_on_the_others_and_not_a_hang(ranks):
     first, *others = (rank["join"]["error"] for rank in ranks)
     assert first is None
     assert {error["kind"] for error in others} == {"MismatchError"}
+    assert all("hvd.join" in error["message"] for error in others)
 
 
 class TestProcessSets:
