@@ -30,7 +30,7 @@ from .quantize import Bypass, bypass_by_size
 from .regroup import regrouped
 from .stats import Counters, Statistics
 from .training import Group, Training
-from .transport import Transport, open_gloo, peer_errors, timeout_of
+from .transport import Connections, Transport, peer_errors, timeout_of
 from .worker import Handle, Worker
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -101,7 +101,7 @@ class Communicator:
             self.nodes = find_nodes(self.config.transport.hierarchy, self._store, self.rank, self.world_size)
             seconds = self.config.transport.timeout_seconds
             self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
-            self._control = open_gloo(self.group, self._store, self._timeout)
+            self._control = Connections(self._store, self.rank, self.world_size, self._timeout)
             self._ways[torch.device("cpu")] = _Way(Host(has_spare_core()), Transport(self._control))
             if self.nodes is not None:
                 self.nodes = with_memory(self.nodes, self.transport)

@@ -18,15 +18,13 @@ from torch import Tensor
 from .errors import FrameError, UnsupportedError
 from .stats import Counters
 from .trace import span
-from .transport import Transport, peer_errors
+from .transport import Connections, Transport, peer_errors
 
 _SIZE_TAG = 1
 _ROUNDS_AHEAD = 1  # rounds whose sizes are still on their way while the next one is coded
 
 
-def open_nccl(
-    store: dist.Store, control: dist.ProcessGroup, device: torch.device, timeout: timedelta
-) -> dist.ProcessGroup:
+def open_nccl(store: dist.Store, control: Connections, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     """A NCCL process group of our own over the ranks of `control`, which meet at `store`."""
     if not dist.is_nccl_available():
         raise UnsupportedError("torch was built without NCCL, which carries compressed CUDA tensors")
@@ -44,14 +42,14 @@ class NcclTransport(Transport):
     """As `Transport`, for frames in the memory of one GPU.
 
     Args:
-        control: a gloo process group for agreements and sizes.
+        control: for agreements and sizes.
         group: a NCCL process group over the same ranks. Nothing else sends through either.
         device: where received frames go.
 
     Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.settle` for the time-out.
     """
 
-    def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, control: Connections, group: dist.ProcessGroup, device: torch.device):
         super().__init__(control)
         self.group = group
         self._device = device
@@ -71,7 +69,7 @@ class _NcclStream:
 
     def __init__(
         self,
-        control: dist.ProcessGroup,
+        control: Connections,
         rounds: _Rounds,
         device: torch.device,
         to: int,

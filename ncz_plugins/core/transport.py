@@ -26,7 +26,10 @@ from .errors import FrameError, PeerError, UnsupportedError
 from .stats import Counters
 from .trace import span, transfer
 
-_FRAME_TAG = 2
+_FRAME_TAG, _AGREEMENT_TAG = 2, 3
+# Up to so many ranks, each tells all others what is to be agreed on; more send partial maxima round a ring, which costs
+# them fewer bytes and many more messages one after another.
+_TELL_ALL_RANKS = 16
 # Receives that wait at one time, in bytes for each peer: a sender waits until there is one, and a receiver that is busy
 # coding posts no further ones.
 _AHEAD_BYTES = 32 << 20
@@ -34,20 +37,49 @@ _AHEAD_BYTES = 32 << 20
 _opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
-def open_gloo(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo process group of our own over the ranks of `group`, which meet at `store`.
+class Connections:
+    """Gloo's connections of our own between ranks that meet at `store`: to each peer one for each direction.
 
-    torch.distributed.new_group will not do: it needs every rank of the world, or it derives the
-    group's name from how many groups a rank is in, which may differ between ranks.
+    One for both would be slow, as gloo locks it to send: meanwhile the thread that is to read it spins, and on few
+    cores it is the sender that it takes the time from. And what a rank has to say about its receives, without which
+    nothing is sent, would stand behind the frames that go the same way.
+
+    Has the methods of a process group that messages need, and one that agreements do.
+
+    Attributes:
+        group: a process group, for all else.
     """
-    if not dist.is_gloo_available():
-        raise UnsupportedError(
-            "torch was built without gloo, which carries sizes, agreements and compressed CPU tensors"
-        )
-    with peer_errors("connecting to the other ranks"):
-        opened = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-    _opened.add(opened)
-    return opened
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        # torch.distributed.new_group will not do: it needs every rank of the world, or it derives the group's name from
+        # how many groups a rank is in, which may differ between ranks.
+        if not dist.is_gloo_available():
+            raise UnsupportedError(
+                "torch was built without gloo, which carries sizes, agreements and compressed CPU tensors"
+            )
+        with peer_errors("connecting to the other ranks"):
+            self._upwards, self._downwards = (
+                dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
+                for direction in ("upwards", "downwards")
+            )
+        _opened.update((self._upwards, self._downwards))
+        self._rank = rank
+        self.group = self._upwards
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self.group.size()
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+        return (self._upwards if to > self._rank else self._downwards).send(tensors, to, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        return (self._upwards if source < self._rank else self._downwards).recv(tensors, source, tag)
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:
+        return self.group.allreduce(tensors, options)
 
 
 def _keep_groups() -> None:
@@ -71,22 +103,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 class Transport:
-    """Point-to-point frames and small agreements over a process group of our own.
+    """Point-to-point frames and small agreements over connections of our own.
 
     Args:
-        group: a gloo process group that nothing else sends through.
+        control: what nothing else sends through.
 
     Attributes:
-        group: the process group that carries tensors, frames and plain collectives.
+        group: the process group that carries plain collectives, and tensors inside a node.
 
     Every method that waits raises PeerError when a peer is dead or silent for longer than the
     group's time-out.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = self._control = group
-        self.rank = group.rank()
-        self.world_size = group.size()
+    def __init__(self, control: Connections):
+        self._control = control
+        self.group = control.group
+        self.rank = control.rank()
+        self.world_size = control.size()
         self.link_gbps = system.gloo_link_gbps()
         self._rooms: list[Tensor] = []  # memory that receives waited in, for the next call: fresh pages cost time
 
@@ -96,9 +129,8 @@ class Transport:
         Gloo closes them with the last reference to the group and to all that is under way in it, and the frames that
         an exception went through hold such.
         """
-        for group in (self.group, self._control):
-            if hasattr(group, "abort"):  # NCCL's does something
-                group.abort()
+        if hasattr(self.group, "abort"):  # NCCL's does something
+            self.group.abort()
         self.group = self._control = None
         cause: BaseException | None = error
         while cause is not None:
@@ -122,25 +154,43 @@ class Transport:
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """Begin to replace `tensor` by its element-wise maximum over ranks."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         with peer_errors("agreeing with the other ranks"):
-            return Agreement(self._control.allreduce([tensor], options), tensor.nbytes, counters)
+            if self.world_size > _TELL_ALL_RANKS:
+                options = dist.AllreduceOptions()
+                options.reduceOp = dist.ReduceOp.MAX
+                counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+                return Agreement(tensor, [], [self._control.allreduce([tensor], options)], counters)
+            peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+            told = [torch.empty_like(tensor) for _ in peers]
+            mine = tensor.clone()  # on its way, it must not change
+            works = [self._control.recv([each], peer, _AGREEMENT_TAG) for each, peer in zip(told, peers)]
+            works += [self._control.send([mine], peer, _AGREEMENT_TAG) for peer in peers]
+            counters.wire_bytes += tensor.nbytes * len(peers)
+            return Agreement(tensor, told, works, counters)
 
 
 class Agreement:
-    """A MAX all-reduce under way."""
+    """An element-wise maximum over ranks, under way.
 
-    def __init__(self, work: dist.Work, nbytes: int, counters: Counters):
-        self._work = work
-        self._nbytes = nbytes
+    Args:
+        tensor: where it goes.
+        told: what comes from other ranks, to be joined with `tensor`.
+        works: what to wait for.
+    """
+
+    def __init__(self, tensor: Tensor, told: list[Tensor], works: list[dist.Work], counters: Counters):
+        self._tensor = tensor
+        self._told = told
+        self._works = works
         self._counters = counters
 
     def wait(self) -> None:
         """Return once the tensor holds the maximum."""
-        with span("wait", self._nbytes, self._counters), peer_errors("agreeing with the other ranks"):
-            self._work.wait()
+        with span("wait", self._tensor.nbytes, self._counters), peer_errors("agreeing with the other ranks"):
+            for work in self._works:
+                work.wait()
+        for theirs in self._told:
+            torch.maximum(self._tensor, theirs, out=self._tensor)
 
 
 class Stream:
@@ -154,7 +204,7 @@ class Stream:
 
     def __init__(
         self,
-        control: dist.ProcessGroup,
+        control: Connections,
         rooms: list[Tensor],
         to: int,
         source: int,

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..core.errors import FrameError
 from ..core.handshake import open_store
 from ..core.stats import Counters
-from ..core.transport import Transport, peer_errors
+from ..core.transport import Connections, Transport
 
 _RING_TIMEOUT = timedelta(minutes=5)
 
@@ -141,5 +141,4 @@ def open_ring(process_set, timeout_seconds: float | None) -> Transport:
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
     store = open_store(rank, world_size, timeout, host, broadcast)
-    with peer_errors("connecting to the other ranks"):
-        return Transport(dist.ProcessGroupGloo(dist.PrefixStore("ncz", store), rank, world_size, timeout))
+    return Transport(Connections(dist.PrefixStore("ncz", store), rank, world_size, timeout))

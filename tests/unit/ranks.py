@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ncz_plugins.core.nccl import NcclTransport
-from ncz_plugins.core.transport import Transport
+from ncz_plugins.core.transport import Connections, Transport
 
 _SECONDS = 60
 
@@ -20,18 +20,16 @@ def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool =
     Args:
         in_rounds: frames travel as they do over NCCL, but for the fusing of sends and receives, over gloo.
     """
-    store = dist.HashStore()
+    store, timeout = dist.HashStore(), timedelta(seconds=_SECONDS)
     results: list = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
-    def gloo(name: str, rank: int) -> dist.ProcessGroup:
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, timedelta(seconds=_SECONDS))
-
     def run(rank: int) -> None:
         try:
-            control = gloo("control", rank)
+            control = Connections(store, rank, world_size, timeout)
             if in_rounds:
-                results[rank] = body(NcclTransport(control, gloo("frames", rank), torch.device("cpu")))
+                frames = dist.ProcessGroupGloo(dist.PrefixStore("frames", store), rank, world_size, timeout)
+                results[rank] = body(NcclTransport(control, frames, torch.device("cpu")))
             else:
                 results[rank] = body(Transport(control))
         except BaseException as error:

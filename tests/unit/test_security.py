@@ -136,6 +136,7 @@ def test_a_frame_that_states_an_absurd_size_is_refused(payload):
         stream.send(frame)
         with pytest.raises(FrameError, match=f"a frame of {payload + HEADER_BYTES} bytes"):
             stream.receive()
+        stream.finish()
 
     play(2, body)
 
