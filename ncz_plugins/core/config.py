@@ -251,7 +251,7 @@ class Transport(Section):
         "(with kind lossless, but for the rounding of sums).",
     )
     frame_bytes: FrameBytes = Field(
-        default=MiB,
+        default=4 * MiB,
         description="Input bytes per frame. Smaller frames overlap coding and transfer better, "
         "larger ones have less overhead. auto: as measured.",
     )
@@ -508,7 +508,7 @@ class Config(Section):
         self,
         *,
         schedule: str = "auto",
-        frame_bytes: int = MiB,
+        frame_bytes: int = 4 * MiB,
         min_bytes: int | str = 128 * KiB,
         link_gbps: float | None = None,
         costs: Costs | None = None,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..kernels.format import CHUNK, chunks_of
 
-_MIN_FRAME_CHUNKS = 16  # 256 KiB of float32: below this the cost per message outweighs the overlap
-_FRAMES_TO_OVERLAP = 4  # frames a segment should have, so that coding and transfer overlap
+_MIN_FRAME_CHUNKS = 64  # 1 MiB of float32: below this the cost per message outweighs the overlap
+_FRAMES_TO_OVERLAP = 2  # frames a segment should have, so that coding and transfer overlap
 
 
 @dataclass(frozen=True)

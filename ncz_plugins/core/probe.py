@@ -30,7 +30,7 @@ from .training import Training
 from .tuning import Comparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
-_FRAMES = (MiB, 256 * KiB, 4 * MiB, 512 * KiB, 2 * MiB)  # the ordinary one first; few at the opening
+_FRAMES = (4 * MiB, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
 _LARGEST_BYTES = 64 * MiB

@@ -34,7 +34,7 @@ def alike(outcomes, name):
 def test_all_ranks_choose_alike_at_the_opening(outcomes):
     config = Config.load(json.loads(alike(outcomes, "opened")))
     assert config.transport.schedule in ("ring", "direct")
-    assert config.transport.frame_bytes in (1 << 20, 256 << 10)
+    assert config.transport.frame_bytes in (4 << 20, 1 << 20)
     assert config.transport.min_bytes == "never" or config.transport.min_bytes >= 16 << 10
     assert config.transport.link_gbps > 0 and config.entropy.costs is not None
 

@@ -23,7 +23,7 @@ def fewest_repetitions(monkeypatch):
 
 def run(x, coder="auto", predictor="auto", link=1):
     entropy = {"coder": coder, "predictor": predictor}
-    return trial.run(x, Config(entropy=entropy, transport={"link_gbps": link}))
+    return trial.run(x, Config(entropy=entropy, transport={"link_gbps": link, "frame_bytes": "256KiB"}))
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_every_default_is_as_documented():
         "entropy.checksum": False,
         "entropy.costs": None,
         "transport.schedule": "auto",
-        "transport.frame_bytes": 1024 * 1024,
+        "transport.frame_bytes": 4 * 1024 * 1024,
         "transport.min_bytes": 128 * 1024,
         "transport.hierarchy": "auto",
         "transport.tuning": None,
@@ -477,7 +477,7 @@ def test_it_is_immutable_hashable_and_travels():
 
 def test_canonical_text_is_equal_for_equal_settings_only():
     plain = Config().canonical()
-    assert plain == Config.load({"transport": {"frame_bytes": "1MiB"}}).canonical()
+    assert plain == Config.load({"transport": {"frame_bytes": "4MiB"}}).canonical()
     assert (
         Config.load({"quantizer": {"value": 1}}).canonical() == Config.load({"quantizer": {"value": 1.0}}).canonical()
     )
@@ -541,7 +541,7 @@ def test_whatever_is_given_the_only_error_is_ours(document):
 
 def test_describe_is_one_line_with_what_matters():
     assert Config().describe() == (
-        "error bound rms:0.25 per 4096 elements, coder auto, schedule auto, frames 1 MiB, roles gradient"
+        "error bound rms:0.25 per 4096 elements, coder auto, schedule auto, frames 4 MiB, roles gradient"
     )
     assert "rms:0.25 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
     assert Config.load({"quantizer": {"kind": "stochastic"}}).describe().startswith("stochastic rms:0.25 per 4096 el")

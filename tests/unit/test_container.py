@@ -316,7 +316,7 @@ def test_overwritten_bytes_are_refused_or_give_a_tensor(drawn, lossless):
 
 def test_checksums_are_in_every_frame():
     for config, flags in ((FINE, 0), (FINE | {"entropy": {"checksum": True}}, HAS_CHECKSUM)):
-        data = compress(randn(200_000), config)
+        data = compress(randn(200_000), config | {"transport": {"frame_bytes": "256KiB"}})
         frames = container.contents_of(data).frames
         assert len(frames) > 2
         assert {int(frame[HEADER_BYTES - 8]) for frame in frames} == {flags}
