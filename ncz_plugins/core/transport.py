@@ -44,7 +44,7 @@ class Connections:
     cores it is the sender that it takes the time from. And what a rank has to say about its receives, without which
     nothing is sent, would stand behind the frames that go the same way.
 
-    Has the methods of a process group that messages need, and one that agreements do.
+    Has the methods of a process group that messages need.
 
     Attributes:
         group: a process group, for all else.
@@ -77,9 +77,6 @@ class Connections:
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         return (self._upwards if source < self._rank else self._downwards).recv(tensors, source, tag)
-
-    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:
-        return self.group.allreduce(tensors, options)
 
 
 def _keep_groups() -> None:
@@ -159,7 +156,7 @@ class Transport:
                 options = dist.AllreduceOptions()
                 options.reduceOp = dist.ReduceOp.MAX
                 counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-                return Agreement(tensor, [], [self._control.allreduce([tensor], options)], counters)
+                return Agreement(tensor, [], [self._control.group.allreduce([tensor], options)], counters)
             peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
             told = [torch.empty_like(tensor) for _ in peers]
             mine = tensor.clone()  # on its way, it must not change

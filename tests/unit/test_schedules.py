@@ -411,6 +411,25 @@ def test_wire_bytes_are_what_the_peer_receives():
         assert frames and sent[rank] == sum(frames)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("elements", [0, 1, 7919])
+@pytest.mark.parametrize("world_size", [2, 5, 17])  # of 17 ranks, none tells all others
+def test_an_agreement_is_the_maximum_over_ranks(world_size, elements, dtype):
+    own = [torch.randint(-(1 << 40), 1 << 40, (elements,)).to(dtype) for _ in range(world_size)]
+
+    def body(transport):
+        counters, agreed = Counters(), own[transport.rank].clone()
+        agreements = [transport.start_max(each, counters) for each in (agreed, -agreed)]
+        for agreement in agreements:
+            agreement.wait()
+        return agreed, counters.wire_bytes
+
+    expected = torch.stack(own).amax(0)
+    for agreed, sent in play(world_size, body):
+        assert torch.equal(agreed, expected)
+        assert (sent > 0) == (elements > 0)
+
+
 @pytest.mark.parametrize("announced", [0, -1, 1 << 40])
 def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
     """In rounds, sizes travel ahead of the frames."""
