@@ -3,10 +3,13 @@
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from ncz_plugins import NczError
 
 
 def start(device: torch.device | None = None) -> tuple[int, int]:
@@ -31,6 +34,16 @@ def finish(result: object) -> None:
 def leave(result: object) -> None:
     """Leave the result for the test; for a rank whose peers are gone."""
     Path(os.environ["NCZ_TEST_RESULT"]).write_text(json.dumps(result))
+
+
+def attempt(call) -> dict | None:
+    """How `call` fails; None if it does not."""
+    started = time.monotonic()
+    try:
+        call()
+    except NczError as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    return None
 
 
 def values(rank: int, numel: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:

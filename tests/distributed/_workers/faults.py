@@ -8,10 +8,10 @@ import signal
 import time
 
 import torch.distributed as dist
-from common import leave, start, values
+from common import attempt, leave, start, values
 
 import ncz_plugins.core.handshake as handshake
-from ncz_plugins import Communicator, NczError, kernels
+from ncz_plugins import Communicator, kernels
 from ncz_plugins.core import memory
 
 SECONDS = 4.0  # for what ends by time
@@ -23,16 +23,6 @@ processes: list[int] = [None] * world_size
 dist.all_gather_object(processes, os.getpid())
 encode = kernels.cpu_backend().encode
 outcomes = {}
-
-
-def attempt(call) -> dict | None:
-    """How `call` fails; None if it does not."""
-    started = time.monotonic()
-    try:
-        call()
-    except NczError as error:
-        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
-    return None
 
 
 def settings(seconds: float, **transport) -> dict:

@@ -8,10 +8,10 @@ import time
 import deepspeed
 import torch
 import torch.distributed as dist
-from common import leave, start
+from common import attempt, leave, start
 
 import ncz_plugins.deepspeed  # noqa: F401
-from ncz_plugins import NczError, kernels
+from ncz_plugins import kernels
 from ncz_plugins.core.transport import Stream
 
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
@@ -48,16 +48,6 @@ def step(engine, number: int, scale: float = 1.0, layers: slice = slice(None)) -
     engine.backward(loss)
     engine.step()
     return loss.item()
-
-
-def attempt(call) -> dict | None:
-    """How `call` fails; None if it does not."""
-    started = time.monotonic()
-    try:
-        call()
-    except NczError as error:
-        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
-    return None
 
 
 def broken(case: str, misbehave, seconds: float = LONG, **how) -> None:
