@@ -101,7 +101,7 @@ def differences(everyone: list[dict[str, object]]) -> str:
 
 
 class Comparison:
-    """Whether all ranks hold the same numbers, found out by a MAX all-reduce of the numbers and their negatives.
+    """Whether all ranks hold the same numbers, by the maximum over ranks of the numbers and of their negatives.
 
     Args:
         numbers: this rank's, each with what it stands for.

@@ -1,8 +1,8 @@
 """From what a tensor holds to the quantization step that all ranks share.
 
-Every rank measures its own values, a MAX all-reduce joins the measurements, and from the joined
-vector each rank derives the same steps, or the same reason not to compress. MAX is exact, so the
-outcome does not depend on the order in which a backend combines ranks.
+Every rank measures its own values, their element-wise maximum over ranks joins the measurements, and
+from the joined vector each rank derives the same steps, or the same reason not to compress. A maximum
+is exact, so the outcome does not depend on the order in which ranks are combined.
 """
 
 from __future__ import annotations

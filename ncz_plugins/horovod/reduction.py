@@ -37,6 +37,7 @@ from .transport import HorovodTransport, open_ring
 
 _UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
 _unnamed = itertools.count()
+_COUNT = "number of tensors to reduce"
 
 
 class Pending:
@@ -147,23 +148,23 @@ class _State:
             "version": zlib.crc32(__version__.encode()),
             "configuration": zlib.crc32(compressor.config.canonical().encode()),
             "number of reductions so far": self.calls[tuple(process_set.ranks)],
-            "number of tensors to reduce": len(pieces),
+            _COUNT: len(pieces),
             "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(repr(tensors).encode()),
         }
         comparison = Comparison(numbers)
         before = guard.state_dict()
         progress = torch.tensor([training.step, before["calls"], round(-math.log2(before["tightening"]))])
-        present = torch.tensor([-1])  # Horovod lets a rank that has joined take part with zeros
-        highest = torch.cat([comparison.tensor, progress, present])
-        comparison.tensor, progress, present = highest.split([comparison.tensor.numel(), progress.numel(), 1])
+        highest = torch.cat([comparison.tensor, progress])
+        comparison.tensor, progress = highest.split([comparison.tensor.numel(), progress.numel()])
         name = f"ncz.{process_set.process_set_id}.compare"
         hvd.synchronize(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
-        if present.item() == 0:
+        differing = comparison.differing()
+        if differing.get(_COUNT, (1, 1))[0] == 0:  # Horovod lets a rank that has joined take part with zeros
             raise MismatchError(
                 f"a rank has called hvd.join and can't take part in the compressed reduction of {pieces[0].name} "
                 f"(on rank {hvd.rank()}). Give every rank the same number of steps"
             )
-        if differing := comparison.differing():
+        if differing:
             settings = _differences(compressor, process_set)
             raise MismatchError(
                 f"ranks {', '.join(map(str, process_set.ranks))} differ in: {'; '.join(differing)}. "

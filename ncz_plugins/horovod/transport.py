@@ -19,7 +19,6 @@ from functools import partial
 import horovod.torch as hvd
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import FrameError
@@ -141,4 +140,4 @@ def open_ring(process_set, timeout_seconds: float | None) -> Transport:
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
     store = open_store(rank, world_size, timeout, host, broadcast)
-    return Transport(Connections(dist.PrefixStore("ncz", store), rank, world_size, timeout))
+    return Transport(Connections(store, rank, world_size, timeout))
