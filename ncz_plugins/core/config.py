@@ -36,6 +36,7 @@ DEEPSPEED_KEY = "communication_compression"  # our key at the top level of a Dee
 CHUNK = 4096  # as kernels.format.CHUNK, repeated here because importing that imports torch
 
 KiB, MiB = 1 << 10, 1 << 20
+FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
 
@@ -251,12 +252,12 @@ class Transport(Section):
         "(with kind lossless, but for the rounding of sums).",
     )
     frame_bytes: FrameBytes = Field(
-        default=4 * MiB,
+        default=FRAME_BYTES,
         description="Input bytes per frame. Smaller frames overlap coding and transfer better, "
         "larger ones have less overhead. auto: as measured.",
     )
     min_bytes: MinBytes = Field(
-        default=128 * KiB,
+        default=MIN_BYTES,
         description="Tensors smaller than this go uncompressed, as latency and not size is what they cost. "
         "auto: as measured; never: nothing is compressed, which is what auto comes to where the link is too fast.",
     )
@@ -508,8 +509,8 @@ class Config(Section):
         self,
         *,
         schedule: str = "auto",
-        frame_bytes: int = 4 * MiB,
-        min_bytes: int | str = 128 * KiB,
+        frame_bytes: int = FRAME_BYTES,
+        min_bytes: int | str = MIN_BYTES,
         link_gbps: float | None = None,
         costs: Costs | None = None,
     ) -> Config:

@@ -1,6 +1,6 @@
 """Measures the link, the codec, and real all-reduces, plain and compressed, to choose what is fastest here.
 
-Times are joined over ranks by MAX before anything follows from them, so that all ranks do the same and choose alike.
+Of each time the maximum over ranks is taken before anything follows from it, so that all do the same and choose alike.
 The data are Laplace values, other ones on every rank: at the default bound they compress as the gradients of a small
 GPT do.
 """
@@ -22,7 +22,8 @@ from ..kernels.backend import Backend
 from ..kernels.format import Coder, Coding, Predictor, chunks_of, max_frame_bytes
 from ..version import __version__
 from . import plain, tuning
-from .config import Config, Costs, KiB, MiB, format_size
+from .collective import layout_of_sum
+from .config import FRAME_BYTES, Config, Costs, KiB, MiB, format_size
 from .device import Host
 from .errors import UnsupportedError
 from .stats import Counters
@@ -30,7 +31,7 @@ from .training import Training
 from .tuning import Comparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
-_FRAMES = (4 * MiB, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
+_FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
 _LARGEST_BYTES = 64 * MiB
@@ -256,20 +257,25 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
     """Compressed all-reduces with each schedule and frame size that is left to be chosen."""
     own = subject.config.transport
     frames = _FRAMES if clock.seconds > OPENING_SECONDS else _FRAMES[:_FRAMES_AT_OPENING]
-    ways = [
-        (schedule, frame_bytes)
+    configs = [
+        config.with_transport(schedule=schedule, frame_bytes=frame_bytes)
         for frame_bytes in (frames if own.frame_bytes == "auto" else [own.frame_bytes])
         for schedule in (subject.schedules if own.schedule == "auto" else [own.schedule])
     ]
-    configs = [config.with_transport(schedule=schedule, frame_bytes=frame_bytes) for schedule, frame_bytes in ways]
     runs = [partial(subject.compressed, config=each) for each in configs]
     allowed = clock.left() / 3
     tell("schedules and frame sizes")
     nbytes = _affordable(subject, runs, data, len(runs) * _compressed_seconds_per_byte(config), allowed)
-    seconds = _interleaved(subject, runs, data.of(nbytes), allowed)
+    source = data.of(nbytes)
+    # Of those that do the same with a tensor of this size only the first: nothing but noise would tell them apart.
+    different = {}
+    for each, run in zip(configs, runs):
+        does = each.transport.schedule, layout_of_sum(source, subject.world_size, each)
+        different.setdefault(does, (each.transport, run))
+    seconds = _interleaved(subject, [run for _, run in different.values()], source, allowed)
     return [
-        Trial(schedule=schedule, frame_bytes=frame_bytes, nbytes=nbytes, seconds=taken)
-        for (schedule, frame_bytes), taken in zip(ways, seconds)
+        Trial(schedule=transport.schedule, frame_bytes=transport.frame_bytes, nbytes=nbytes, seconds=taken)
+        for (transport, _), taken in zip(different.values(), seconds)
     ]
 
 

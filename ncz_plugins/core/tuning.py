@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .config import Allowed, Config, Costs, Integer, KiB, MiB, Number, Section, Transport, format_size, size_type
+from .config import MIN_BYTES, Allowed, Config, Costs, Integer, KiB, MiB, Number, Section, format_size, size_type
 from .documents import read_document
 from .errors import ConfigError
 
@@ -144,7 +144,7 @@ def crossover(comparisons: Sequence[Comparison]) -> int | str:
         comparisons: by size, the smallest first.
     """
     largest = comparisons[-1].nbytes
-    least: int | str = "never" if largest >= _LARGE_BYTES else max(_NEXT * largest, Transport().min_bytes)
+    least: int | str = "never" if largest >= _LARGE_BYTES else max(_NEXT * largest, MIN_BYTES)
     for comparison in reversed(comparisons):
         if comparison.compressed_seconds > WORTH * comparison.plain_seconds:
             break
