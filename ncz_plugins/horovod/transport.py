@@ -27,6 +27,17 @@ from ..core.stats import Counters
 from ..core.transport import Connections, Transport
 
 _RING_TIMEOUT = timedelta(minutes=5)
+_PATIENCE = 2e-4  # seconds between looks at an operation, which takes a millisecond or more
+
+
+def result_of(handle):
+    """What `hvd.synchronize` returns, without the core that it keeps busy meanwhile by calling sched_yield in a loop.
+
+    Where ranks share cores, Linux lets a thread that has yielded so often wait for seconds once it has work to do.
+    """
+    while not hvd.poll(handle):
+        time.sleep(_PATIENCE)
+    return hvd.synchronize(handle)
 
 
 class HorovodTransport:
@@ -72,7 +83,7 @@ class HorovodTransport:
         counters.wire_bytes += own_and_peers.nbytes - pieces[self.rank].nbytes
         started = time.perf_counter()
         handle = hvd.alltoall_async(own_and_peers, splits, name=self._next_name(), process_set=self._process_set)
-        received, sizes = hvd.synchronize(handle)
+        received, sizes = result_of(handle)
         counters.wait_seconds += time.perf_counter() - started
         for peer, piece in enumerate(received.split(sizes.tolist())):
             if peer != self.rank:
@@ -86,7 +97,7 @@ class _Agreement:
 
     def wait(self) -> None:
         started = time.perf_counter()
-        hvd.synchronize(self._handle)
+        result_of(self._handle)
         self._counters.wait_seconds += time.perf_counter() - started
 
 
