@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,7 +23,8 @@ class Kind(NamedTuple):
     dtype: str
 
 
-class Piece(NamedTuple):
+@dataclass(eq=False)
+class Piece:
     """A tensor that is to be reduced, in place.
 
     Attributes:
@@ -30,6 +32,7 @@ class Piece(NamedTuple):
         tensor: of any shape and strides.
         part: by which policies know it.
         kept_as: by which error feedback knows it, apart from the parameters of other optimizers.
+        reduced: whether that has been done.
     """
 
     kind: Kind
@@ -38,10 +41,16 @@ class Piece(NamedTuple):
     tensor: Tensor
     part: Part
     kept_as: Part
+    reduced: bool = False
 
     @property
     def order(self) -> tuple:
         return (*self.kind, self.name, self.index)
+
+    @property
+    def key(self) -> tuple:
+        """What it has in common with its like of another step."""
+        return (*self.order, self.tensor.numel())
 
 
 class Bucket(NamedTuple):

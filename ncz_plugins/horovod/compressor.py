@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
 
@@ -68,6 +69,7 @@ class NCZ(Compressor):
     # Of single tensors, as `OfOneOptimizer` has them.
     label = "allreduce/"
     knows_names = True
+    places: Mapping[str, int] = {}
 
     def __init__(self, source=None, **sections):
         if source is not None and sections:
@@ -130,6 +132,14 @@ class NCZ(Compressor):
         link_gbps = transport.link_gbps or (gloo_link_gbps() if transport.schedule == "ring" else None) or 1
         self.training.begin(ranks=hvd.size(), backend="horovod", link_gbps=link_gbps)
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether gradients may be reduced while others are computed.
+
+        Not if several optimizers share this: steps of one could then end in the middle of another's.
+        """
+        return sum(first() is not None for first in self._first_parameters) == 1
+
     def end_reduction(self, owner: NCZ | OfOneOptimizer) -> None:
         """What `owner` had to reduce is reduced: a step is over, unless optimizers tell steps and it is none."""
         if owner is not self or not self._is_optimizers:
@@ -176,11 +186,13 @@ class OfOneOptimizer(Compressor):
     Attributes:
         label: what error feedback puts before the names of its parameters, as other optimizers may have the same.
         knows_names: whether it was told names; else Horovod names its parameters by their places in it.
+        places: of its parameters in the model, by name, as far as that is known.
     """
 
     def __init__(self, compressor: NCZ, label: str, knows_names: bool):
         self.label = label
         self.knows_names = knows_names
+        self.places: Mapping[str, int] = {}
         self._compressor = compressor
         self._names_in_group: dict[str, list[str]] = {}
 
@@ -190,8 +202,9 @@ class OfOneOptimizer(Compressor):
     def decompress(self, tensor: Tensor, ctx) -> Tensor:
         return tensor
 
-    def learn_groups(self, groups: list[list[str]]) -> None:
-        """Take note of the names of the parameters that are reduced as a group."""
+    def learn_names(self, names: list[str], groups: list[list[str]]) -> None:
+        """Take note of the names of its parameters, in their order, and of those that are reduced as a group."""
+        self.places = {name: place for place, name in enumerate(names)}
         self._names_in_group = {names[0]: names for names in groups}
 
     def names_in_group(self, first: str) -> list[str]:

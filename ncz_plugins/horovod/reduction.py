@@ -1,7 +1,8 @@
-"""Tagged tensors are collected until all ranks have submitted the same, and then reduced.
+"""Tagged tensors are collected until all ranks have submitted the same, and then reduced by a thread of their own.
 
 Ranks may produce gradients in different orders, and which ones they produce may differ until the optimizer
-synchronizes; by then all have submitted the same names. So everything starts there.
+synchronizes; by then all have submitted the same names. What the optimizer's plan puts together may be reduced before,
+as soon as it is there, if it is on all ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import os
 import weakref
 import zlib
 from collections import Counter
+from functools import partial
+from typing import NamedTuple
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import ProcessSet
 from torch import Tensor
 
 from ..core import direct, ring
@@ -29,15 +33,19 @@ from ..core.policy import Part, named
 from ..core.quantize import Bypass, bypass_by_size
 from ..core.training import Training
 from ..core.transport import Transport
+from ..core.worker import Worker
 from ..kernels.format import DTYPES
 from ..version import __version__
 from .buckets import Bucket, Kind, Piece, buckets
 from .compressor import NCZ, OfOneOptimizer
-from .transport import HorovodTransport, open_ring
+from .plan import Plan
+from .transport import HorovodTransport, open_ring, result_of
 
+_COUNT = "number of tensors to reduce"
+_WAITED_FOR = "whether the program waits for them"
+_CLOSING_SECONDS = 10.0  # for what is under way when Horovod is initialized again, which fails then
 _UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
 _unnamed = itertools.count()
-_COUNT = "number of tensors to reduce"
 
 
 class Pending:
@@ -87,6 +95,15 @@ class Pending:
         return results if self._grouped else results[0]
 
 
+class _Job(NamedTuple):
+    """For whom a process set reduces, and by which plan."""
+
+    compressor: NCZ
+    owner: NCZ | OfOneOptimizer
+    plan: Plan
+    process_set: ProcessSet
+
+
 class _State:
     """What lives from one `hvd.init` to the next; an elastic reset begins with a clean one.
 
@@ -99,20 +116,26 @@ class _State:
         # Per process set: its ranks, as Horovod gives the number of a removed set to a new one with other ranks.
         self.calls: Counter[tuple[int, ...]] = Counter()
         self._rings: dict[tuple[int, ...], Transport] = {}
+        self._workers: dict[tuple[int, ...], Worker] = {}
+        self._plans: weakref.WeakKeyDictionary[OfOneOptimizer, Plan] = weakref.WeakKeyDictionary()
         self._process = os.getpid()
         self._pending: list[weakref.ref[Pending]] = []
 
     def submit(self, pending: Pending) -> Pending:
+        """Put among the pending, and begin to reduce what is complete by its optimizer's plan."""
+        self._demand_own_process()
         self._pending.append(weakref.ref(pending))
+        plan = self._plans.get(pending.owner)
+        if plan is not None and pending.compressor.may_run_ahead:
+            job = _Job(pending.compressor, pending.owner, plan, pending.process_set)
+            for number, pieces in plan.take(pending.pieces):
+                ahead = partial(self._run_ahead, job, number, pieces)
+                plan.under_way.append(self._worker(pending.process_set).submit(ahead))
         return pending
 
     def reduce_all(self, compressor: NCZ, owner: NCZ | OfOneOptimizer) -> None:
         """Reduce all that is pending for one owner."""
-        if os.getpid() != self._process:
-            raise UnsupportedError(
-                f"process {os.getpid()} is a fork of process {self._process}, which has Horovod's threads and "
-                "connections to itself. Start processes by spawn or forkserver"
-            )
+        self._demand_own_process()
         compressor.begin()
         alive = [pending for reference in self._pending if (pending := reference()) is not None]
         mine = sorted((p for p in alive if p.owner is owner), key=lambda p: p.process_set.process_set_id)
@@ -120,27 +143,84 @@ class _State:
         # What is counted must be counted per process set, as others in it may not be in all of ours.
         for _, of_one_process_set in itertools.groupby(mine, key=lambda p: p.process_set.process_set_id):
             pendings = list(of_one_process_set)
-            process_set = pendings[0].process_set
-            pieces = sorted((piece for p in pendings for piece in p.pieces), key=lambda piece: piece.order)
-            self._agree(compressor, pieces, process_set)
-            _demand_names(compressor, owner)
-            compressed = 0
-            for index, bucket in enumerate(buckets(pieces, compressor.training, process_set.ranks)):
-                compressed += self._reduce(compressor, bucket, process_set, index, compressed)
+            self._finish(compressor, owner, [piece for p in pendings for piece in p.pieces], pendings[0].process_set)
             for pending in pendings:
                 pending.done = True
         compressor.end_reduction(owner)
 
-    def _agree(self, compressor: NCZ, pieces: list[Piece], process_set) -> None:
-        """Raise MismatchError on every rank of a process set if not all are about to do the same.
+    def close(self) -> None:
+        """End the threads."""
+        for worker in self._workers.values():
+            worker.close(_CLOSING_SECONDS)
+
+    def _demand_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise UnsupportedError(
+                f"process {os.getpid()} is a fork of process {self._process}, which has Horovod's threads and "
+                "connections to itself. Start processes by spawn or forkserver"
+            )
+
+    def _worker(self, process_set: ProcessSet) -> Worker:
+        """The thread for a process set. Each has its own, as ranks may come to what they share in different orders."""
+        ranks = tuple(process_set.ranks)
+        if ranks not in self._workers:
+            self._workers[ranks] = Worker("ncz_plugins horovod")
+        return self._workers[ranks]
+
+    def _finish(
+        self, compressor: NCZ, owner: NCZ | OfOneOptimizer, pieces: list[Piece], process_set: ProcessSet
+    ) -> None:
+        """Reduce what a step has left of `pieces`, all that it reduces for one owner in one process set."""
+        plan = self._plans.pop(owner, None)
+        if plan is not None:
+            plan.wait()
+        if plan is None or not plan.covers(pieces):
+            plan = Plan(pieces, owner.places)
+        if rest := [piece for piece in pieces if not piece.reduced]:
+            job = _Job(compressor, owner, plan, process_set)
+            self._worker(process_set).submit(partial(self._run_rest, job, rest)).wait()
+        if owner.places:
+            plan.begin()
+            self._plans[owner] = plan
+
+    # ---------------------------------------------------------------- on the worker's thread
+
+    def _run_ahead(self, job: _Job, number: int, pieces: list[Piece]) -> None:
+        """Reduce a round of the plan if all ranks are about to; else all leave it for the end of the step."""
+        ran = False
+        try:
+            if not job.plan.left and self._agree(job, pieces, waited_for=False):
+                self._run_round(job, number, pieces)
+                ran = True
+        finally:
+            if not ran:
+                job.plan.leave()
+
+    def _run_rest(self, job: _Job, pieces: list[Piece]) -> None:
+        """Reduce what the program waits for."""
+        while not self._agree(job, pieces, waited_for=True):
+            pass  # some ranks are ahead with something else, which they leave now
+        for number, of_one_round in job.plan.cut(pieces):
+            self._run_round(job, number, of_one_round)
+
+    def _agree(self, job: _Job, pieces: list[Piece], waited_for: bool) -> bool:
+        """Whether all ranks of a process set are about to do the same.
 
         Else some could wait for ever: for what the others send uncompressed, say, as their configuration is another.
 
         How far the training is need not be the same, as ranks come later (elastic training), or a checkpoint is loaded
         by the first only: all then follow the one that is farthest.
+
+        Args:
+            waited_for: whether the program waits for `pieces`, or they are reduced ahead of it.
+
+        Returns False where they are not, and some ranks are ahead. Raises MismatchError on every rank where the
+        programs wait for different things.
         """
+        compressor, _, _, process_set = job
         training = compressor.training
         guard = training.of_group(process_set.ranks).guard
+        pieces = sorted(pieces, key=lambda piece: piece.order)
         tensors = [
             ("" if p.name.startswith(_UNNAMED) else p.name, p.part.name, p.kind, p.tensor.numel()) for p in pieces
         ]
@@ -150,6 +230,7 @@ class _State:
             "number of reductions so far": self.calls[tuple(process_set.ranks)],
             _COUNT: len(pieces),
             "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(repr(tensors).encode()),
+            _WAITED_FOR: int(waited_for),
         }
         comparison = Comparison(numbers)
         before = guard.state_dict()
@@ -157,13 +238,15 @@ class _State:
         highest = torch.cat([comparison.tensor, progress])
         comparison.tensor, progress = highest.split([comparison.tensor.numel(), progress.numel()])
         name = f"ncz.{process_set.process_set_id}.compare"
-        hvd.synchronize(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
+        result_of(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
         differing = comparison.differing()
         if differing.get(_COUNT, (1, 1))[0] == 0:  # Horovod lets a rank that has joined take part with zeros
             raise MismatchError(
                 f"a rank has called hvd.join and can't take part in the compressed reduction of {pieces[0].name} "
                 f"(on rank {hvd.rank()}). Give every rank the same number of steps"
             )
+        if differing and (not waited_for or _WAITED_FOR in differing):
+            return False
         if differing:
             settings = _differences(compressor, process_set)
             raise MismatchError(
@@ -174,13 +257,25 @@ class _State:
             )
         training.step, calls, halvings = progress.tolist()
         guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
+        return True
 
-    def _reduce(self, compressor: NCZ, bucket: Bucket, process_set, index: int, compressed: int) -> bool:
+    def _run_round(self, job: _Job, number: int, pieces: list[Piece]) -> None:
+        compressor, owner, plan, process_set = job
+        _demand_names(compressor, owner)
+        pieces = sorted(pieces, key=lambda piece: piece.order)
+        for index, bucket in enumerate(buckets(pieces, compressor.training, process_set.ranks)):
+            # The same in every step, as Horovod caches by name.
+            name = f"ncz.{process_set.process_set_id}.{number}.{index}"
+            plan.compressed += self._reduce(compressor, bucket, process_set, name, plan.compressed)
+        for piece in pieces:
+            piece.reduced = True
+
+    def _reduce(self, compressor: NCZ, bucket: Bucket, process_set: ProcessSet, name: str, compressed: int) -> bool:
         """Reduce one bucket.
 
         Args:
-            index: among the buckets of this reduction.
-            compressed: how many of those before were not bypassed.
+            name: of Horovod's operations, together with what each is for.
+            compressed: how many of this step's buckets before were not bypassed.
 
         Returns: whether this one was not.
         """
@@ -188,7 +283,6 @@ class _State:
         config = bucket.treatment.settings(compressor.config)
         flat = torch.cat([piece.tensor.reshape(-1) for piece in bucket.pieces])
         self.calls[tuple(process_set.ranks)] += 1
-        name = f"ncz.{process_set.process_set_id}.{index}"  # the same in every step, as Horovod caches by name
 
         def plain():
             # Horovod can't add bfloat16; float32 holds it exactly.
@@ -196,10 +290,10 @@ class _State:
             handle = hvd.allreduce_async_(
                 wide, name=f"{name}.plain", op=kind.op, prescale_factor=kind.scale, process_set=process_set
             )
-            flat.copy_(hvd.synchronize(handle))
+            flat.copy_(result_of(handle))
 
         def plain_sum(tensor):
-            hvd.synchronize(hvd.allreduce_async_(tensor, name=f"{name}.exact", op=hvd.Sum, process_set=process_set))
+            result_of(hvd.allreduce_async_(tensor, name=f"{name}.exact", op=hvd.Sum, process_set=process_set))
 
         reason = Bypass.ONE_RANK if world_size == 1 else bucket.treatment.bypass or bypass_by_size(flat.nbytes, config)
         if reason is not None:
@@ -242,7 +336,7 @@ class _State:
             piece.tensor.copy_(result.view(piece.tensor.shape))
         return reason is None
 
-    def _ring(self, config, process_set) -> Transport:
+    def _ring(self, config, process_set: ProcessSet) -> Transport:
         ranks = tuple(process_set.ranks)
         if ranks not in self._rings:
             self._rings[ranks] = open_ring(process_set, config.transport.timeout_seconds)
@@ -254,7 +348,8 @@ _State.current = _State()
 
 def reset() -> None:
     """Forget everything; called when Horovod is initialized."""
-    _State.current = _State()
+    before, _State.current = _State.current, _State()
+    before.close()
 
 
 def submit(

@@ -104,7 +104,7 @@ def _polls_pending(original):
     def poll(handle):
         if not isinstance(handle, Pending):
             return original(handle)
-        handle()  # nothing goes on in the background, so a loop that only polls would never end
+        handle()  # what no plan covers is not begun before it is waited for: a loop that only polls would never end
         return True
 
     return poll
@@ -145,15 +145,23 @@ def _takes_ncz(original):
                 flush=True,
             )
         compressor.begin()
+        if (named := arguments.get("named_parameters")) is not None:
+            arguments["named_parameters"] = named = list(named)
         process_set = arguments.get("process_set", hvd.global_process_set)
         owner = compressor.held_by(
             arguments["optimizer"],
-            knows_names=arguments.get("named_parameters") is not None,
+            knows_names=named is not None,
             takes_part=bool(process_set.included()),
         )
         optimizer = original(**{**arguments, "compression": owner})
-        groups = set(optimizer._p_to_group.values())
-        owner.learn_groups([[optimizer._parameter_names[p] for p in group] for group in groups])
+        name_of = optimizer._parameter_names
+        parameters = (
+            [p for _, p in named] if named else [p for group in optimizer.param_groups for p in group["params"]]
+        )
+        owner.learn_names(
+            [name_of[p] for p in parameters],
+            [[name_of[p] for p in group] for group in set(optimizer._p_to_group.values())],
+        )
         return optimizer
 
     return DistributedOptimizer
