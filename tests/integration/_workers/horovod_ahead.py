@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import horovod.torch as hvd
-import torch
-from horovod_common import loss_of, new_model, own_values, save, sha256
-from torch import nn
+from horovod_common import loss_of, new_model, own_values, save, sha256, wrapped
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
@@ -26,12 +24,6 @@ plan.ROUND_BYTES = 32 << 10  # so that the small model has several rounds
 CONFIG = {"quantizer": {"mode": "abs", "value": 2e-4}, "transport": {"min_bytes": 0}}
 hvd.init(process_sets="dynamic")
 rank, last = hvd.rank(), hvd.size() - 1
-
-
-def wrapped(model: nn.Module, compressor: NCZ, prefix: str = "", **arguments):
-    names = [(prefix + name, p) for name, p in model.named_parameters()]
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return hvd.DistributedOptimizer(sgd, names, compression=compressor, **arguments)
 
 
 def train(compressor: NCZ, optimizer, model, beside=nullcontext, branches: str = "ab", steps=range(STEPS)) -> dict:

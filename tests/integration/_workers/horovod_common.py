@@ -33,6 +33,13 @@ def new_model(dtype: torch.dtype = torch.float32) -> Branches:
     return Branches().to(dtype)
 
 
+def wrapped(model: nn.Module, compression, prefix: str = "", **arguments):
+    """SGD for all parameters, whose names begin with `prefix`, under Horovod."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    names = [(prefix + name, p) for name, p in model.named_parameters()]
+    return hvd.DistributedOptimizer(sgd, names, compression=compression, **arguments)
+
+
 def loss_of(model: nn.Module, number: int, **how) -> Tensor:
     """The loss on this rank's own batch of that number."""
     random = torch.Generator().manual_seed(1000 * hvd.rank() + number)

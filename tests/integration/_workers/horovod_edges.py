@@ -16,6 +16,7 @@ from horovod_common import (
     own_values,
     save,
     sha256,
+    wrapped,
 )
 from torch import nn
 
@@ -30,12 +31,6 @@ POISONED = ((3, 5), float("nan")), ((100, 7), float("inf"))  # places in the fir
 
 def bounded(value: float = BOUND) -> dict:
     return {"quantizer": {"mode": "abs", "value": value}, "transport": {"min_bytes": 0}}
-
-
-def wrapped(model: nn.Module, compression, prefix: str = "", **arguments):
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    names = [(prefix + name, p) for name, p in model.named_parameters()]
-    return hvd.DistributedOptimizer(sgd, names, compression=compression, **arguments)
 
 
 def like(model: nn.Module, new) -> nn.Module:
