@@ -77,7 +77,7 @@ class Call:
             "dtype": DTYPES.index(self.source.data.dtype),
             "checksum of the divisor": zlib.crc32(repr(float(self.divisor)).encode()),
             "source rank": self.root,
-            "checksum of the configuration": _checksum(config),
+            "checksum of the configuration": checksum_of(config),
         }
 
 
@@ -136,7 +136,8 @@ def _kind(call: Call, config: Config) -> str:
 
 
 @lru_cache
-def _checksum(config: Config) -> int:
+def checksum_of(config: Config) -> int:
+    """A number by which ranks tell whether their configurations differ; found once for each, as calls are many."""
     return zlib.crc32(config.canonical().encode())
 
 

@@ -6,6 +6,7 @@ while the backward pass goes on. It depends on nothing but the parameters: a run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..core.worker import Handle
@@ -30,9 +31,9 @@ class Plan:
     def __init__(self, pieces: Iterable[Piece], places: Mapping[str, int]):
         self._round_of: dict[tuple, int] = {}
         self._sizes: list[int] = []  # of rounds, in pieces
-        filled = ROUND_BYTES
+        filled = enough = ROUND_BYTES if places else math.inf
         for piece in sorted(pieces, key=lambda piece: (-places.get(piece.part.name, 0), piece.order)):
-            if filled >= ROUND_BYTES and (places or not self._sizes):
+            if filled >= enough:
                 self._sizes.append(0)
                 filled = 0
             self._round_of[piece.key] = len(self._sizes) - 1
@@ -65,7 +66,7 @@ class Plan:
         return {piece.key for piece in pieces} == self._round_of.keys()
 
     def take(self, pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-        """Take note of pieces that are there, and yield the rounds that can be reduced now: number and pieces."""
+        """Take note of pieces that are there; yield the rounds that can be reduced now: number, and pieces in order."""
         for piece in pieces:
             if piece.key in self._round_of:
                 self._there.setdefault(self._round_of[piece.key], {})[piece.key] = piece
@@ -74,10 +75,11 @@ class Plan:
             if len(complete) < self._sizes[self._next]:
                 return
             self._next += 1
-            yield self._next - 1, list(self._there.pop(self._next - 1).values())
+            del self._there[self._next - 1]
+            yield self._next - 1, sorted(complete.values(), key=lambda piece: piece.order)
 
     def cut(self, pieces: Iterable[Piece]) -> list[tuple[int, list[Piece]]]:
-        """Some of the pieces that it covers, by their rounds."""
+        """Some of the pieces that it covers, by their rounds; those of a round stay in the order in which they are."""
         rounds: dict[int, list[Piece]] = {}
         for piece in pieces:
             rounds.setdefault(self._round_of[piece.key], []).append(piece)

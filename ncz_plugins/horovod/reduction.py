@@ -23,7 +23,7 @@ from horovod.torch import ProcessSet
 from torch import Tensor
 
 from ..core import direct, ring
-from ..core.collective import Call, bypassed, layout_of_sum
+from ..core.collective import Call, bypassed, checksum_of, layout_of_sum
 from ..core.device import Host
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
 from ..core.feedback import Feedback
@@ -143,7 +143,8 @@ class _State:
         # What is counted must be counted per process set, as others in it may not be in all of ours.
         for _, of_one_process_set in itertools.groupby(mine, key=lambda p: p.process_set.process_set_id):
             pendings = list(of_one_process_set)
-            self._finish(compressor, owner, [piece for p in pendings for piece in p.pieces], pendings[0].process_set)
+            pieces = sorted((piece for p in pendings for piece in p.pieces), key=lambda piece: piece.order)
+            self._finish(compressor, owner, pieces, pendings[0].process_set)
             for pending in pendings:
                 pending.done = True
         compressor.end_reduction(owner)
@@ -220,13 +221,12 @@ class _State:
         compressor, _, _, process_set = job
         training = compressor.training
         guard = training.of_group(process_set.ranks).guard
-        pieces = sorted(pieces, key=lambda piece: piece.order)
         tensors = [
             ("" if p.name.startswith(_UNNAMED) else p.name, p.part.name, p.kind, p.tensor.numel()) for p in pieces
         ]
         numbers = {
             "version": zlib.crc32(__version__.encode()),
-            "configuration": zlib.crc32(compressor.config.canonical().encode()),
+            "configuration": checksum_of(compressor.config),
             "number of reductions so far": self.calls[tuple(process_set.ranks)],
             _COUNT: len(pieces),
             "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(repr(tensors).encode()),
@@ -262,7 +262,6 @@ class _State:
     def _run_round(self, job: _Job, number: int, pieces: list[Piece]) -> None:
         compressor, owner, plan, process_set = job
         _demand_names(compressor, owner)
-        pieces = sorted(pieces, key=lambda piece: piece.order)
         for index, bucket in enumerate(buckets(pieces, compressor.training, process_set.ranks)):
             # The same in every step, as Horovod caches by name.
             name = f"ncz.{process_set.process_set_id}.{number}.{index}"

@@ -5,18 +5,16 @@ usage: horovod_faults.py living|stopped|killed
 Every rank that is left saves how its reductions failed, or what they gave.
 """
 
-import json
 import os
 import signal
 import sys
 import time
 import warnings
 from functools import partial
-from pathlib import Path
 
 import horovod.torch as hvd
 import torch
-from horovod_common import own_values, sha256
+from horovod_common import own_values, save, sha256
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
@@ -32,7 +30,6 @@ hvd.init()
 rank, last = hvd.rank(), hvd.size() - 1
 processes = hvd.allgather(torch.tensor([os.getpid()])).tolist()
 encode = kernels.cpu_backend().encode
-folder = Path(os.environ["NCZ_TEST_RESULTS"])
 results = {}
 
 
@@ -143,6 +140,6 @@ def lost(schedule: str, misbehave, seconds: float = LONG) -> None:
 {"living": living, "stopped": partial(lost, "ring", stop, SECONDS), "killed": partial(lost, "direct", die)}[
     sys.argv[1]
 ]()
-(folder / f"rank{rank}.json").write_text(json.dumps(results))  # Horovod may not know its rank any more
+save(results, rank)
 if sys.argv[1] == "stopped" and rank == 0:
     os.kill(processes[last], signal.SIGKILL)
