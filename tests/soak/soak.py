@@ -95,9 +95,9 @@ def _watch(running: list[subprocess.Popen], logs: list[Path], seconds: float) ->
         task = progress.add_task("soak", total=seconds, told="")
         begun = time.monotonic()
         until = math.inf
-        while any(process.poll() is None for process in running):
+        while None in (codes := [process.poll() for process in running]):
             now = time.monotonic()
-            if any(process.returncode for process in running):  # not None, and not 0
+            if any(codes):  # neither None nor 0
                 until = min(until, now + GRACE)
             if now > until:
                 return f"some ranks did not end within {GRACE:g} s after another one had failed"

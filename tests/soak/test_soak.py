@@ -129,6 +129,17 @@ def test_with_error_feedback_errors_must_not_add_up():
 # ------------------------------------------------------------------ its end
 
 
+def test_the_last_rank_to_fail_is_noticed_while_the_first_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "GRACE", 1.0)
+    monkeypatch.setattr(soak, "SILENCE", 20.0)
+    with subprocess.Popen(["sleep", "60"]) as first, subprocess.Popen(["false"]) as last:
+        (log := tmp_path / "log").touch()
+        try:
+            assert "after another one had failed" in soak._watch([first, last], [log, log], 60)
+        finally:
+            first.kill()
+
+
 def test_it_ends_when_a_rank_dies(tmp_path):
     command = [sys.executable, str(Path(soak.__file__)), "--seconds", "600", "--ranks", "2", "--largest", "1000"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
