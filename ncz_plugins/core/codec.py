@@ -27,8 +27,9 @@ from .config import Config
 from .device import Gpu, Host
 from .errors import FrameError
 from .frame import Layout, Window
-from .quantize import Scales
+from .quantize import Bypass, Scales
 from .stats import Counters
+from .steps import Steps
 from .trace import span
 
 
@@ -75,6 +76,11 @@ class TensorCodec(ABC):
     @abstractmethod
     def frame_capacity(self) -> int:
         """Bytes that no frame of this tensor can exceed."""
+
+    @property
+    def bypass(self) -> Bypass | None:
+        """Why the call must go plain after all, if it turned out that it must."""
+        return None
 
     def encode(self, segment: int, index: int) -> Tensor:
         """The frame of this rank's own values."""
@@ -152,13 +158,18 @@ class TensorCodec(ABC):
 class QuantizingCodec(TensorCodec):
     """Adds codes, as integers.
 
+    Where ranks agree on the steps meanwhile, it may turn out that the call must go plain. From then on this writes
+    empty frames and reads none, so that the schedule comes to its end, on all ranks alike, and the output is as it was.
+
     Attributes:
         scales: the steps that all ranks share.
         noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
+        steps: fills in `scales`; None where all are there.
     """
 
     scales: Scales
     noise: Noise | None = None
+    steps: Steps | None = None
 
     def __post_init__(self):
         self._codes: Tensor | None = None
@@ -166,6 +177,18 @@ class QuantizingCodec(TensorCodec):
     @property
     def frame_capacity(self) -> int:
         return max_frame_bytes(self.layout.frame_elements)
+
+    @property
+    def bypass(self) -> Bypass | None:
+        return self.steps and self.steps.bypass
+
+    def sum(self, segment: int, index: int, frames: list[Tensor]) -> Tensor:
+        self._demand_steps(index + 1)
+        return super().sum(segment, index, frames)
+
+    def decode(self, segment: int, index: int, frame: Tensor) -> None:
+        self._demand_steps(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
+        super().decode(segment, index, frame)
 
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
@@ -192,8 +215,15 @@ class QuantizingCodec(TensorCodec):
         noise = self.noise and self.noise._replace(first=self.noise.first + elements.start)
         return self.source[elements], self.scales.inverse_steps[self.layout.frame_chunks(segment, index)], noise
 
+    def _demand_steps(self, frames: int) -> None:
+        if self.steps is not None and not self.steps.complete:
+            with span("agree", self.source.data.nbytes, self.counters):
+                self.steps.demand(frames)
+
     def _write_sum(self, segment, index, frames, room):
         x, inverse_steps, noise = self._own(segment, index)
+        if self.bypass:
+            return self.backend.encode(x[:0], inverse_steps[:0], self.coding, room)
         if not frames:
             return self.backend.encode(x, inverse_steps, self.coding, room, noise)
         if len(frames) == 1:
@@ -207,6 +237,8 @@ class QuantizingCodec(TensorCodec):
         return self.backend.encode_codes(codes, self.coding, room)
 
     def _read(self, segment, index, frame):
+        if self.bypass:
+            return
         scales = self.scales.scales[self.layout.frame_chunks(segment, index)]
         self.backend.decode(frame, scales, self.output[self.layout.frame(segment, index)])
 
@@ -266,11 +298,13 @@ def codec_for(
     rank: int = 0,
     link_gbps: float | None = None,
     divisor: float = 1,
+    steps: Steps | None = None,
 ) -> TensorCodec:
     """The codec of one tensor, as `config` wants it.
 
     Args:
         scales: the steps; None for one that keeps floats as they are.
+        steps: see QuantizingCodec.
         source, output, counters: see TensorCodec. A codec that only writes needs no output, and one that only reads
             no source.
         draw, rank: whose random numbers a stochastic quantizer takes.
@@ -285,7 +319,7 @@ def codec_for(
     noise = None
     if config.quantizer.kind == "stochastic":
         noise = Noise(config.quantizer.seed, draw % 2**32, rank)
-    return QuantizingCodec(*common, scales, noise)
+    return QuantizingCodec(*common, scales, noise, steps)
 
 
 @contextmanager

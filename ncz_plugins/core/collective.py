@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -18,8 +18,9 @@ from .errors import MismatchError
 from .feedback import Feedback
 from .frame import Layout, Window
 from .handshake import Comparison
-from .quantize import Bypass, derive, measure
+from .quantize import Bypass, Scales, derive, measure
 from .stats import Counters
+from .steps import Steps, pieces_of
 from .trace import span
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
@@ -50,6 +51,7 @@ class Call:
         root: rank that a broadcast starts from.
         feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
         plain_sum: replaces a tensor by its uncompressed sum over ranks, to verify a compressed one; only sums have it.
+        in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
         draw: what a stochastic quantizer's random numbers are drawn by, this rank's own; None for the call's number.
     """
 
@@ -66,6 +68,7 @@ class Call:
     root: int = 0
     feedback: Feedback | None = None
     plain_sum: Callable[[Tensor], None] | None = None
+    in_pieces: bool = True
     draw: int | None = None
 
     def described(self, number: int, config: Config) -> dict[str, int]:
@@ -158,30 +161,20 @@ def run(
     plain_bytes = plain_wire_bytes(call.collective, input.nbytes, transport.world_size)
     counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
     started = time.perf_counter()
-    agreed = patience.lost(call, config) if patience else None
-    if agreed is None:
-        with span("agree", input.nbytes, counters):
-            agreed = _agree(call, number, transport, device, config, counters)
+    bypass = patience.lost(call, config) if patience else None
+    if bypass is None:
+        bypass = _compressed(call, number, transport, device, config, counters)
         if patience:
-            patience.learn(call, config, agreed if isinstance(agreed, Bypass) else None)
-    if isinstance(agreed, Bypass):
+            patience.learn(call, config, bypass)
+    if bypass is None:
+        counters.compressed_calls = 1
+    else:
         with span("plain", input.nbytes, counters):
             call.plain()
             device.settle()
         counters.wire_bytes += plain_bytes
-        counters.bypasses[agreed.value] = 1
-        counters.bypassed_bytes[agreed.value] = plain_bytes
-    else:
-        counters.compressed_calls = 1
-        try:
-            call.schedule(transport, agreed, counters)
-        except BaseException:
-            device.abandon()
-            raise
-        agreed.finish()
-        if call.feedback:
-            with span("encode", input.nbytes, counters):
-                call.feedback.keep(agreed.remainder(call.measured))
+        counters.bypasses[bypass.value] = 1
+        counters.bypassed_bytes[bypass.value] = plain_bytes
     counters.seconds = time.perf_counter() - started
     return counters
 
@@ -209,6 +202,29 @@ def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
     return _PLAIN_BYTES[collective](nbytes, world_size)
 
 
+def _compressed(
+    call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
+) -> Bypass | None:
+    """Run `call` to its end; or leave its output as it is and return the reason why it has to go plain."""
+    input = call.source.data
+    with span("agree", input.nbytes, counters):
+        codec = _agree(call, number, transport, device, config, counters)
+    if isinstance(codec, Bypass):
+        return codec
+    try:
+        call.schedule(transport, codec, counters)
+    except BaseException:
+        device.abandon()
+        raise
+    codec.finish()
+    if codec.bypass:
+        counters.coders.clear()  # of frames that were for nothing
+    elif call.feedback:
+        with span("encode", input.nbytes, counters):
+            call.feedback.keep(codec.remainder(call.measured))
+    return codec.bypass
+
+
 def _agree(
     call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
 ) -> TensorCodec | Bypass:
@@ -220,7 +236,7 @@ def _agree(
     same_call = transport.start_max(comparison.tensor, counters)
     source = call.source
     if call.inside is None:
-        source, measured = _prepared(call, source, device, config, counters)
+        source, steps = _prepared(call, source, transport, device, config, counters)
     same_call.wait()
     for what, (low, high) in comparison.differing().items():
         raise MismatchError(
@@ -229,14 +245,13 @@ def _agree(
         )
     if call.inside is not None:
         source = call.inside(transport, counters)
-        source, measured = _prepared(call, source, device, config, counters)
+        source, steps = _prepared(call, source, transport, device, config, counters)
     scales = None
-    if measured is not None:
-        transport.start_max(measured, counters).wait()  # in place: now they are of all ranks
-        scales = derive(measured, call.layout, config.quantizer, call.source.data.dtype, call.addends, call.divisor)
-        if isinstance(scales, Bypass):
-            return scales
-        scales = scales.to(call.source.data.device)
+    if steps is not None:
+        steps.demand(1)
+        if steps.bypass:
+            return steps.bypass
+        scales = steps.scales.to(call.source.data.device)
     return codec_for(
         config,
         device,
@@ -249,15 +264,30 @@ def _agree(
         rank=transport.rank,
         link_gbps=transport.link_gbps,
         divisor=call.divisor,
+        steps=steps,
     )
 
 
 def _prepared(
-    call: Call, source: Window, device: Host | Gpu, config: Config, counters: Counters
-) -> tuple[Window, Tensor | None]:
-    """What is quantized, and what this rank adds to the agreement on steps, which is None where none are needed."""
-    with span("measure", source.data.nbytes, counters):
-        source = call.feedback.added_to(source) if call.feedback else source
-        if config.quantizer.kind == "lossless":
-            return source, None
-        return source, measure(device.backend, source, call.layout, call.measured, config.quantizer)
+    call: Call, source: Window, transport, device: Host | Gpu, config: Config, counters: Counters
+) -> tuple[Window, Steps | None]:
+    """What is quantized, and its steps, which the ranks are still to agree on; None where none are needed."""
+    if call.feedback:
+        with span("measure", source.data.nbytes, counters):
+            source = call.feedback.added_to(source)
+    layout, quantizer = call.layout, config.quantizer
+    if quantizer.kind == "lossless":
+        return source, None
+
+    def measured(frames: range) -> Tensor:
+        with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
+            return measure(device.backend, source, layout, call.measured, quantizer, frames)
+
+    def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
+        return derive(agreed, layout, quantizer, source.data.dtype, call.addends, call.divisor)
+
+    # A GPU measures in no time, and would have to be waited for.
+    in_pieces = call.in_pieces and source.data.device.type == "cpu"
+    pieces = pieces_of(layout, config) if in_pieces else [range(layout.frames)]
+    agree = partial(transport.start_max, counters=counters)
+    return source, Steps(layout, pieces, quantizer.block_in_effect, measured, agree, derived)

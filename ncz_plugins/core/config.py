@@ -280,7 +280,7 @@ class Transport(Section):
         default=None,
         description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more time "
         "coding may take; null: as measured where something is; else what Linux states for the network interface that "
-        "gloo uses, or else 1.",
+        "gloo uses, or else 1. From 2.5 on, also large tensors are measured as a whole before their first frame goes.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(gt=0)] | None,

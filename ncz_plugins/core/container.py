@@ -159,7 +159,7 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
     measured = measure(backend, Window(flat), layout, range(1), quantizer)
     scales = derive(measured, layout, quantizer, flat.dtype, addends=1)
     if scales is Bypass.CODE_OVERFLOW:
-        smallest = smallest_value(measured, layout, quantizer, flat.dtype)
+        smallest = smallest_value(measured, quantizer, flat.dtype)
         if smallest is not None:
             raise BoundError(
                 f"quantizer.value: {quantizer.value:g} (mode {quantizer.mode}, {quantizer.kind}) is too fine a bound "

@@ -85,6 +85,15 @@ class Layout:
         start = min(whole.start + index * self.frame_elements, whole.stop)
         return slice(start, min(start + self.frame_elements, whole.stop))
 
+    def run(self, segment: int, frames: range) -> slice:
+        """Elements of neighbouring frames of one segment."""
+        return slice(self.frame(segment, frames.start).start, self.frame(segment, frames.stop - 1).stop)
+
+    def cut(self, frames: range) -> Layout:
+        """The layout of these neighbouring frames of every segment by themselves."""
+        runs = [self.run(segment, frames) for segment in range(len(self.lengths))]
+        return Layout(tuple(run.stop - run.start for run in runs), self.frame_elements)
+
     def frame_chunks(self, segment: int, index: int) -> slice:
         """Chunks of one frame, as an index into what is held per chunk of the tensor."""
         whole = self.segment_chunks(segment)
@@ -104,6 +113,16 @@ class Layout:
         if block == 0:
             return np.array([self.numel])
         return np.concatenate([np.minimum(block, n - np.arange(0, n, block)) for n in self.lengths])
+
+    def blocks_in(self, frames: range, block: int) -> np.ndarray:
+        """Which blocks are in neighbouring frames of all segments, as indices into what is held per block.
+
+        The frames must begin and end where blocks do, or segments.
+        """
+        counts = [-(-length // block) for length in self.lengths]
+        within = [frames.start * self.frame_elements // block, -(-frames.stop * self.frame_elements // block)]
+        segments = zip(np.cumsum(counts) - counts, counts)
+        return np.concatenate([first + np.arange(*np.minimum(within, count)) for first, count in segments])
 
     def chunks_per_block(self, block: int) -> np.ndarray:
         """Chunks of each of those blocks, [blocks]."""

@@ -84,38 +84,54 @@ def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
     return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 
 
-def measure(backend: Backend, source: Window, layout: Layout, segments: range, quantizer: Quantizer) -> Tensor:
+def measure(
+    backend: Backend, source: Window, layout: Layout, segments: range, quantizer: Quantizer, frames: range | None = None
+) -> Tensor:
     """This rank's part of the agreement, in the dtype that steps have.
 
-    The first number is the largest magnitude; the others are what the bound is relative to: none in
-    mode abs, [blocks] in rel and rms, in range first the highest values, [blocks], then the lowest ones
-    with the sign changed, [blocks]. Only `segments` are looked at: blocks of others count as zero, or
-    -inf in range, where zero could be a highest value. +inf stands for NaN and infinity.
+    In mode abs one number, the largest magnitude. Else numbers of each block, so that its step follows from them
+    alone, one kind after the other: in rel the largest magnitudes, [blocks]; in rms these and the root mean squares; in
+    range the highest values and the lowest ones with the sign changed. Only `segments` are looked at: blocks of others
+    count as zero, or -inf in range, where zero could be a highest value. +inf stands for NaN and infinity.
+
+    Args:
+        frames: neighbouring ones of each segment, to look at no others; they begin and end where blocks or segments do.
     """
-    highest, negated = np.full((2, layout.chunks), -np.inf if quantizer.mode == "range" else 0.0)
-    squares = np.zeros(layout.chunks)
+    frames = range(layout.frames) if frames is None else frames
+    cut = layout.cut(frames)
+    highest, negated = np.full((2, cut.chunks), -np.inf if quantizer.mode == "range" else 0.0)
+    squares = np.zeros(cut.chunks)
     for i in segments:
-        here = layout.segment_chunks(i)
-        low, high, total = (each.cpu().numpy() for each in backend.chunk_statistics(source[layout.segment(i)]))
+        here = cut.segment_chunks(i)
+        low, high, total = (each.cpu().numpy() for each in backend.chunk_statistics(source[layout.run(i, frames)]))
         highest[here], negated[here], squares[here] = high, -low, total
-    absmax = np.maximum(highest, negated)
-    measured = [[absmax.max(initial=0.0)]]
-    if quantizer.mode != "abs":
-        sizes = layout.chunks_per_block(quantizer.block)
-        first = np.cumsum(sizes) - sizes
-    if quantizer.mode == "rel":
-        measured += [np.maximum.reduceat(absmax, first)]
-    elif quantizer.mode == "range":
-        measured += [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
-    elif quantizer.mode == "rms":
-        lengths = layout.block_lengths(quantizer.block)
+    sizes = cut.chunks_per_block(quantizer.block_in_effect)
+    first = np.cumsum(sizes) - sizes
+    if quantizer.mode == "range":
+        measured = [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
+    else:
+        measured = [np.maximum.reduceat(np.maximum(highest, negated), first)]
+    if quantizer.mode == "rms":
+        lengths = cut.block_lengths(quantizer.block)
         mean = np.add.reduceat(squares, first) / lengths
         mean *= 1 - (64 + sizes) * 2.0**-53  # not too large, however the sum was rounded
         # The square of a float64 may overflow, or vanish; the root mean square is this at least.
-        at_least = np.maximum.reduceat(absmax, first) / np.sqrt(lengths)
+        at_least = measured[0] / np.sqrt(lengths)
         usable = (mean > 1e-290) & np.isfinite(mean)
         measured += [np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)]
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
+
+
+def joined(pieces: list[tuple[range, Tensor]], layout: Layout, block: int) -> Tensor:
+    """What `measure` would return of the whole layout, from what it did of some frames each: (frames, measured)."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    blocks = torch.from_numpy(np.concatenate([layout.blocks_in(frames, block) for frames, _ in pieces]))
+    kinds = sum(measured.numel() for _, measured in pieces) // len(blocks)
+    by_kind = torch.cat([measured.view(kinds, -1) for _, measured in pieces], 1)
+    whole = torch.empty_like(by_kind)
+    whole[:, blocks] = by_kind
+    return whole.view(-1)
 
 
 def derive(
@@ -133,7 +149,7 @@ def derive(
     work = work_dtype(dtype)
     info, final = np.finfo(work), torch.finfo(dtype)
     with np.errstate(over="ignore"):
-        relative_to, largest, typical = _blocks(agreed, layout, quantizer)
+        relative_to, largest, typical = _blocks(agreed, quantizer)
         bound = quantizer.value * relative_to
         if ((largest + bound) * (addends / divisor) > final.max).any():
             return Bypass.NON_FINITE
@@ -164,9 +180,9 @@ def derive(
     )
 
 
-def smallest_value(agreed: Tensor, layout: Layout, quantizer: Quantizer, dtype: torch.dtype) -> float | None:
+def smallest_value(agreed: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> float | None:
     """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
-    relative_to, largest, _ = _blocks(agreed, layout, quantizer)
+    relative_to, largest, _ = _blocks(agreed, quantizer)
     finest = _finest(largest, quantizer, work_dtype(dtype), addends=1)
     needed = largest > 0
     if quantizer.kind == "error_bound":
@@ -179,18 +195,17 @@ def smallest_value(agreed: Tensor, layout: Layout, quantizer: Quantizer, dtype: 
         return None
 
 
-def _blocks(agreed: Tensor, layout: Layout, quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _blocks(agreed: Tensor, quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Per block, [blocks], float64: what the bound is relative to, the largest magnitude, and the usual spread."""
     vector = agreed.numpy().astype(np.float64)
-    absmax, measured = vector[0], vector[1:]
     if quantizer.mode == "abs":
         return np.ones(1), vector, vector
     if quantizer.mode == "rel":
-        return measured, measured, measured
+        return vector, vector, vector
     if quantizer.mode == "rms":
-        largest = np.minimum(absmax, np.sqrt(layout.block_lengths(quantizer.block)) * measured)
-        return measured, largest, np.minimum(absmax, 4.0 * measured)
-    highest, negated = np.where(np.isneginf(measured), 0, measured).reshape(2, -1)
+        absmax, rms = vector.reshape(2, -1)
+        return rms, absmax, np.minimum(absmax, 4.0 * rms)
+    highest, negated = np.where(np.isneginf(vector), 0, vector).reshape(2, -1)
     extent = highest + negated
     return extent, np.maximum(np.abs(highest), np.abs(negated)), extent
 

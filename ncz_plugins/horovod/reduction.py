@@ -314,6 +314,7 @@ class _State:
                 divisor=(world_size if kind.op == hvd.Average else 1) / kind.scale,
                 feedback=_feedback(training, bucket) if config.quantizer.feeds_back else None,
                 plain_sum=plain_sum,
+                in_pieces=on_ring,  # Horovod's own operations take all frames at once
                 draw=group.calls,
             )
             transport = self._ring(config, process_set) if on_ring else HorovodTransport(process_set, name)

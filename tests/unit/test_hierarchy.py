@@ -35,6 +35,7 @@ CONFIGS = {
     "stochastic": Config(quantizer={"kind": "stochastic", "mode": "abs", "value": BOUND}),
     "lossless": Config(quantizer={"kind": "lossless"}, entropy={"checksum": True}),
 }
+SMALL_FRAMES = Config(quantizer={"mode": "rms", "value": BOUND}, transport={"frame_bytes": "16KiB"})
 SCHEDULES = {"ring": ring, "direct": direct}
 
 
@@ -270,13 +271,14 @@ def test_other_dtypes_are_summed_in_their_own(dtype):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison):
-    config = CONFIGS["nearest"]
+@pytest.mark.parametrize("config", [CONFIGS["nearest"], SMALL_FRAMES], ids=["one frame", "four frames"])
+def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison, config):
+    place = 4 * CHUNK - 1  # in the last frame of a segment
 
     def body(transport):
         tensor = values(transport.rank, 50_000)
         if transport.rank == 2:
-            tensor[-1] = poison
+            tensor[place] = poison
 
         def run_plain():
             plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait()
@@ -288,8 +290,9 @@ def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison)
 
     outcomes = play(4, body)
     assert same_bits(outcomes)
-    assert not outcomes[0][-1].isfinite() and outcomes[0][:-1].isfinite().all()
-    assert (outcomes[0].double() - exact_sum(4, 50_000))[:-1].abs().max() < 1e-5
+    assert not outcomes[0][place].isfinite() and outcomes[0].isfinite().sum() == 49_999
+    error = (outcomes[0].double() - exact_sum(4, 50_000)).abs()
+    assert error[torch.arange(50_000) != place].max() < 1e-5
 
 
 def test_lossless_lets_them_pass():

@@ -300,7 +300,7 @@ def test_the_smallest_value_is_that(kind, mode, dtype):
     tensor[4096:8192] *= 1e-3
     layout = Layout.split(9001, 1, 1 << 20, 0 if mode == "abs" else CHUNK)
     measured = measure(BACKEND, Window(tensor), layout, range(1), Quantizer(kind=kind, mode=mode))
-    smallest = smallest_value(measured, layout, Quantizer(kind=kind, mode=mode), dtype)
+    smallest = smallest_value(measured, Quantizer(kind=kind, mode=mode), dtype)
     for factor, works in ((1.001, True), (0.999, False)):
         quantizer = Quantizer(kind=kind, mode=mode, value=factor * smallest)
         scales = derive(measured, layout, quantizer, dtype, addends=1)
@@ -335,7 +335,7 @@ def test_the_finest_bound_leaves_a_quarter_to_the_step(kind, mode):
     tensor = torch.randn(CHUNK, generator=torch.Generator().manual_seed(6))
     layout, quantizer = Layout.split(CHUNK, 1, 1 << 20, 0), Quantizer(kind=kind, mode=mode, block=0)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
-    smallest = smallest_value(measured, layout, quantizer, tensor.dtype)
+    smallest = smallest_value(measured, quantizer, tensor.dtype)
     quantizer = quantizer.model_copy(update={"value": 1.0001 * smallest})
     step = derive(measured, layout, quantizer, tensor.dtype, addends=1).scales[0].double()
     whole = {"error_bound": 2, "stochastic": 1}[kind] * float(per_element([tensor], quantizer)[0])
@@ -348,7 +348,7 @@ def test_where_no_value_will_do_there_is_no_smallest():
     layout, quantizer = Layout.split(5000, 1, 1 << 20, CHUNK), Quantizer(mode="range", value=0.1)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
-    assert smallest_value(measured, layout, quantizer, torch.float32) is None
+    assert smallest_value(measured, quantizer, torch.float32) is None
 
 
 def test_the_smallest_value_does_not_mind_blocks_of_one_value():
@@ -356,7 +356,7 @@ def test_the_smallest_value_does_not_mind_blocks_of_one_value():
     layout, quantizer = Layout.split(2 * CHUNK, 1, 1 << 20, CHUNK), Quantizer(mode="range", value=1e-9)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
-    assert 1e-9 < smallest_value(measured, layout, quantizer, torch.float32) < 1e-6
+    assert 1e-9 < smallest_value(measured, quantizer, torch.float32) < 1e-6
 
 
 @pytest.mark.parametrize("exponent", [-600, -540, -537, -530, -500, 0, 500, 600])

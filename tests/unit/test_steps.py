@@ -1,0 +1,243 @@
+"""Large tensors are measured in pieces while their first frames travel: that changes no bit and no decision."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play
+
+from ncz_plugins.core import direct, plain, ring
+from ncz_plugins.core.collective import Call, Patience, run
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.device import Host
+from ncz_plugins.core.frame import Layout, Window
+from ncz_plugins.core.steps import pieces_of
+from ncz_plugins.kernels.format import CHUNK
+
+SCHEDULES = {"ring": ring, "direct": direct}
+MODES = {"rms": 0.25, "rel": 0.01, "range": 0.01}
+FRAMES = 7  # of a segment: the first 2 are measured first
+COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast")
+
+
+def config_of(mode: str = "rms", value: float | None = None, **quantizer) -> Config:
+    return Config(quantizer={"mode": mode, "value": MODES[mode] if value is None else value, **quantizer})
+
+
+def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
+    """Each block of a scale of its own."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    scales = torch.logspace(-3, 2, 1 + numel // CHUNK).repeat_interleave(CHUNK)[:numel]
+    return (torch.randn(numel, generator=generator) * scales).to(dtype)
+
+
+def call(transport, collective: str, schedule, tensor: torch.Tensor, **more) -> tuple[Call, torch.Tensor]:
+    """A call on a tensor of which every segment has FRAMES frames but for the last, and where its result will be."""
+    rank, n, numel = transport.rank, transport.world_size, tensor.numel()
+    flat = Window(tensor)
+    if collective == "broadcast":
+        layout, measured, output = Layout.of([numel], CHUNK), range(1 if rank == 0 else 0), flat
+        more |= {"root": 0, "schedule": lambda *args: schedule.broadcast(*args, root=0)}
+        work = partial(plain.broadcast, tensor, 0, transport.group)
+    elif collective == "all_reduce":
+        layout, measured, output = Layout.split(numel, n, CHUNK, 0), range(n), flat
+        more |= {"addends": n, "schedule": schedule.all_reduce}
+        work = partial(plain.all_reduce, tensor, dist.ReduceOp.SUM, transport.group)
+    elif collective == "reduce_scatter_tensor":
+        layout, measured = Layout.of([numel // n] * n, CHUNK), range(n)
+        output = Window(tensor[layout.segment(rank)], layout.segment(rank).start)  # in place, as far as that goes
+        more |= {"addends": n, "schedule": schedule.reduce_scatter}
+        work = partial(plain.reduce_scatter_tensor, output.data, tensor, dist.ReduceOp.SUM, transport.group)
+    else:
+        layout, measured, output = Layout.of([numel // n] * n, CHUNK), range(rank, rank + 1), flat
+        flat = Window(tensor[layout.segment(rank)], layout.segment(rank).start)
+        more |= {"schedule": schedule.all_gather}
+        work = partial(plain.all_gather_into_tensor, tensor, flat.data, transport.group)
+    made = Call(collective, layout, flat, output, measured, plain=lambda: work().wait(), **more)
+    return made, output.data
+
+
+def same_bits(tensors: list[torch.Tensor]) -> bool:
+    first = tensors[0].view(torch.uint8)
+    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])
+
+
+def test_pieces_are_whole_frames_and_blocks():
+    def pieces(frames: int, link_gbps: float | None = None, **quantizer) -> list[range]:
+        config = Config(quantizer=quantizer, transport={"link_gbps": link_gbps})
+        return pieces_of(Layout.split(2 * frames * 4 * CHUNK - 5, 2, 4 * CHUNK, 0), config)
+
+    assert pieces(3) == [range(3)]
+    assert pieces(4) == [range(0, 2), range(2, 4)]
+    assert pieces(9) == [range(0, 3), range(3, 9)]
+    assert pieces(8, block=6 * CHUNK) == [range(0, 3), range(3, 8)]  # blocks of one and a half frames
+    for whole in ({"block": 0}, {"block": 5 * CHUNK}, {"mode": "abs"}, {"kind": "lossless"}):
+        assert pieces(8, **whole) == [range(8)]
+    assert len(pieces(8, link_gbps=1)) == 2 and len(pieces(8, link_gbps=10)) == 1
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode, block", [("rms", CHUNK), ("rms", 2 * CHUNK), ("rel", CHUNK), ("range", CHUNK)])
+def test_pieces_change_no_bit(mode, block, schedule, collective):
+    config = config_of(mode, block=block, error_feedback=False)
+    numel = 3 * FRAMES * CHUNK - 3 * 77
+    results = {}
+    for in_pieces in (True, False):
+
+        def body(transport, in_pieces=in_pieces):
+            tensor = values(transport.rank, numel)
+            made, result = call(transport, collective, SCHEDULES[schedule], tensor, in_pieces=in_pieces)
+            assert len(pieces_of(made.layout, config)) == 2
+            counters = run(made, 1, transport, Host(two_threads=True), config)
+            assert counters.compressed_calls == 1
+            return result
+
+        results[in_pieces] = play(3, body)
+    assert all(same_bits(both) for both in zip(*results.values()))
+    assert collective == "reduce_scatter_tensor" or same_bits(results[True])
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_found_late_leaves_everything_as_it_was(schedule, collective, in_rounds):
+    """A NaN in the last piece: frames of the first ones have travelled by then. The next call is as if nothing was."""
+    world_size, numel = 3, 3 * FRAMES * CHUNK
+    config = config_of(error_feedback=False)
+
+    def body(transport):
+        tensor = values(transport.rank, numel)
+        if transport.rank == 0:
+            tensor[numel // world_size - 3] = float("nan")  # in the last frame of the first segment
+            tensor[-3] = float("nan")
+        kept = tensor.clone()
+        made, result = call(transport, collective, SCHEDULES[schedule], tensor)
+        go_plain = made.plain
+
+        def checked_plain():
+            assert same_bits([kept, tensor])
+            go_plain()
+
+        counters = run(replace(made, plain=checked_plain), 1, transport, Host(two_threads=True), config)
+        assert counters.bypasses == {"non-finite": 1} and counters.compressed_calls == 0 and not counters.coders
+        frames = counters.wire_bytes - counters.plain_bytes
+        assert 0 < frames < 0.6 * counters.plain_bytes
+        again = values(transport.rank, numel)
+        made, after = call(transport, collective, SCHEDULES[schedule], again)
+        assert run(made, 2, transport, Host(two_threads=True), config).compressed_calls == 1
+        return result, after
+
+    def untroubled(transport):
+        made, result = call(transport, collective, SCHEDULES[schedule], values(transport.rank, numel))
+        run(made, 1, transport, Host(), config)
+        return result
+
+    results, after = zip(*play(world_size, body, in_rounds))
+    assert any(result.isnan().any() for result in results)
+    everyone = [values(rank, numel).double() for rank in range(world_size)]
+    part = numel // world_size
+    for rank, result in enumerate(results):
+        exact = {
+            "all_reduce": sum(everyone),
+            "reduce_scatter_tensor": sum(everyone)[rank * part :][:part],
+            "all_gather_into_tensor": torch.cat([each[i * part :][:part] for i, each in enumerate(everyone)]),
+            "broadcast": everyone[0],
+        }[collective]
+        finite = ~result.isnan()
+        assert finite.sum() >= result.numel() - 2
+        torch.testing.assert_close(result[finite].double(), exact[finite], rtol=1e-4, atol=1e-4)
+    assert all(same_bits(both) for both in zip(after, play(world_size, untroubled)))
+
+
+def test_the_reason_is_that_of_the_whole_tensor():
+    """The first piece has too large codes, the last an infinity. All calls of the kind then go plain for a while."""
+
+    def body(transport):
+        tensor = values(transport.rank, 2 * FRAMES * CHUNK)
+        tensor[:CHUNK] = 1e-9
+        tensor[0] = 1.0
+        reasons = []
+        patience = Patience()
+        for last in (float("inf"), 1.0, 1.0):
+            tensor[-1] = last
+            made, _ = call(transport, "all_reduce", ring, tensor.clone())
+            counters = run(made, len(reasons) + 1, transport, Host(), config_of("rms", 1e-8), patience)
+            reasons += counters.bypasses
+            sent = counters.wire_bytes - counters.plain_bytes
+            assert sent == 0 if len(reasons) == 3 else 0 < sent < 20_000  # agreements, no frame
+        return reasons
+
+    assert play(2, body) == [["non-finite", "code overflow", "code overflow"]] * 2
+
+
+@pytest.mark.parametrize("block", [CHUNK, 2 * CHUNK])
+def test_a_piece_that_is_not_worth_it_does_not_decide_for_the_whole(block):
+    """float16 at a fine bound: noise needs nearly all bits, zeros need none."""
+    numel = 2 * FRAMES * CHUNK
+    config = config_of("range", 2e-5, block=block)
+
+    def body(transport, noisy: range, in_pieces: bool):
+        tensor = torch.zeros(2, FRAMES, CHUNK)
+        tensor[:, noisy.start : noisy.stop] = values(transport.rank, numel).view(2, FRAMES, CHUNK)[
+            :, noisy.start : noisy.stop
+        ]
+        made, result = call(transport, "all_reduce", ring, tensor.view(-1).half(), in_pieces=in_pieces)
+        counters = run(made, 1, transport, Host(), config)
+        return result, counters.bypasses
+
+    for noisy, bypasses in ((range(2), {}), (range(4, 7), {}), (range(7), {"not worth it": 1})):
+        found = [each for in_pieces in (True, False) for each in play(2, lambda t, p=in_pieces, q=noisy: body(t, q, p))]
+        assert [reasons for _, reasons in found] == [bypasses] * 4
+        assert same_bits([result for result, _ in found])
+
+
+class Noting:
+    """The kernels, with a list of those used on any elements."""
+
+    def __init__(self, backend, used: list[str]):
+        self._backend = backend
+        self._used = used
+
+    def __getattr__(self, name: str):
+        value = getattr(self._backend, name)
+        if name not in ("chunk_statistics", "encode", "reduce", "decode"):
+            return value
+
+        def noted(*args):
+            if max(each.numel() for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()):
+                self._used.append(name)
+            return value(*args)
+
+        return noted
+
+
+def kernels_used(poisoned: bool) -> list[list[str]]:
+    """On each of two ranks, in an all-reduce by the ring whose last value may be infinite."""
+
+    def body(transport):
+        used: list[str] = []
+        device = Host()
+        device.backend = Noting(device.backend, used)
+        tensor = values(transport.rank, 2 * FRAMES * CHUNK)
+        if poisoned:
+            tensor[-1] = float("inf")
+        made, _ = call(transport, "all_reduce", ring, tensor)
+        run(made, 1, transport, device, config_of())
+        return used
+
+    return play(2, body)
+
+
+def test_the_first_frame_is_coded_before_the_last_piece_is_measured():
+    measure = ["chunk_statistics"] * 2  # of both segments
+    for used in kernels_used(poisoned=False):
+        assert used[:11] == [*measure, "encode", *measure, *["encode"] * 6]
+        assert sorted(used[11:]) == ["decode"] * 14 + ["reduce"] * 7
+
+
+def test_nothing_is_coded_once_it_is_known_to_be_for_nothing():
+    for used in kernels_used(poisoned=True):
+        assert used == ["chunk_statistics"] * 2 + ["encode"] + ["chunk_statistics"] * 2 + ["encode"]
