@@ -18,22 +18,25 @@ from .frame import Layout
 from .quantize import Bypass, Scales, joined
 from .transport import Agreement
 
-_LEAST_FRAMES = 4  # of a segment: with fewer, another agreement costs the time that it saves
-_FAST_GBPS = 2.5  # from here on as well: the ranks wait once more for the slowest of them, and the link for nobody
+_FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
+_FAST_GBPS = 2.5  # from here on the ranks wait for each other, once more for every piece, and not for the link
 
 
 def pieces_of(layout: Layout, config: Config) -> list[range]:
     """The pieces that a tensor is measured in, as frames of every segment: one where scales are not per block.
 
-    The first is as small as it may be without the link being idle later: while all of its frames but one cross it, the
-    others are measured, which is a few times as fast as a slow link.
+    Each is as long as all before it, the last one longer: as measuring is a few times as fast as a slow link, that has
+    enough to carry meanwhile.
     """
     frames, block = layout.frames, config.quantizer.block_in_effect
-    ahead = frames // 4 + 1
     fast = config.transport.link_gbps is not None and config.transport.link_gbps >= _FAST_GBPS
-    if fast or frames < _LEAST_FRAMES or not block or ahead * layout.frame_elements % block:
+    if fast or not block or _FIRST_FRAMES * layout.frame_elements % block:
         return [range(frames)]
-    return [range(ahead), range(ahead, frames)]
+    starts, next = [0], _FIRST_FRAMES
+    while 2 * next <= frames:  # a shorter piece at the end would cost the time that it saves
+        starts.append(next)
+        next *= 2
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], frames])]
 
 
 class Steps:

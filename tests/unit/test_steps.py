@@ -18,7 +18,7 @@ from ncz_plugins.kernels.format import CHUNK
 
 SCHEDULES = {"ring": ring, "direct": direct}
 MODES = {"rms": 0.25, "rel": 0.01, "range": 0.01}
-FRAMES = 7  # of a segment: the first 2 are measured first
+FRAMES = 9  # of a segment: pieces of 2, 2 and 5
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast")
 
 
@@ -71,11 +71,13 @@ def test_pieces_are_whole_frames_and_blocks():
 
     assert pieces(3) == [range(3)]
     assert pieces(4) == [range(0, 2), range(2, 4)]
-    assert pieces(9) == [range(0, 3), range(3, 9)]
-    assert pieces(8, block=6 * CHUNK) == [range(0, 3), range(3, 8)]  # blocks of one and a half frames
-    for whole in ({"block": 0}, {"block": 5 * CHUNK}, {"mode": "abs"}, {"kind": "lossless"}):
+    assert pieces(7) == [range(0, 2), range(2, 7)]
+    assert pieces(9) == [range(0, 2), range(2, 4), range(4, 9)]
+    assert pieces(16) == [range(0, 2), range(2, 4), range(4, 8), range(8, 16)]
+    assert pieces(4, block=8 * CHUNK) == [range(0, 2), range(2, 4)]  # blocks of two frames
+    for whole in ({"block": 0}, {"block": 3 * CHUNK}, {"mode": "abs"}, {"kind": "lossless"}):
         assert pieces(8, **whole) == [range(8)]
-    assert len(pieces(8, link_gbps=1)) == 2 and len(pieces(8, link_gbps=10)) == 1
+    assert len(pieces(8, link_gbps=1)) == 3 and len(pieces(8, link_gbps=10)) == 1
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -90,7 +92,7 @@ def test_pieces_change_no_bit(mode, block, schedule, collective):
         def body(transport, in_pieces=in_pieces):
             tensor = values(transport.rank, numel)
             made, result = call(transport, collective, SCHEDULES[schedule], tensor, in_pieces=in_pieces)
-            assert len(pieces_of(made.layout, config)) == 2
+            assert len(pieces_of(made.layout, config)) >= 3
             counters = run(made, 1, transport, Host(two_threads=True), config)
             assert counters.compressed_calls == 1
             return result
@@ -188,7 +190,7 @@ def test_a_piece_that_is_not_worth_it_does_not_decide_for_the_whole(block):
         counters = run(made, 1, transport, Host(), config)
         return result, counters.bypasses
 
-    for noisy, bypasses in ((range(2), {}), (range(4, 7), {}), (range(7), {"not worth it": 1})):
+    for noisy, bypasses in ((range(2), {}), (range(3, 7), {}), (range(9), {"not worth it": 1})):
         found = [each for in_pieces in (True, False) for each in play(2, lambda t, p=in_pieces, q=noisy: body(t, q, p))]
         assert [reasons for _, reasons in found] == [bypasses] * 4
         assert same_bits([result for result, _ in found])
@@ -234,10 +236,11 @@ def kernels_used(poisoned: bool) -> list[list[str]]:
 def test_the_first_frame_is_coded_before_the_last_piece_is_measured():
     measure = ["chunk_statistics"] * 2  # of both segments
     for used in kernels_used(poisoned=False):
-        assert used[:11] == [*measure, "encode", *measure, *["encode"] * 6]
-        assert sorted(used[11:]) == ["decode"] * 14 + ["reduce"] * 7
+        assert used[:15] == [*measure, "encode", *measure, *["encode"] * 2, *measure, *["encode"] * 6]
+        assert sorted(used[15:]) == ["decode"] * 18 + ["reduce"] * 9
 
 
 def test_nothing_is_coded_once_it_is_known_to_be_for_nothing():
     for used in kernels_used(poisoned=True):
-        assert used == ["chunk_statistics"] * 2 + ["encode"] + ["chunk_statistics"] * 2 + ["encode"]
+        measure = ["chunk_statistics"] * 2
+        assert used == [*measure, "encode", *measure, *["encode"] * 2, *measure, "encode"]
