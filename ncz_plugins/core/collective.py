@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -283,11 +283,13 @@ def _prepared(
         with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
             return measure(device.backend, source, layout, call.measured, quantizer, frames)
 
+    def agree(measured: Tensor) -> Callable[[], None]:
+        return transport.start_max(measured, counters).wait
+
     def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
         return derive(agreed, layout, quantizer, source.data.dtype, call.addends, call.divisor)
 
     # A GPU measures in no time, and would have to be waited for.
     in_pieces = call.in_pieces and source.data.device.type == "cpu"
     pieces = pieces_of(layout, config) if in_pieces else [range(layout.frames)]
-    agree = partial(transport.start_max, counters=counters)
     return source, Steps(layout, pieces, quantizer.block_in_effect, measured, agree, derived)

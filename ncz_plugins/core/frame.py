@@ -81,13 +81,13 @@ class Layout:
 
     def frame(self, segment: int, index: int) -> slice:
         """Elements of one frame."""
-        whole = self.segment(segment)
-        start = min(whole.start + index * self.frame_elements, whole.stop)
-        return slice(start, min(start + self.frame_elements, whole.stop))
+        return self.run(segment, range(index, index + 1))
 
     def run(self, segment: int, frames: range) -> slice:
         """Elements of neighbouring frames of one segment."""
-        return slice(self.frame(segment, frames.start).start, self.frame(segment, frames.stop - 1).stop)
+        whole = self.segment(segment)
+        ends = (whole.start + index * self.frame_elements for index in (frames.start, frames.stop))
+        return slice(*(min(end, whole.stop) for end in ends))
 
     def cut(self, frames: range) -> Layout:
         """The layout of these neighbouring frames of every segment by themselves."""

@@ -16,7 +16,6 @@ from ..kernels.format import CHUNK
 from .config import Config
 from .frame import Layout
 from .quantize import Bypass, Scales, joined
-from .transport import Agreement
 
 _FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
 _FAST_GBPS = 2.5  # from here on the ranks wait for each other, once more for every piece, and not for the link
@@ -47,7 +46,7 @@ class Steps:
         pieces: its frames, see `pieces_of`.
         block: elements that share a scale.
         measure: returns what this rank measured of some frames, see `quantize.measure`.
-        agree: begins to replace that by its maximum over ranks.
+        agree: begins to replace that by its maximum over ranks, and returns what waits for it.
         derive: takes such a maximum, and the layout that it belongs to; see `quantize.derive`.
 
     Attributes:
@@ -61,7 +60,7 @@ class Steps:
         pieces: list[range],
         block: int,
         measure: Callable[[range], Tensor],
-        agree: Callable[[Tensor], Agreement],
+        agree: Callable[[Tensor], Callable[[], None]],
         derive: Callable[[Tensor, Layout], Scales | Bypass],
     ):
         self.scales: Scales | None = None
@@ -73,9 +72,9 @@ class Steps:
         self._agree = agree
         self._derive = derive
         self._measured = [measure(pieces[0])]  # of pieces so far; when they are agreed on, by all ranks
-        self._agreements: list[Agreement] = []
+        self._agreements: list[Callable[[], None]] = []
         self._agreed = 0  # pieces
-        self._doubted = False  # whether a piece by itself would have to go plain
+        self._whole_decides = len(pieces) == 1  # also once a piece by itself would have to go plain
 
     @property
     def complete(self) -> bool:
@@ -88,7 +87,7 @@ class Steps:
         All ranks must demand the same, in the same order relative to their other agreements. Before the last frame of a
         piece is used, the next piece is measured and on its way, so that it has not to wait behind that frame.
         """
-        while not self.complete and (self._doubted or frames > self._pieces[self._agreed].start):
+        while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
             self._begin()
             self._end()
         if not self.complete and frames == self._pieces[self._agreed].start:
@@ -105,15 +104,15 @@ class Steps:
     def _end(self) -> None:
         """Wait until the next piece is agreed on, and find its steps."""
         piece, measured = self._pieces[self._agreed], self._measured[self._agreed]
-        self._agreements[self._agreed].wait()
+        self._agreements[self._agreed]()
         self._agreed += 1
-        if not self._doubted:
+        if not self._whole_decides:
             found = self._derive(measured, self._layout.cut(piece))
             if isinstance(found, Scales):
                 self._fill_in(piece, found)
             else:
-                self._doubted = True
-        if self._doubted and self.complete:
+                self._whole_decides = True
+        if self._whole_decides and self.complete:
             self._judge_the_whole()
 
     def _fill_in(self, frames: range, found: Scales) -> None:
@@ -127,7 +126,9 @@ class Steps:
         """A piece may be worse than the whole; and the reason to go plain must not depend on how the tensor is cut."""
         pieces = list(zip(self._pieces, self._measured))
         found = self._derive(joined(pieces, self._layout, self._block), self._layout)
-        if isinstance(found, Scales):
-            self._fill_in(range(self._layout.frames), found)
-        else:
+        if isinstance(found, Bypass):
             self.bypass = found
+        elif self.scales is None:
+            self.scales = found
+        else:
+            self._fill_in(range(self._layout.frames), found)

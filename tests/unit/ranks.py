@@ -45,3 +45,15 @@ def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool =
         raise errors[0][1]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return results
+
+
+def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
+    """What a rank contributes: Gaussian, the larger the higher the rank."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randn(numel, generator=generator).mul_(1 + rank).to(dtype)
+
+
+def same_bits(tensors: list[torch.Tensor]) -> bool:
+    """NaN counts, and -0.0 is not 0.0."""
+    first = tensors[0].view(torch.uint8)
+    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import play
+from ranks import play, same_bits, values
 
 from ncz_plugins.core import direct, memory, plain, ring
 from ncz_plugins.core.collective import Call, layout_of_sum, plain_wire_bytes, run
@@ -37,11 +37,6 @@ CONFIGS = {
 }
 SMALL_FRAMES = Config(quantizer={"mode": "rms", "value": BOUND}, transport={"frame_bytes": "16KiB"})
 SCHEDULES = {"ring": ring, "direct": direct}
-
-
-def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 + rank)
-    return torch.randn(numel, generator=generator).mul_(1 + rank).to(dtype)
 
 
 def nodes_of(shape: str, rank: int) -> Nodes:
@@ -78,11 +73,6 @@ def sum_of(tensor, transport, config: Config, schedule, divisor: int = 1, plain=
 
 def equal_parts(numel: int, transport) -> Layout:
     return Layout.of([numel] * transport.world_size, 4 * CHUNK)
-
-
-def same_bits(tensors: list[torch.Tensor]) -> bool:
-    first = tensors[0].view(torch.uint8)
-    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])
 
 
 def exact_sum(world_size: int, numel: int, dtype=torch.float32) -> torch.Tensor:

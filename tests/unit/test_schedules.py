@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import play
+from ranks import play, same_bits, values
 
 from ncz_plugins import kernels
 from ncz_plugins.core import direct, plain, ring
@@ -47,11 +47,6 @@ ALL = {  # name: configuration, and whether frames travel in rounds
     "in rounds": (CONFIG, True),
 }
 WORLD_SIZES = (2, 3, 4, 8)  # one rank never gets as far as a schedule
-
-
-def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 + rank)
-    return torch.randn(numel, generator=generator).mul_(1 + rank).to(dtype)
 
 
 def go(transport, config: Config, number: int = 1, device: Host | None = None, **call) -> Counters:
@@ -101,12 +96,6 @@ def all_reduce(
         return tensor
 
     return play(world_size, body, in_rounds)
-
-
-def same_bits(tensors: list[torch.Tensor]) -> bool:
-    """NaN counts, and -0.0 is not 0.0."""
-    first = tensors[0].view(torch.uint8)
-    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

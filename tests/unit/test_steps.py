@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import play
+from ranks import play, same_bits
 
 from ncz_plugins.core import direct, plain, ring
 from ncz_plugins.core.collective import Call, Patience, run
@@ -57,11 +57,6 @@ def call(transport, collective: str, schedule, tensor: torch.Tensor, **more) -> 
         work = partial(plain.all_gather_into_tensor, tensor, flat.data, transport.group)
     made = Call(collective, layout, flat, output, measured, plain=lambda: work().wait(), **more)
     return made, output.data
-
-
-def same_bits(tensors: list[torch.Tensor]) -> bool:
-    first = tensors[0].view(torch.uint8)
-    return all(torch.equal(first, other.view(torch.uint8)) for other in tensors[1:])
 
 
 def test_pieces_are_whole_frames_and_blocks():
