@@ -149,7 +149,7 @@ class TensorCodec(ABC):
     def _demand_checksum(self, frame: Tensor) -> None:
         """Kernels verify a checksum where there is one."""
         if self.checksum and frame.numel() >= HEADER_BYTES:
-            *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())
+            *_, flags, _ = HEADER.unpack(self.device.seen(frame[:HEADER_BYTES]).numpy())
             if not flags & HAS_CHECKSUM:
                 raise DamagedFrame("it has no checksum, and entropy.checksum asks for one")
 

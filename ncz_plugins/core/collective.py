@@ -222,6 +222,7 @@ def _compressed(
     elif call.feedback:
         with span("encode", input.nbytes, counters):
             call.feedback.keep(codec.remainder(call.measured))
+            device.settle()  # who saves it with a checkpoint reads it on another stream
     return codec.bypass
 
 
@@ -245,6 +246,7 @@ def _agree(
         )
     if call.inside is not None:
         source = call.inside(transport, counters)
+        device.settle()  # within the time-out: measuring waits without a limit
         source, steps = _prepared(call, source, transport, device, config, counters)
     scales = None
     if steps is not None:

@@ -22,7 +22,7 @@ from .feedback import Feedback
 from .frame import Layout, Window
 from .handshake import compare_ranks, meet
 from .hierarchy import in_nodes
-from .nccl import NcclTransport, open_nccl
+from .nccl import NcclTransport, demand_health, open_nccl
 from .neighbors import with_memory
 from .nodes import Nodes, find_nodes
 from .policy import Part, named
@@ -280,7 +280,12 @@ class Communicator:
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
-        if self.world_size > 1 and self._worker.close(_CLOSE_SECONDS) and self._broken is None:
+        if self.world_size == 1:
+            return
+        if self._broken is None:
+            with suppress(UnsupportedError):  # in a fork, which has no part in them
+                self._worker.submit(self._part)
+        if self._worker.close(_CLOSE_SECONDS) and self._broken is None:
             self._broken = NczError("this communicator was closed")
             # Dropped and not aborted: what is still on its way to a peer arrives.
             self._ways.clear()
@@ -429,15 +434,22 @@ class Communicator:
             self._break(call, error)
             raise
 
+    def _part(self) -> None:
+        """On the worker thread, as the last thing."""
+        for way in self._ways.values():
+            way.transport.close()
+
     def _plain_sum(self, tensor: Tensor) -> None:
         self._plain_in_own_group(partial(plain.all_reduce, tensor, dist.ReduceOp.SUM), tensor.device)
+        self._ways[tensor.device].device.settle()
 
     def _way(self, device: torch.device) -> _Way:
         """How tensors on `device` are served. The first one on a GPU connects the GPUs of all ranks."""
         if device not in self._ways:
             store = dist.PrefixStore(f"nccl {len(self._ways)}", self._store)
             group = open_nccl(store, self._control, device, self._timeout)
-            self._ways[device] = _Way(Gpu(device, self._timeout), NcclTransport(self._control, group, device))
+            gpu = Gpu(device, self._timeout, partial(demand_health, group))
+            self._ways[device] = _Way(gpu, NcclTransport(self._control, group, device))
         return self._ways[device]
 
     def _break(self, call: Call, error: BaseException) -> None:

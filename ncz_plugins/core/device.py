@@ -79,6 +79,10 @@ class Host:
         """The first `size` bytes of `room`, which were just written, to keep."""
         return room[:size].clone()  # most frames are much smaller than the room they may need
 
+    def seen(self, tensor: Tensor) -> Tensor:
+        """The same in host memory, for the host to look at."""
+        return tensor
+
     def beside(self, job: Callable[[], None]) -> None:
         """Do what nothing waits for before `settle`: in the order asked for, on a thread of its own if there is one."""
         if self._second is None:
@@ -104,20 +108,23 @@ class Gpu:
 
     Args:
         timeout: how long the device may take, which waits for the frames of peers.
+        demand_health: raises PeerError if those frames may not come any more.
 
     Raises ImportError where there are no kernels for it, saying why.
     """
 
-    def __init__(self, device: torch.device, timeout: timedelta):
+    def __init__(self, device: torch.device, timeout: timedelta, demand_health: Callable[[], None]):
         self.backend = kernels.cuda_backend()
         self._device = device
         self._timeout = timeout
+        self._demand_health = demand_health
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def after(self, asked: torch.cuda.Event):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(asked)
+            while not asked.query():  # however long it takes: the time-out is for peers
+                time.sleep(_POLL_SECONDS)
             yield
 
     def room(self, nbytes: int) -> Tensor:
@@ -127,6 +134,10 @@ class Gpu:
         self.settle()  # the host must know the size, as NCCL does
         return room[:size]
 
+    def seen(self, tensor: Tensor) -> Tensor:
+        self.settle()  # copying it waits without a limit
+        return tensor.cpu()
+
     def beside(self, job: Callable[[], None]) -> None:
         job()  # which only asks for work, in the order of the stream
 
@@ -135,12 +146,19 @@ class Gpu:
 
     def settle(self) -> None:
         # Not by synchronizing: a peer that died would leave us waiting for ever.
-        deadline = time.monotonic() + self._timeout.total_seconds()
         done = torch.cuda.current_stream(self._device).record_event()
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"{self._device} was not done within {self._timeout.total_seconds():g} s. A peer has died, left, "
-                    "or not answered; look at its log, and raise transport.timeout_seconds if it was only slow."
-                )
-            time.sleep(_POLL_SECONDS)
+        poll(done.query, self._demand_health, self._timeout, f"{self._device}")
+
+
+def poll(is_done: Callable[[], bool], demand_health: Callable[[], None], timeout: timedelta, what: str) -> None:
+    """Return once `is_done`. Raises PeerError if `what` is not done in time, and what `demand_health` raises."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not is_done():
+        demand_health()
+        if time.monotonic() > deadline:
+            raise PeerError(
+                f"{what} was not done within {timeout.total_seconds():g} s. A peer has died, left, "
+                "or not answered; look at its log, and raise transport.timeout_seconds if it was only slow."
+            )
+        time.sleep(_POLL_SECONDS)
+    demand_health()  # work that was given up is done, too

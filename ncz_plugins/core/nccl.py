@@ -8,20 +8,32 @@ to send. Its sizes travel on the host while the next frames are coded.
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import FrameError, UnsupportedError
+from .errors import FrameError, PeerError, UnsupportedError
 from .stats import Counters
 from .trace import span
-from .transport import Connections, Transport, peer_errors
+from .transport import Connections, Transport, keep_in_forks, peer_errors, start_exchange
 
-_SIZE_TAG = 1
+_FRAME_TAG, _SIZE_TAG = 0, 1
 _ROUNDS_AHEAD = 1  # rounds whose sizes are still on their way while the next one is coded
+# A thread of torch's watches each NCCL group, and ends the process a minute after an error or a time-out. With ours it
+# is only to notice: `demand_health` raises an error, and sooner. What it is to do it reads when a group is made.
+_WATCH = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # leave process and group as they are
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # and don't wait for a dump of what went on
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_WATCH_LONGER = timedelta(minutes=1)  # than we wait ourselves
+_ABORT_WITHIN = timedelta(seconds=10)
 
 
 def open_nccl(store: dist.Store, control: Connections, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
@@ -29,13 +41,40 @@ def open_nccl(store: dist.Store, control: Connections, device: torch.device, tim
     if not dist.is_nccl_available():
         raise UnsupportedError("torch was built without NCCL, which carries compressed CUDA tensors")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout + _WATCH_LONGER
     options.is_high_priority_stream = True
     with peer_errors("connecting to the other GPUs"):
-        group = dist.ProcessGroupNCCL(store, control.rank(), control.size(), options)
+        with _environment(_WATCH):
+            group = dist.ProcessGroupNCCL(store, control.rank(), control.size(), options)
+        keep_in_forks(group)
         # NCCL connects in the first operation, which all ranks must take part in: not so in a broadcast's first.
         group.allreduce([torch.zeros(1, device=device)]).wait()
     return group
+
+
+def demand_health(group: dist.ProcessGroup) -> None:
+    """Raise PeerError if NCCL has failed: what a stream waited for may then never come, or not all of it.
+
+    NCCL tells that of a peer that died, but not of one that is silent. torch 2.6 can't be asked; there, the time-out
+    shows it.
+    """
+    if hasattr(group, "get_error") and (error := group.get_error()).value:
+        raise PeerError(f"NCCL failed: {error.name}. A peer has died or left; look at its log")
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """With these environment variables, and then with those of before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class NcclTransport(Transport):
@@ -53,6 +92,17 @@ class NcclTransport(Transport):
         super().__init__(control)
         self.group = group
         self._device = device
+
+    def abort(self, error: BaseException) -> None:
+        self.group._set_default_timeout(_ABORT_WITHIN)  # that of aborting, from here on
+        with suppress(RuntimeError):  # what matters is `error`
+            self.group.abort()
+        super().abort(error)
+
+    def close(self) -> None:
+        # With the last reference to a group it is aborted, which peers that still receive would notice.
+        shutdown = getattr(self.group, "shutdown", None) or self.group._shutdown  # its name in torch 2.6
+        shutdown()
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
@@ -188,14 +238,13 @@ class _Rounds:
     def run(self, sends: list[tuple[_NcclStream, Tensor]], receives: list[_NcclStream]) -> None:
         """Start sends and receives that belong together."""
         arriving = [(stream, stream.next_frame()) for stream in receives]  # waits for the peers' hosts
-        fused = self._group.supports_coalescing  # gloo does without, as nothing holds up anything there
         with span("send", sum(frame.nbytes for _, frame in sends)), peer_errors("exchanging frames"):
-            if fused:
-                self._group._start_coalescing()
-            works = [self._group.send([frame], stream.to, 0) for stream, frame in sends]
-            works += [self._group.recv([frame], stream.source, 0) for stream, frame in arriving]
-            if fused:
-                works = [self._group._end_coalescing()] * len(works)
+            works = start_exchange(
+                self._group,
+                [(stream.to, frame) for stream, frame in sends],
+                [(stream.source, frame) for stream, frame in arriving],
+                _FRAME_TAG,
+            )
         for (stream, frame), work in zip(sends, works):
             stream.sent(work, frame)
         for (stream, frame), work in zip(arriving, works[len(sends) :]):

@@ -13,7 +13,7 @@ from .errors import PeerError
 from .nodes import Nodes
 from .stats import Counters
 from .trace import span
-from .transport import Transport, peer_errors
+from .transport import Transport, peer_errors, start_exchange
 
 _TAG = 3  # beside those of transport.py, over the same connections
 
@@ -79,13 +79,5 @@ def _by_memory(
 def _by_messages(transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
     if not sends and not receives:
         return
-    group = transport.group
-    fused = group.supports_coalescing  # so that no rank's send waits for its peer's receive, which is after a send
-    if fused:
-        group._start_coalescing()
-    works = [group.recv([tensor], rank, _TAG) for rank, tensor in receives]
-    works += [group.send([tensor], rank, _TAG) for rank, tensor in sends]
-    if fused:
-        works = [group._end_coalescing()]
-    for work in works:
+    for work in start_exchange(transport.group, sends, receives, _TAG):
         work.wait()

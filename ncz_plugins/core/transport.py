@@ -34,7 +34,7 @@ _TELL_ALL_RANKS = 16
 # coding posts no further ones.
 _AHEAD_BYTES = 32 << 20
 
-_opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_kept_in_forks: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class Connections:
@@ -62,7 +62,8 @@ class Connections:
                 dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
                 for direction in ("upwards", "downwards")
             )
-        _opened.update((self._upwards, self._downwards))
+        keep_in_forks(self._upwards)
+        keep_in_forks(self._downwards)
         self._rank = rank
         self.group = self._upwards
 
@@ -79,9 +80,13 @@ class Connections:
         return (self._upwards if source < self._rank else self._downwards).recv(tensors, source, tag)
 
 
+def keep_in_forks(group: dist.ProcessGroup) -> None:
+    """In a fork, the end of a process group waits for its threads, which are not there: this one's must never come."""
+    _kept_in_forks.add(group)
+
+
 def _keep_groups() -> None:
-    """In a fork: the end of a process group waits for its threads, which are not there, so it must never come."""
-    for group in _opened:
+    for group in _kept_in_forks:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -126,13 +131,14 @@ class Transport:
         Gloo closes them with the last reference to the group and to all that is under way in it, and the frames that
         an exception went through hold such.
         """
-        if hasattr(self.group, "abort"):  # NCCL's does something
-            self.group.abort()
         self.group = self._control = None
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
+
+    def close(self) -> None:
+        """Free what all ranks give up together, when nothing is under way any more."""
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
@@ -273,6 +279,23 @@ class Stream:
                 "All ranks must run the same version of ncz_plugins."
             )
         return size
+
+
+def start_exchange(
+    group: dist.ProcessGroup, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+) -> list[dist.Work]:
+    """Start to send tensors to ranks, and to receive some. Returns the work of each, in this order.
+
+    For NCCL it is one operation, so that no rank's send waits for its peer's receive, which comes after a send.
+    """
+    fused = dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL)
+    if fused:
+        group._start_coalescing()
+    works = [group.send([tensor], rank, tag) for rank, tensor in sends]
+    works += [group.recv([tensor], rank, tag) for rank, tensor in receives]
+    if fused:
+        works = [group._end_coalescing()] * len(works)
+    return works
 
 
 @contextmanager

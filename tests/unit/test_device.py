@@ -1,14 +1,16 @@
 """Which devices are served, and what is said where one isn't."""
 
+import itertools
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 
 from ncz_plugins import kernels
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host, demand_kernels, moment
-from ncz_plugins.core.errors import UnsupportedError
+from ncz_plugins.core.device import Host, demand_kernels, moment, poll
+from ncz_plugins.core.errors import PeerError, UnsupportedError
 
 CUDA = torch.device("cuda", 0)
 
@@ -49,6 +51,31 @@ def test_without_cupy_the_extra_to_install_is_named(without_cached_backend, monk
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it was not installed
     with pytest.raises(UnsupportedError, match=r'pip install "ncz_plugins\[cuda\]"'):
         demand_kernels(CUDA, Config())
+
+
+class Failing:
+    """Tells of a failure from the `at`-th time on that it is asked."""
+
+    def __init__(self, at: int):
+        self.asked, self.at = 0, at
+
+    def __call__(self) -> None:
+        self.asked += 1
+        if self.asked >= self.at:
+            raise PeerError("a peer died")
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_polling_a_device_ends_when_nothing_more_can_come(at):
+    done = itertools.chain([False] * 3, itertools.repeat(True))
+    with pytest.raises(PeerError, match="a peer died"):  # also when all is done, as it may have been given up
+        poll(lambda: next(done), Failing(at), timedelta(seconds=60), "cuda:0")
+    poll(lambda: True, Failing(2), timedelta(seconds=60), "cuda:0")
+
+
+def test_polling_a_device_ends_in_time():
+    with pytest.raises(PeerError, match=r"cuda:0 was not done within 0.05 s.*transport.timeout_seconds"):
+        poll(lambda: False, lambda: None, timedelta(seconds=0.05), "cuda:0")
 
 
 def test_a_frame_keeps_its_bytes_when_the_room_is_used_again():
