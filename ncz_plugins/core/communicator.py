@@ -27,7 +27,7 @@ from .neighbors import with_memory
 from .nodes import Nodes, find_nodes
 from .policy import Part, named
 from .quantize import Bypass, bypass_by_size
-from .regroup import regrouped
+from .regroup import Regrouped, regrouped
 from .stats import Counters, Statistics
 from .training import Group, Training
 from .transport import Connections, Transport, peer_errors, timeout_of
@@ -35,6 +35,7 @@ from .worker import Handle, Worker
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _CLOSE_SECONDS = 5.0
+_LET_GO_AFTER = 3  # time-outs: a call that fails, and one before it, have told by then
 
 
 class _Way(NamedTuple):
@@ -136,7 +137,7 @@ class Communicator:
             return self._all_reduce(tensor, op, True, role, parts)
 
         handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
-        return handle if async_op else handle.wait() and None
+        return handle if async_op else self._finish(handle, tensor.device)
 
     def _all_reduce(self, tensor: Tensor, op, async_op: bool, role: str | None, parts: Sequence[Part]):
         """As `all_reduce`, where all parts are treated alike."""
@@ -412,12 +413,20 @@ class Communicator:
             call = in_nodes(call, self.nodes, config.quantizer.block_in_effect)
         asked = moment(call.source.data.device)
         handle = self._worker.submit(partial(self._guarded, call, group.calls, config, asked, verify))
-        if verify is not None:
+        if verify is not None or self._holds_up_streams(call.source.data.device):
             group.await_at_end_of_step(handle)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return handle if async_op else self._finish(handle, call.source.data.device)
+
+    def _finish(self, handle: Handle | Regrouped, device: torch.device) -> None:
+        """What a call that is not asynchronous does at last."""
+        if self._holds_up_streams(device):
+            handle.block_current_stream(_LET_GO_AFTER * self._timeout.total_seconds())
+        else:
+            handle.wait()
+
+    def _holds_up_streams(self, device: torch.device) -> bool:
+        """Whether calls that are not asynchronous hold up the current stream and not the host."""
+        return device.type == "cuda" and self.config.transport.wait == "stream"
 
     def _guarded(
         self, call: Call, number: int, config: Config, asked: torch.cuda.Event | None, verify: str | None

@@ -289,6 +289,12 @@ class Transport(Section):
         default=None,
         description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
     )
+    wait: Literal["host", "stream"] = Field(
+        default="host",
+        description="On a GPU, what a call that is not asynchronous holds up until its result is there. stream: the "
+        "current CUDA stream alone, so that the host goes on; what goes wrong shows at the next call, or when the step "
+        "ends. docs/gpu.md says what that asks of a program.",
+    )
 
 
 class QuantizerChanges(Section):

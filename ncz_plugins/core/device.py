@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
@@ -32,6 +33,10 @@ def demand_kernels(device: torch.device, config: Config) -> None:
     if config.quantizer.kind == "lossless":
         raise UnsupportedError(
             f"device {device}: quantizer.kind: lossless serves CPU tensors only; use error_bound, or {remedy}"
+        )
+    if config.transport.wait == "stream" and not hasattr(dist.Work, "block_current_stream"):
+        raise UnsupportedError(
+            f"device {device}: torch {torch.__version__} is too old for transport.wait: stream; set it to host"
         )
     try:
         kernels.cuda_backend()

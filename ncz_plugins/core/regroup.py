@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .policy import Part
+from .worker import Handle
 
 
 def regrouped(
@@ -40,16 +41,30 @@ class Regrouped:
 
     def wait(self, *timeout) -> bool:
         """Block until all results are in place. Raises what went wrong."""
-        while self._under_way:
-            handle, together, pieces = self._under_way[0]
-            handle.wait(*timeout)
-            for piece, result in zip(pieces, together.split([piece.numel() for piece in pieces])):
-                piece.copy_(result)
-            del self._under_way[0]
+        self._put_back(lambda handle: handle.wait(*timeout))
         return True
+
+    def block_current_stream(self, timeout: float | None = None) -> None:
+        """Hold up the current CUDA stream, and not the host, until all results are in place: see `Handle`."""
+
+        def hold_up(handle) -> None:
+            if isinstance(handle, Handle):
+                handle.block_current_stream(timeout)
+            else:
+                handle.wait()  # for a plain collective, which holds up nothing else on a GPU
+
+        self._put_back(hold_up)
 
     def is_completed(self) -> bool:
         """True once all results are in place."""
         if all(handle.is_completed() for handle, _, _ in self._under_way):
             self.wait()
         return not self._under_way
+
+    def _put_back(self, wait: Callable[[object], object]) -> None:
+        while self._under_way:
+            handle, together, pieces = self._under_way[0]
+            wait(handle)
+            for piece, result in zip(pieces, together.split([piece.numel() for piece in pieces])):
+                piece.copy_(result)
+            del self._under_way[0]

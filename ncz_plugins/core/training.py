@@ -41,22 +41,23 @@ class Group:
         self.patience = Patience()
         self.guard = Guard(config.guard)
         self._sums = 0  # compressed ones asked for in this step
-        self._verifying: list[Handle] = []
+        self._awaited: list[Handle] = []
 
     def picks(self, step: int) -> bool:
         """Whether the compressed sum that is asked for now is to be verified. Asked once for each."""
         self._sums += 1
         return self.guard.picks(step, self._sums - 1)
 
-    def await_at_end_of_step(self, verifying: Handle) -> None:
-        """A call that verifies: the step is not over before it is."""
-        self._verifying.append(verifying)
+    def await_at_end_of_step(self, handle: Handle) -> None:
+        """A call that verifies, or that the host does not wait for: the step is not over before it is."""
+        self._awaited = [each for each in self._awaited if not each.is_success()]
+        self._awaited.append(handle)
 
     def settle(self) -> None:
-        """Return once all verifications of this step are over. Raises what went wrong with their calls."""
+        """Return once the calls that this step awaits are over. Raises what went wrong with them."""
         self._sums = 0
-        verifying, self._verifying = self._verifying, []
-        for handle in verifying:
+        awaited, self._awaited = self._awaited, []
+        for handle in awaited:
             handle.wait()
 
     def state_dict(self) -> dict:

@@ -8,6 +8,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from .errors import PeerError, UnsupportedError
 
 
@@ -16,6 +18,7 @@ class Handle:
 
     def __init__(self, future: concurrent.futures.Future):
         self._future = future
+        self._late: PeerError | None = None  # a stream was let go before the result was there
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the result is in place. Raises what went wrong; PeerError after `timeout` seconds."""
@@ -25,7 +28,44 @@ class Handle:
             if self._future.done():
                 raise
             raise PeerError(f"the collective did not end within {_seconds(timeout)} s; it goes on") from error
+        if self._late is not None:
+            raise self._late
         return True
+
+    def block_current_stream(self, timeout: float | None = None) -> None:
+        """Hold up the current CUDA stream, and not the host, until the result is in place or the collective has failed.
+
+        By torch's means for collectives that hosts carry: a kernel of one thread looks at a word in host memory.
+        docs/gpu.md says what that asks of a program. After `timeout` seconds the stream is let go; `wait` raises
+        PeerError then. Raises UnsupportedError where there is no such stream, or torch is too old.
+        """
+        from torch._C._distributed_c10d import _create_work_from_future  # not there in a torch without distributed
+
+        there = torch.futures.Future()
+        try:
+            _create_work_from_future(there).block_current_stream()
+        except (AttributeError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"torch {torch.__version__} can't hold up a CUDA stream here: {error}; call wait() instead"
+            ) from error
+        let_go = threading.Lock()
+
+        def release(late: PeerError | None = None) -> None:
+            if let_go.acquire(blocking=False):
+                self._late = late
+                there.set_result(None)
+
+        if timeout is not None:
+            late = PeerError(
+                f"the collective held up a CUDA stream for {_seconds(timeout):g} s. What stands behind it went on "
+                "without its result. Its thread may have waited for the device, which waited for it: see docs/gpu.md, "
+                "and transport.wait: host"
+            )
+            timer = threading.Timer(_seconds(timeout), release, [late])
+            timer.daemon = True
+            timer.start()
+            self._future.add_done_callback(lambda _: timer.cancel())
+        self._future.add_done_callback(lambda _: release())
 
     def is_completed(self) -> bool:
         """True once the result is in place or the collective has failed."""
@@ -33,11 +73,11 @@ class Handle:
 
     def is_success(self) -> bool:
         """True once the result is in place."""
-        return self._future.done() and self._future.exception() is None
+        return self._future.done() and self._future.exception() is None and self._late is None
 
     def exception(self) -> BaseException | None:
         """What went wrong, once completed."""
-        return self._future.exception() if self._future.done() else None
+        return (self._future.exception() or self._late) if self._future.done() else None
 
 
 def _seconds(timeout) -> float:

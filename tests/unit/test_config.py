@@ -71,6 +71,7 @@ def test_every_default_is_as_documented():
         "transport.tuning": None,
         "transport.link_gbps": None,
         "transport.timeout_seconds": None,
+        "transport.wait": "host",
         "policies": (),
         "steps.warmup": 0,
         "steps.bounds": (),
@@ -169,6 +170,7 @@ GOOD = [
     ("transport", {"link_gbps": 0.001}),
     ("transport", {"link_gbps": 10000}),
     ("transport", {"timeout_seconds": 1}),
+    ("transport", {"wait": "stream"}),
     ("statistics", {"report_every": 0, "history": 1}),
 ]
 BAD = [
@@ -229,6 +231,7 @@ BAD = [
     ("transport", {"link_gbps": True}),
     ("transport", {"link_gbps": "10"}),
     ("transport", {"timeout_seconds": 0}),
+    ("transport", {"wait": "device"}),
     ("transport", {"timeout_seconds": True}),
     ("transport", {"timeout_seconds": "30"}),
     ("transport", {"timeout_seconds": math.inf}),
@@ -509,6 +512,7 @@ def configs(draw):
             "tuning": draw(st.none() | st.text(min_size=1)),
             "link_gbps": draw(st.none() | st.floats(1e-3, 1e4)),
             "timeout_seconds": draw(st.none() | st.floats(1e-3, 1e6)),
+            "wait": draw(st.sampled_from(["host", "stream"])),
         },
         "roles": draw(st.lists(st.sampled_from(["gradient", "parameter", "activation"]), min_size=1, unique=True)),
     }
