@@ -10,10 +10,12 @@ Prints what each printed, one table at the end, and leaves gpu.json with all fig
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,17 +42,17 @@ class Stage:
 
 
 def stages(out: Path) -> list[Stage]:
-    found = [Stage("tests", [*PYTEST, "tests"], 170)]
+    found = [Stage("tests", [*PYTEST, "tests"], 230)]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer:
         for tool in ("memcheck", "racecheck"):
-            found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *SMALL], 75))
+            found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *SMALL], 50))
     kernels, ranks = out / "kernels.json", out / "ranks.json"
     benchmarks = ROOT / "benchmarks"
     found.append(
-        Stage("kernels", [sys.executable, f"{benchmarks}/gpu_kernels.py", "--json", str(kernels)], 80, kernels.name)
+        Stage("kernels", [sys.executable, f"{benchmarks}/gpu_kernels.py", "--json", str(kernels)], 70, kernels.name)
     )
-    found.append(Stage("NCCL", [sys.executable, f"{benchmarks}/gpu_ranks.py", "--json", str(ranks)], 80, ranks.name))
+    found.append(Stage("NCCL", [sys.executable, f"{benchmarks}/gpu_ranks.py", "--json", str(ranks)], 70, ranks.name))
     return found
 
 
@@ -58,11 +60,16 @@ def run(stage: Stage) -> tuple[str, float]:
     """How it ended, and after how many seconds."""
     started = time.monotonic()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(stage.command, cwd=ROOT, env=environment, start_new_session=True)
     try:
-        code = subprocess.run(stage.command, cwd=ROOT, env=environment, timeout=stage.seconds).returncode
+        code = process.wait(stage.seconds)
         verdict = "passed" if code == 0 else f"failed with {code}"
     except subprocess.TimeoutExpired:
         verdict = f"not done within {stage.seconds} s"
+    finally:  # with the ranks that it started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return verdict, time.monotonic() - started
 
 

@@ -6,6 +6,9 @@ Each operation is captured in a CUDA graph, so that launches from Python don't c
 turns with a plain copy of the tensor; figures are medians. GB/s counts the float32 bytes that go in or come out.
 "of floor" is the speed as a share of what the copy bandwidth allows: with c bytes of frame per element, encode and
 decode move 4 + c bytes, and decode + add + encode 4 + 2 c.
+
+Where nvCOMP is installed (pip install nvidia-nvcomp-cu13), its ANS and Bitcomp code the same integers, as int8 and all
+of them at once; quantizing counts for them as it does for ours.
 """
 
 from __future__ import annotations
@@ -37,18 +40,44 @@ def captured(work) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def milliseconds(graphs: dict, repeats: int) -> dict:
-    """Median time of each graph; they take turns."""
-    times: dict = {name: [] for name in graphs}
+def milliseconds(runs: dict, repeats: int) -> dict:
+    """Median time of each on the current stream; they take turns."""
+    times: dict = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, graph in graphs.items():
+        for name, run in runs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            graph.replay()
+            run()
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end))
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def nvcomp_runs(backend, x, inverse, steps, out):
+    """Yield for each of nvCOMP's coders (name, bytes that it comes to, what encodes, what decodes to `out`)."""
+    try:
+        from nvidia import nvcomp
+    except ImportError:
+        return
+    codes = torch.empty(x.numel(), dtype=torch.int32, device=x.device)
+    stream = torch.cuda.current_stream().cuda_stream
+    for algorithm in ("ANS", "Bitcomp"):
+        codec = nvcomp.Codec(algorithm=algorithm, data_type="|i1", cuda_stream=stream)
+
+        def encode(codec=codec):
+            backend.quantize(x, inverse, codes)
+            return codec.encode(nvcomp.as_array(codes.to(torch.int8), cuda_stream=stream))
+
+        coded = encode()
+
+        def decode(codec=codec, coded=coded):
+            narrow = torch.from_dlpack(codec.decode(coded, data_type="|i1"))
+            backend.dequantize(narrow.to(torch.int32), steps, out)
+
+        decode()
+        torch.testing.assert_close(out, codes * steps.repeat_interleave(CHUNK)[: out.numel()])
+        yield f"nvCOMP {algorithm}", coded.buffer_size, encode, decode
 
 
 def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float, list[dict]]:
@@ -58,7 +87,7 @@ def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float
     chunks = [slice(cut.start // CHUNK, cut.start // CHUNK + chunks_of(cut.stop - cut.start)) for cut in cuts]
     others, out, copy = x.roll(1), torch.empty_like(x), torch.empty_like(x)
     rooms = torch.empty(2, len(cuts), max_frame_bytes(frame_elements), dtype=torch.uint8, device=x.device)
-    graphs = {"copy": captured(lambda: copy.copy_(x))}
+    runs = {"copy": captured(lambda: copy.copy_(x)).replay}
     shares = {}
     for name, coding in CODERS.items():
         frames = [
@@ -80,9 +109,12 @@ def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float
                 backend.reduce(frame, others[cut], inverse[at], coding, room)
 
         for operation in (encode, decode, reduce):
-            graphs[name, operation.__name__] = captured(operation)
+            runs[name, operation.__name__] = captured(operation).replay
         backend.check()
-    times = milliseconds(graphs, repeats)
+    for name, coded_bytes, encode, decode in nvcomp_runs(backend, x, inverse, steps, out):
+        shares[name] = coded_bytes / x.numel()
+        runs[name, "encode"], runs[name, "decode"] = encode, decode
+    times = milliseconds(runs, repeats)
     bandwidth = 8e-6 * x.numel() / times.pop("copy")
     rows = []
     for (name, operation), time in times.items():
@@ -109,6 +141,7 @@ def main():
     backend = kernels.cuda_backend()
     console = Console()
     report = []
+    torch.cuda.set_stream(torch.cuda.Stream())  # nvCOMP takes the default one to mean one of its own
     for data, make in DATA.items():
         x, steps = (each.cuda() for each in make(arguments.mib * MIB // 4))
         for frame_mib in arguments.frame_mib:
