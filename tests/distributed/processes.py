@@ -10,8 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import torch
+
 from ncz_plugins.perf.link import Node
 
+# Where tensors may be. A GPU is shared by all ranks; machines of CI have none, `make gpu` is for those that do.
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+)
+DEVICES = ["cpu", GPU]
 WORKERS = Path(__file__).with_name("_workers")
 
 

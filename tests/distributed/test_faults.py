@@ -4,14 +4,14 @@ import signal
 
 import pytest
 from forked import run
-from processes import report
+from processes import DEVICES, report
 
 SOON = 60.0  # for a busy machine; half of the time-out of what must end before it
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return run("faults", 4, tmp_path_factory.mktemp("faults"), seconds=240)
+@pytest.fixture(scope="module", params=DEVICES)
+def finished(request, tmp_path_factory):
+    return run("faults", 4, tmp_path_factory.mktemp("faults"), request.param, seconds=240)
 
 
 def outcomes(finished, case: str, ranks) -> list:

@@ -1,12 +1,16 @@
 """One rank misbehaves; every other must raise the right error soon. One case after another, in four processes.
 
 The last cases cost a process each, so that fewer and fewer take part.
+
+faults.py [cpu | cuda]
 """
 
 import os
 import signal
+import sys
 import time
 
+import torch
 import torch.distributed as dist
 from common import attempt, leave, start, values
 
@@ -14,14 +18,17 @@ import ncz_plugins.core.handshake as handshake
 from ncz_plugins import Communicator, kernels
 from ncz_plugins.core import memory
 
-SECONDS = 4.0  # for what ends by time
+device = torch.device(*sys.argv[1:2] or ["cpu"])
+on_gpu = device.type == "cuda"
+SECONDS = 30.0 if on_gpu else 4.0  # for what ends by time; ranks come late where NCCL connects and kernels are compiled
 LONG = 120.0  # for what must end before
-rank, world_size = start()
+rank, world_size = start(device)
 groups = {n: dist.new_group(list(range(n))) for n in (4, 3, 2)}
 without_2 = dist.new_group([0, 1, 3])
 processes: list[int] = [None] * world_size
 dist.all_gather_object(processes, os.getpid())
-encode = kernels.cpu_backend().encode
+backend = kernels.cuda_backend() if on_gpu else kernels.cpu_backend()
+encode = backend.encode
 outcomes = {}
 
 
@@ -44,14 +51,16 @@ def broken(case: str, size: int, config: dict, misbehave, elements: int = 300_00
     if rank >= size:
         return
     communicator = Communicator(config, groups[size])
-    tensor = values(rank, elements)
+    tensor = values(rank, elements).to(device)
     communicator.all_reduce(tensor)
     if rank == size - 1:
         tensor = misbehave(communicator, tensor)
-        tensor = values(rank, elements) if tensor is None else tensor
+        tensor = values(rank, elements).to(device) if tensor is None else tensor
     outcomes[case] = [attempt(lambda: communicator.all_reduce(tensor)) for _ in range(2)]
+    if on_gpu:
+        torch.cuda.synchronize()  # nothing waits there any more
     leave(outcomes)
-    kernels.cpu_backend().encode = encode
+    backend.encode = encode
 
 
 def absent() -> None:
@@ -68,19 +77,19 @@ def damage(communicator, tensor) -> None:
         frame[4] += 1  # the version
         return size
 
-    kernels.cpu_backend().encode = damaging
+    backend.encode = damaging
 
 
 def fail(communicator, tensor) -> None:
     def failing(*_):
         raise MemoryError("for this test")
 
-    kernels.cpu_backend().encode = failing
+    backend.encode = failing
 
 
 def die(communicator, tensor) -> None:
     # After the agreement, when the others wait for frames.
-    kernels.cpu_backend().encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    backend.encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_before_neighbors_have_read(communicator, tensor) -> None:
@@ -92,7 +101,7 @@ def stop(communicator, tensor) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)  # the signal is for the process: this thread may go on for a moment
 
-    kernels.cpu_backend().encode = stopping
+    backend.encode = stopping
 
 
 refused_at_the_start("config", {"quantizer": {"value": 0.125}})
@@ -110,7 +119,8 @@ for case, misbehave in {
     schedule = "ring" if case == "damaged on the ring" else "direct"
     broken(case, 4, settings(LONG, schedule=schedule), misbehave)
     dist.barrier()
-broken("killed in a node", 4, settings(LONG, hierarchy=2), die_before_neighbors_have_read)
+in_a_node = die if on_gpu else die_before_neighbors_have_read  # GPUs don't read each other's memory
+broken("killed in a node", 4, settings(LONG, hierarchy=2), in_a_node)
 broken("stopped", 3, settings(SECONDS, schedule="ring"), stop)
 if rank == 0:
     os.kill(processes[2], signal.SIGKILL)

@@ -20,7 +20,12 @@ processes = []
 for rank in range(world_size):
     process = os.fork()
     if process == 0:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCZ_TEST_RESULT": str(folder / f"rank{rank}.json")}
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "NCCL_HOSTID": f"host-{rank}",  # as in processes.py
+            "NCZ_TEST_RESULT": str(folder / f"rank{rank}.json"),
+        }
         log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)

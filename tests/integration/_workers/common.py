@@ -33,8 +33,8 @@ def start(config: dict | str):
 def loss_of(engine, number: int) -> torch.Tensor:
     """The loss on this rank's own batch of that number."""
     random = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
-    inputs = torch.randn(BATCH, INPUTS, generator=random)
-    targets = torch.randn(BATCH, OUTPUTS, generator=random)
+    inputs = torch.randn(BATCH, INPUTS, generator=random).to(engine.device)
+    targets = torch.randn(BATCH, OUTPUTS, generator=random).to(engine.device)
     dtype = next(engine.module.parameters()).dtype
     return torch.nn.functional.mse_loss(engine(inputs.to(dtype)).float(), targets)
 
@@ -45,7 +45,7 @@ def parameters_sha256(engine) -> str:
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         for parameter in parameters:
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -1,0 +1,121 @@
+"""What a communicator does with tensors on one kind of device, besides the numbers that collectives.py checks.
+
+devices.py cpu | cuda
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from common import digest, finish, start, values
+
+from ncz_plugins import Communicator
+
+NUMEL = 300_007
+FINE = {"mode": "rms", "value": 0.01}
+
+device = torch.device(sys.argv[1])
+on_gpu = device.type == "cuda"
+rank, world_size = start(device)
+everyone = [values(r, NUMEL) for r in range(world_size)]
+exact = sum(everyone)
+outcomes = {}
+
+
+def mine() -> torch.Tensor:
+    return everyone[rank].to(device, copy=True)
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return (got.cpu() - wanted).abs().max().item() < 0.05 * world_size**2
+
+
+# The same bits as on the CPU, with all that decides about them.
+for case, config in {
+    "fixed": {"entropy": {"coder": "fixed"}},
+    "auto": {},
+    "rans with checksums": {"entropy": {"coder": "rans", "checksum": True}},
+    "at random": {"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.02, "seed": 7}},
+    "with error feedback": {"quantizer": FINE | {"error_feedback": True}},
+}.items():
+    digests = []
+    for where in (device, torch.device("cpu")):
+        with Communicator(config) as communicator:
+            for _ in range(2):
+                tensor = everyone[rank].to(where, copy=True)
+                communicator.all_reduce(tensor, name="body")
+            residuals = communicator.training.residuals.by_name.values()
+            digests.append([digest(each.cpu()) for each in (tensor, *residuals)])
+            assert communicator.stats.total.compressed_calls == 2, communicator.stats.total
+    assert digests[0] == digests[1], case
+    outcomes[case] = digests[0][0]
+
+# NaN and infinity come through, and the next call is compressed again.
+with Communicator() as communicator:
+    for poison in (float("nan"), float("inf")):
+        tensor = mine()
+        if rank == world_size - 1:
+            tensor[77_777] = poison
+        communicator.all_reduce(tensor)
+        assert not tensor[77_777].isfinite() and tensor.isfinite().sum() == NUMEL - 1
+    tensor = mine()
+    communicator.all_reduce(tensor)
+    total = communicator.stats.total
+    assert total.bypasses == {"non-finite": 2} and total.compressed_calls == 1, total
+
+# Sums are verified where that is asked for.
+with Communicator({"guard": {"every": 1, "on_alarm": "stop"}}) as communicator:
+    for _ in range(2):
+        tensor = mine()
+        communicator.all_reduce(tensor, name="body")
+        communicator.end_step()
+
+# Handles: many at once, waited for in any order.
+with Communicator({"quantizer": FINE}) as communicator:
+    tensors = [mine() * (i + 1) for i in range(6)]
+    handles = [communicator.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for i in reversed(range(6)):
+        assert handles[i].wait() and near(tensors[i] / (i + 1), exact)
+
+if on_gpu:
+    side = torch.cuda.Stream()
+    some_time = 200_000_000  # cycles: a tenth of a second
+
+    # The tensor is what the caller's stream makes of it, however late that is.
+    with Communicator({"quantizer": FINE}) as communicator, torch.cuda.stream(side):
+        tensor = torch.zeros(NUMEL, device=device)
+        torch.cuda._sleep(some_time)
+        tensor.copy_(everyone[rank])
+        communicator.all_reduce(tensor)
+        assert near(tensor, exact)
+
+    # Holding up the stream and not the host: what is asked for next sees the result.
+    with Communicator({"quantizer": FINE}) as communicator:
+        tensor = mine()
+        torch.cuda._sleep(some_time)
+        handle = communicator.all_reduce(tensor, async_op=True)
+        handle.block_current_stream()
+        early = handle.is_completed()
+        doubled = 2 * tensor
+        torch.cuda.current_stream().synchronize()
+        assert handle.is_success() and near(doubled / 2, exact)
+        outcomes["the host went on"] = not early
+    with Communicator({"quantizer": FINE, "transport": {"wait": "stream"}}) as communicator:
+        for step in range(5):
+            with torch.cuda.stream(side):  # as DeepSpeed's overlap_comm does it
+                tensors = [mine() * (i + 1) for i in range(4)]
+                for tensor in tensors:
+                    communicator.all_reduce(tensor)
+                halves = [tensor / 2 for tensor in tensors]
+            communicator.end_step()
+            torch.cuda.current_stream().wait_stream(side)
+            assert all(near(2 * half / (i + 1), exact) for i, half in enumerate(halves)), step
+
+# Making and closing some leaves the device to others.
+for _ in range(3):
+    with Communicator() as communicator:
+        communicator.all_reduce(mine())
+plain = mine()
+dist.all_reduce(plain)
+torch.testing.assert_close(plain.cpu(), exact)
+finish(outcomes)
