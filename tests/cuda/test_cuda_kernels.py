@@ -6,6 +6,8 @@ import functools
 import itertools
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -468,6 +470,27 @@ def test_check_raises_the_first_damage_once():
         backend.check()
     backend.check()
     assert_same(decode_codes(backend, whole, 75), decode_codes(FAST, whole, 75))
+
+
+def test_damage_shows_to_the_thread_that_met_it():
+    backend, whole = cuda(), FRAMES["FIXED"][1]
+
+    def decode_in_pieces(codes) -> None:
+        with pytest.raises(DamagedFrame, match="^10 bytes are too few"):
+            backend.decode_codes(whole[:10], codes)
+            met.set()
+            checked.wait(60)
+            backend.check()
+
+    met, checked = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as other:
+        job = other.submit(decode_in_pieces, torch.empty(75, dtype=torch.int32))
+        met.wait(60)
+        try:
+            assert_same(decode_codes(backend, whole, 75), decode_codes(FAST, whole, 75))  # with a check of its own
+        finally:
+            checked.set()
+        job.result()
 
 
 # ------------------------------------------------------------------ what a CUDA graph needs

@@ -13,6 +13,7 @@ device, and scratch memory is freed in the order of the stream. So all else can 
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import numpy as np
@@ -98,13 +99,20 @@ class _Input:
         self.offsets = torch.empty(chunks_of(count), dtype=torch.int64, device=frame.device)
 
 
+class _Found(threading.local):
+    """What this thread's kernels found damaged, on each device. Communicators have a thread each, and one backend."""
+
+    def __init__(self):
+        self.reports: dict[torch.device, Tensor] = {}
+
+
 class CudaBackend(Backend):
     """The CUDA kernels, for tensors on any CUDA device.
 
-    What `encode`, `encode_codes` and `reduce` return is a `DeviceSize`. Damage shows when `check` is called, in that of
-    what the current stream has done. Nothing was written for a RAW or FIXED frame that is damaged, or one whose header
-    is; what was written for others is undefined. `reduce` wrote nothing, and its size is 0, if it was to write FIXED
-    with a given predictor; otherwise it wrote a valid frame of other codes.
+    What `encode`, `encode_codes` and `reduce` return is a `DeviceSize`. Damage shows when `check` is called, in what
+    this thread asked for and the current stream has done. Nothing was written for a damaged RAW or FIXED frame, or
+    one whose header is; what was written for others is undefined. `reduce` wrote nothing, and its size is 0, if it was
+    to write FIXED with a given predictor; otherwise it wrote a valid frame of other codes.
     """
 
     name = "cuda"
@@ -113,7 +121,7 @@ class CudaBackend(Backend):
 
     def __init__(self, launcher: Launcher):
         self._launcher = launcher
-        self._reports: dict[torch.device, Tensor] = {}
+        self._found = _Found()
 
     # ------------------------------------------------------------------ numbers
 
@@ -189,7 +197,7 @@ class CudaBackend(Backend):
         self._launch_checksum("seal", frame, torch.zeros(1, dtype=torch.int64, device=frame.device))
 
     def check(self):
-        for report in self._reports.values():
+        for report in self._found.reports.values():
             result, _, count, frame_bytes, *header = report.tolist()
             if result:
                 report.zero_()
@@ -244,9 +252,9 @@ class CudaBackend(Backend):
 
     def _report(self, device: torch.device) -> Tensor:
         """Where kernels leave the first damage that they find: ncz::Status."""
-        if device not in self._reports:
-            self._reports[device] = torch.zeros(_STATUS, dtype=torch.int64, device=device)
-        return self._reports[device]
+        if device not in self._found.reports:
+            self._found.reports[device] = torch.zeros(_STATUS, dtype=torch.int64, device=device)
+        return self._found.reports[device]
 
     def _launch_checksum(self, kernel: str, frame: Tensor, *arguments) -> None:
         blocks = min(_MOST_CHECKSUM_BLOCKS, -(-frame.numel() // (4 * _WORDS_PER_CHECKSUM_BLOCK)))
