@@ -52,7 +52,7 @@ class Handle:
 
         def release(late: PeerError | None = None) -> None:
             if let_go.acquire(blocking=False):
-                self._late = late
+                self._late = self._late or late
                 there.set_result(None)
 
         if timeout is not None:
