@@ -29,6 +29,7 @@ from rich.table import Table
 
 from ncz_plugins import kernels
 from ncz_plugins.core import system
+from ncz_plugins.kernels.cpu import LIBRARY
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
@@ -50,12 +51,10 @@ def stages(out: Path) -> list[Stage]:
     if sanitizer:
         for tool in ("memcheck", "racecheck"):
             found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *SMALL], 50))
-    kernels, ranks = out / "kernels.json", out / "ranks.json"
-    benchmarks = ROOT / "benchmarks"
-    found.append(
-        Stage("kernels", [sys.executable, f"{benchmarks}/gpu_kernels.py", "--json", str(kernels)], 70, kernels.name)
-    )
-    found.append(Stage("NCCL", [sys.executable, f"{benchmarks}/gpu_ranks.py", "--json", str(ranks)], 70, ranks.name))
+    for name, program in (("kernels", "gpu_kernels.py"), ("NCCL", "gpu_ranks.py")):
+        file = out / f"{name.lower()}.json"
+        command = [sys.executable, str(ROOT / "benchmarks" / program), "--json", str(file)]
+        found.append(Stage(name, command, 70, file.name))
     return found
 
 
@@ -64,9 +63,9 @@ def build() -> None:
     if kernels.statuses()["portable"] == "ok":
         return
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, timeout=120)
-    if not list(ROOT.glob("ncz_plugins/kernels/cpu/*.so")):
+    if not LIBRARY.exists():
         sys.exit(
-            "libncz_cpu.so is missing, and was not built: that takes a C++17 compiler and setuptools 70.1 or newer"
+            f"{LIBRARY.name} is missing, and was not built: that takes a C++17 compiler and setuptools 70.1 or newer"
         )
 
 

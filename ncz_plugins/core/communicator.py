@@ -285,7 +285,7 @@ class Communicator:
             return
         if self._broken is None:
             with suppress(UnsupportedError):  # in a fork, which has no part in them
-                self._worker.submit(self._part)
+                self._worker.submit(self._close_transports)
         if self._worker.close(_CLOSE_SECONDS) and self._broken is None:
             self._broken = NczError("this communicator was closed")
             # Dropped and not aborted: what is still on its way to a peer arrives.
@@ -443,7 +443,7 @@ class Communicator:
             self._break(call, error)
             raise
 
-    def _part(self) -> None:
+    def _close_transports(self) -> None:
         """On the worker thread, as the last thing."""
         for way in self._ways.values():
             way.transport.close()
