@@ -83,10 +83,10 @@ def measure(
     inverse = 1 / steps
     others = x.roll(1)  # what another rank might have
     out = torch.empty_like(x)
-    room = torch.empty(count, max_frame_bytes(frame_elements), dtype=torch.uint8)
-    room2 = torch.empty_like(room)
+    buffer = torch.empty(count, max_frame_bytes(frame_elements), dtype=torch.uint8)
+    room2 = torch.empty_like(buffer)
     frames = {
-        name: [r[: backend.encode(x[p], inverse[c], coding, r)].clone() for p, c, r in zip(pieces, chunks, room)]
+        name: [r[: backend.encode(x[p], inverse[c], coding, r)].clone() for p, c, r in zip(pieces, chunks, buffer)]
         for name, coding in coders.items()
     }
 
@@ -98,7 +98,7 @@ def measure(
         backend.chunk_statistics(x[pieces[i]])
 
     def encode(i, name):
-        backend.encode(x[pieces[i]], inverse[chunks[i]], coders[name], room[i])
+        backend.encode(x[pieces[i]], inverse[chunks[i]], coders[name], buffer[i])
 
     def decode(i, name):
         backend.decode(frames[name][i], steps[chunks[i]], out[pieces[i]])

@@ -27,12 +27,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from benchmarks import data
 from benchmarks.codec import machine
-from ncz_plugins import kernels, trial
-from ncz_plugins.core.codec import QuantizingCodec
+from ncz_plugins import kernels
+from ncz_plugins.cli import codec as trial
+from ncz_plugins.cli.codec import Trial, peers, speed
+from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
 from ncz_plugins.core.config import Config
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, Costs
 from ncz_plugins.kernels.reference.symbols import predict
-from ncz_plugins.trial import Trial, peers, speed
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = ROOT / "docs" / "codec-results.md"

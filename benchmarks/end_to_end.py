@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ncz_plugins.core import system
+from ncz_plugins.cli import machine
+from ncz_plugins.cli.perf.launch import run
+from ncz_plugins.cli.perf.link import Node, bits_per_second, link
 from ncz_plugins.core.errors import NczError
-from ncz_plugins.perf.launch import run
-from ncz_plugins.perf.link import Node, bits_per_second, link
 from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,11 +222,11 @@ def _compared(found: list[Runs]) -> Iterator[tuple[Runs, dict[str, Any], float]]
 
 def document(found: list[Runs], arguments: argparse.Namespace) -> dict[str, Any]:
     """What the JSON file holds."""
-    packages = {name: system.installed_version(name) for name in ("torch", "deepspeed", "horovod")}
+    packages = {name: machine.installed_version(name) for name in ("torch", "deepspeed", "horovod")}
     return {
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"ncz_plugins": __version__, **packages},
-        "cpu": system.cpu(),
+        "cpu": machine.cpu(),
         "link": arguments.link,
         "ranks": RANKS,
         "steps": arguments.steps,

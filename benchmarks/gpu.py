@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ncz_plugins import kernels
-from ncz_plugins.core import system
+from ncz_plugins.cli import machine
 from ncz_plugins.kernels.cpu import LIBRARY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ def main():
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "cupy": system.report()["packages"]["cupy"],
+        "cupy": machine.report()["packages"]["cupy"],
         "python": platform.python_version(),
         "command": "python benchmarks/gpu.py",
         "stages": {},

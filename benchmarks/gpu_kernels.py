@@ -86,27 +86,27 @@ def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float
     cuts = [slice(i, min(i + frame_elements, x.numel())) for i in range(0, x.numel(), frame_elements)]
     chunks = [slice(cut.start // CHUNK, cut.start // CHUNK + chunks_of(cut.stop - cut.start)) for cut in cuts]
     others, out, copy = x.roll(1), torch.empty_like(x), torch.empty_like(x)
-    rooms = torch.empty(2, len(cuts), max_frame_bytes(frame_elements), dtype=torch.uint8, device=x.device)
+    buffers = torch.empty(2, len(cuts), max_frame_bytes(frame_elements), dtype=torch.uint8, device=x.device)
     runs = {"copy": captured(lambda: copy.copy_(x)).replay}
     shares = {}
     for name, coding in CODERS.items():
         frames = [
-            room[: int(backend.encode(x[cut], inverse[at], coding, room))].clone()
-            for cut, at, room in zip(cuts, chunks, rooms[0])
+            buffer[: int(backend.encode(x[cut], inverse[at], coding, buffer))].clone()
+            for cut, at, buffer in zip(cuts, chunks, buffers[0])
         ]
         shares[name] = sum(frame.numel() for frame in frames) / x.numel()
 
         def encode(coding=coding):
-            for cut, at, room in zip(cuts, chunks, rooms[0]):
-                backend.encode(x[cut], inverse[at], coding, room)
+            for cut, at, buffer in zip(cuts, chunks, buffers[0]):
+                backend.encode(x[cut], inverse[at], coding, buffer)
 
         def decode(frames=frames):
             for cut, at, frame in zip(cuts, chunks, frames):
                 backend.decode(frame, steps[at], out[cut])
 
         def reduce(frames=frames, coding=coding):
-            for cut, at, frame, room in zip(cuts, chunks, frames, rooms[1]):
-                backend.reduce(frame, others[cut], inverse[at], coding, room)
+            for cut, at, frame, buffer in zip(cuts, chunks, frames, buffers[1]):
+                backend.reduce(frame, others[cut], inverse[at], coding, buffer)
 
         for operation in (encode, decode, reduce):
             runs[name, operation.__name__] = captured(operation).replay

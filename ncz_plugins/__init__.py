@@ -29,17 +29,18 @@ from .core.errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .core.codec.container import compress, decompress
     from .core.communicator import Communicator
     from .core.config import Config
-    from .core.container import compress, decompress
-    from .core.policy import Part
+    from .core.training.policy import ParameterSlice
 
 _LAZY = {
     "Communicator": ".core.communicator",
     "Config": ".core.config",
-    "Part": ".core.policy",
-    "compress": ".core.container",
-    "decompress": ".core.container",
+    "ParameterSlice": ".core.training.policy",
+    "Part": ".core.training.policy",  # what ParameterSlice was called before
+    "compress": ".core.codec.container",
+    "decompress": ".core.codec.container",
 }
 
 __all__ = [
@@ -52,7 +53,7 @@ __all__ = [
     "MismatchError",
     "NczError",
     "OutOfMemoryError",
-    "Part",
+    "ParameterSlice",
     "PeerError",
     "UnsupportedError",
     "__version__",

@@ -11,17 +11,17 @@ from functools import lru_cache
 from torch import Tensor
 
 from ..kernels.format import DTYPES
-from .codec import TensorCodec, codec_for
+from .codec.layout import Layout, Window
+from .codec.quantize import Bypass, Scales, derive, measure
+from .codec.scale_agreement import ScaleAgreement, pieces_of
+from .codec.tensor_codec import TensorCodec, codec_for
 from .config import Config
-from .device import Gpu, Host
 from .errors import MismatchError
-from .feedback import Feedback
-from .frame import Layout, Window
-from .handshake import Comparison
-from .quantize import Bypass, Scales, derive, measure
-from .stats import Counters
-from .steps import Steps, pieces_of
-from .trace import span
+from .runtime.device import Gpu, Host
+from .runtime.statistics import Counters
+from .runtime.trace import span
+from .training.error_feedback import Feedback
+from .transport.handshake import RankComparison
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
 _PLAIN_BYTES = {
@@ -84,7 +84,7 @@ class Call:
         }
 
 
-class Patience:
+class BypassBackoff:
     """Which calls go plain without being measured, as those of their kind turned out to be hopeless.
 
     After such a call the next one of its kind goes plain, then the next 2, 4, ... 64, until one is compressed. All
@@ -145,7 +145,7 @@ def checksum_of(config: Config) -> int:
 
 
 def run(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, patience: Patience | None = None
+    call: Call, number: int, transport, device: Host | Gpu, config: Config, patience: BypassBackoff | None = None
 ) -> Counters:
     """Run `call` to its end on this rank.
 
@@ -233,7 +233,7 @@ def _agree(
     # Whether all ranks make the same call is asked first: the vector after it has a length that
     # depends on the call. The answer travels while the tensor is being measured.
     described = call.described(number, config)
-    comparison = Comparison(described)
+    comparison = RankComparison(described)
     same_call = transport.start_max(comparison.tensor, counters)
     source = call.source
     if call.inside is None:
@@ -250,7 +250,7 @@ def _agree(
         source, steps = _prepared(call, source, transport, device, config, counters)
     scales = None
     if steps is not None:
-        steps.demand(1)
+        steps.require(1)
         if steps.bypass:
             return steps.bypass
         scales = steps.scales.to(call.source.data.device)
@@ -272,7 +272,7 @@ def _agree(
 
 def _prepared(
     call: Call, source: Window, transport, device: Host | Gpu, config: Config, counters: Counters
-) -> tuple[Window, Steps | None]:
+) -> tuple[Window, ScaleAgreement | None]:
     """What is quantized, and its steps, which the ranks are still to agree on; None where none are needed."""
     if call.feedback:
         with span("measure", source.data.nbytes, counters):
@@ -294,4 +294,4 @@ def _prepared(
     # A GPU measures in no time, and would have to be waited for.
     in_pieces = call.in_pieces and source.data.device.type == "cpu"
     pieces = pieces_of(layout, config) if in_pieces else [range(layout.frames)]
-    return source, Steps(layout, pieces, quantizer.block_in_effect, measured, agree, derived)
+    return source, ScaleAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)

@@ -13,25 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.format import DTYPES
-from . import direct, plain, probe, ring, system, tuning
+from .codec.layout import Layout, Window
+from .codec.quantize import Bypass, bypass_by_size
 from .collective import Call, bypassed, frame_elements, layout_of_sum
 from .config import Config
-from .device import Gpu, Host, demand_kernels, has_spare_core, moment
 from .errors import MismatchError, NczError, UnsupportedError, memory_errors
-from .feedback import Feedback
-from .frame import Layout, Window
-from .handshake import compare_ranks, meet
-from .hierarchy import in_nodes
-from .nccl import NcclTransport, demand_health, open_nccl
-from .neighbors import with_memory
-from .nodes import Nodes, find_nodes
-from .policy import Part, named
-from .quantize import Bypass, bypass_by_size
 from .regroup import Regrouped, regrouped
-from .stats import Counters, Statistics
-from .training import Group, Training
-from .transport import Connections, Transport, peer_errors, timeout_of
-from .worker import Handle, Worker
+from .runtime.device import Gpu, Host, has_spare_core, moment, require_kernels
+from .runtime.statistics import Counters, Statistics
+from .runtime.worker import Handle, Worker
+from .schedules import direct, ring
+from .schedules.hierarchy import in_nodes
+from .training.error_feedback import Feedback
+from .training.policy import ParameterSlice, named
+from .training.state import Group, Training
+from .transport import plain
+from .transport.gloo import Connections, Transport, peer_errors, timeout_of
+from .transport.handshake import compare_ranks, meet
+from .transport.intra_node import with_memory
+from .transport.link_speed import gloo_link_gbps
+from .transport.nccl import NcclTransport, open_nccl, require_healthy
+from .transport.topology import Nodes, find_nodes
+from .tuning import choices as tuning
+from .tuning import measure as probe
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _CLOSE_SECONDS = 5.0
@@ -120,7 +124,7 @@ class Communicator:
         *,
         role: str | None = None,
         name: str | None = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[ParameterSlice] | None = None,
     ):
         """Sum `tensor` over ranks (or average, for AVG), in place on every rank.
 
@@ -133,13 +137,13 @@ class Communicator:
         if len(alike) < 2:
             return self._all_reduce(tensor, op, async_op, role, parts)
 
-        def reduce(tensor: Tensor, parts: list[Part]):
+        def reduce(tensor: Tensor, parts: list[ParameterSlice]):
             return self._all_reduce(tensor, op, True, role, parts)
 
         handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
         return handle if async_op else self._finish(handle, tensor.device)
 
-    def _all_reduce(self, tensor: Tensor, op, async_op: bool, role: str | None, parts: Sequence[Part]):
+    def _all_reduce(self, tensor: Tensor, op, async_op: bool, role: str | None, parts: Sequence[ParameterSlice]):
         """As `all_reduce`, where all parts are treated alike."""
         config, bypass = self._decided(role, op, tensor, tensor, parts)
         run_plain = partial(plain.all_reduce, tensor, op)
@@ -170,7 +174,7 @@ class Communicator:
         *,
         role: str | None = None,
         name: str | None = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[ParameterSlice] | None = None,
     ):
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
 
@@ -306,7 +310,7 @@ class Communicator:
         self.training = Training(config) if training is None else training
         if self.world_size > 1:
             config = tuning.settle(config, self.world_size)
-        link_gbps = config.transport.link_gbps or system.gloo_link_gbps()
+        link_gbps = config.transport.link_gbps or gloo_link_gbps()
         self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
         return config
 
@@ -335,7 +339,7 @@ class Communicator:
         return Layout.of([part.numel()] * self.world_size, frame_elements(part, config))
 
     def _decided(
-        self, role: str | None, op, whole: Tensor, part: Tensor, parts: Sequence[Part]
+        self, role: str | None, op, whole: Tensor, part: Tensor, parts: Sequence[ParameterSlice]
     ) -> tuple[Config, Bypass | None]:
         """The settings of a call whose parts are treated alike, and the reason to go plain, if there is one.
 
@@ -344,12 +348,12 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
         for tensor in (whole, part):
-            demand_kernels(tensor.device, self.config)
+            require_kernels(tensor.device, self.config)
             if not tensor.is_contiguous():
                 raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
         if self.world_size == 1:
             return self.config, Bypass.ONE_RANK
-        self._worker.demand_own_process()
+        self._worker.require_own_process()
         if role is not None and role not in self.config.roles:
             return self.config, Bypass.ROLE
         if op is not None and op not in _OPS:
@@ -366,7 +370,7 @@ class Communicator:
         config = treatment.settings(self.config)
         return config, treatment.bypass or bypass_by_size(whole.nbytes, config)
 
-    def _feedback(self, config: Config, parts: Sequence[Part]) -> Feedback | None:
+    def _feedback(self, config: Config, parts: Sequence[ParameterSlice]) -> Feedback | None:
         if not config.quantizer.feeds_back:
             return None
         if all(part.name is None for part in parts):
@@ -376,7 +380,7 @@ class Communicator:
             )
         return Feedback(self.training.residuals, parts)
 
-    def _verification(self, parts: Sequence[Part]) -> str | None:
+    def _verification(self, parts: Sequence[ParameterSlice]) -> str | None:
         """What to call the sum that is asked for now, if it is to be verified."""
         return named(parts) or "" if self._group.picks(self.training.step) else None
 
@@ -457,7 +461,7 @@ class Communicator:
         if device not in self._ways:
             store = dist.PrefixStore(f"nccl {len(self._ways)}", self._store)
             group = open_nccl(store, self._control, device, self._timeout)
-            gpu = Gpu(device, self._timeout, partial(demand_health, group))
+            gpu = Gpu(device, self._timeout, partial(require_healthy, group))
             self._ways[device] = _Way(gpu, NcclTransport(self._control, group, device))
         return self._ways[device]
 
@@ -472,10 +476,12 @@ class Communicator:
                 way.transport.abort(error)
 
 
-def _parts(collective: str, tensor: Tensor, name: str | None, parts: Sequence[Part] | None) -> Sequence[Part]:
+def _parts(
+    collective: str, tensor: Tensor, name: str | None, parts: Sequence[ParameterSlice] | None
+) -> Sequence[ParameterSlice]:
     """What a tensor consists of: one part, called `name`, unless told."""
     if parts is None:
-        return [Part(name, tensor.numel())]
+        return [ParameterSlice(name, tensor.numel())]
     if name is not None:
         raise ValueError(f"{collective}: name={name!r} and parts: pass one of both")
     if (elements := sum(part.length for part in parts)) != tensor.numel():

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .policy import Part
-from .worker import Handle
+from .runtime.worker import Handle
+from .training.policy import ParameterSlice
 
 
 def regrouped(
     tensor: Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[ParameterSlice],
     groups: Sequence[Sequence[int]],
-    reduce: Callable[[Tensor, list[Part]], object],
+    reduce: Callable[[Tensor, list[ParameterSlice]], object],
 ) -> Regrouped:
     """Put the parts of each group together, reduce them, and put them back once waited for.
 

@@ -13,9 +13,9 @@ try:
 except ImportError as error:
     raise ImportError("ncz_plugins.deepspeed needs DeepSpeed: pip install 'ncz_plugins[deepspeed]'") from error
 
-from . import seam
+from . import patches
 from .compression import GradientCompression
 
-seam.install()
+patches.install()
 
 __all__ = ["GradientCompression"]

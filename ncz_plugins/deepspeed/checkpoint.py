@@ -10,8 +10,8 @@ import torch.distributed as dist
 from deepspeed import comm
 
 from ..core.errors import MismatchError, NczError
-from ..core.handshake import Comparison
-from ..core.training import Training
+from ..core.training.state import Training
+from ..core.transport.handshake import RankComparison
 
 _NONE, _DAMAGED = -1, -2  # in place of the step of a file that is not there, or can't be read
 _REMEDY = "take another checkpoint, or delete the files ncz_plugins_rank_* in it to begin anew"
@@ -80,7 +80,7 @@ def _read(folder: str | os.PathLike) -> dict | None:
 
 
 def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device) -> None:
-    comparison = Comparison({"step": step, "ranks that saved it": saved_by})
+    comparison = RankComparison({"step": step, "ranks that saved it": saved_by})
     comparison.tensor = comparison.tensor.to(device)
     comm.all_reduce(comparison.tensor, op=comm.ReduceOp.MAX)
     for what, (lowest, highest) in comparison.differing().items():

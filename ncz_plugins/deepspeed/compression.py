@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..core.communicator import Communicator
 from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
-from ..core.device import demand_kernels
 from ..core.errors import ConfigError, MismatchError, NczError, UnsupportedError
-from ..core.handshake import compare_ranks, meet
-from ..core.metrics import scalars
-from ..core.policy import Part
-from ..core.stats import Statistics
-from ..core.training import Training
+from ..core.runtime.device import require_kernels
+from ..core.runtime.statistics import Statistics
+from ..core.training.metrics import scalars
+from ..core.training.policy import ParameterSlice
+from ..core.training.state import Training
+from ..core.transport.handshake import compare_ranks, meet
 from ..version import __version__
-from .parts import NamedGradient, parts_of
+from .parameter_slices import NamedGradient, parts_of
 
 
 class GradientCompression:
@@ -49,7 +49,7 @@ class GradientCompression:
             self._communicators[ranks] = Communicator(self.config, group, self.training)
         return self._communicators[ranks]
 
-    def parts(self, tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> list[Part]:
+    def parts(self, tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> list[ParameterSlice]:
         """What the gradients in `tensors` consist of, one after another: see `parts_of`.
 
         Raises UnsupportedError if there is more than `gradients` tell, and the configuration asks who it belongs to.
@@ -131,7 +131,7 @@ def _refuse_what_goes_round(deepspeed_config, config: Config) -> None:
             'allowed: ["gradient"]'
         )
     try:
-        demand_kernels(torch.device(get_accelerator().device_name()), config)
+        require_kernels(torch.device(get_accelerator().device_name()), config)
     except UnsupportedError as error:
         raise UnsupportedError(f"{DEEPSPEED_KEY}: {error}. Remove the key, or run with DS_ACCELERATOR=cpu") from None
     if deepspeed_config.compile_config.deepcompile:

@@ -15,10 +15,10 @@ except ImportError as error:
         "tools/horovod_wheel.py shows how)"
     ) from error
 
-from . import seam
+from . import patches
 from .compressor import NCZ
 from .functions import allreduce, allreduce_async, grouped_allreduce, grouped_allreduce_async
 
-seam.install()
+patches.install()
 
 __all__ = ["NCZ", "allreduce", "allreduce_async", "grouped_allreduce", "grouped_allreduce_async"]

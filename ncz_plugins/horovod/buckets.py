@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..core.policy import Part, Treatment
-from ..core.training import Training
+from ..core.training.policy import ParameterSlice, Treatment
+from ..core.training.state import Training
 
 BUCKET_BYTES = 64 << 20  # what is reduced at once; enough to make latency negligible, little enough to fit in memory
 
@@ -39,8 +39,8 @@ class Piece:
     name: str
     index: int
     tensor: Tensor
-    part: Part
-    kept_as: Part
+    part: ParameterSlice
+    kept_as: ParameterSlice
     reduced: bool = False
 
     @property

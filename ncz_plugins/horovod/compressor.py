@@ -13,12 +13,12 @@ from horovod.torch.compression import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import tuning
 from ..core.config import Config
 from ..core.errors import ConfigError
-from ..core.stats import Statistics
-from ..core.system import gloo_link_gbps
-from ..core.training import Training
+from ..core.runtime.statistics import Statistics
+from ..core.training.state import Training
+from ..core.transport.link_speed import gloo_link_gbps
+from ..core.tuning import choices as tuning
 
 ENVIRONMENT = "NCZ_CONFIG"  # a configuration file, for NCZ without settings of its own
 

@@ -22,18 +22,18 @@ import torch
 from horovod.torch import ProcessSet
 from torch import Tensor
 
-from ..core import direct, ring
+from ..core.codec.layout import Window
+from ..core.codec.quantize import Bypass, bypass_by_size
 from ..core.collective import Call, bypassed, checksum_of, layout_of_sum
-from ..core.device import Host
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
-from ..core.feedback import Feedback
-from ..core.frame import Window
-from ..core.handshake import Comparison, described, differences
-from ..core.policy import Part, named
-from ..core.quantize import Bypass, bypass_by_size
-from ..core.training import Training
-from ..core.transport import Transport
-from ..core.worker import Worker
+from ..core.runtime.device import Host
+from ..core.runtime.worker import Worker
+from ..core.schedules import direct, ring
+from ..core.training.error_feedback import Feedback
+from ..core.training.policy import ParameterSlice, named
+from ..core.training.state import Training
+from ..core.transport.gloo import Transport
+from ..core.transport.handshake import RankComparison, described, differences
 from ..kernels.format import DTYPES
 from ..version import __version__
 from .buckets import Bucket, Kind, Piece, buckets
@@ -42,7 +42,7 @@ from .plan import Plan
 from .transport import HorovodTransport, open_ring, result_of
 
 _COUNT = "number of tensors to reduce"
-_WAITED_FOR = "whether the program waits for them"
+_BLOCKING = "whether the program waits for them"
 _CLOSING_SECONDS = 10.0  # for what is under way when Horovod is initialized again, which fails then
 _UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
 _unnamed = itertools.count()
@@ -77,8 +77,8 @@ class Pending:
                 self.name,
                 index,
                 tensor,
-                Part(name, tensor.numel()),
-                Part(name and owner.label + name, tensor.numel()),
+                ParameterSlice(name, tensor.numel()),
+                ParameterSlice(name and owner.label + name, tensor.numel()),
             )
             for index, (tensor, name) in enumerate(zip(tensors, names))
         ]
@@ -123,7 +123,7 @@ class _State:
 
     def submit(self, pending: Pending) -> Pending:
         """Put among the pending, and begin to reduce what is complete by its optimizer's plan."""
-        self._demand_own_process()
+        self._require_own_process()
         self._pending.append(weakref.ref(pending))
         plan = self._plans.get(pending.owner)
         if plan is not None and pending.compressor.may_run_ahead:
@@ -135,7 +135,7 @@ class _State:
 
     def reduce_all(self, compressor: NCZ, owner: NCZ | OfOneOptimizer) -> None:
         """Reduce all that is pending for one owner."""
-        self._demand_own_process()
+        self._require_own_process()
         compressor.begin()
         alive = [pending for reference in self._pending if (pending := reference()) is not None]
         mine = sorted((p for p in alive if p.owner is owner), key=lambda p: p.process_set.process_set_id)
@@ -154,7 +154,7 @@ class _State:
         for worker in self._workers.values():
             worker.close(_CLOSING_SECONDS)
 
-    def _demand_own_process(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise UnsupportedError(
                 f"process {os.getpid()} is a fork of process {self._process}, which has Horovod's threads and "
@@ -190,7 +190,7 @@ class _State:
         """Reduce a round of the plan if all ranks are about to; else all leave it for the end of the step."""
         ran = False
         try:
-            if not job.plan.left and self._agree(job, pieces, waited_for=False):
+            if not job.plan.left and self._agree(job, pieces, blocking=False):
                 self._run_round(job, number, pieces)
                 ran = True
         finally:
@@ -199,12 +199,12 @@ class _State:
 
     def _run_rest(self, job: _Job, pieces: list[Piece]) -> None:
         """Reduce what the program waits for."""
-        while not self._agree(job, pieces, waited_for=True):
+        while not self._agree(job, pieces, blocking=True):
             pass  # some ranks are ahead with something else, which they leave now
         for number, of_one_round in job.plan.cut(pieces):
             self._run_round(job, number, of_one_round)
 
-    def _agree(self, job: _Job, pieces: list[Piece], waited_for: bool) -> bool:
+    def _agree(self, job: _Job, pieces: list[Piece], blocking: bool) -> bool:
         """Whether all ranks of a process set are about to do the same.
 
         Else some could wait for ever: for what the others send uncompressed, say, as their configuration is another.
@@ -230,9 +230,9 @@ class _State:
             "number of reductions so far": self.calls[tuple(process_set.ranks)],
             _COUNT: len(pieces),
             "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(repr(tensors).encode()),
-            _WAITED_FOR: int(waited_for),
+            _BLOCKING: int(blocking),
         }
-        comparison = Comparison(numbers)
+        comparison = RankComparison(numbers)
         before = guard.state_dict()
         progress = torch.tensor([training.step, before["calls"], round(-math.log2(before["tightening"]))])
         highest = torch.cat([comparison.tensor, progress])
@@ -245,7 +245,7 @@ class _State:
                 f"a rank has called hvd.join and can't take part in the compressed reduction of {pieces[0].name} "
                 f"(on rank {hvd.rank()}). Give every rank the same number of steps"
             )
-        if differing and (not waited_for or _WAITED_FOR in differing):
+        if differing and (not blocking or _BLOCKING in differing):
             return False
         if differing:
             settings = _differences(compressor, process_set)
@@ -261,7 +261,7 @@ class _State:
 
     def _run_round(self, job: _Job, number: int, pieces: list[Piece]) -> None:
         compressor, owner, plan, process_set = job
-        _demand_names(compressor, owner)
+        _require_names(compressor, owner)
         for index, bucket in enumerate(buckets(pieces, compressor.training, process_set.ranks)):
             # The same in every step, as Horovod caches by name.
             name = f"ncz.{process_set.process_set_id}.{number}.{index}"
@@ -398,7 +398,7 @@ def _differences(compressor: NCZ, process_set) -> str:
     return differences([json.loads(text.numpy().tobytes()) for text in texts])
 
 
-def _demand_names(compressor: NCZ, owner: NCZ | OfOneOptimizer) -> None:
+def _require_names(compressor: NCZ, owner: NCZ | OfOneOptimizer) -> None:
     """Raise UnsupportedError if policies go by names that an optimizer was not told."""
     for at, policy in enumerate(compressor.config.policies):
         if policy.name is not None and not owner.knows_names:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import FrameError
-from ..core.handshake import open_store
-from ..core.stats import Counters
-from ..core.transport import Connections, Transport
+from ..core.runtime.statistics import Counters
+from ..core.transport.gloo import Connections, Transport
+from ..core.transport.handshake import open_store
 
 _RING_TIMEOUT = timedelta(minutes=5)
 _PATIENCE = 2e-4  # seconds between looks at an operation, which takes a millisecond or more

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..core.config import Config
-from ..core.probe import Subject
-from ..core.stats import Counters
+from ..core.runtime.statistics import Counters
+from ..core.tuning.measure import Subject
 from .compressor import NCZ
 from .functions import allreduce
 from .transport import HorovodTransport

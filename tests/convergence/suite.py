@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from training import Job
 
-from ncz_plugins.core import system
+from ncz_plugins.cli import machine
+from ncz_plugins.cli.perf.launch import run
 from ncz_plugins.core.errors import NczError
-from ncz_plugins.perf.launch import run
 from ncz_plugins.version import __version__
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -102,11 +102,11 @@ def train_and_keep(jobs: list[Job], console: Console) -> None:
 
 def document(runs: dict[Job, dict[str, Any]]) -> dict[str, Any]:
     """What the JSON file holds."""
-    packages = {name: system.installed_version(name) for name in ("torch", "numpy", "scikit-learn")}
+    packages = {name: machine.installed_version(name) for name in ("torch", "numpy", "scikit-learn")}
     return {
         "command": "make convergence",
         "versions": {"ncz_plugins": __version__, "python": platform.python_version(), **packages},
-        "cpu": system.cpu(),
+        "cpu": machine.cpu(),
         "runs": [*runs.values()],
     }
 

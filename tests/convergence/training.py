@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from ncz_plugins import Communicator
-from ncz_plugins.core.policy import Part
+from ncz_plugins.core.training.policy import ParameterSlice
 
 LAST_STEPS = 20  # the training loss is the mean over this many steps at the end
 WARM_UP = 20  # steps over which the learning rate rises
@@ -83,7 +83,7 @@ def train(job: Job) -> dict[str, Any]:
     weights = nn.Parameter(parameters_to_vector(parameters).detach().float())
     optimizer = OPTIMIZERS[job.optimizer]([weights], task.sgd_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    average = Average(job, [Part(name, p.numel()) for name, p in zip(names, parameters)])
+    average = Average(job, [ParameterSlice(name, p.numel()) for name, p in zip(names, parameters)])
     losses, errors = [], []
     for step in range(job.steps):
         loss = task.loss(model, task.training_batch(job.seed, step, rank, job.ranks))
@@ -116,7 +116,7 @@ def train(job: Job) -> dict[str, Any]:
 class Average:
     """Averages gradients over ranks, in place, as a job asks for. Making one is a collective."""
 
-    def __init__(self, job: Job, parts: list[Part]):
+    def __init__(self, job: Job, parts: list[ParameterSlice]):
         self.parts = parts
         self.communicator = None
         if job.setting.kind != "plain":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from training import Job, train
 
-from ncz_plugins.perf.launch import RECORDS
+from ncz_plugins.cli.perf.launch import RECORDS
 
 PATIENCE = timedelta(seconds=120)  # of a rank with the others
 

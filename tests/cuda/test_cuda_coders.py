@@ -62,9 +62,9 @@ def symbols_of_tokens(tokens: torch.Tensor, seed: int) -> torch.Tensor:
     """A symbol with random extra bits for each token, now and then the lowest or the highest one."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.from_numpy(FIRST_SYMBOLS.astype(np.int64))[tokens]
-    room = 1 << torch.from_numpy(EXTRA_BITS.astype(np.int64))[tokens]
-    extra = (torch.rand(tokens.shape, generator=generator, dtype=torch.float64) * 1.2 - 0.1) * room
-    return first + 2 * torch.minimum(extra.long().clamp(min=0), room - 1)
+    buffer = 1 << torch.from_numpy(EXTRA_BITS.astype(np.int64))[tokens]
+    extra = (torch.rand(tokens.shape, generator=generator, dtype=torch.float64) * 1.2 - 0.1) * buffer
+    return first + 2 * torch.minimum(extra.long().clamp(min=0), buffer - 1)
 
 
 # ------------------------------------------------------------------ frames

@@ -61,7 +61,7 @@ def cuda(seed: int = 0, sanitizer: str | None = None) -> CudaBackend:
     return CudaBackend(EmulatedLauncher(seed=seed, sanitizer=sanitizer))
 
 
-def room(count: int) -> torch.Tensor:
+def buffer(count: int) -> torch.Tensor:
     return torch.full((max_frame_bytes(count),), MARK, dtype=torch.uint8)
 
 
@@ -73,17 +73,17 @@ def written(frame: torch.Tensor, size) -> torch.Tensor:
 
 
 def encode_codes(backend, codes, coding) -> torch.Tensor:
-    frame = room(codes.numel())
+    frame = buffer(codes.numel())
     return written(frame, backend.encode_codes(codes, coding, frame))
 
 
 def encode(backend, x, inverse_steps, coding, noise=None) -> torch.Tensor:
-    frame = room(x.numel())
+    frame = buffer(x.numel())
     return written(frame, backend.encode(x, inverse_steps, coding, frame, noise))
 
 
 def reduce(backend, frame, x, inverse_steps, coding, noise=None) -> torch.Tensor:
-    out = room(x.numel())
+    out = buffer(x.numel())
     return written(out, backend.reduce(frame, x, inverse_steps, coding, out, noise))
 
 
@@ -514,7 +514,7 @@ def launched(codes: torch.Tensor, coding: Coding) -> list:
     backend = CudaBackend(recorder)
     x, ones = codes.to(torch.float32), torch.ones(chunks_of(codes.numel()))
     frame = encode_codes(FAST, codes_of_width(codes.numel(), 5), Coding(Coder.RAW, Predictor.NONE))
-    out = room(codes.numel())
+    out = buffer(codes.numel())
     backend.encode(x, ones, coding, out)
     backend.encode_codes(codes, coding, out)
     backend.reduce(frame, x, ones, coding, out)
@@ -535,7 +535,7 @@ def test_nothing_waits_for_the_device(coding, monkeypatch):
     count = CHUNK + 5
     x = torch.randn(count, generator=torch.Generator().manual_seed(0))
     inverse_steps, scales = steps_of(x, 5)
-    frame, out = encode(FAST, x, inverse_steps, coding), room(count)
+    frame, out = encode(FAST, x, inverse_steps, coding), buffer(count)
 
     def refuse(*arguments):
         pytest.fail("the host looked at a tensor")
@@ -554,7 +554,7 @@ def test_nothing_waits_for_the_device(coding, monkeypatch):
 
 def test_a_size_is_a_number():
     codes = codes_of_width(100, 4)
-    size = cuda().encode_codes(codes, ONE_PASS[0], room(100))
+    size = cuda().encode_codes(codes, ONE_PASS[0], buffer(100))
     expected = encode_codes(FAST, codes, ONE_PASS[0]).numel()
     assert size == expected and int(size) == expected and repr(size) == f"DeviceSize({expected})"
     assert size.tensor.shape == (1,) and size.tensor.dtype == torch.int64

@@ -5,12 +5,12 @@ import torch
 from emulator import EmulatedLauncher
 from ranks import play
 
-from ncz_plugins.core import direct, ring
+from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import Call, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import FrameError
-from ncz_plugins.core.frame import Layout, Window
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.kernels.cuda import CudaBackend
 from ncz_plugins.kernels.format import CHUNK
 

@@ -6,7 +6,7 @@ import test_cuda_kernels
 import torch
 from test_cuda_coders import *  # noqa: F403
 from test_cuda_kernels import *  # noqa: F403
-from test_cuda_kernels import FAST, floats, room, steps_of
+from test_cuda_kernels import FAST, buffer, floats, steps_of
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.cuda import CudaBackend
@@ -39,13 +39,13 @@ def test_everything_can_be_captured_in_a_graph(coding):
     backend, count = kernels.cuda_backend(), 5 * CHUNK + 77
     values = floats(count, torch.float32).nan_to_num(0, 0, 0)
     inverse_steps, scales = steps_of(values, 6)
-    expected, expected_sum, decoded = room(count), room(count), torch.empty(count)
+    expected, expected_sum, decoded = buffer(count), buffer(count), torch.empty(count)
     length = FAST.encode(values, inverse_steps, coding, expected)
     sum_length = FAST.reduce(expected[:length], values, inverse_steps, coding, expected_sum)
     FAST.decode(expected[:length], scales, decoded)
 
     x, inverse, scale = values.cuda(), inverse_steps.cuda(), scales.cuda()
-    frame, summed, out = room(count).cuda(), room(count).cuda(), torch.empty(count).cuda()
+    frame, summed, out = buffer(count).cuda(), buffer(count).cuda(), torch.empty(count).cuda()
 
     def work():
         size = backend.encode(x, inverse, coding, frame)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ncz_plugins.perf.link import Node
+from ncz_plugins.cli.perf.link import Node
 
 # Where tensors may be. A GPU is shared by all ranks; machines of CI have none, `make gpu` is for those that do.
 GPU = pytest.param(

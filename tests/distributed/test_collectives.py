@@ -3,9 +3,9 @@
 import pytest
 from processes import results, run
 
-from ncz_plugins.report.read import read
-from ncz_plugins.report.summary import summarize
-from ncz_plugins.report.verdict import verdict
+from ncz_plugins.cli.report.read import read
+from ncz_plugins.cli.report.summary import summarize
+from ncz_plugins.cli.report.verdict import verdict
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

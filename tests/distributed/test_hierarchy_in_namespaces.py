@@ -6,7 +6,7 @@ import pytest
 from links import needs_links
 from processes import report, results, run
 
-from ncz_plugins.perf.link import link
+from ncz_plugins.cli.perf.link import link
 
 pytestmark = needs_links
 

@@ -11,8 +11,8 @@ import pytest
 from links import gone, needs_links
 from processes import report, results, run
 
+from ncz_plugins.cli.perf import COLLECTIVES
 from ncz_plugins.core.config import Config
-from ncz_plugins.perf import COLLECTIVES
 
 SECONDS = 240  # for one command, on a busy machine
 KEYS = [
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(link):
 # A rank's command line, once the helpers that start it have become it.
 def is_a_rank(pid: str) -> bool:
     try:
-        return b"ncz_plugins.perf.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"ncz_plugins.cli.perf.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -11,9 +11,9 @@ import pytest
 from links import gone, needs_links
 from processes import WORKERS
 
+from ncz_plugins.cli.perf.launch import run
+from ncz_plugins.cli.perf.link import link
 from ncz_plugins.core.errors import NczError
-from ncz_plugins.perf.launch import run
-from ncz_plugins.perf.link import link
 
 SECONDS = 120
 
@@ -27,13 +27,13 @@ def launched(case: str, tmp_path: Path, ranks: int = 2, **options) -> list:
     return records
 
 
-def told(tmp_path: Path, ranks: int) -> list[dict]:
+def received(tmp_path: Path, ranks: int) -> list[dict]:
     return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def test_ranks_of_one_host_are_told_who_they_are(tmp_path):
     launched("told", tmp_path, ranks=3, standard_input='{"size": 1}')
-    for rank, found in enumerate(told(tmp_path, 3)):
+    for rank, found in enumerate(received(tmp_path, 3)):
         assert found["RANK"] == found["LOCAL_RANK"] == str(rank)
         assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
         assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
@@ -44,7 +44,7 @@ def test_ranks_of_one_host_are_told_who_they_are(tmp_path):
 def test_ranks_of_several_nodes_are_told_who_they_are(tmp_path):
     with link(2) as nodes:
         launched("told", tmp_path, ranks=4, nodes=nodes, ranks_per_node=2, environment={"OMP_NUM_THREADS": "2"})
-    for rank, found in enumerate(told(tmp_path, 4)):
+    for rank, found in enumerate(received(tmp_path, 4)):
         assert (found["RANK"], found["WORLD_SIZE"]) == (str(rank), "4")
         assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
         assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == (nodes[0].address, nodes[0].interface)

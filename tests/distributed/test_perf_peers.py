@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ncz_plugins.perf import COLLECTIVES
-from ncz_plugins.perf.launch import run
-from ncz_plugins.perf.peers import PEERS
+from ncz_plugins.cli.perf import COLLECTIVES
+from ncz_plugins.cli.perf.launch import run
+from ncz_plugins.cli.perf.peers import PEERS
 
 pytestmark = pytest.mark.slow
 
@@ -88,18 +88,20 @@ def test_power_sgd_is_exact_where_its_rank_suffices(ranks):
 
 def test_only_sums_and_averages_say_so(ranks):
     for collective in COLLECTIVES:
-        ops = {told["op"] for told in ranks[0][collective].values()}
+        ops = {received["op"] for received in ranks[0][collective].values()}
         assert ops <= ({"sum", "avg"} if collective in ("all_reduce", "reduce_scatter") else {"none"})
 
 
 def test_ours_tells_what_it_did_and_the_others_nothing(ranks):
     for collective in COLLECTIVES:
-        told = [rank[collective]["ncz"]["details"] for rank in ranks]
-        for details in told:
+        received = [rank[collective]["ncz"]["details"] for rank in ranks]
+        for details in received:
             assert details["calls"] == 12 and details["compressed_calls"] == 4
             assert details["bypasses"] == {"too small": 8}
-        assert sum(details["plain_bytes"] for details in told) > 3 * sum(details["wire_bytes"] for details in told)
-        assert sum(sum(details["coders"].values()) for details in told) > 4
+        assert sum(details["plain_bytes"] for details in received) > 3 * sum(
+            details["wire_bytes"] for details in received
+        )
+        assert sum(sum(details["coders"].values()) for details in received) > 4
         assert all(
             rank[collective][name]["details"] == {} for rank in ranks for name in rank[collective] if name != "ncz"
         )

@@ -78,11 +78,11 @@ def soak(seconds: float, ranks: int, seed: int, folder: Path, **options) -> list
     if why or failed:
         texts = [log.read_text(errors="replace") for log in logs]
         lines = [line for text in texts for line in text.splitlines()]
-        told = [line for what in ("WRONG", "FAILED") for line in lines if line.startswith(what)]
+        received = [line for what in ("WRONG", "FAILED") for line in lines if line.startswith(what)]
         ends = [f"--- rank {r} exited with {running[r].returncode}\n{text[-4000:]}" for r, text in enumerate(texts)]
         again = " ".join(f"--{key} {job[key]}" for key in ("seed", "largest"))
         raise RuntimeError(
-            "\n".join([*told, why or f"ranks {failed} failed", *ends])
+            "\n".join([*received, why or f"ranks {failed} failed", *ends])
             + f"\nTo see it again: make soak ARGS='--ranks {ranks} {again} --first SESSION --sessions 1'"
         )
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -92,7 +92,7 @@ def _watch(running: list[subprocess.Popen], logs: list[Path], seconds: float) ->
     """Wait until all ranks have ended; else say why that is not worth waiting for any longer."""
     columns = [*Progress.get_default_columns()[:2], TimeElapsedColumn(), TextColumn("{task.fields[told]}")]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("soak", total=seconds, told="")
+        task = progress.add_task("soak", total=seconds, received="")
         begun = time.monotonic()
         until = math.inf
         while None in (codes := [process.poll() for process in running]):
@@ -104,7 +104,7 @@ def _watch(running: list[subprocess.Popen], logs: list[Path], seconds: float) ->
             if now - begun > SILENCE and time.time() - max(log.stat().st_mtime for log in logs) > SILENCE:
                 return f"no rank has finished a session for {SILENCE:g} s"
             last = logs[0].read_bytes()[-200:].decode(errors="replace").splitlines()
-            progress.update(task, completed=min(now - begun, seconds), told=last[-1] if last else "")
+            progress.update(task, completed=min(now - begun, seconds), received=last[-1] if last else "")
             time.sleep(0.5)
     return ""
 

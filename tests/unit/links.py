@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ncz_plugins.cli.perf.link import link
 from ncz_plugins.core.errors import UnsupportedError
-from ncz_plugins.perf.link import link
 
 
 def _why_not() -> str:

@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ncz_plugins.core.nccl import NcclTransport
-from ncz_plugins.core.transport import Connections, Transport
+from ncz_plugins.core.transport.gloo import Connections, Transport
+from ncz_plugins.core.transport.nccl import NcclTransport
 
 _SECONDS = 60
 

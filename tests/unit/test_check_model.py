@@ -10,11 +10,12 @@ import torch
 import yaml
 from torch import nn
 
-from ncz_plugins import ConfigError, cli
-from ncz_plugins.check import treatments
-from ncz_plugins.check.model import load_model
+from ncz_plugins import ConfigError
+from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.check import treatments
+from ncz_plugins.cli.check.model import load_model
+from ncz_plugins.core.codec.quantize import Bypass
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.quantize import Bypass
 
 ROOT = Path(__file__).parents[2]
 GPT = ROOT / "examples" / "gpt.py"

@@ -12,8 +12,9 @@ import numpy
 import pytest
 import torch
 
-from ncz_plugins import __version__, cli, kernels
-from ncz_plugins.core import system
+from ncz_plugins import __version__, kernels
+from ncz_plugins.cli import machine
+from ncz_plugins.cli import main as cli
 from ncz_plugins.core.config import Config, json_schema, settings
 
 ROOT = Path(__file__).parents[2]
@@ -151,12 +152,12 @@ def test_info_for_people_says_the_same(ncz):
     for name, status in kernels.statuses().items():
         assert f"kernels: {name}" in out and status.splitlines()[0] in out
     assert f"kernels: {kernels.cpu_backend().name}" in out.split("(in use)")[0].splitlines()[-1]
-    assert torch.__version__ in out and __version__ in out and system.cpu()["model"] in out
+    assert torch.__version__ in out and __version__ in out and machine.cpu()["model"] in out
 
 
 def test_info_lists_every_gpu():
     gpus = [{"name": f"card {i}", "compute_capability": "9.0", "memory_bytes": (80 + i) * 2**30} for i in range(2)]
-    rows = dict(cli._rows(system.report() | {"gpus": gpus}))
+    rows = dict(cli._rows(machine.report() | {"gpus": gpus}))
     assert rows["GPU 0"] == "card 0, compute capability 9.0, 80 GiB"
     assert rows["GPU 1"] == "card 1, compute capability 9.0, 81 GiB"
     assert "GPU" not in rows
@@ -176,17 +177,17 @@ def test_info_reports_a_kernel_choice_that_cannot_be_met(ncz, monkeypatch):
 
 
 def test_versions_come_from_what_is_installed():
-    assert system.installed_version("surely-not-installed", "numpy") == numpy.__version__
-    assert system.installed_version("surely-not-installed") is None
+    assert machine.installed_version("surely-not-installed", "numpy") == numpy.__version__
+    assert machine.installed_version("surely-not-installed") is None
 
 
 def test_compilers_are_found_and_missing_ones_are_none(tmp_path, monkeypatch):
-    assert system.compiler("surely-not-installed") is None
+    assert machine.compiler("surely-not-installed") is None
     fake = tmp_path / "nvcc"
     fake.write_text("#!/bin/sh\necho 'nvcc: NVIDIA'\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert system.compiler("nvcc") == {"path": str(fake), "version": "Cuda compilation tools, release 13.0, V13.0.88"}
+    assert machine.compiler("nvcc") == {"path": str(fake), "version": "Cuda compilation tools, release 13.0, V13.0.88"}
 
 
 # ------------------------------------------------------------------ the command itself
@@ -222,7 +223,7 @@ def test_python_m_is_the_same_command():
 
 def test_check_imports_no_torch_nor_any_framework():
     code = (
-        "import sys; from ncz_plugins.cli import main\n"
+        "import sys; from ncz_plugins.cli.main import main\n"
         "assert main(['check', 'configs/ncclz.yaml']) == 0\n"
         "assert not {'torch', 'deepspeed', 'horovod', 'cupy'} & set(sys.modules)"
     )

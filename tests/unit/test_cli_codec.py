@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from ncz_plugins import cli, compress, decompress, kernels, trial
+from ncz_plugins import compress, decompress, kernels
+from ncz_plugins.cli import codec as trial
+from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.codec import peers, plot, speed
 from ncz_plugins.core.config import Config
-from ncz_plugins.trial import peers, plot, speed
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -427,7 +429,8 @@ def test_compare_shows_what_is_there_and_says_what_is_missing(ncz, saved, monkey
 
 def test_without_compare_none_of_them_is_imported(saved):
     code = (
-        "import sys; from ncz_plugins.cli import main; from ncz_plugins.trial import speed; speed.SECONDS = 0\n"
+        "import sys; from ncz_plugins.cli.main import main\n"
+        "from ncz_plugins.cli.codec import speed\nspeed.SECONDS = 0\n"
         f"assert main(['codec', {str(saved(gaussian(10)))!r}]) == 0\n"
         "assert not {'zstandard', 'lz4', 'blosc2', 'zfpy', 'pysz', 'matplotlib'} & set(sys.modules)"
     )

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from ncz_plugins import kernels
-from ncz_plugins.core import system
-from ncz_plugins.core.codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
+from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.codec.quantize import Scales
+from ncz_plugins.core.codec.tensor_codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import FrameError
-from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.handshake import Comparison
-from ncz_plugins.core.quantize import Scales
-from ncz_plugins.core.stats import Counters
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.transport import link_speed
+from ncz_plugins.core.transport.handshake import RankComparison
 from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Costs, Predictor
 
 BACKEND = kernels.cpu_backend()
@@ -95,12 +95,12 @@ def test_sums_of_frames(lossless):
 
 
 def test_numbers_that_differ_are_found_with_their_ends():
-    ranks = [Comparison({"a": 5, "b": -7, "c": 0}), Comparison({"a": 5, "b": 3, "c": 1 << 40})]
+    ranks = [RankComparison({"a": 5, "b": -7, "c": 0}), RankComparison({"a": 5, "b": 3, "c": 1 << 40})]
     joined = torch.stack([each.tensor for each in ranks]).amax(0)
     for each in ranks:
         each.tensor.copy_(joined)
         assert each.differing() == {"b": (-7, 3), "c": (0, 1 << 40)}
-    assert Comparison({"a": 5, "b": -7}).differing() == {}
+    assert RankComparison({"a": 5, "b": -7}).differing() == {}
 
 
 # ---------------------------------------------------------------- the network interface
@@ -109,8 +109,8 @@ def test_numbers_that_differ_are_found_with_their_ends():
 @pytest.fixture
 def interfaces(tmp_path, monkeypatch):
     """Makes up what Linux states: interface -> content of its file."""
-    monkeypatch.setattr(system, "Path", lambda path: tmp_path / path.removeprefix("/"))
-    system.gloo_link_gbps.cache_clear()
+    monkeypatch.setattr(link_speed, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    link_speed.gloo_link_gbps.cache_clear()
 
     def write(**speeds):
         for name, speed in speeds.items():
@@ -118,7 +118,7 @@ def interfaces(tmp_path, monkeypatch):
             (tmp_path / "sys/class/net" / name / "speed").write_text(speed)
 
     yield write
-    system.gloo_link_gbps.cache_clear()
+    link_speed.gloo_link_gbps.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def interfaces(tmp_path, monkeypatch):
 def test_the_speed_of_the_interface_that_gloo_uses(interfaces, monkeypatch, stated, gbps):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "fast0,slow0")
     interfaces(slow0="10\n", **({} if stated is None else {"fast0": stated}))
-    assert system.gloo_link_gbps() == gbps
+    assert link_speed.gloo_link_gbps() == gbps
 
 
 def test_without_a_setting_it_is_the_interface_of_the_hosts_name(interfaces, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(system.socket, "gethostbyname", lambda _: "127.0.0.1")
+    monkeypatch.setattr(link_speed.socket, "gethostbyname", lambda _: "127.0.0.1")
     interfaces(lo="7000\n")
-    assert system.gloo_link_gbps() == 7
+    assert link_speed.gloo_link_gbps() == 7
 
 
 def test_an_unknown_host_has_no_speed(interfaces, monkeypatch):
@@ -143,5 +143,5 @@ def test_an_unknown_host_has_no_speed(interfaces, monkeypatch):
         raise OSError("Name or service not known")
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(system.socket, "gethostbyname", unknown)
-    assert system.gloo_link_gbps() is None
+    monkeypatch.setattr(link_speed.socket, "gethostbyname", unknown)
+    assert link_speed.gloo_link_gbps() is None

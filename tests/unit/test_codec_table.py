@@ -9,11 +9,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import codec_table, data  # noqa: E402
-from ncz_plugins import trial  # noqa: E402
+from ncz_plugins.cli import codec as trial  # noqa: E402
+from ncz_plugins.cli.codec import peers, speed  # noqa: E402
 from ncz_plugins.core.config import Config  # noqa: E402
 from ncz_plugins.kernels.format import Costs  # noqa: E402
 from ncz_plugins.kernels.reference.symbols import predict  # noqa: E402
-from ncz_plugins.trial import peers, speed  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

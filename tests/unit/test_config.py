@@ -16,19 +16,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins import cli
-from ncz_plugins.core import config as configuration
-from ncz_plugins.core.config import (
-    Config,
-    Costs,
-    Entropy,
-    Quantizer,
-    Transport,
-    find_in_deepspeed,
-    format_size,
-    settings,
-)
-from ncz_plugins.core.documents import read_document
+from ncz_plugins.cli import main as cli
+from ncz_plugins.core.config import CoderCosts, Config, QuantizerConfig, find_in_deepspeed, format_size, settings
+from ncz_plugins.core.config import model as configuration
+from ncz_plugins.core.config.documents import read_document
+from ncz_plugins.core.config.model import EntropyConfig, TransportConfig
 from ncz_plugins.core.errors import ConfigError, NczError
 from ncz_plugins.kernels import format as frame_format
 
@@ -265,7 +257,7 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(section, values
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, received",
     [
         ({"policies": [{"nam": "*"}]}, "policies[0].nam: unknown key (value '*'); did you mean policies[0].name?"),
         ({"policies": [{}, {"dtype": "int8"}]}, "policies[1].dtype: 'int8' is not allowed; allowed: null, or one of"),
@@ -284,8 +276,8 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(section, values
         ),
     ],
 )
-def test_what_is_wrong_with_policies_and_steps_is_named(wrong, told):
-    assert told in message(wrong)
+def test_what_is_wrong_with_policies_and_steps_is_named(wrong, received):
+    assert received in message(wrong)
 
 
 def test_costs_are_given_for_all_coders_or_none():
@@ -314,14 +306,14 @@ def test_a_tuning_file_is_looked_for_beside_the_file_that_names_it(tmp_path):
 def test_settling_fills_in_only_what_is_left_open():
     values = {"schedule": "direct", "frame_bytes": 1 << 18, "min_bytes": "never", "link_gbps": 3.0}
     left_open = Config.load({"transport": {"frame_bytes": "auto", "min_bytes": "auto", "tuning": "tuned.json"}})
-    settled = left_open.settled(**values, costs=Costs(**COSTS))
-    assert settled.transport == Transport(**values)
-    assert settled.entropy == Entropy(costs=COSTS)
+    settled = left_open.settled(**values, costs=CoderCosts(**COSTS))
+    assert settled.transport == TransportConfig(**values)
+    assert settled.entropy == EntropyConfig(costs=COSTS)
     named = Config.load(
         {"transport": {"schedule": "ring", "min_bytes": 0, "link_gbps": 9}, "entropy": {"costs": COSTS}}
     )
-    assert named.settled(**values, costs=Costs(**dict.fromkeys(COSTS, 7))) == named
-    assert left_open.settled().transport == Transport()
+    assert named.settled(**values, costs=CoderCosts(**dict.fromkeys(COSTS, 7))) == named
+    assert left_open.settled().transport == TransportConfig()
 
 
 def test_the_limit_of_value_depends_on_the_mode():
@@ -395,10 +387,10 @@ def test_a_long_value_is_shortened():
 
 def test_building_a_section_by_hand_reports_the_same_way():
     with pytest.raises(ConfigError, match="mode: 'x' is not allowed; allowed: abs, rel, rms, range$"):
-        Quantizer(mode="x")
+        QuantizerConfig(mode="x")
     with pytest.raises(ConfigError, match="did you mean quantizer.mode"):
         Config(mode="rms")
-    assert Config(quantizer=Quantizer(value=0.1)) == Config.load({"quantizer": {"value": 0.1}})
+    assert Config(quantizer=QuantizerConfig(value=0.1)) == Config.load({"quantizer": {"value": 0.1}})
 
 
 def test_config_errors_are_ncz_errors_and_value_errors():
@@ -566,7 +558,7 @@ def test_sizes_for_people(size, text):
 @pytest.mark.parametrize("mode", ["abs", "rel", "rms", "range"])
 @pytest.mark.parametrize("kind", ["error_bound", "stochastic", "lossless"])
 def test_a_block_takes_effect_where_there_are_scales_that_differ(kind, mode):
-    quantizer = Quantizer(kind=kind, mode=mode, block=8192)
+    quantizer = QuantizerConfig(kind=kind, mode=mode, block=8192)
     assert quantizer.block_in_effect == (0 if mode == "abs" or kind == "lossless" else 8192)
 
 

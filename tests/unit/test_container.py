@@ -12,18 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ncz_plugins import (
-    BoundError,
-    Config,
-    ConfigError,
-    FrameError,
-    UnsupportedError,
-    compress,
-    decompress,
-    kernels,
-    trial,
-)
-from ncz_plugins.core import container
+from ncz_plugins import BoundError, Config, ConfigError, FrameError, UnsupportedError, compress, decompress, kernels
+from ncz_plugins.cli import codec as trial
+from ncz_plugins.core.codec import container
 from ncz_plugins.kernels.format import CHUNK, DTYPES, HAS_CHECKSUM, HEADER_BYTES
 
 LOSSLESS = {"quantizer": {"kind": "lossless"}}
@@ -327,7 +318,7 @@ def test_checksums_are_in_every_frame():
 MEASURED = """
 import resource, sys, torch
 import ncz_plugins
-from ncz_plugins.core.container import compress, decompress
+from ncz_plugins.core.codec.container import compress, decompress
 
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,8 +9,8 @@ import torch
 
 from ncz_plugins import kernels
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host, demand_kernels, moment, poll
 from ncz_plugins.core.errors import PeerError, UnsupportedError
+from ncz_plugins.core.runtime.device import Host, moment, poll, require_kernels
 
 CUDA = torch.device("cuda", 0)
 
@@ -23,25 +23,25 @@ def without_cached_backend():
 
 
 def test_the_cpu_is_served():
-    demand_kernels(torch.device("cpu"), Config())
-    demand_kernels(torch.device("cpu"), Config(quantizer={"kind": "lossless"}))
+    require_kernels(torch.device("cpu"), Config())
+    require_kernels(torch.device("cpu"), Config(quantizer={"kind": "lossless"}))
     assert moment(torch.device("cpu")) is None
 
 
 def test_other_devices_are_refused():
     with pytest.raises(UnsupportedError, match="device meta: only CPU and CUDA tensors"):
-        demand_kernels(torch.device("meta"), Config())
+        require_kernels(torch.device("meta"), Config())
 
 
 def test_lossless_is_refused_on_a_gpu():
     with pytest.raises(UnsupportedError, match="lossless serves CPU tensors only"):
-        demand_kernels(CUDA, Config(quantizer={"kind": "lossless"}))
+        require_kernels(CUDA, Config(quantizer={"kind": "lossless"}))
 
 
 def test_without_a_gpu_a_cuda_tensor_is_refused(without_cached_backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="device cuda:0: .*CUDA.*keep these tensors on the CPU"):
-        demand_kernels(CUDA, Config())
+        require_kernels(CUDA, Config())
 
 
 def test_without_cupy_the_extra_to_install_is_named(without_cached_backend, monkeypatch):
@@ -50,13 +50,13 @@ def test_without_cupy_the_extra_to_install_is_named(without_cached_backend, monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it was not installed
     with pytest.raises(UnsupportedError, match=r'pip install "ncz_plugins\[cuda\]"'):
-        demand_kernels(CUDA, Config())
+        require_kernels(CUDA, Config())
 
 
 def test_holding_up_a_stream_needs_a_torch_that_can(without_cached_backend, monkeypatch):
     monkeypatch.delattr(torch.distributed.Work, "block_current_stream", raising=False)
     with pytest.raises(UnsupportedError, match=r"torch .* is too old for transport.wait: stream; set it to host"):
-        demand_kernels(CUDA, Config(transport={"wait": "stream"}))
+        require_kernels(CUDA, Config(transport={"wait": "stream"}))
 
 
 class Failing:
@@ -86,8 +86,8 @@ def test_polling_a_device_ends_in_time():
 
 def test_a_frame_keeps_its_bytes_when_the_room_is_used_again():
     host = Host()
-    room = host.room(100)
-    room[:10] = 7
-    kept = host.trimmed(room, 10)
-    host.room(100).zero_()
+    buffer = host.buffer(100)
+    buffer[:10] = 7
+    kept = host.trimmed(buffer, 10)
+    host.buffer(100).zero_()
     assert kept.tolist() == [7] * 10

@@ -5,18 +5,24 @@ import torch
 import torch.distributed as dist
 from ranks import play
 
-from ncz_plugins.core import direct, plain, ring
+from ncz_plugins.core.codec.layout import Window
 from ncz_plugins.core.collective import Call, layout_of_sum, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import MismatchError
-from ncz_plugins.core.feedback import Feedback, Residuals
-from ncz_plugins.core.frame import Window
-from ncz_plugins.core.policy import Part
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.training.error_feedback import Feedback, Residuals
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.transport import plain
 
 SCHEDULES = {"ring": ring, "direct": direct}
 NUMEL = 20_011
-PARTS = [Part("a", 5000), Part(None, 11), Part("b", 8000, numel=15_000), Part("b", 7000, 8000)]
+PARTS = [
+    ParameterSlice("a", 5000),
+    ParameterSlice(None, 11),
+    ParameterSlice("b", 8000, numel=15_000),
+    ParameterSlice("b", 7000, 8000),
+]
 STEPS = 6
 
 
@@ -126,9 +132,9 @@ def test_residuals_follow_a_parameter_into_other_buckets():
         reduce(transport, gradients(transport.rank, 0), residuals, config())
         kept = {name: each.clone() for name, each in residuals.by_name.items()}
         values = torch.zeros(9000)
-        window = Feedback(residuals, [Part("b", 6000, 9000, 15_000), Part("a", 3000, 1000, 5000)]).added_to(
-            Window(values)
-        )
+        window = Feedback(
+            residuals, [ParameterSlice("b", 6000, 9000, 15_000), ParameterSlice("a", 3000, 1000, 5000)]
+        ).added_to(Window(values))
         assert torch.equal(window.data, torch.cat([kept["b"][9000:], kept["a"][1000:4000]]))
         part = Feedback(residuals, PARTS).added_to(Window(torch.zeros(2000), 4500))  # a node's piece
         assert torch.equal(part.data, torch.cat([kept["a"][4500:], torch.zeros(11), kept["b"][:1489]]))
@@ -138,9 +144,9 @@ def test_residuals_follow_a_parameter_into_other_buckets():
 
 def test_one_name_for_two_parameters_is_refused():
     residuals = Residuals()
-    residuals.of(Part("a", 10), torch.zeros(1))
+    residuals.of(ParameterSlice("a", 10), torch.zeros(1))
     with pytest.raises(MismatchError, match="a has 11 elements and had 10 before.*one name for each parameter"):
-        residuals.of(Part("a", 11), torch.zeros(1))
+        residuals.of(ParameterSlice("a", 11), torch.zeros(1))
     assert residuals.nbytes == 40
 
 

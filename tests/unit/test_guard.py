@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ranks import play
 
 from ncz_plugins import AccuracyError
-from ncz_plugins.core import config, guard
-from ncz_plugins.core.guard import Guard
+from ncz_plugins.core.config.model import GuardConfig
+from ncz_plugins.core.training import guard
+from ncz_plugins.core.training.guard import Guard
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
@@ -27,7 +28,7 @@ def verify(results, exacts, whole=True, **given):
     """What every rank's guard makes of it; all of them are given back with their findings."""
 
     def rank(transport):
-        own = Guard(config.Guard(every=1, **given))
+        own = Guard(GuardConfig(every=1, **given))
         own.verify("weight", results[transport.rank], exacts[transport.rank], whole, transport)
         return own
 
@@ -132,7 +133,7 @@ def picked(own, calls, steps):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_every_sum_has_its_turn(every):
-    own = Guard(config.Guard(every=every))
+    own = Guard(GuardConfig(every=every))
     assert picked(own, 4, range(every)) == [[0]] + [[]] * (every - 1)  # nobody knows yet how many there are
     found = picked(own, 4, range(every, 9 * every))
     assert found[::every] == [[call] for call in (1, 2, 3, 0, 1, 2, 3, 0)]
@@ -140,7 +141,7 @@ def test_every_sum_has_its_turn(every):
 
 
 def test_the_turns_follow_a_changing_number_of_sums_and_skip_steps_without_any():
-    own = Guard(config.Guard(every=1))
+    own = Guard(GuardConfig(every=1))
     picked(own, 3, range(3))
     picked(own, 0, range(3, 6))
     assert picked(own, 3, range(6, 9)) == [[0], [1], [2]]
@@ -148,14 +149,14 @@ def test_the_turns_follow_a_changing_number_of_sums_and_skip_steps_without_any()
 
 
 def test_a_guard_that_is_off_picks_nothing():
-    assert picked(Guard(config.Guard()), 5, range(5)) == [[]] * 5
+    assert picked(Guard(GuardConfig()), 5, range(5)) == [[]] * 5
 
 
 def test_a_resumed_guard_goes_on_where_it_was():
-    own = Guard(config.Guard(every=1))
+    own = Guard(GuardConfig(every=1))
     picked(own, 4, range(6))
     own.tightening = 0.25
-    resumed = Guard(config.Guard(every=1))
+    resumed = Guard(GuardConfig(every=1))
     resumed.load_state_dict(json.loads(json.dumps(own.state_dict())))
     assert resumed.tightening == 0.25
     assert picked(resumed, 4, range(6, 10)) == picked(own, 4, range(6, 10)) == [[2], [3], [0], [1]]
@@ -194,7 +195,7 @@ def test_warn_is_one_line_on_the_first_rank(capsys):
 
 def test_tighten_halves_the_bounds_once_for_each_step_with_alarms(capsys):
     def rank(transport):
-        own = Guard(config.Guard(every=1, on_alarm="tighten"))
+        own = Guard(GuardConfig(every=1, on_alarm="tighten"))
         seen = []
         for results in ([3 * EXACT, 4 * EXACT], [EXACT], [3 * EXACT]):
             for result in results:

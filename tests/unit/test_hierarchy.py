@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from ranks import play, same_bits, values
 
-from ncz_plugins.core import direct, memory, plain, ring
+from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import Call, layout_of_sum, plain_wire_bytes, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import ConfigError, MismatchError
-from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.hierarchy import in_nodes
-from ncz_plugins.core.neighbors import with_memory
-from ncz_plugins.core.nodes import Nodes, _by_host, _warn_of_several_machines, find_nodes
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.schedules.hierarchy import in_nodes
+from ncz_plugins.core.transport import plain
+from ncz_plugins.core.transport import process_memory as memory
+from ncz_plugins.core.transport.intra_node import with_memory
+from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_nodes
 from ncz_plugins.kernels.format import CHUNK
 
 SHAPES = {  # nodes x ranks of each

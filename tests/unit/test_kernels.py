@@ -66,17 +66,17 @@ def in_turns(values: tuple, first: int):
     return itertools.islice(itertools.cycle(values), first % len(values), None)
 
 
-def room(count: int) -> torch.Tensor:
+def buffer(count: int) -> torch.Tensor:
     return torch.full((max_frame_bytes(count),), 0xA5, dtype=torch.uint8)
 
 
 def encode_codes(backend, codes, coding=FIXED) -> torch.Tensor:
-    frame = room(codes.numel())
+    frame = buffer(codes.numel())
     return frame[: backend.encode_codes(codes, coding, frame)].clone()
 
 
 def encode(backend, x, inverse_steps, coding=FIXED, noise=None) -> torch.Tensor:
-    frame = room(x.numel())
+    frame = buffer(x.numel())
     return frame[: backend.encode(x, inverse_steps, coding, frame, noise)].clone()
 
 
@@ -386,7 +386,7 @@ def test_random_rounding(backend, dtype, noise):
         assert_same(codes, expected_at_random(dtype, count, bits, noise))
         assert_same(encode(backend, x, inverse_steps, FIXED, noise), encode_codes(backend, codes))
         received = encode_codes(backend, codes_of_width(count, 7))
-        reduced = room(count)
+        reduced = buffer(count)
         reduced = reduced[: backend.reduce(received, x, inverse_steps, FIXED, reduced, noise)]
         backend.decode_codes(received, codes, add=True)
         assert_same(reduced, encode_codes(backend, codes))
@@ -470,7 +470,7 @@ def test_reduce_is_decode_add_encode(backend, dtype, sent):
         x = floats(count, dtype)
         inverse_steps = steps_of(x, 6)[0]
         received = encode_codes(backend, codes_of_width(count, 7), sent)
-        reduced = room(count)
+        reduced = buffer(count)
         reduced = reduced[: backend.reduce(received, x, inverse_steps, coding, reduced)]
 
         codes = torch.empty(count, dtype=torch.int32)
@@ -524,8 +524,8 @@ def test_nothing_behind_codes_is_touched(backend, coder):
     for width, tail in itertools.product(WIDTHS, TAILS):
         codes = of_codes.copy(codes_of_width(tail, width, seed=tail))
         codes[-1] = int(codes_of_width(1, width)) if width < 2 else -(1 << width - 1)  # the last block is widest
-        room = of_room.empty(max_frame_bytes(tail), torch.uint8)
-        frame = of_frame.copy(room[: backend.encode_codes(codes, coding, room)])
+        buffer = of_room.empty(max_frame_bytes(tail), torch.uint8)
+        frame = of_frame.copy(buffer[: backend.encode_codes(codes, coding, buffer)])
         out = of_out.empty(tail, torch.int32)
         backend.decode_codes(frame, out)
         assert_same(out, codes)
@@ -544,13 +544,13 @@ def test_nothing_behind_floats_is_touched(backend, dtype, coder):
         backend.chunk_statistics(x)
         codes = of_codes.empty(tail, torch.int32)
         backend.quantize(x, inverse_steps, codes)
-        room = of_room.empty(max_frame_bytes(tail), torch.uint8)
-        frame = of_frame.copy(room[: backend.encode(x, inverse_steps, coding, room)])
+        buffer = of_room.empty(max_frame_bytes(tail), torch.uint8)
+        frame = of_frame.copy(buffer[: backend.encode(x, inverse_steps, coding, buffer)])
         assert_same(decode_codes(backend, frame, tail), codes)
         out = of_out.empty(tail, dtype)
         backend.decode(frame, scales, out)
-        room = of_room.empty(max_frame_bytes(tail), torch.uint8)
-        summed = room[: backend.reduce(frame, x, inverse_steps, coding, room)]
+        buffer = of_room.empty(max_frame_bytes(tail), torch.uint8)
+        summed = buffer[: backend.reduce(frame, x, inverse_steps, coding, buffer)]
         assert_same(decode_codes(backend, summed.clone(), tail), 2 * codes)
 
 
@@ -588,7 +588,7 @@ def test_views_at_odd_addresses(backend, dtype, offset):
 
     reduced = torch.empty(max_frame_bytes(count) + offset, dtype=torch.uint8)[offset:]
     written = backend.reduce(frame, x, inverse_steps, FIXED, reduced)
-    theirs = room(count)
+    theirs = buffer(count)
     assert written == REFERENCE.reduce(frame, x, inverse_steps, FIXED, theirs)
     assert_same(reduced[:written], theirs[:written])
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins.core.frame import Layout, Window
+from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.kernels.format import CHUNK, chunks_of
 
 sizes = st.one_of(st.integers(0, 20), st.integers(0, 40 * CHUNK))

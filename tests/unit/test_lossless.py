@@ -30,8 +30,8 @@ SIZES = (0, 1, 2, 7, 33, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
 
 
 def encoded(x: torch.Tensor, coding: Coding = AUTO) -> torch.Tensor:
-    room = torch.empty(max_lossless_bytes(x.numel(), x.element_size()), dtype=torch.uint8)
-    return room[: encode_floats(BACKEND, x, coding, room)].clone()
+    buffer = torch.empty(max_lossless_bytes(x.numel(), x.element_size()), dtype=torch.uint8)
+    return buffer[: encode_floats(BACKEND, x, coding, buffer)].clone()
 
 
 def decoded(frame: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -128,9 +128,9 @@ def test_all_backends_write_the_same_frame(dtype):
     x = normal(dtype, 20_000)
     frames = []
     for name in (name for name, status in kernels.statuses().items() if status == "ok"):
-        room = torch.empty(max_lossless_bytes(x.numel(), x.element_size()), dtype=torch.uint8)
-        size = encode_floats(kernels.load(name), x, Coding(), room)
-        frames.append(room[:size].tolist())
+        buffer = torch.empty(max_lossless_bytes(x.numel(), x.element_size()), dtype=torch.uint8)
+        size = encode_floats(kernels.load(name), x, Coding(), buffer)
+        frames.append(buffer[:size].tolist())
     assert all(frame == frames[0] for frame in frames)
 
 
@@ -170,9 +170,9 @@ def rebuilt(x: torch.Tensor, planes: list[list[int]], base: int = 0, change=lamb
     """A SPLIT frame of any codes."""
     data = base.to_bytes(4, "little")
     for plane in planes:
-        room = torch.empty(max_frame_bytes(len(plane)), dtype=torch.uint8)
+        buffer = torch.empty(max_frame_bytes(len(plane)), dtype=torch.uint8)
         codes = torch.tensor(plane, dtype=torch.int32)
-        data += change(room[: BACKEND.encode_codes(codes, Coding(), room)].clone()).numpy().tobytes()
+        data += change(buffer[: BACKEND.encode_codes(codes, Coding(), buffer)].clone()).numpy().tobytes()
     head = HEADER.pack(MAGIC, VERSION, Coder.SPLIT, 0, 8 * x.element_size(), x.numel(), len(data), 0, 0)
     return torch.frombuffer(bytearray(head + data), dtype=torch.uint8)
 

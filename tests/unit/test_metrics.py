@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from ncz_plugins.core.config import Statistics
+from ncz_plugins.core.config import StatisticsConfig
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.metrics import Metrics, scalars
+from ncz_plugins.core.training.metrics import Metrics, scalars
 
 HEADER = {"ncz_plugins": "1.2", "config": {"quantizer": {"value": 0.25}}, "link_gbps": None}
 RECORD = {
@@ -28,7 +28,7 @@ RECORD = {
 
 
 def metrics(**statistics) -> Metrics:
-    begun = Metrics(Statistics(**{name: str(path) for name, path in statistics.items()}))
+    begun = Metrics(StatisticsConfig(**{name: str(path) for name, path in statistics.items()}))
     begun.begin(HEADER)
     return begun
 
@@ -110,7 +110,7 @@ def test_a_folder_is_no_file(tmp_path):
 def test_where_tensorboard_is_missing_the_error_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # importing it fails, as if it were not installed
-    one = Metrics(Statistics(jsonl=str(tmp_path / "run.jsonl"), tensorboard=str(tmp_path / "board")))
+    one = Metrics(StatisticsConfig(jsonl=str(tmp_path / "run.jsonl"), tensorboard=str(tmp_path / "board")))
     with pytest.raises(ConfigError) as error:
         one.begin(HEADER)
     for words in ("statistics.tensorboard", "not installed", "pip install 'ncz_plugins[tensorboard]'"):
@@ -192,5 +192,5 @@ def test_scalars_are_the_numbers_of_a_record_and_the_worst_of_the_guards():
 
 
 def test_tensorboard_is_imported_only_where_it_is_asked_for():
-    program = "import sys, ncz_plugins.core.training; raise SystemExit('tensorboard' in sys.modules)"
+    program = "import sys, ncz_plugins.core.training.metrics; raise SystemExit('tensorboard' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

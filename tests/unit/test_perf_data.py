@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from ncz_plugins.cli.perf import DATA, data
 from ncz_plugins.core.errors import UnsupportedError
-from ncz_plugins.perf import DATA, data
 
 
 @pytest.fixture(scope="module")

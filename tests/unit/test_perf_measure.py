@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins.core.config import Quantizer
+from ncz_plugins.cli.perf import COLLECTIVES, verify
+from ncz_plugins.cli.perf.measure import _added, bandwidths, elements
+from ncz_plugins.cli.perf.network import demand_crossing, namespace, sent_bytes
+from ncz_plugins.core.config import QuantizerConfig
 from ncz_plugins.core.errors import NczError
-from ncz_plugins.perf import COLLECTIVES, verify
-from ncz_plugins.perf.measure import _added, bandwidths, elements
-from ncz_plugins.perf.network import demand_crossing, namespace, sent_bytes
 
 
 @given(st.sampled_from(COLLECTIVES), st.integers(8, 1 << 30), st.integers(1, 9))
@@ -82,7 +82,7 @@ def cut(numel: int, block: int) -> tuple[np.ndarray, np.ndarray]:
 def test_bounds_are_relative_to_what_the_mode_says(mode, of_block):
     x = np.random.default_rng(0).standard_normal(10_000) + 5
     starts, sizes = cut(x.size, 4096)
-    found = verify._measured(x, starts, sizes, Quantizer(mode=mode, value=0.1)).sum(0)
+    found = verify._measured(x, starts, sizes, QuantizerConfig(mode=mode, value=0.1)).sum(0)
     expected = [of_block(x[start : start + size]) for start, size in zip(starts, sizes)]
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from ncz_plugins import Config, UnsupportedError
-from ncz_plugins.perf import COLLECTIVES
-from ncz_plugins.perf.peers import PEERS, Context
+from ncz_plugins.cli.perf import COLLECTIVES
+from ncz_plugins.cli.perf.peers import PEERS, Context
 
 LIBRARIES = {
     "horovod": "horovod",
@@ -24,14 +24,14 @@ WITHOUT = """
 import json, sys
 for library in sys.argv[1:]:
     sys.modules[library] = None
-from ncz_plugins.perf.peers import PEERS
+from ncz_plugins.cli.perf.peers import PEERS
 print(json.dumps({name: peer.missing() for name, peer in PEERS.items()}))
 """
 
 # One rank alone, which was told that there are two: what Horovod makes of it.
 NOT_UNDER_HOROVODRUN = """
 from ncz_plugins import Config, UnsupportedError
-from ncz_plugins.perf.peers import PEERS, Context
+from ncz_plugins.cli.perf.peers import PEERS, Context
 try:
     PEERS["horovod"].open(Context(Config(), "a group", 2, 1, "all_reduce"))
 except UnsupportedError as error:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ncz_plugins import cli
+from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.perf import COLLECTIVES, Job, command, plot, table
+from ncz_plugins.cli.perf.peers import PEERS
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError, UnsupportedError
-from ncz_plugins.perf import COLLECTIVES, Job, command, plot, table
-from ncz_plugins.perf.peers import PEERS
 
 
 def record(peer="ncz", size=1 << 20, link="1gbit", speedup=4.0, ratio=8.0, **other):
@@ -142,9 +142,9 @@ def test_plain_and_ours_always_take_part():
 def test_all_peers_take_part_or_are_named_with_a_reason(collective):
     chosen, notes = command.choose("all", collective, horovod=False)
     assert chosen[:2] == ["plain", "ncz"]
-    told = " ".join(notes)
+    received = " ".join(notes)
     for name, peer in PEERS.items():
-        assert (name in chosen) != (name in told.replace(",", " ").split())
+        assert (name in chosen) != (name in received.replace(",", " ").split())
         if name in chosen:
             assert collective in peer.collectives and not peer.needs_horovod and peer.missing() is None
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("horovod.torch")
 
-from ncz_plugins.core.policy import Part
+from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.horovod import plan
 from ncz_plugins.horovod.buckets import Kind, Piece
 from ncz_plugins.horovod.plan import Plan
@@ -25,7 +25,7 @@ def small_rounds(monkeypatch):
 def pieces(numels=ELEMENTS) -> list[Piece]:
     kind = Kind(0, 1.0, "torch.float32")
     return [
-        Piece(kind, name, 0, torch.zeros(numel), Part(name, numel), Part(name, numel))
+        Piece(kind, name, 0, torch.zeros(numel), ParameterSlice(name, numel), ParameterSlice(name, numel))
         for name, numel in zip(NAMES, numels)
     ]
 

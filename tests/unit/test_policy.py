@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ncz_plugins.core.codec.quantize import Bypass
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.policy import Part, Policies, named
-from ncz_plugins.core.quantize import Bypass
+from ncz_plugins.core.training.policy import ParameterSlice, Policies, named
 
 CONFIG = Config(
     policies=[
@@ -21,7 +21,7 @@ CONFIG = Config(
 
 
 def treatment(name="weight", numel=5000, dtype=torch.float32, role="gradient", step=10, tightening=1.0, config=CONFIG):
-    return Policies(config).treatment(Part(name, numel), dtype, role, step, tightening)
+    return Policies(config).treatment(ParameterSlice(name, numel), dtype, role, step, tightening)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_policy_changes_what_it_names_and_nothing_else():
 
 
 def test_the_size_is_that_of_the_whole_parameter():
-    slice_of_many = Part(None, length=50, start=200, numel=5000)
+    slice_of_many = ParameterSlice(None, length=50, start=200, numel=5000)
     found = Policies(CONFIG).treatment(slice_of_many, torch.bfloat16, "gradient", step=10)
     assert found.because == "default"
 
@@ -98,6 +98,6 @@ def test_any_name_is_taken(name):
 
 
 def test_a_tensor_is_called_by_its_first_parameter():
-    assert named([Part(None, 3)]) is None
-    assert named([Part("a", 3), Part(None, 1), Part("a", 4, 3)]) == "a"
-    assert named([Part("a", 3), Part("b", 1), Part("c", 4)]) == "a and 2 more"
+    assert named([ParameterSlice(None, 3)]) is None
+    assert named([ParameterSlice("a", 3), ParameterSlice(None, 1), ParameterSlice("a", 4, 3)]) == "a"
+    assert named([ParameterSlice("a", 3), ParameterSlice("b", 1), ParameterSlice("c", 4)]) == "a and 2 more"

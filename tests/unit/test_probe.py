@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ncz_plugins.core import probe
 from ncz_plugins.core.collective import layout_of_sum
 from ncz_plugins.core.config import FRAME_BYTES, Config
+from ncz_plugins.core.tuning import measure as probe
 
 
 class Instant(probe.Subject):

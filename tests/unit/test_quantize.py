@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ncz_plugins import BoundError, compress, decompress, kernels
-from ncz_plugins.core.config import Config, Quantizer
-from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.quantize import Bypass, Scales, bypass_by_size, derive, measure, smallest_value
+from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.codec.quantize import Bypass, Scales, bypass_by_size, derive, measure, smallest_value
+from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import CHUNK, Noise
 
 BACKEND = kernels.cpu_backend()
@@ -21,13 +21,13 @@ KINDS = ["error_bound", "stochastic"]
 MODES = ["abs", "rel", "rms", "range"]
 
 
-def agree(tensors: list[torch.Tensor], quantizer: Quantizer, divisor: int = 1) -> Scales | Bypass:
+def agree(tensors: list[torch.Tensor], quantizer: QuantizerConfig, divisor: int = 1) -> Scales | Bypass:
     layout = Layout.split(tensors[0].numel(), 1, 1 << 20, quantizer.block_in_effect)
     agreed = torch.stack([measure(BACKEND, Window(t), layout, range(1), quantizer) for t in tensors]).amax(0)
     return derive(agreed, layout, quantizer, tensors[0].dtype, len(tensors), divisor)
 
 
-def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: Quantizer | None = None) -> torch.Tensor:
+def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: QuantizerConfig | None = None) -> torch.Tensor:
     total = torch.zeros(tensors[0].numel(), dtype=torch.int32)
     for rank, tensor in enumerate(tensors):
         noise = Noise(quantizer.seed, 1, rank) if quantizer and quantizer.kind == "stochastic" else None
@@ -43,7 +43,7 @@ def exact(tensor: torch.Tensor) -> np.ndarray:
     return tensor.double().numpy().astype(np.longdouble)
 
 
-def per_element(tensors, quantizer: Quantizer) -> np.ndarray:
+def per_element(tensors, quantizer: QuantizerConfig) -> np.ndarray:
     """The bound of each element, from its definition."""
     numel = tensors[0].numel()
     if quantizer.mode == "abs":
@@ -80,7 +80,7 @@ a_case = st.tuples(st.sampled_from(sorted(EXPONENTS, key=str)), st.floats(0, 1))
     lambda drawn: (drawn[0], round(EXPONENTS[drawn[0]][0] + drawn[1] * np.ptp(EXPONENTS[drawn[0]])))
 )
 a_quantizer = st.builds(
-    Quantizer,
+    QuantizerConfig,
     kind=st.sampled_from(KINDS),
     mode=st.sampled_from(MODES),
     value=st.floats(-6, -1).map(lambda exponent: 10.0**exponent),
@@ -92,24 +92,24 @@ an_offset = st.sampled_from([0.0, 0.0, 1.0, -3.0])
 a_seed = st.integers(0, 2**31)
 
 
-def in_units_of(quantizer: Quantizer, exponent: int) -> Quantizer:
+def in_units_of(quantizer: QuantizerConfig, exponent: int) -> QuantizerConfig:
     """In mode abs the bound goes with the data."""
     if quantizer.mode != "abs":
         return quantizer
     return quantizer.model_copy(update={"value": max(float(np.ldexp(quantizer.value, exponent)), 5e-324)})
 
 
-FINE = Quantizer(mode="rel", value=1e-6, block=0)
+FINE = QuantizerConfig(mode="rel", value=1e-6, block=0)
 
 
 @settings(max_examples=300, deadline=None)
 @given(a_case, a_quantizer, a_size, an_offset, st.integers(1, 5), st.booleans(), a_seed)
 @example((torch.float32, 0), FINE, 9001, 0.0, 1, False, 0)
 @example((torch.float32, 0), FINE, 9001, 0.0, 3, True, 1)
-@example((torch.float32, -140), Quantizer(mode="rms", value=0.1), 4097, 0.0, 2, False, 2)
-@example((torch.float64, -600), Quantizer(mode="rms", value=0.1), 4097, 0.0, 2, False, 3)  # squares vanish
-@example((torch.float64, 600), Quantizer(mode="rms", value=0.1), 4097, 0.0, 2, False, 4)  # squares overflow
-@example((torch.float32, -149), Quantizer(kind="stochastic", mode="abs", value=0.1), 31, 0.0, 5, True, 5)
+@example((torch.float32, -140), QuantizerConfig(mode="rms", value=0.1), 4097, 0.0, 2, False, 2)
+@example((torch.float64, -600), QuantizerConfig(mode="rms", value=0.1), 4097, 0.0, 2, False, 3)  # squares vanish
+@example((torch.float64, 600), QuantizerConfig(mode="rms", value=0.1), 4097, 0.0, 2, False, 4)  # squares overflow
+@example((torch.float32, -149), QuantizerConfig(kind="stochastic", mode="abs", value=0.1), 31, 0.0, 5, True, 5)
 def test_no_element_of_a_sum_leaves_the_bound(case, quantizer, numel, offset, ranks, average, seed):
     dtype, exponent = case
     rng = np.random.default_rng(seed)
@@ -136,8 +136,8 @@ def test_no_element_of_a_sum_leaves_the_bound(case, quantizer, numel, offset, ra
 @settings(max_examples=300, deadline=None)
 @given(a_case, a_quantizer, a_size, an_offset, st.booleans(), a_seed)
 @example((torch.float32, 0), FINE, 9001, 0.0, False, 0)
-@example((torch.float16, 0), Quantizer(mode="range", value=0.01), 9001, 1.0, False, 0)
-@example((torch.float16, -20), Quantizer(mode="rel", value=0.1), 4096, 0.0, False, 0)
+@example((torch.float16, 0), QuantizerConfig(mode="range", value=0.01), 9001, 1.0, False, 0)
+@example((torch.float16, -20), QuantizerConfig(mode="rel", value=0.1), 4096, 0.0, False, 0)
 def test_no_element_leaves_the_bound_through_compress(case, quantizer, numel, offset, lossless, seed):
     """Not even by the rounding of the result to a half type."""
     dtype, exponent = case
@@ -162,7 +162,7 @@ def test_halves_of_steps_stay_within_the_bound(dtype, kind, mode):
     """The worst that rounding can meet, at a bound so fine that the arithmetic's own error counts."""
     tensor = torch.linspace(-1, 1, 9001, dtype=dtype)
     for value in np.geomspace(1e-6, 1e-1, 11):
-        quantizer = Quantizer(kind=kind, mode=mode, value=value, block=0)
+        quantizer = QuantizerConfig(kind=kind, mode=mode, value=value, block=0)
         step = agree([tensor], quantizer).scales[0]
         worst = ((torch.arange(9001) - 4500) * (torch.floor(1 / step) / 4500).floor().clamp(min=1) + 0.5) * step
         worst = worst[worst.abs() <= 1]
@@ -183,7 +183,7 @@ def test_rounding_at_random_has_no_bias(dtype, mode):
     """By Hoeffding's inequality, a mean as far off as this comes by chance in less than one of 10**9 runs."""
     calls, numel = 64, 5000
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(dtype)
-    quantizer = Quantizer(kind="stochastic", mode=mode, value=0.2)
+    quantizer = QuantizerConfig(kind="stochastic", mode=mode, value=0.2)
     scales = agree([tensor], quantizer)
     step = scales.scales.repeat_interleave(CHUNK)[:numel].double()
     codes = torch.empty(numel, dtype=torch.int32)
@@ -212,19 +212,19 @@ def test_one_non_finite_value_anywhere_is_seen(dtype, poison, mode):
     for at in (0, 4095, 4096, 5000):
         tensor = torch.ones(5001, dtype=dtype)
         tensor[at] = poison
-        assert agree([torch.ones_like(tensor), tensor], Quantizer(mode=mode, value=0.1)) is Bypass.NON_FINITE
+        assert agree([torch.ones_like(tensor), tensor], QuantizerConfig(mode=mode, value=0.1)) is Bypass.NON_FINITE
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zeros_stay_zeros(mode, dtype):
     zeros = torch.zeros(5000, dtype=dtype)
-    assert sum_of_codes([zeros, zeros], agree([zeros, zeros], Quantizer(mode=mode, value=0.1))).eq(0).all()
+    assert sum_of_codes([zeros, zeros], agree([zeros, zeros], QuantizerConfig(mode=mode, value=0.1))).eq(0).all()
 
 
 def test_a_zero_block_beside_a_large_one():
     tensor = torch.cat([torch.zeros(CHUNK), torch.full((CHUNK,), 1e30)])
-    out = sum_of_codes([tensor], agree([tensor], Quantizer(mode="rms", value=0.1)))
+    out = sum_of_codes([tensor], agree([tensor], QuantizerConfig(mode="rms", value=0.1)))
     assert out[:CHUNK].eq(0).all() and (out[CHUNK:] - 1e30).abs().max() <= 0.1 * 1e30
 
 
@@ -232,25 +232,25 @@ def test_a_small_layer_in_a_mixed_bucket_keeps_its_precision():
     """Why there is one scale per block: with a single one, the small layer would vanish."""
     small, large = torch.randn(CHUNK) * 1e-4, torch.randn(CHUNK)
     bucket = torch.cat([small, large])
-    out = sum_of_codes([bucket], agree([bucket], Quantizer(mode="rms", value=0.25)))
+    out = sum_of_codes([bucket], agree([bucket], QuantizerConfig(mode="rms", value=0.25)))
     assert (out[:CHUNK] - small).abs().max() <= 0.25 * small.square().mean().sqrt() * 1.0001
-    coarse = sum_of_codes([bucket], agree([bucket], Quantizer(mode="rms", value=0.25, block=0)))
+    coarse = sum_of_codes([bucket], agree([bucket], QuantizerConfig(mode="rms", value=0.25, block=0)))
     assert coarse[:CHUNK].eq(0).all()
 
 
 def test_codes_that_could_overflow_their_sum_are_not_tried():
     tensor = torch.full((5000,), 1.0, dtype=torch.float64)
-    quantizer = Quantizer(mode="abs", value=1e-9)
+    quantizer = QuantizerConfig(mode="abs", value=1e-9)
     assert isinstance(agree([tensor], quantizer), Scales)
     assert agree([tensor] * 8, quantizer) is Bypass.CODE_OVERFLOW
 
 
 def test_a_bound_finer_than_the_dtype_is_not_tried():
-    assert agree([torch.ones(5000)], Quantizer(mode="rel", value=1e-7)) is Bypass.CODE_OVERFLOW
+    assert agree([torch.ones(5000)], QuantizerConfig(mode="rel", value=1e-7)) is Bypass.CODE_OVERFLOW
 
 
 def test_bfloat16_that_would_not_shrink_is_not_tried():
-    assert agree([torch.ones(5000, dtype=torch.bfloat16)], Quantizer(mode="rel", value=1e-5)) is Bypass.NOT_WORTH
+    assert agree([torch.ones(5000, dtype=torch.bfloat16)], QuantizerConfig(mode="rel", value=1e-5)) is Bypass.NOT_WORTH
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.9])
@@ -259,7 +259,7 @@ def test_a_result_never_becomes_infinite_by_its_error(value):
     largest = torch.finfo(torch.float32).max
     for magnitude in (largest, largest / 4):
         tensor = torch.full((5000,), magnitude)
-        scales = agree([tensor], Quantizer(mode="rel", value=value))
+        scales = agree([tensor], QuantizerConfig(mode="rel", value=value))
         if isinstance(scales, Bypass):
             assert scales is Bypass.NON_FINITE and magnitude == largest
         else:
@@ -268,16 +268,16 @@ def test_a_result_never_becomes_infinite_by_its_error(value):
 
 def test_one_value_in_a_block_leaves_no_range_and_no_error():
     tensor = torch.cat([torch.full((CHUNK,), -9999.0), torch.randn(CHUNK), torch.full((5,), 273.15)])
-    quantizer = Quantizer(mode="range", value=1e-3)
+    quantizer = QuantizerConfig(mode="range", value=1e-3)
     out = sum_of_codes([tensor], agree([tensor], quantizer))
     assert torch.equal(out[:CHUNK], tensor[:CHUNK]) and torch.equal(out[2 * CHUNK :], tensor[2 * CHUNK :])
     assert agree([tensor, -tensor], quantizer).scales[0] < 9999  # but it differs between ranks
-    assert agree([tensor], Quantizer(kind="stochastic", mode="range", value=1e-3)) is Bypass.CODE_OVERFLOW
+    assert agree([tensor], QuantizerConfig(kind="stochastic", mode="range", value=1e-3)) is Bypass.CODE_OVERFLOW
 
 
 def test_in_mode_range_a_rank_says_nothing_of_what_others_measure():
     """Zero would be within their range: [5, 6] would become [0, 6]."""
-    layout, quantizer = Layout.of([CHUNK, CHUNK], CHUNK), Quantizer(mode="range", value=0.01)
+    layout, quantizer = Layout.of([CHUNK, CHUNK], CHUNK), QuantizerConfig(mode="range", value=0.01)
     whole = torch.linspace(5, 6, 2 * CHUNK)
     parts = [
         measure(BACKEND, Window(whole[i * CHUNK :][:CHUNK], i * CHUNK), layout, range(i, i + 1), quantizer)
@@ -299,10 +299,10 @@ def test_the_smallest_value_is_that(kind, mode, dtype):
     tensor = torch.randn(9001, dtype=dtype, generator=torch.Generator().manual_seed(5))
     tensor[4096:8192] *= 1e-3
     layout = Layout.split(9001, 1, 1 << 20, 0 if mode == "abs" else CHUNK)
-    measured = measure(BACKEND, Window(tensor), layout, range(1), Quantizer(kind=kind, mode=mode))
-    smallest = smallest_value(measured, Quantizer(kind=kind, mode=mode), dtype)
+    measured = measure(BACKEND, Window(tensor), layout, range(1), QuantizerConfig(kind=kind, mode=mode))
+    smallest = smallest_value(measured, QuantizerConfig(kind=kind, mode=mode), dtype)
     for factor, works in ((1.001, True), (0.999, False)):
-        quantizer = Quantizer(kind=kind, mode=mode, value=factor * smallest)
+        quantizer = QuantizerConfig(kind=kind, mode=mode, value=factor * smallest)
         scales = derive(measured, layout, quantizer, dtype, addends=1)
         assert (scales is not Bypass.CODE_OVERFLOW) == works
 
@@ -316,7 +316,7 @@ def test_the_smallest_steps_and_scales_have_all_their_digits(average_of, dtype, 
     layout = Layout.split(1, 1, 1 << 20, 0)
     too_fine = 0
     for value in tiny * average_of * np.array([2.0**-20, 0.5, 1, 2, 4, 5]):
-        quantizer = Quantizer(kind=kind, mode="abs", value=value)
+        quantizer = QuantizerConfig(kind=kind, mode="abs", value=value)
         # The larger the values beside the bound, the smaller are the steps, until it is too fine.
         for largest in tiny * average_of * np.geomspace(0.01, 2.0**36, 150):
             measured = measure(BACKEND, Window(torch.tensor([largest], dtype=dtype)), layout, range(1), quantizer)
@@ -333,7 +333,7 @@ def test_the_smallest_steps_and_scales_have_all_their_digits(average_of, dtype, 
 def test_the_finest_bound_leaves_a_quarter_to_the_step(kind, mode):
     """The rest of it covers what float32 arithmetic may add; with less, codes would grow for hardly any gain."""
     tensor = torch.randn(CHUNK, generator=torch.Generator().manual_seed(6))
-    layout, quantizer = Layout.split(CHUNK, 1, 1 << 20, 0), Quantizer(kind=kind, mode=mode, block=0)
+    layout, quantizer = Layout.split(CHUNK, 1, 1 << 20, 0), QuantizerConfig(kind=kind, mode=mode, block=0)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     smallest = smallest_value(measured, quantizer, tensor.dtype)
     quantizer = quantizer.model_copy(update={"value": 1.0001 * smallest})
@@ -345,7 +345,7 @@ def test_the_finest_bound_leaves_a_quarter_to_the_step(kind, mode):
 def test_where_no_value_will_do_there_is_no_smallest():
     tensor = torch.full((5000,), 1000.0)
     tensor[::2] = 1000.0001  # one unit in the last place
-    layout, quantizer = Layout.split(5000, 1, 1 << 20, CHUNK), Quantizer(mode="range", value=0.1)
+    layout, quantizer = Layout.split(5000, 1, 1 << 20, CHUNK), QuantizerConfig(mode="range", value=0.1)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
     assert smallest_value(measured, quantizer, torch.float32) is None
@@ -353,7 +353,7 @@ def test_where_no_value_will_do_there_is_no_smallest():
 
 def test_the_smallest_value_does_not_mind_blocks_of_one_value():
     tensor = torch.cat([torch.full((CHUNK,), 7.0), torch.randn(CHUNK)])
-    layout, quantizer = Layout.split(2 * CHUNK, 1, 1 << 20, CHUNK), Quantizer(mode="range", value=1e-9)
+    layout, quantizer = Layout.split(2 * CHUNK, 1, 1 << 20, CHUNK), QuantizerConfig(mode="range", value=1e-9)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
     assert 1e-9 < smallest_value(measured, quantizer, torch.float32) < 1e-6
@@ -364,7 +364,7 @@ def test_a_root_mean_square_is_never_measured_too_large(exponent):
     """Also where squares vanish, or round to the smallest number there is."""
     tensor = torch.full((5000,), float(np.ldexp(np.sqrt(0.75), exponent)), dtype=torch.float64)
     layout = Layout.split(5000, 1, 1 << 20, 0)
-    _, rms = measure(BACKEND, Window(tensor), layout, range(1), Quantizer(mode="rms", block=0)).tolist()
+    _, rms = measure(BACKEND, Window(tensor), layout, range(1), QuantizerConfig(mode="rms", block=0)).tolist()
     assert tensor[0] / np.sqrt(5000) <= rms <= tensor[0]
 
 

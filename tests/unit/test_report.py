@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ncz_plugins import cli
+from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.report.read import read
+from ncz_plugins.cli.report.summary import LATE, summarize
+from ncz_plugins.cli.report.units import duration, size
+from ncz_plugins.cli.report.verdict import ADVICE, verdict
+from ncz_plugins.core.codec.quantize import Bypass
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.guard import Finding
-from ncz_plugins.core.quantize import Bypass
-from ncz_plugins.core.stats import Counters
-from ncz_plugins.core.training import Training
-from ncz_plugins.report.read import read
-from ncz_plugins.report.summary import LATE, summarize
-from ncz_plugins.report.units import duration, size
-from ncz_plugins.report.verdict import ADVICE, verdict
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.training.guard import Finding
+from ncz_plugins.core.training.state import Training
 
 HEADER = {"ncz_plugins": "1.2", "config": {"guard": {"max_relative_error": 0.5, "min_cosine": 0.8}}, "ranks": 4}
 CALL = Counters(  # 8 MB in place of 80, in 40 ms

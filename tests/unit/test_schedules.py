@@ -8,15 +8,16 @@ import torch.distributed as dist
 from ranks import play, same_bits, values
 
 from ncz_plugins import kernels
-from ncz_plugins.core import direct, plain, ring
-from ncz_plugins.core.codec import LosslessCodec
-from ncz_plugins.core.collective import Call, Patience, run
+from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.codec.quantize import derive, measure
+from ncz_plugins.core.codec.tensor_codec import LosslessCodec
+from ncz_plugins.core.collective import BypassBackoff, Call, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host
 from ncz_plugins.core.errors import FrameError, MismatchError
-from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.quantize import derive, measure
-from ncz_plugins.core.stats import Counters
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.transport import plain
 from ncz_plugins.kernels.format import (
     CHUNK,
     HAS_CHECKSUM,
@@ -539,7 +540,7 @@ def test_hopeless_calls_are_measured_less_and_less_often():
     """A bound that 32 bits can't hold: 1, 2, 4, ... calls of the same kind go plain unmeasured, others are not hit."""
 
     def body(transport):
-        patience = Patience()
+        patience = BypassBackoff()
 
         def call(numel: int, scale: float) -> Counters:
             tensor = values(transport.rank, numel) * scale

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins import Config, ConfigError, FrameError, NczError
-from ncz_plugins.core.handshake import open_store
-from ncz_plugins.core.stats import Counters
-from ncz_plugins.core.tuning import Tuning
+from ncz_plugins.cli.perf import gather
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.transport.handshake import open_store
+from ncz_plugins.core.tuning.choices import Tuning
 from ncz_plugins.kernels import cache
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
-from ncz_plugins.perf import gather
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = sorted(file for folder in ("ncz_plugins", "examples", "tools") for file in (ROOT / folder).rglob("*.py"))
@@ -272,7 +272,7 @@ def test_a_cache_in_which_others_could_put_another_folder_is_not_used(careless):
 
 
 def test_the_weights_of_the_laboratory_are_kept_there(careless, monkeypatch):
-    from ncz_plugins.perf import data
+    from ncz_plugins.cli.perf import data
 
     monkeypatch.setattr(data, "_STEPS", 0)
     weights = data.trained()
@@ -313,4 +313,4 @@ def test_ranks_meet_at_the_store_of_the_first_one():
         # The first rank's must outlive what the others do.
         return store, b" ".join(store.get(f"rank {rank}") for rank in range(3))
 
-    assert [told for _, told in play(3, body)] == [b"here here here"] * 3
+    assert [received for _, received in play(3, body)] == [b"here here here"] * 3

@@ -3,7 +3,7 @@
 import json
 from dataclasses import fields
 
-from ncz_plugins.core.stats import Counters, Statistics
+from ncz_plugins.core.runtime.statistics import Counters, Statistics
 
 
 def test_ratio_is_plain_over_wire_and_one_where_nothing_was_sent():

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from ranks import play, same_bits
 
-from ncz_plugins.core import direct, plain, ring
-from ncz_plugins.core.collective import Call, Patience, run
+from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.codec.scale_agreement import pieces_of
+from ncz_plugins.core.collective import BypassBackoff, Call, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.device import Host
-from ncz_plugins.core.frame import Layout, Window
-from ncz_plugins.core.steps import pieces_of
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.transport import plain
 from ncz_plugins.kernels.format import CHUNK
 
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -157,7 +158,7 @@ def test_the_reason_is_that_of_the_whole_tensor():
         tensor[:CHUNK] = 1e-9
         tensor[0] = 1.0
         reasons = []
-        patience = Patience()
+        patience = BypassBackoff()
         for last in (float("inf"), 1.0, 1.0):
             tensor[-1] = last
             made, _ = call(transport, "all_reduce", ring, tensor.clone())

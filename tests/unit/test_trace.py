@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from ncz_plugins.core import trace
 from ncz_plugins.core.errors import FrameError
-from ncz_plugins.core.stats import Counters
+from ncz_plugins.core.runtime import trace
+from ncz_plugins.core.runtime.statistics import Counters
 
 
 class Work:

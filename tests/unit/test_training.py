@@ -8,9 +8,9 @@ import torch
 
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.policy import Part
-from ncz_plugins.core.stats import Counters
-from ncz_plugins.core.training import Training
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
 
 RANKS = (0, 1)
 
@@ -23,7 +23,12 @@ def of_two_ranks(rank=0, **sections) -> Training:
 
 def test_parts_that_are_treated_alike_are_put_together():
     training = of_two_ranks(policies=[{"name": "*.bias", "action": "skip"}])
-    parts = [Part("a.bias", 3), Part("a.weight", 9), Part(None, 1), Part("b.bias", 3)]
+    parts = [
+        ParameterSlice("a.bias", 3),
+        ParameterSlice("a.weight", 9),
+        ParameterSlice(None, 1),
+        ParameterSlice("b.bias", 3),
+    ]
     (skipped, biases), (compressed, others) = training.grouped(parts, torch.float32, "gradient", RANKS)
     assert (biases, others) == ([0, 3], [1, 2])
     assert skipped.bypass and not compressed.bypass
@@ -60,7 +65,7 @@ def saved(training: Training) -> dict:
 
 def of_a_run() -> Training:
     training = of_two_ranks()
-    training.residuals.of(Part("a", 5), torch.zeros(1)).copy_(torch.arange(5.0))
+    training.residuals.of(ParameterSlice("a", 5), torch.zeros(1)).copy_(torch.arange(5.0))
     group = training.of_group(RANKS)
     group.calls, group.guard.tightening = 17, 0.5
     training.step = 9
@@ -75,7 +80,7 @@ def test_a_state_goes_through_a_checkpoint():
     assert training.state_dict()["groups"] == of_a_run().state_dict()["groups"]  # though none was asked for yet
     group = training.of_group(RANKS)
     assert (group.calls, group.guard.tightening) == (17, 0.5)
-    assert training.treatment(Part("a", 5), torch.float32, None, RANKS).quantizer.value == 0.125
+    assert training.treatment(ParameterSlice("a", 5), torch.float32, None, RANKS).quantizer.value == 0.125
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 3), (1, 2)])
@@ -86,8 +91,11 @@ def test_the_state_of_another_rank_gives_no_residuals(rank, world_size, capsys):
     assert training.step == 9 and not training.residuals.by_name
     group = training.of_group((0, 1, 2))
     assert (group.calls, group.guard.tightening) == (0, 0.5)
-    told = capsys.readouterr().err
-    assert f"saved by rank 0 of 2 and is loaded by rank {rank} of {world_size}: " in told and "starts at zero" in told
+    received = capsys.readouterr().err
+    assert (
+        f"saved by rank 0 of 2 and is loaded by rank {rank} of {world_size}: " in received
+        and "starts at zero" in received
+    )
 
 
 def test_a_foreign_state_is_refused():
@@ -98,5 +106,5 @@ def test_a_foreign_state_is_refused():
 def test_a_configuration_may_be_replaced_between_steps():
     training = of_a_run()
     training.config = Config(quantizer={"value": 1}, guard={"every": 3})
-    assert training.treatment(Part("a", 5), torch.float32, None, RANKS).quantizer.value == 0.5
+    assert training.treatment(ParameterSlice("a", 5), torch.float32, None, RANKS).quantizer.value == 0.5
     assert training.of_group(RANKS).guard.settings.every == 3

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins import cli
-from ncz_plugins.core import tuning
-from ncz_plugins.core.config import Config, Costs, KiB, MiB
+from ncz_plugins.cli import main as cli
+from ncz_plugins.core.config import CoderCosts, Config, KiB, MiB
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.tuning import Comparison, Trial, Tuning, best, crossover, rans_costs, settle
+from ncz_plugins.core.tuning import choices as tuning
+from ncz_plugins.core.tuning.choices import SpeedComparison, Trial, Tuning, best, crossover, rans_costs, settle
 
-COSTS = Costs(raw=600, fixed=500, huffman=2300, rans=1200, rans_rest=3500)
+COSTS = CoderCosts(raw=600, fixed=500, huffman=2300, rans=1200, rans_rest=3500)
 OPEN = {"frame_bytes": "auto", "min_bytes": "auto"}
 
 
-def compared(**times: tuple[float, float]) -> list[Comparison]:
+def compared(**times: tuple[float, float]) -> list[SpeedComparison]:
     """(plain, compressed) seconds by size, such as k16=(2, 1)."""
     sizes = [int(name[1:]) * {"k": KiB, "m": MiB}[name[0]] for name in times]
     return [
-        Comparison(nbytes=nbytes, plain_seconds=plain, compressed_seconds=compressed)
+        SpeedComparison(nbytes=nbytes, plain_seconds=plain, compressed_seconds=compressed)
         for nbytes, (plain, compressed) in zip(sizes, times.values())
     ]
 

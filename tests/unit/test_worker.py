@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ncz_plugins.core.errors import PeerError, UnsupportedError
-from ncz_plugins.core.worker import Worker
+from ncz_plugins.core.runtime.worker import Worker
 
 
 def test_jobs_run_in_order_on_one_other_thread():

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from common import attempt, leave, start, values
 
-import ncz_plugins.core.handshake as handshake
+import ncz_plugins.core.transport.handshake as handshake
 from ncz_plugins import Communicator, kernels
-from ncz_plugins.core import memory
+from ncz_plugins.core.transport import process_memory as memory
 
 device = torch.device(*sys.argv[1:2] or ["cpu"])
 on_gpu = device.type == "cuda"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from common import finish, start, values
 
 from ncz_plugins import Communicator, NczError
-from ncz_plugins.core.transport import Stream
+from ncz_plugins.core.transport.gloo import Stream
 from ncz_plugins.kernels.format import HEADER_BYTES
 
 ELEMENTS = 20_000

@@ -12,7 +12,7 @@ from common import attempt, leave, start
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import kernels
-from ncz_plugins.core.transport import Stream
+from ncz_plugins.core.transport.gloo import Stream
 
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
 rank, world_size = start()

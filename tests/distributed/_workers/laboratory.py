@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from ncz_plugins.perf.launch import run
-from ncz_plugins.perf.link import link
+from ncz_plugins.cli.perf.launch import run
+from ncz_plugins.cli.perf.link import link
 
 
 def tell(record: object) -> None:

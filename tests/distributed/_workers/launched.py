@@ -1,4 +1,4 @@
-"""One rank started by `ncz_plugins.perf.launch`: does what its argument says."""
+"""One rank started by `ncz_plugins.cli.perf.launch`: does what its argument says."""
 
 import json
 import os
@@ -14,7 +14,7 @@ def write(record: object) -> None:
         out.write(json.dumps(record) + "\n")
 
 
-def told(folder: str) -> None:
+def received(folder: str) -> None:
     """What the environment and the standard input say."""
     found = {name: os.environ.get(name) for name in TOLD} | {"input": sys.stdin.read(), "host": os.uname().nodename}
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

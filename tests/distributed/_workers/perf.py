@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from common import finish, leave, start
 
-from ncz_plugins.core.config import Config, Quantizer
+from ncz_plugins.cli.perf import COLLECTIVES, Job, data, rank, verify
+from ncz_plugins.cli.perf.measure import Measurement
+from ncz_plugins.cli.perf.peers import PEERS
+from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.core.errors import NczError
-from ncz_plugins.perf import COLLECTIVES, Job, data, rank, verify
-from ncz_plugins.perf.measure import Measurement
-from ncz_plugins.perf.peers import PEERS
 
 SIZES = [1000, 300_000]
 JOB = Job(
@@ -23,9 +23,9 @@ def measured() -> dict:
     own, world_size = start()
     found = {"records": {}, "exact": {}, "answers": {}}
     for collective in COLLECTIVES:
-        told = []
-        Measurement(replace(JOB, collective=collective), data.noise, told.append).run()
-        found["records"][collective] = [each["result"] for each in told if "result" in each]
+        received = []
+        Measurement(replace(JOB, collective=collective), data.noise, received.append).run()
+        found["records"][collective] = [each["result"] for each in received if "result" in each]
         found["exact"][collective] = exact(collective, own, world_size)
     found["wrong"] = error_of_a_wrong_result()
     finish(found)
@@ -53,7 +53,7 @@ def exact(collective: str, own: int, world_size: int) -> list[bool]:
         allowed = torch.stack([bounds(x, world_size) for x in held]).amax(0).chunk(world_size)[own] * world_size
     else:
         allowed = bounds(values, world_size if collective == "all_gather" else 1)
-    answer = verify.exact(collective, held[own].float(), Quantizer(mode="rms", value=0.125, block=block))
+    answer = verify.exact(collective, held[own].float(), QuantizerConfig(mode="rms", value=0.125, block=block))
     return [torch.allclose(answer.values, values), torch.allclose(torch.from_numpy(answer.allowed), allowed)]
 
 
@@ -73,7 +73,7 @@ def error_of_a_wrong_result() -> str:
 
 
 def context():
-    from ncz_plugins.perf.peers import Context
+    from ncz_plugins.cli.perf.peers import Context
 
     return Context(Config(), None, dist.get_world_size(), dist.get_rank(), "all_reduce")
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from common import digest, finish, start, values
 
 from ncz_plugins import Config
-from ncz_plugins.perf import COLLECTIVES
-from ncz_plugins.perf.peers import PEERS, Context
+from ncz_plugins.cli.perf import COLLECTIVES
+from ncz_plugins.cli.perf.peers import PEERS, Context
 
 SIZES = (1, 2, 7, 1009, 100_003, 1_200_007)  # in the last one, hivemind's segments have several parts
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from common import digest, finish, start, values
 
 from ncz_plugins import Communicator
-from ncz_plugins.core.device import has_spare_core
-from ncz_plugins.core.trace import recording
+from ncz_plugins.core.runtime.device import has_spare_core
+from ncz_plugins.core.runtime.trace import recording
 
 rank, _ = start()
 communicator = Communicator({"transport": {"min_bytes": 0, "frame_bytes": 262144, "hierarchy": "off"}})

@@ -7,11 +7,16 @@ import torch.distributed as dist
 from common import digest, finish, start, values
 
 from ncz_plugins import Communicator, UnsupportedError
-from ncz_plugins.core.policy import Part
+from ncz_plugins.core.training.policy import ParameterSlice
 
 rank, world_size = start()
 STEPS = 5
-PARTS = [Part("first.weight", 60_000), Part("first.bias", 64), Part(None, 36), Part("second.weight", 39_900)]
+PARTS = [
+    ParameterSlice("first.weight", 60_000),
+    ParameterSlice("first.bias", 64),
+    ParameterSlice(None, 36),
+    ParameterSlice("second.weight", 39_900),
+]
 NUMEL = sum(part.length for part in PARTS)
 result = {}
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from common import digest, finish, start, values
 
 from ncz_plugins import Communicator, Config, NczError
-from ncz_plugins.core.config import Costs
-from ncz_plugins.core.tuning import Comparison, Trial, Tuning
+from ncz_plugins.core.config import CoderCosts
+from ncz_plugins.core.tuning.choices import SpeedComparison, Trial, Tuning
 
 OPEN = {"frame_bytes": "auto", "min_bytes": "auto"}
 ELEMENTS = 1 << 20
@@ -47,10 +47,10 @@ def file(name: str, **values) -> Path:
         "frame_bytes": 128 << 10,
         "min_bytes": 1 << 20,
         "link_gbps": 0.5,
-        "costs": Costs(raw=1, fixed=2, huffman=3, rans=4, rans_rest=5),
+        "costs": CoderCosts(raw=1, fixed=2, huffman=3, rans=4, rans_rest=5),
         "latency_seconds": 1e-4,
         "trials": [Trial(schedule="direct", frame_bytes=128 << 10, nbytes=1 << 20, seconds=0.5)],
-        "comparisons": [Comparison(nbytes=1 << 24, plain_seconds=2, compressed_seconds=1)],
+        "comparisons": [SpeedComparison(nbytes=1 << 24, plain_seconds=2, compressed_seconds=1)],
         "quantizer": Config().quantizer.describe(),
         "kernels": "avx2",
         "version": "0",

@@ -18,7 +18,7 @@ from horovod_common import own_values, save, sha256
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
-from ncz_plugins.core.transport import Stream
+from ncz_plugins.core.transport.gloo import Stream
 from ncz_plugins.horovod import NCZ, reduction
 from ncz_plugins.horovod.transport import _Stream
 

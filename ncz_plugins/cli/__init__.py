@@ -1,0 +1,1 @@
+"""The `ncz` command: a module for each subcommand, `main` for all of them, `output` for how they print."""

@@ -1,0 +1,95 @@
+"""What `ncz check --model` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...core.codec.quantize import Bypass
+from ...core.config import Config, format_size
+from .treatments import ROLE, Match, Row
+
+_UNCOMPRESSED = "uncompressed"
+
+
+def show(console: Console, rows: Sequence[Row], matches: Sequence[Match], config: Config) -> None:
+    """Print a line for each parameter, totals, what each policy does, and what is likely not meant."""
+    console.print(_parameters(rows))
+    console.print()
+    console.print(_totals(rows))
+    if matches:
+        console.print()
+        console.print(_policies(matches))
+    if notes := list(_notes(rows, matches, config)):
+        console.print()
+        console.print(Text("\n".join(notes)))
+
+
+def _parameters(rows: Sequence[Row]) -> Table:
+    table = _table("parameter", "shape", "dtype", "elements", "treatment", "because")
+    for row in rows:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        treatment, because = "no gradient", "requires_grad is false"
+        if row.treatment:
+            treatment = _UNCOMPRESSED if row.treatment.bypass else row.treatment.quantizer.describe()
+            because = row.treatment.because
+        dtype = str(row.dtype).removeprefix("torch.")
+        _add(table, row.name, shape, dtype, f"{row.numel:,}", treatment, because)
+    return table
+
+
+def _totals(rows: Sequence[Row]) -> Table:
+    table = _table("gradients", "parameters", "elements", "MB")
+    compressed = [row for row in rows if row.treatment and not row.treatment.bypass]
+    uncompressed = [row for row in rows if row.treatment and row.treatment.bypass]
+    for what, those in (("compressed", compressed), (_UNCOMPRESSED, uncompressed)):
+        _add_total(table, what, those, sum(row.nbytes for row in those))
+    if kept := [row for row in rows if row.residual_bytes]:
+        _add_total(table, "error feedback keeps on every rank", kept, sum(row.residual_bytes for row in kept))
+    return table
+
+
+def _policies(matches: Sequence[Match]) -> Table:
+    table = _table("policy", "what it says", "fits", "decides")
+    for at, match in enumerate(matches):
+        _add(table, f"policies[{at}]", match.policy.describe(), f"{match.fits:,}", f"{match.decides:,}")
+    return table
+
+
+def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Iterator[str]:
+    for at, (policy, fits, decides) in enumerate(matches):
+        if policy.role not in (None, ROLE):
+            yield f"policies[{at}] is for role {policy.role}, and this table shows gradients only."
+        elif not fits:
+            yield f"Warning: policies[{at}] fits no parameter. Is something in it misspelt?"
+        elif not decides:
+            yield f"Warning: policies[{at}] decides nothing, as those before it take all that it fits."
+    bypasses = {row.treatment.bypass for row in rows if row.treatment}
+    if Bypass.TOO_SMALL in bypasses:
+        least = format_size(config.transport.min_bytes)
+        yield (
+            "Too small: parameters that are treated alike are reduced together, and all of these come to less than "
+            f"transport.min_bytes, {least}."
+        )
+    if Bypass.FAST_LINK in bypasses:
+        yield "Link too fast: transport.min_bytes is never, so nothing is compressed."
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        numbers = heading in ("elements", "parameters", "MB", "fits", "decides")
+        table.add_column(heading, justify="right" if numbers else "left")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*map(Text, cells))  # Text, as rich takes a bare "[...]" for markup
+
+
+def _add_total(table: Table, what: str, rows: Sequence[Row], nbytes: int) -> None:
+    elements = sum(row.numel for row in rows)
+    _add(table, what, f"{len(rows):,}", f"{elements:,}", f"{nbytes / 1e6:,.2f}")

@@ -1,0 +1,50 @@
+"""Bytes that really left through a network interface, as Linux counted them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from ...core.errors import NczError
+
+_COUNTERS = Path("/proc/net/dev")
+
+
+def sent_bytes() -> int | None:
+    """Bytes sent since the start, headers included, by every process in this network namespace.
+
+    They are those of the interface that gloo is told to use (GLOO_SOCKET_IFNAME), or else of all interfaces with the
+    loopback. None where Linux does not count, or no such interface is there.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    wanted = set(names.split(",")) if names else None
+    try:
+        lines = _COUNTERS.read_text().splitlines()[2:]
+    except OSError:
+        return None
+    counters = {name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines)}
+    found = [sent for name, sent in counters.items() if wanted is None or name in wanted]
+    return sum(found) if found else None
+
+
+def namespace() -> str:
+    """The same for all processes whose traffic is counted together."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def demand_crossing(what: str, link: str, least: int, seen: float | None) -> None:
+    """Raise NczError if the counters saw less than `least` bytes go through links of that rate.
+
+    Args:
+        seen: bytes that were counted; None where nothing is.
+    """
+    if seen is None or seen < least:
+        counted = "none that are counted" if seen is None else f"{seen:,.0f}"
+        raise NczError(
+            f"{what}: {least:,} bytes must go through the links of {link}, and {counted} did: the traffic takes "
+            "another way, so its time means nothing; is GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE set to something else?"
+        )

@@ -1,0 +1,131 @@
+"""One call of a collective: plain, on halves of the bytes by a cast, over NCCL, and compressed by us."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....core.communicator import Communicator
+from .exchange import Context, Exchange, Peer
+
+
+class Call(Exchange):
+    """One call, with torch.distributed's signatures.
+
+    Args:
+        calls: where to find all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast.
+        dtype: what the tensor is cast to, and its result from.
+    """
+
+    def __init__(self, context: Context, calls, dtype: torch.dtype = torch.float32):
+        super().__init__(context)
+        self._calls = calls
+        self._dtype = dtype
+        self._source = dist.get_global_rank(context.group, 0)
+        self._collective = {
+            "all_reduce": self._all_reduce,
+            "reduce_scatter": self._reduce_scatter,
+            "all_gather": self._all_gather,
+            "broadcast": self._broadcast,
+        }[context.collective]
+
+    def load(self, tensor: Tensor) -> None:
+        in_place = self.context.collective in ("all_reduce", "broadcast") and tensor.dtype == self._dtype
+        self.tensor = self._buffer("whole", tensor.numel(), tensor).copy_(tensor) if in_place else tensor
+
+    def run(self) -> Tensor:
+        result = self._collective(self.tensor)
+        if result.dtype == torch.float32:
+            return result
+        return self.context.buffer("result", result.numel(), self.tensor).copy_(result)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        whole = self._cast("whole", tensor)
+        self._calls.all_reduce(whole)
+        return whole
+
+    def _reduce_scatter(self, tensor: Tensor) -> Tensor:
+        part = self._buffer("part", tensor.numel() // self.context.world_size, tensor)
+        self._calls.reduce_scatter_tensor(part, self._cast("whole", tensor))
+        return part
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        whole = self._buffer("whole", tensor.numel() * self.context.world_size, tensor)
+        self._calls.all_gather_into_tensor(whole, self._cast("part", tensor))
+        return whole
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        whole = self._cast("whole", tensor)
+        self._calls.broadcast(whole, self._source)
+        return whole
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor itself where it has the right type."""
+        if tensor.dtype == self._dtype:
+            return tensor
+        return self._buffer(name, tensor.numel(), tensor).copy_(tensor)
+
+    def _buffer(self, name: str, numel: int, like: Tensor) -> Tensor:
+        return self.context.buffer(name, numel, like, self._dtype)
+
+
+class Ours(Call):
+    """The collectives of a Communicator, and what it counts."""
+
+    def __init__(self, context: Context):
+        self._communicator = Communicator(context.config, context.group)
+        super().__init__(context, self._communicator)
+
+    def details(self) -> dict[str, Any]:
+        return self._communicator.stats.end_step().to_dict()
+
+    def close(self) -> None:
+        self._communicator.close()
+
+
+class OverNccl(Call):
+    """Plain, on this rank's GPU."""
+
+    def __init__(self, context: Context):
+        self._group = dist.new_group(dist.get_process_group_ranks(context.group), backend="nccl")
+        super().__init__(context, _of_torch(self._group))
+
+    def load(self, tensor: Tensor) -> None:
+        super().load(tensor.to("cuda"))
+
+    def run(self) -> Tensor:
+        result = super().run()
+        torch.cuda.synchronize()
+        return result
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+def _of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
+    calls = (dist.all_reduce, dist.reduce_scatter_tensor, dist.all_gather_into_tensor, dist.broadcast)
+    return SimpleNamespace(**{call.__name__: partial(call, group=group) for call in calls})
+
+
+def _torch(context: Context, dtype: torch.dtype = torch.float32) -> Call:
+    return Call(context, _of_torch(context.group), dtype)
+
+
+def _no_nccl() -> str | None:
+    return (
+        None if torch.cuda.is_available() and dist.is_nccl_available() else "it needs a GPU, and a torch that sees it"
+    )
+
+
+PEERS = (
+    Peer("plain", "torch.distributed as it is: gloo for tensors in host memory", _torch),
+    Peer("ncz", "ours, as configured", Ours),
+    Peer("fp16", "cast to float16, torch.distributed, cast back", partial(_torch, dtype=torch.float16)),
+    Peer("bf16", "cast to bfloat16, torch.distributed, cast back", partial(_torch, dtype=torch.bfloat16)),
+    Peer("nccl", "NCCL on GPUs, uncompressed", OverNccl, missing=_no_nccl),
+)

@@ -1,0 +1,68 @@
+"""Horovod, as its users call it: in place where it can be, with its own compression or none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from ....core.errors import UnsupportedError
+from .exchange import ALL, Context, Exchange, Peer, needs
+
+
+class Horovod(Exchange):
+    """One call of Horovod's over all ranks, which must have been started as horovodrun starts them.
+
+    Args:
+        compression: the name of one in horovod.torch.Compression. Gathers and broadcasts take none.
+    """
+
+    def __init__(self, context: Context, compression: str = "none"):
+        import horovod.torch as hvd
+
+        super().__init__(context)
+        if not hvd.is_initialized():
+            hvd.init()
+        if (hvd.size(), hvd.rank()) != (context.world_size, context.rank):
+            raise UnsupportedError(
+                f"Horovod says that this is rank {hvd.rank()} of {hvd.size()}, and torch.distributed that it is rank "
+                f"{context.rank} of {context.world_size}: start the ranks with horovodrun, or let `ncz perf` start them"
+            )
+        self._hvd = hvd
+        self._compression = getattr(hvd.Compression, compression)
+        self._collective = getattr(self, f"_{context.collective}")
+
+    def load(self, tensor: Tensor) -> None:
+        uncompressed = self._compression is self._hvd.Compression.none
+        in_place = self.context.collective in ("all_reduce", "broadcast") and uncompressed
+        self.tensor = self.context.buffer("whole", tensor.numel(), tensor).copy_(tensor) if in_place else tensor
+
+    def run(self) -> Tensor:
+        name = f"{self.context.collective} {self._compression.__name__} {self.tensor.numel()}"
+        return self._collective(self.tensor, name)
+
+    def _all_reduce(self, tensor: Tensor, name: str) -> Tensor:
+        """As Horovod's DistributedOptimizer does it."""
+        compressed, original = self._compression.compress(tensor)
+        summed = self._hvd.allreduce_(compressed, op=self._hvd.Sum, name=name)
+        return self._compression.decompress(summed, original)
+
+    def _reduce_scatter(self, tensor: Tensor, name: str) -> Tensor:
+        return self._hvd.reducescatter(tensor, op=self._hvd.Sum, name=name, compression=self._compression)
+
+    def _all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        return self._hvd.allgather(tensor, name=name)
+
+    def _broadcast(self, tensor: Tensor, name: str) -> Tensor:
+        return self._hvd.broadcast_(tensor, 0, name=name)
+
+
+def _peer(name: str, description: str, compression: str, collectives: frozenset[str]) -> Peer:
+    start = partial(Horovod, compression=compression)
+    return Peer(name, description, start, collectives, needs("horovod", "horovod"), needs_horovod=True)
+
+
+PEERS = (
+    _peer("horovod", "Horovod, uncompressed", "none", ALL),
+    _peer("horovod-fp16", "Horovod with Compression.fp16", "fp16", frozenset({"all_reduce", "reduce_scatter"})),
+)

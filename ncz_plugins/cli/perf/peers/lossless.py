@@ -1,0 +1,81 @@
+"""General compressors around an all-gather of bytes; an all-reduce adds what was gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....core.errors import NczError
+from .exchange import Context, Exchange, Peer, needs
+
+_HEAD_BYTES = 4096  # more than a compressor adds to a small tensor
+
+
+class Gather(Exchange):
+    """Compresses the floats, gathers the sizes and the bytes, and decompresses those of all ranks.
+
+    Args:
+        compress: takes a float32 array, [n].
+        decompress: takes what `compress` returned, and returns the bytes of the array.
+    """
+
+    def __init__(self, context: Context, compress: Callable, decompress: Callable):
+        super().__init__(context)
+        self._compress = compress
+        self._decompress = decompress
+
+    def run(self) -> Tensor:
+        tensor = self.tensor
+        if self.context.collective == "all_gather":
+            whole = self.context.buffer("whole", tensor.numel() * self.context.world_size, tensor)
+            for part, floats in zip(whole.numpy().reshape(-1, tensor.numel()), self._gathered(tensor)):
+                part[:] = floats
+            return whole
+        total = self.context.buffer("whole", tensor.numel(), tensor).zero_()
+        for floats in self._gathered(tensor):
+            np.add(total.numpy(), floats, out=total.numpy())
+        return total
+
+    def _gathered(self, tensor: Tensor) -> Iterator[np.ndarray]:
+        """Every rank's floats, in rank order. All send as many bytes as the one that has most, as gloo wants it."""
+        group, ranks = self.context.group, self.context.world_size
+        data = self._compress(tensor.numpy())
+        sizes = torch.empty(ranks, dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=group)
+        most = int(sizes.max())
+        if not 0 < int(sizes.min()) <= most <= 2 * tensor.nbytes + _HEAD_BYTES:  # before memory is taken
+            raise NczError(f"ranks announced {sizes.tolist()} bytes for tensors of {tensor.nbytes} each")
+        sent = self.context.buffer("sent", most, tensor, torch.uint8)
+        sent.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+        received = self.context.buffer("received", most * ranks, tensor, torch.uint8)
+        dist.all_gather_into_tensor(received, sent, group=group)
+        for rank, size in enumerate(sizes.tolist()):
+            if rank == self.context.rank:
+                yield tensor.numpy()
+            else:
+                data = received[rank * most : rank * most + size].numpy()
+                yield np.frombuffer(self._decompress(data), np.float32)
+
+
+def _zstd(context: Context) -> Gather:
+    import zstandard
+
+    return Gather(context, zstandard.ZstdCompressor().compress, zstandard.ZstdDecompressor().decompress)
+
+
+def _lz4(context: Context) -> Gather:
+    import lz4.frame
+
+    return Gather(context, lz4.frame.compress, lz4.frame.decompress)
+
+
+_COLLECTIVES = frozenset({"all_reduce", "all_gather"})
+
+PEERS = (
+    Peer("zstd", "zstd level 3 around all-gather: lossless", _zstd, _COLLECTIVES, needs("zstandard", "peers")),
+    Peer("lz4", "lz4 level 0 around all-gather: lossless", _lz4, _COLLECTIVES, needs("lz4", "peers")),
+)

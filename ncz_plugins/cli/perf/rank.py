@@ -1,0 +1,94 @@
+"""What one rank does: join the others, measure, and tell what came out if it is rank 0.
+
+    python -m ncz_plugins.cli.perf.rank    # started by `launch`, with the job as JSON on its standard input
+
+`ncz perf` under torchrun or horovodrun calls `take_part` in its own process instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.errors import MismatchError, NczError
+from ...core.transport.handshake import open_store
+from . import Job, data
+from .gather import gathered
+from .measure import Measurement
+
+_TRAINING = timedelta(minutes=10)  # rank 0 may first make the weights whose gradients are sent
+
+
+def main() -> int:
+    """Run one rank of the job on standard input; the exit code."""
+    job = Job(**json.load(sys.stdin))
+    descriptor = os.environ.get("NCZ_PERF_OUT")
+    records = open(int(descriptor), "w", buffering=1, closefd=False) if descriptor else None
+    try:
+        take_part(job, lambda record: print(json.dumps(record), file=records) if records else None)
+    except NczError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def take_part(job: Job, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Run `job` as the rank that a launcher's environment says; `emit` is called on rank 0 only.
+
+    Raises MismatchError where ranks were started with different options, and whatever goes wrong in measuring.
+    """
+    join(timedelta(seconds=job.timeout) + _TRAINING)
+    try:
+        _demand_same(job)
+        measurement = Measurement(job, _source(job), emit if dist.get_rank() == 0 else lambda record: None)
+        measurement.run()
+        dist.barrier()  # so that nobody's connections go while another still ends
+    finally:
+        dist.destroy_process_group()
+
+
+def join(timeout: timedelta) -> None:
+    """Make the default process group from torchrun's variables, or through Horovod."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    import horovod.torch as hvd
+
+    hvd.init()
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
+    broadcast = partial(hvd.broadcast, root_rank=0, name="ncz.perf")
+    store = open_store(hvd.rank(), hvd.size(), timeout, host, broadcast)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size(), timeout=timeout)
+
+
+def _demand_same(job: Job) -> None:
+    jobs = gathered(asdict(job))
+    differing = [rank for rank, other in enumerate(jobs) if other != jobs[0]]
+    if differing:
+        raise MismatchError(
+            f"rank {differing[0]} was started with other options than rank 0, or lacks peers that rank 0 has: "
+            f"{jobs[differing[0]]} and {jobs[0]}"
+        )
+
+
+def _source(job: Job) -> data.Source:
+    """Where this rank's values come from; gradients are of the same weights everywhere."""
+    if job.data != "gradient":
+        return {"field": data.field, "noise": data.noise}.get(job.data) or data.from_file(job.data)
+    weights = data.trained() if dist.get_rank() == 0 else torch.empty(data.parameter_count())
+    dist.broadcast(weights, 0)
+    return data.Gradients(weights)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What a collective should have given, how far off the result is, and whether that is within the bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core.codec.layout import Layout
+from ...core.codec.quantize import smallest_bound
+from ...core.config import QuantizerConfig
+
+SUMS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The exact result on this rank, and how far off an element of ours may be.
+
+    Attributes:
+        values: float64, 1-D, of all ranks' inputs before they were rounded by anything.
+        allowed: the bound of each block, [blocks], float64; None if the quantizer is lossless.
+        starts: the first element of each of these blocks, [blocks].
+    """
+
+    values: Tensor
+    allowed: np.ndarray | None
+    starts: np.ndarray
+
+    def over(self, result: Tensor, divisor: float = 1) -> float:
+        """The largest error of `result` as a share of its block's bound."""
+        errors = np.maximum.reduceat((result.double() - self.values / divisor).abs().numpy(), self.starts)
+        allowed = np.maximum(self.allowed / divisor, smallest_bound(torch.float32, divisor))
+        return float((errors / allowed).max())
+
+
+def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
+    """The answer for this rank, whose input is `x`, float32, 1-D. All ranks must call this."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = _exchanged(collective, x)
+    # A part of its own for every rank begins blocks of its own.
+    lengths = [x.numel()] if collective in ("all_reduce", "broadcast") else [values.numel() // ranks] * ranks
+    if collective == "reduce_scatter":
+        lengths = [x.numel() // ranks] * ranks
+    layout = Layout.of(lengths, max(lengths))
+    sizes = layout.block_lengths(quantizer.block_in_effect)
+    starts = np.cumsum(sizes) - sizes
+    allowed = None
+    if quantizer.kind != "lossless":
+        measured = _measured((x if collective in SUMS else values).double().numpy(), starts, sizes, quantizer)
+        if collective in SUMS:
+            dist.all_reduce(measured, dist.ReduceOp.MAX)
+        allowed = quantizer.value * measured.sum(0).numpy() * (ranks if collective in SUMS else 1)
+    if collective == "reduce_scatter":
+        own = layout.segment(rank)
+        values = values[own]
+        within = (starts + sizes > own.start) & (starts < own.stop)
+        starts = np.maximum(starts[within] - own.start, 0)
+        allowed = None if allowed is None else allowed[within]
+    return Answer(values, allowed, starts)
+
+
+def errors(result: Tensor, answer: Answer, divisor: float) -> tuple[float, float]:
+    """Of a result on all ranks, which must all call this: the relative L2 error, and the largest of an element."""
+    difference = result.double() - answer.values / divisor
+    squares = torch.stack([difference.square().sum(), (answer.values / divisor).square().sum()])
+    largest = difference.abs().max()
+    dist.all_reduce(squares)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    wrong, whole = squares.tolist()
+    return (wrong / whole) ** 0.5 if whole else float(wrong > 0), largest.item()
+
+
+def _exchanged(collective: str, x: Tensor) -> Tensor:
+    """What all ranks hold together, float64."""
+    if collective in SUMS:
+        values = x.double()
+        dist.all_reduce(values)
+    elif collective == "all_gather":
+        gathered = torch.empty(x.numel() * dist.get_world_size())
+        dist.all_gather(list(gathered.chunk(dist.get_world_size())), x)
+        values = gathered.double()
+    else:
+        values = x.clone()
+        dist.broadcast(values, 0)
+        values = values.double()
+    return values
+
+
+def _measured(x: np.ndarray, starts: np.ndarray, sizes: np.ndarray, quantizer: QuantizerConfig) -> Tensor:
+    """What the bound of each block is relative to, [numbers to be added, blocks]; over ranks their maximum counts."""
+    if quantizer.mode == "abs":
+        found = [np.ones(len(starts))]
+    elif quantizer.mode == "rel":
+        found = [np.maximum.reduceat(np.abs(x), starts)]
+    elif quantizer.mode == "range":
+        found = [np.maximum.reduceat(x, starts), np.maximum.reduceat(-x, starts)]
+    else:
+        found = [np.sqrt(np.add.reduceat(x * x, starts) / sizes)]
+    return torch.from_numpy(np.stack(found))

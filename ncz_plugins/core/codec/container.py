@@ -1,0 +1,228 @@
+"""One tensor as bytes that say themselves how to read them, for files and measurements.
+
+All numbers are little endian. The head:
+
+| offset | size | field | |
+|---|---|---|---|
+| 0 | 4 | magic | `4E 43 5A 43`, "NCZC" |
+| 4 | 1 | version | 1 |
+| 5 | 1 | dtype | 0 float32, 1 bfloat16, 2 float16, 3 float64 |
+| 6 | 1 | kind | 0 error_bound, 1 stochastic, 2 lossless |
+| 7 | 1 | dimensions | |
+| 8 | 4 | frame elements | in each frame but the last: a multiple of 4,096 |
+| 12 | 8 | block | elements that share a step: a multiple of 4,096; 0 all of them, or kind is lossless |
+| 20 | 4 | checksum | of the head, as in a frame |
+| 24 | 8 per dimension | shape | |
+| | 4 or 8 per block | steps | float64 if dtype is, else float32; none if kind is lossless |
+
+Then every frame of docs/wire-format.md, its size as a 64-bit number before it. The tensor counts as flat.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...kernels.backend import Backend
+from ...kernels.format import CHUNK, DTYPES, RANS_LANES, RANS_PAGE, chunks_of
+from ..config import Config, QuantizerConfig
+from ..errors import BoundError, FrameError, UnsupportedError
+from ..runtime.device import Host
+from .layout import Layout, Window
+from .quantize import Bypass, Scales, derive, measure, smallest_value, work_dtype
+from .tensor_codec import codec_for
+
+_MAGIC = 0x435A434E  # "NCZC", little endian
+_VERSION = 1
+_HEAD = struct.Struct("<IBBBBIQI")  # the checksum where a frame has its own, so that the same function computes it
+_KINDS = ("error_bound", "stochastic", "lossless")
+_LOSSLESS = _KINDS.index("lossless")
+_SIZE_BYTES = 8  # before each frame
+_MAX_FRAME_ELEMENTS = 1 << 25  # 64 MiB of 16-bit floats
+# No coder takes less than RANS does for a page that holds nothing but the mode: states, and an entry in a table.
+_LEAST_PAGE_BYTES = 4 * RANS_LANES + 4
+
+
+def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
+    """`tensor` within the error bound that `config` names, as bytes for `decompress`.
+
+    Args:
+        tensor: of dtype float32, bfloat16, float16 or float64, any shape and strides, in host memory.
+        config: a Config or anything that `Config.load` takes; what concerns the exchange between
+            ranks has no effect, but for `transport.frame_bytes` and `transport.link_gbps`.
+        threads: how many frames are coded at a time. The bytes are the same for any number.
+
+    Returns: uint8, [bytes].
+
+    The bound is strict for all dtypes; bounds below 4 times the smallest normal number are not told
+    apart. A tensor that holds NaN or infinity, or that quantizing can't or would hardly shrink, is held
+    without loss: an error of 0 is within any bound.
+
+    Raises BoundError if the bound is too fine for 32-bit codes and a larger one is not,
+    UnsupportedError for other tensors, ConfigError.
+    """
+    config = Config.load(config).settled()
+    flat = _flat(tensor)
+    device = Host()
+    layout = Layout.of([flat.numel()], config.transport.frame_bytes // flat.element_size())
+    scales = _scales(device.backend, flat, layout, config)
+    codec = codec_for(config, device, layout, scales, source=Window(flat))
+    frames = _in_threads(threads, lambda index: codec.encode(0, index), range(layout.frames))
+    pieces = [_head(device.backend, tensor, config.quantizer, layout, scales)]
+    for frame in frames:
+        pieces += [_bytes(struct.pack("<Q", frame.numel())), frame]
+    return torch.cat(pieces)
+
+
+def decompress(data: Tensor, *, threads: int = 1) -> Tensor:
+    """The tensor that `compress` made `data` (uint8, [bytes]) of, contiguous, in its shape and dtype.
+
+    Args:
+        threads: how many frames are decoded at a time.
+
+    Raises FrameError if `data` is damaged, and before memory is taken if it can't be what it says.
+    """
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
+        raise UnsupportedError("decompress takes what compress returned: a flat uint8 tensor in host memory")
+    found = contents_of(data.contiguous())
+    flat = torch.empty(found.layout.numel, dtype=found.dtype)
+    # Frames say how they were written, so that the configuration does not matter.
+    codec = codec_for(Config(), Host(), found.layout, found.scales, output=Window(flat))
+    _in_threads(threads, lambda index: codec.decode(0, index, found.frames[index]), range(found.layout.frames))
+    return flat.view(found.shape)
+
+
+class Contents(NamedTuple):
+    """What stands in a compressed tensor; `scales` is None if that is held without loss."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    layout: Layout
+    scales: Scales | None
+    frames: list[Tensor]
+
+
+def contents_of(data: Tensor) -> Contents:
+    """What `data`, uint8, [bytes], says of itself. Raises FrameError; the frames are for the codec to look at."""
+    if data.numel() < _HEAD.size:
+        raise FrameError(f"{data.numel()} bytes are too few for a compressed tensor")
+    magic, version, dtype, kind, dimensions, frame_elements, block, checksum = _HEAD.unpack(data[: _HEAD.size].numpy())
+    if magic != _MAGIC:
+        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a compressed tensor")
+    if version != _VERSION:
+        raise FrameError(f"the compressed tensor has version {version}; this build reads version {_VERSION}")
+    if dtype >= len(DTYPES) or kind >= len(_KINDS) or block % CHUNK or (kind == _LOSSLESS and block):
+        raise FrameError(f"dtype {dtype}, kind {kind} or block {block} of a compressed tensor is unknown")
+    if frame_elements % CHUNK or not 0 < frame_elements <= _MAX_FRAME_ELEMENTS:
+        raise FrameError(f"frames of {frame_elements} elements are impossible")
+    sizes, rest = _numbers(data[_HEAD.size :], "<i8", dimensions)
+    shape = sizes.tolist()
+    if min(shape, default=0) < 0 or math.prod(max(1, size) for size in shape) >= 1 << 62:
+        raise FrameError(f"shape {shape} is impossible")
+    count = math.prod(shape)
+    work = np.dtype(work_dtype(DTYPES[dtype]))
+    blocks = 0 if kind == _LOSSLESS else -(-count // block) if block else 1
+    steps, rest = _numbers(rest, work.newbyteorder("<"), blocks)
+    if (actual := kernels.cpu_backend().checksum(data[: data.numel() - rest.numel()])) != checksum:
+        raise FrameError(f"the head of a compressed tensor has checksum {actual:#010x}, it says {checksum:#010x}")
+    if not (np.isfinite(steps) & (steps > 0)).all():
+        raise FrameError("a step is not a positive number")
+    layout = Layout((count,), frame_elements)
+    if len(rest) < layout.frames * _SIZE_BYTES + -(-count // RANS_PAGE) * _LEAST_PAGE_BYTES:
+        raise FrameError(f"{len(rest)} bytes can't hold the {count} elements that the head says")
+    scales = None if kind == _LOSSLESS else _per_chunk(steps.astype(work), block, chunks_of(count))
+    return Contents(DTYPES[dtype], shape, layout, scales, _split(rest, layout.frames))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"a tensor of {tensor.dtype} on {tensor.device}, layout {tensor.layout}; compress takes dense tensors of "
+            f"{', '.join(map(str, DTYPES))} in host memory: convert it first"
+        )
+    return tensor.detach().contiguous().view(-1)
+
+
+def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> Scales | None:
+    """The steps, None for what is held without loss."""
+    quantizer = config.quantizer
+    if quantizer.kind == "lossless" or not flat.numel():
+        return None
+    measured = measure(backend, Window(flat), layout, range(1), quantizer)
+    scales = derive(measured, layout, quantizer, flat.dtype, addends=1)
+    if scales is Bypass.CODE_OVERFLOW:
+        smallest = smallest_value(measured, quantizer, flat.dtype)
+        if smallest is not None:
+            raise BoundError(
+                f"quantizer.value: {quantizer.value:g} (mode {quantizer.mode}, {quantizer.kind}) is too fine a bound "
+                f"for 32-bit codes of this {flat.dtype} tensor; the smallest that will do is {smallest * 1.006:.3g}. "
+                "Use that or more, or quantizer.kind: lossless"
+            )
+    return None if isinstance(scales, Bypass) else scales
+
+
+def _head(
+    backend: Backend, tensor: Tensor, quantizer: QuantizerConfig, layout: Layout, scales: Scales | None
+) -> Tensor:
+    """Everything before the frames."""
+    kind, block, steps = _LOSSLESS, 0, b""
+    if scales is not None:
+        kind, block = _KINDS.index(quantizer.kind), quantizer.block_in_effect
+        steps = _per_block(scales.scales, block).numpy().tobytes()
+    dtype = DTYPES.index(tensor.dtype)
+    fields = _HEAD.pack(_MAGIC, _VERSION, dtype, kind, tensor.dim(), layout.frame_elements, block, 0)
+    head = _bytes(fields + np.array(tensor.shape, dtype="<u8").tobytes() + steps)
+    head[_HEAD.size - 4 : _HEAD.size] = _bytes(struct.pack("<I", backend.checksum(head)))
+    return head
+
+
+def _per_block(per_chunk: Tensor, block: int) -> Tensor:
+    return per_chunk[:: block // CHUNK] if block else per_chunk[:1]
+
+
+def _per_chunk(per_block: np.ndarray, block: int, chunks: int) -> Scales:
+    repeated = np.repeat(per_block, min(block // CHUNK, chunks) if block else chunks)[:chunks]
+    scales = torch.from_numpy(repeated)
+    return Scales(inverse_steps=1 / scales, scales=scales)
+
+
+def _split(data: Tensor, count: int) -> list[Tensor]:
+    """The `count` frames in `data`, which holds nothing else."""
+    frames = []
+    for _ in range(count):
+        (size,), data = _numbers(data, "<u8", 1)
+        if size > len(data):
+            raise FrameError(f"frame {len(frames)} has {size} bytes, only {len(data)} are left")
+        frames.append(data[: int(size)])
+        data = data[int(size) :]
+    if len(data):
+        raise FrameError(f"{len(data)} bytes follow the last frame")
+    return frames
+
+
+def _numbers(data: Tensor, dtype, count: int) -> tuple[np.ndarray, Tensor]:
+    """`count` numbers from the front of `data`, and what follows."""
+    size = count * np.dtype(dtype).itemsize
+    if size > len(data):
+        raise FrameError(f"a compressed tensor ends where {size} bytes should follow: {len(data)} are left")
+    return np.frombuffer(data[:size].numpy().tobytes(), dtype=dtype), data[size:]
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _in_threads(threads: int, function: Callable, items: Iterable) -> list:
+    """What `function` returns for each item, in order."""
+    if threads == 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,147 @@
+"""How a flat tensor is cut: into one segment per rank, and each segment into frames.
+
+The cuts never change a result: every chunk of `format.CHUNK` elements has its own step, and both
+cuts fall on chunk boundaries counted from the start of a segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ...kernels.format import CHUNK, chunks_of
+
+_MIN_FRAME_CHUNKS = 64  # 1 MiB of float32: below this the cost per message outweighs the overlap
+_FRAMES_TO_OVERLAP = 2  # frames a segment should have, so that coding and transfer overlap
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cuts of one tensor. All ranks derive the same one from sizes that they agree on.
+
+    Attributes:
+        lengths: elements of each segment; their sum is the tensor's size. Zero is allowed.
+        frame_elements: elements of a full frame, a multiple of CHUNK.
+    """
+
+    lengths: tuple[int, ...]
+    frame_elements: int
+
+    @classmethod
+    def split(cls, numel: int, segments: int, frame_elements: int, block: int) -> Layout:
+        """Segments of nearly equal size that start on multiples of CHUNK and of `block`.
+
+        So the blocks that share a scale are the same for every number of segments; the last
+        segments of a small tensor may be empty.
+        """
+        unit = max(block, CHUNK)
+        length = -(-numel // (segments * unit)) * unit
+        starts = [min(i * length, numel) for i in range(segments + 1)]
+        return cls.of([b - a for a, b in zip(starts, starts[1:])], frame_elements)
+
+    @classmethod
+    def of(cls, lengths: list[int], frame_elements: int) -> Layout:
+        """Segments of the given lengths; frames are shortened where a segment would fill too few."""
+        longest = chunks_of(max(lengths))
+        enough = max(_MIN_FRAME_CHUNKS, -(-longest // _FRAMES_TO_OVERLAP))
+        return cls(tuple(lengths), min(chunks_of(frame_elements), enough) * CHUNK)
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def frames(self) -> int:
+        """Frames of every segment: as many as the longest needs, so in shorter ones the last are empty."""
+        return max(1, -(-max(self.lengths) // self.frame_elements))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole tensor, counted afresh in every segment."""
+        return sum(map(chunks_of, self.lengths))
+
+    def segment(self, segment: int) -> slice:
+        """Elements of one segment."""
+        start = sum(self.lengths[:segment])
+        return slice(start, start + self.lengths[segment])
+
+    def part(self, segments: range) -> Layout:
+        """The layout of some neighbouring segments by themselves."""
+        return Layout(self.lengths[segments.start : segments.stop], self.frame_elements)
+
+    def elements(self, segments: range) -> slice:
+        """Elements of some neighbouring segments."""
+        return slice(sum(self.lengths[: segments.start]), sum(self.lengths[: segments.stop]))
+
+    def chunks_of(self, segments: range) -> slice:
+        """Chunks of some neighbouring segments, as an index into what is held per chunk of the tensor."""
+        return slice(*(sum(map(chunks_of, self.lengths[:end])) for end in (segments.start, segments.stop)))
+
+    def frame(self, segment: int, index: int) -> slice:
+        """Elements of one frame."""
+        return self.run(segment, range(index, index + 1))
+
+    def run(self, segment: int, frames: range) -> slice:
+        """Elements of neighbouring frames of one segment."""
+        whole = self.segment(segment)
+        ends = (whole.start + index * self.frame_elements for index in (frames.start, frames.stop))
+        return slice(*(min(end, whole.stop) for end in ends))
+
+    def cut(self, frames: range) -> Layout:
+        """The layout of these neighbouring frames of every segment by themselves."""
+        runs = [self.run(segment, frames) for segment in range(len(self.lengths))]
+        return Layout(tuple(run.stop - run.start for run in runs), self.frame_elements)
+
+    def frame_chunks(self, segment: int, index: int) -> slice:
+        """Chunks of one frame, as an index into what is held per chunk of the tensor."""
+        whole = self.segment_chunks(segment)
+        start = min(whole.start + index * (self.frame_elements // CHUNK), whole.stop)
+        return slice(start, min(start + self.frame_elements // CHUNK, whole.stop))
+
+    def segment_chunks(self, segment: int) -> slice:
+        """Chunks of one segment, likewise."""
+        first = sum(map(chunks_of, self.lengths[:segment]))
+        return slice(first, first + chunks_of(self.lengths[segment]))
+
+    def block_lengths(self, block: int) -> np.ndarray:
+        """Elements of each block that shares a scale, [blocks]; blocks start afresh in every segment.
+
+        `block` is a multiple of CHUNK, or 0 for one block that is the whole tensor.
+        """
+        if block == 0:
+            return np.array([self.numel])
+        return np.concatenate([np.minimum(block, n - np.arange(0, n, block)) for n in self.lengths])
+
+    def blocks_in(self, frames: range, block: int) -> np.ndarray:
+        """Which blocks are in neighbouring frames of all segments, as indices into what is held per block.
+
+        The frames must begin and end where blocks do, or segments.
+        """
+        counts = [-(-length // block) for length in self.lengths]
+        within = [frames.start * self.frame_elements // block, -(-frames.stop * self.frame_elements // block)]
+        segments = zip(np.cumsum(counts) - counts, counts)
+        return np.concatenate([first + np.arange(*np.minimum(within, count)) for first, count in segments])
+
+    def chunks_per_block(self, block: int) -> np.ndarray:
+        """Chunks of each of those blocks, [blocks]."""
+        if block == 0:
+            return np.array([self.chunks])
+        return -(-self.block_lengths(block) // CHUNK)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a layout's elements that one flat tensor holds: those from `start` on."""
+
+    data: Tensor
+    start: int = 0
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        """A view of some elements, numbered as the layout does."""
+        return self.data[elements.start - self.start : elements.stop - self.start]
+
+    def counted_from(self, element: int) -> Window:
+        """The same memory where the layout's count begins at what was `element`."""
+        return Window(self.data, self.start - element)

@@ -1,0 +1,238 @@
+"""From what a tensor holds to the quantization step that all ranks share.
+
+Every rank measures its own values, their element-wise maximum over ranks joins the measurements, and
+from the joined vector each rank derives the same steps, or the same reason not to compress. A maximum
+is exact, so the outcome does not depend on the order in which ranks are combined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.backend import Backend
+from ..config import Config, QuantizerConfig
+from ..errors import ConfigError
+from .layout import Layout, Window
+
+# Roundings that the arithmetic may add to the error, each of half a unit in the last place of the largest result: two
+# in quantizing (1/step, the product), up to three in dequantizing (int to float, step/n, the product), the rest in
+# measuring and here. Reserving them keeps the bound strict; naive code exceeds it by 2% at a bound of 1e-6.
+_ROUNDINGS = 6
+_MAX_CODE = 2**31 - 2**10  # the sum of all ranks' codes; less than int32 holds, as products are rounded
+_STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
+_WORTH = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
+
+
+class Bypass(str, Enum):
+    """Why a call went the plain way."""
+
+    ONE_RANK = "one rank"
+    ROLE = "role not enabled"
+    POLICY = "policy"
+    WARM_UP = "warm-up"
+    DTYPE = "dtype"
+    OP = "reduce op"
+    TOO_SMALL = "too small"
+    FAST_LINK = "link too fast"  # as measured: compression would lose time, whatever the size
+    NON_FINITE = "non-finite"  # a value is, or a result could become so
+    CODE_OVERFLOW = "code overflow"
+    NOT_WORTH = "not worth it"
+
+
+def bypass_by_size(nbytes: int, config: Config) -> Bypass | None:
+    """The reason why a tensor of so many bytes goes plain, if there is one. `config` is a settled one."""
+    least = config.transport.min_bytes
+    if least == "never":
+        return Bypass.FAST_LINK
+    return Bypass.TOO_SMALL if nbytes < max(least, 1) else None
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What turns values into codes and codes into values: one number per chunk, [chunks].
+
+    Attributes:
+        inverse_steps: 1/step; float64 for float64 tensors, float32 for all others.
+        scales: what a summed code is multiplied by: step, or step/n for an average.
+    """
+
+    inverse_steps: Tensor
+    scales: Tensor
+
+    def __getitem__(self, chunks: slice) -> Scales:
+        """Those of some chunks, as a view."""
+        return Scales(self.inverse_steps[chunks], self.scales[chunks])
+
+    def to(self, device: torch.device) -> Scales:
+        """The same in the memory of `device`."""
+        return Scales(self.inverse_steps.to(device), self.scales.to(device))
+
+
+def work_dtype(dtype: torch.dtype) -> type[np.floating]:
+    """The numpy dtype in which values of `dtype` are quantized."""
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
+def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
+    """Bounds below this are not told apart: neither steps nor the scales of an average would have all their digits."""
+    # A quarter of the bound is left to the step, see `_finest`, and that divided makes the scale.
+    return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
+
+
+def measure(
+    backend: Backend,
+    source: Window,
+    layout: Layout,
+    segments: range,
+    quantizer: QuantizerConfig,
+    frames: range | None = None,
+) -> Tensor:
+    """This rank's part of the agreement, in the dtype that steps have.
+
+    In mode abs one number, the largest magnitude. Else numbers of each block, so that its step follows from them
+    alone, one kind after the other: in rel the largest magnitudes, [blocks]; in rms these and the root mean squares; in
+    range the highest values and the lowest ones with the sign changed. Only `segments` are looked at: blocks of others
+    count as zero, or -inf in range, where zero could be a highest value. +inf stands for NaN and infinity.
+
+    Args:
+        frames: neighbouring ones of each segment, to look at no others; they begin and end where blocks or segments do.
+    """
+    frames = range(layout.frames) if frames is None else frames
+    cut = layout.cut(frames)
+    highest, negated = np.full((2, cut.chunks), -np.inf if quantizer.mode == "range" else 0.0)
+    squares = np.zeros(cut.chunks)
+    for i in segments:
+        here = cut.segment_chunks(i)
+        low, high, total = (each.cpu().numpy() for each in backend.chunk_statistics(source[layout.run(i, frames)]))
+        highest[here], negated[here], squares[here] = high, -low, total
+    sizes = cut.chunks_per_block(quantizer.block_in_effect)
+    first = np.cumsum(sizes) - sizes
+    if quantizer.mode == "range":
+        measured = [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
+    else:
+        measured = [np.maximum.reduceat(np.maximum(highest, negated), first)]
+    if quantizer.mode == "rms":
+        lengths = cut.block_lengths(quantizer.block)
+        mean = np.add.reduceat(squares, first) / lengths
+        mean *= 1 - (64 + sizes) * 2.0**-53  # not too large, however the sum was rounded
+        # The square of a float64 may overflow, or vanish; the root mean square is this at least.
+        at_least = measured[0] / np.sqrt(lengths)
+        usable = (mean > 1e-290) & np.isfinite(mean)
+        measured += [np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)]
+    return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
+
+
+def joined(pieces: list[tuple[range, Tensor]], layout: Layout, block: int) -> Tensor:
+    """What `measure` would return of the whole layout, from what it did of some frames each: (frames, measured)."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    blocks = torch.from_numpy(np.concatenate([layout.blocks_in(frames, block) for frames, _ in pieces]))
+    kinds = sum(measured.numel() for _, measured in pieces) // len(blocks)
+    by_kind = torch.cat([measured.view(kinds, -1) for _, measured in pieces], 1)
+    whole = torch.empty_like(by_kind)
+    whole[:, blocks] = by_kind
+    return whole.view(-1)
+
+
+def derive(
+    agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1
+) -> Scales | Bypass:
+    """The steps that follow from the agreed vector, or the reason to go the plain way.
+
+    Args:
+        agreed: element-wise maximum over ranks of what `measure` returned.
+        addends: how many ranks' codes are summed (1 for gathers and broadcasts).
+        divisor: what a sum is divided by (the world size for an average).
+    """
+    if torch.isposinf(agreed).any():
+        return Bypass.NON_FINITE
+    work = work_dtype(dtype)
+    info, final = np.finfo(work), torch.finfo(dtype)
+    with np.errstate(over="ignore"):
+        relative_to, largest, typical = _blocks(agreed, quantizer)
+        bound = quantizer.value * relative_to
+        if ((largest + bound) * (addends / divisor) > final.max).any():
+            return Bypass.NON_FINITE
+    bound = np.maximum(bound, smallest_bound(dtype, divisor))
+    too_fine = bound < _finest(largest, quantizer, work, addends)
+    usable = bound - _reserved(work) * (largest + bound)
+    if addends == 1 and dtype.itemsize == 2:
+        # The result's own rounding, too. That of a small error doubles it at most: what was rounded had this dtype.
+        rounding = final.eps / 2 * np.maximum(largest + bound, final.tiny)
+        usable = np.maximum(usable - rounding, usable / 2)
+    # The cap keeps an absurdly wide absolute bound from becoming infinite.
+    step = _rounded_down(np.minimum(_STEP_PER_BOUND[quantizer.kind] * usable, float(info.max) / 4), work)
+    if quantizer.mode == "range" and quantizer.kind == "error_bound":
+        # A block that holds nothing but one value leaves no room for an error, and needs none if that is the step.
+        single = too_fine & (relative_to == 0)
+        step = np.where(single, largest, step).astype(work)
+        too_fine &= ~single
+    if too_fine.any():
+        return Bypass.CODE_OVERFLOW
+    blocks = layout.chunks_per_block(quantizer.block_in_effect)
+    bits = np.log2(2 * typical / step.astype(np.float64) + 1) + 1
+    if len(bits) and np.average(bits, weights=np.maximum(blocks, 1)) > _WORTH * 8 * dtype.itemsize:
+        return Bypass.NOT_WORTH
+    per_chunk = np.repeat(step, blocks)
+    return Scales(
+        inverse_steps=torch.from_numpy(work(1) / per_chunk),
+        scales=torch.from_numpy(per_chunk / work(divisor)),
+    )
+
+
+def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtype) -> float | None:
+    """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
+    relative_to, largest, _ = _blocks(agreed, quantizer)
+    finest = _finest(largest, quantizer, work_dtype(dtype), addends=1)
+    needed = largest > 0
+    if quantizer.kind == "error_bound":
+        needed &= relative_to > 0  # see the blocks of one value above
+    with np.errstate(divide="ignore", over="ignore"):
+        value = np.max(finest[needed] / relative_to[needed], initial=0)
+    try:
+        return QuantizerConfig(kind=quantizer.kind, mode=quantizer.mode, value=float(value)).value
+    except ConfigError:  # more than the mode allows
+        return None
+
+
+def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per block, [blocks], float64: what the bound is relative to, the largest magnitude, and the usual spread."""
+    vector = agreed.numpy().astype(np.float64)
+    if quantizer.mode == "abs":
+        return np.ones(1), vector, vector
+    if quantizer.mode == "rel":
+        return vector, vector, vector
+    if quantizer.mode == "rms":
+        absmax, rms = vector.reshape(2, -1)
+        return rms, absmax, np.minimum(absmax, 4.0 * rms)
+    highest, negated = np.where(np.isneginf(vector), 0, vector).reshape(2, -1)
+    extent = highest + negated
+    return extent, np.maximum(np.abs(highest), np.abs(negated)), extent
+
+
+def _reserved(work: type[np.floating]) -> float:
+    """The part of the largest result that the arithmetic may add to the error."""
+    return _ROUNDINGS * float(np.finfo(work).epsneg)
+
+
+def _finest(largest: np.ndarray, quantizer: QuantizerConfig, work: type[np.floating], addends: int) -> np.ndarray:
+    """The smallest bound of each block that leaves a quarter of it to the steps, and whose codes don't overflow."""
+    reserved = _reserved(work)
+    usable = addends * (largest / (_MAX_CODE - addends)) / _STEP_PER_BOUND[quantizer.kind]
+    return np.maximum(reserved * largest / (0.75 - reserved), (reserved * largest + usable) / (1 - reserved))
+
+
+def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype)
+        return np.where(rounded < values, np.nextafter(rounded, dtype(np.inf)), rounded).astype(dtype)
+
+
+def _rounded_down(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+    rounded = values.astype(dtype)
+    return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded).astype(dtype)

@@ -1,0 +1,134 @@
+"""The steps that all ranks share for one call: measured and agreed on in pieces, ahead of the frames.
+
+To measure a tensor is a pass over it at the speed of memory, during which nothing would cross the link. So of a large
+tensor some frames of every segment are measured and agreed on first; they travel while the others are measured. That
+changes no step, as each block's follow from what was measured of it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...kernels.format import CHUNK
+from ..config import Config
+from .layout import Layout
+from .quantize import Bypass, Scales, joined
+
+_FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
+_FAST_GBPS = 2.5  # from here on the ranks wait for each other, once more for every piece, and not for the link
+
+
+def pieces_of(layout: Layout, config: Config) -> list[range]:
+    """The pieces that a tensor is measured in, as frames of every segment: one where scales are not per block.
+
+    Each is as long as all before it, the last one longer: as measuring is a few times as fast as a slow link, that has
+    enough to carry meanwhile.
+    """
+    frames, block = layout.frames, config.quantizer.block_in_effect
+    fast = config.transport.link_gbps is not None and config.transport.link_gbps >= _FAST_GBPS
+    if fast or not block or _FIRST_FRAMES * layout.frame_elements % block:
+        return [range(frames)]
+    starts, next = [0], _FIRST_FRAMES
+    while 2 * next <= frames:  # a shorter piece at the end would cost the time that it saves
+        starts.append(next)
+        next *= 2
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], frames])]
+
+
+class ScaleAgreement:
+    """Quantization steps of one call. The first piece is measured at once; nothing is sent before the first `demand`.
+
+    Args:
+        layout: how the tensor is cut.
+        pieces: its frames, see `pieces_of`.
+        block: elements that share a scale.
+        measure: returns what this rank measured of some frames, see `quantize.measure`.
+        agree: begins to replace that by its maximum over ranks, and returns what waits for it.
+        derive: takes such a maximum, and the layout that it belongs to; see `quantize.derive`.
+
+    Attributes:
+        scales: of the whole tensor, in host memory; only those of frames that were demanded are filled in.
+        bypass: why the call must go plain; None as long as no reason is known.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pieces: list[range],
+        block: int,
+        measure: Callable[[range], Tensor],
+        agree: Callable[[Tensor], Callable[[], None]],
+        derive: Callable[[Tensor, Layout], Scales | Bypass],
+    ):
+        self.scales: Scales | None = None
+        self.bypass: Bypass | None = None
+        self._layout = layout
+        self._pieces = pieces
+        self._block = block
+        self._measure = measure
+        self._agree = agree
+        self._derive = derive
+        self._measured = [measure(pieces[0])]  # of pieces so far; when they are agreed on, by all ranks
+        self._agreements: list[Callable[[], None]] = []
+        self._agreed = 0  # pieces
+        self._whole_decides = len(pieces) == 1  # also once a piece by itself would have to go plain
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are filled in, or there is a `bypass`."""
+        return self._agreed == len(self._pieces)
+
+    def require(self, frames: int) -> None:
+        """Return once the steps of so many frames of every segment are filled in, or there is a `bypass`.
+
+        All ranks must demand the same, in the same order relative to their other agreements. Before the last frame of a
+        piece is used, the next piece is measured and on its way, so that it has not to wait behind that frame.
+        """
+        while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
+            self._begin()
+            self._end()
+        if not self.complete and frames == self._pieces[self._agreed].start:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin to agree on the next piece, unless that was begun."""
+        next = self._agreed
+        if next == len(self._agreements):
+            if next == len(self._measured):
+                self._measured.append(self._measure(self._pieces[next]))
+            self._agreements.append(self._agree(self._measured[next]))
+
+    def _end(self) -> None:
+        """Wait until the next piece is agreed on, and find its steps."""
+        piece, measured = self._pieces[self._agreed], self._measured[self._agreed]
+        self._agreements[self._agreed]()
+        self._agreed += 1
+        if not self._whole_decides:
+            found = self._derive(measured, self._layout.cut(piece))
+            if isinstance(found, Scales):
+                self._fill_in(piece, found)
+            else:
+                self._whole_decides = True
+        if self._whole_decides and self.complete:
+            self._judge_the_whole()
+
+    def _fill_in(self, frames: range, found: Scales) -> None:
+        chunks = torch.from_numpy(self._layout.blocks_in(frames, CHUNK))
+        if self.scales is None:
+            self.scales = Scales(*(each.new_zeros(self._layout.chunks) for each in (found.inverse_steps, found.scales)))
+        self.scales.inverse_steps[chunks] = found.inverse_steps
+        self.scales.scales[chunks] = found.scales
+
+    def _judge_the_whole(self) -> None:
+        """A piece may be worse than the whole; and the reason to go plain must not depend on how the tensor is cut."""
+        pieces = list(zip(self._pieces, self._measured))
+        found = self._derive(joined(pieces, self._layout, self._block), self._layout)
+        if isinstance(found, Bypass):
+            self.bypass = found
+        elif self.scales is None:
+            self.scales = found
+        else:
+            self._fill_in(range(self._layout.frames), found)

@@ -1,0 +1,333 @@
+"""Frames of one tensor, for one collective call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...kernels.backend import Backend
+from ...kernels.format import (
+    HAS_CHECKSUM,
+    HEADER,
+    HEADER_BYTES,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Noise,
+    Predictor,
+    max_frame_bytes,
+)
+from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
+from ..config import Config
+from ..errors import FrameError
+from ..runtime.device import Gpu, Host
+from ..runtime.statistics import Counters
+from ..runtime.trace import span
+from .layout import Layout, Window
+from .quantize import Bypass, Scales
+from .scale_agreement import ScaleAgreement
+
+
+def coding(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
+    """How `config` wants codes to be written.
+
+    Args:
+        link_gbps: what is known of the link, in Gbit/s, for where `config` leaves that open.
+    """
+    gbps = config.transport.link_gbps or link_gbps or 1
+    costs = backend.costs._replace(link=max(1, round(8000 / gbps)))
+    if config.entropy.costs is not None and backend.name != "cuda":
+        costs = costs._replace(**config.entropy.costs.model_dump())
+    return Coding(Coder[config.entropy.coder.upper()], Predictor[config.entropy.predictor.upper()], costs)
+
+
+@dataclass
+class TensorCodec(ABC):
+    """Encodes what this rank holds, and decodes into where the result belongs.
+
+    FrameError says what is damaged. On a GPU that shows when a call is over: see `finish`.
+
+    Attributes:
+        device: where all of these tensors live.
+        source: this rank's values.
+        output: where decoded frames go; it may be the memory of `source`.
+        checksum: whether frames get a checksum, and must come with one.
+        counters: takes the seconds spent in coding.
+    """
+
+    device: Host | Gpu
+    layout: Layout
+    coding: Coding
+    source: Window
+    output: Window
+    checksum: bool
+    counters: Counters
+
+    @property
+    def backend(self) -> Backend:
+        return self.device.backend
+
+    @property
+    @abstractmethod
+    def frame_capacity(self) -> int:
+        """Bytes that no frame of this tensor can exceed."""
+
+    @property
+    def bypass(self) -> Bypass | None:
+        """Why the call must go plain after all, if it turned out that it must."""
+        return None
+
+    def encode(self, segment: int, index: int) -> Tensor:
+        """The frame of this rank's own values."""
+        return self.sum(segment, index, [])
+
+    def reduce(self, segment: int, index: int, frame: Tensor) -> Tensor:
+        """The frame of the values in `frame` plus this rank's own."""
+        return self.sum(segment, index, [frame])
+
+    def sum(self, segment: int, index: int, frames: list[Tensor]) -> Tensor:
+        """The frame of the values in all `frames` plus this rank's own.
+
+        Args:
+            frames: if there are several, those of all other ranks, the rank after this one first.
+        """
+        elements = self.layout.frame(segment, index)
+        with (
+            span("encode", self.source[elements].nbytes, self.counters),
+            _naming(f"frame {index} of segment {segment}"),
+        ):
+            buffer = self.device.buffer(self.frame_capacity)
+            for frame in frames:
+                self._require_checksum(frame)
+            written = self.device.trimmed(buffer, self._write_sum(segment, index, frames, buffer))
+            if self.checksum:
+                self.backend.seal(written)
+        self._count(written)
+        return written
+
+    def decode(self, segment: int, index: int, frame: Tensor) -> None:
+        """Write the values of a finished frame to the output, where they stand once `finish` returns."""
+        self.device.beside(partial(self._decode, segment, index, frame))
+
+    def _decode(self, segment: int, index: int, frame: Tensor) -> None:
+        with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
+            self._require_checksum(frame)
+            self._read(segment, index, frame)
+
+    def finish(self) -> None:
+        """Return once all that was asked for is done. Raises FrameError for damage that did not show before."""
+        self.device.settle()
+        with _naming("a frame"):
+            self.backend.check()
+
+    def part(self, segments: range) -> TensorCodec:
+        """The codec of some neighbouring segments by themselves, which are numbered from 0."""
+        start = self.layout.elements(segments).start
+        source, output = self.source.counted_from(start), self.output.counted_from(start)
+        return replace(self, layout=self.layout.part(segments), source=source, output=output)
+
+    @abstractmethod
+    def _write_sum(self, segment: int, index: int, frames: list[Tensor], buffer: Tensor) -> int:
+        """As `sum`, into `room`, of which the size is returned. Raises DamagedFrame."""
+
+    @abstractmethod
+    def _read(self, segment: int, index: int, frame: Tensor) -> None:
+        """As `decode`. Raises DamagedFrame."""
+
+    def _count(self, frame: Tensor) -> None:
+        """Count a frame by its coder, in host memory only: to look at one on a GPU is to wait for it."""
+        if frame.device.type == "cpu":
+            _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+            name = Coder(coder).name.lower()
+            self.counters.coders[name] = self.counters.coders.get(name, 0) + 1
+
+    def _require_checksum(self, frame: Tensor) -> None:
+        """Kernels verify a checksum where there is one."""
+        if self.checksum and frame.numel() >= HEADER_BYTES:
+            *_, flags, _ = HEADER.unpack(self.device.seen(frame[:HEADER_BYTES]).numpy())
+            if not flags & HAS_CHECKSUM:
+                raise DamagedFrame("it has no checksum, and entropy.checksum asks for one")
+
+
+@dataclass
+class QuantizingCodec(TensorCodec):
+    """Adds codes, as integers.
+
+    Where ranks agree on the steps meanwhile, it may turn out that the call must go plain. From then on this writes
+    empty frames and reads none, so that the schedule comes to its end, on all ranks alike, and the output is as it was.
+
+    Attributes:
+        scales: the steps that all ranks share.
+        noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
+        steps: fills in `scales`; None where all are there.
+    """
+
+    scales: Scales
+    noise: Noise | None = None
+    steps: ScaleAgreement | None = None
+
+    def __post_init__(self):
+        self._codes: Tensor | None = None
+
+    @property
+    def frame_capacity(self) -> int:
+        return max_frame_bytes(self.layout.frame_elements)
+
+    @property
+    def bypass(self) -> Bypass | None:
+        return self.steps and self.steps.bypass
+
+    def sum(self, segment: int, index: int, frames: list[Tensor]) -> Tensor:
+        self._require_scales(index + 1)
+        return super().sum(segment, index, frames)
+
+    def decode(self, segment: int, index: int, frame: Tensor) -> None:
+        self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
+        super().decode(segment, index, frame)
+
+    def part(self, segments: range) -> QuantizingCodec:
+        start = self.layout.elements(segments).start
+        noise = self.noise and self.noise._replace(first=self.noise.first + start)
+        return replace(super().part(segments), scales=self.scales[self.layout.chunks_of(segments)], noise=noise)
+
+    def remainder(self, segments: range) -> Window:
+        """This rank's own values of some segments less what their codes stand for, in place of these values."""
+        count = self.layout.frame_elements
+        codes = torch.empty(count, dtype=torch.int32, device=self.source.data.device)
+        meant = torch.empty(count, dtype=self.source.data.dtype, device=codes.device)
+        for segment in segments:
+            for index in range(self.layout.frames):
+                x, inverse_steps, noise = self._own(segment, index)
+                if x.numel():
+                    self.backend.quantize(x, inverse_steps, codes[: x.numel()], noise)
+                    self.backend.dequantize(codes[: x.numel()], 1 / inverse_steps, meant[: x.numel()])
+                    x -= meant[: x.numel()]
+        return self.source
+
+    def _own(self, segment: int, index: int) -> tuple[Tensor, Tensor, Noise | None]:
+        """This rank's values of one frame, and what turns them into codes."""
+        elements = self.layout.frame(segment, index)
+        noise = self.noise and self.noise._replace(first=self.noise.first + elements.start)
+        return self.source[elements], self.scales.inverse_steps[self.layout.frame_chunks(segment, index)], noise
+
+    def _require_scales(self, frames: int) -> None:
+        if self.steps is not None and not self.steps.complete:
+            with span("agree", self.source.data.nbytes, self.counters):
+                self.steps.require(frames)
+
+    def _write_sum(self, segment, index, frames, buffer):
+        x, inverse_steps, noise = self._own(segment, index)
+        if self.bypass:
+            return self.backend.encode(x[:0], inverse_steps[:0], self.coding, buffer)
+        if not frames:
+            return self.backend.encode(x, inverse_steps, self.coding, buffer, noise)
+        if len(frames) == 1:
+            return self.backend.reduce(frames[0], x, inverse_steps, self.coding, buffer, noise)
+        if self._codes is None:
+            self._codes = torch.empty(self.layout.frame_elements, dtype=torch.int32, device=x.device)
+        codes = self._codes[: x.numel()]
+        self.backend.quantize(x, inverse_steps, codes, noise)
+        for frame in frames:
+            self.backend.decode_codes(frame, codes, add=True)
+        return self.backend.encode_codes(codes, self.coding, buffer)
+
+    def _read(self, segment, index, frame):
+        if self.bypass:
+            return
+        scales = self.scales.scales[self.layout.frame_chunks(segment, index)]
+        self.backend.decode(frame, scales, self.output[self.layout.frame(segment, index)])
+
+
+@dataclass
+class LosslessCodec(TensorCodec):
+    """Adds floats, as a plain collective does: several frames in rank order, else in the order in which they come.
+
+    Attributes:
+        divisor: what the sum is divided by.
+    """
+
+    divisor: float = 1
+
+    @property
+    def frame_capacity(self) -> int:
+        window = self.source or self.output
+        return max_lossless_bytes(self.layout.frame_elements, window.data.element_size())
+
+    def _write_sum(self, segment, index, frames, buffer):
+        own = self.source[self.layout.frame(segment, index)]
+        if not frames:
+            return encode_floats(self.backend, own, self.coding, buffer)
+        # Several frames are summed by the owner of the segment, whose rank is the segment's number.
+        before = max(0, len(frames) - segment)
+        total = None
+        for frame in [*frames[before:], None, *frames[:before]]:
+            values = own if frame is None else self._floats(frame, own)
+            if total is None:  # half types are added in float32 and rounded once
+                total = values.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+            else:
+                total += values
+        return encode_floats(self.backend, total.to(own.dtype), self.coding, buffer)
+
+    def _read(self, segment, index, frame):
+        out = self.output[self.layout.frame(segment, index)]
+        decode_floats(self.backend, frame, out)
+        if self.divisor != 1:
+            out /= self.divisor
+
+    def _floats(self, frame: Tensor, like: Tensor) -> Tensor:
+        values = torch.empty_like(like)
+        decode_floats(self.backend, frame, values)
+        return values
+
+
+def codec_for(
+    config: Config,
+    device: Host | Gpu,
+    layout: Layout,
+    scales: Scales | None,
+    source: Window | None = None,
+    output: Window | None = None,
+    counters: Counters | None = None,
+    *,
+    draw: int = 0,
+    rank: int = 0,
+    link_gbps: float | None = None,
+    divisor: float = 1,
+    steps: ScaleAgreement | None = None,
+) -> TensorCodec:
+    """The codec of one tensor, as `config` wants it.
+
+    Args:
+        scales: the steps; None for one that keeps floats as they are.
+        steps: see QuantizingCodec.
+        source, output, counters: see TensorCodec. A codec that only writes needs no output, and one that only reads
+            no source.
+        draw, rank: whose random numbers a stochastic quantizer takes.
+        link_gbps: see `coding`.
+        divisor: see LosslessCodec; `scales` are divided already.
+    """
+    how = coding(config, device.backend, link_gbps)
+    checksum = config.entropy.checksum
+    common = (device, layout, how, source, output, checksum, Counters() if counters is None else counters)
+    if scales is None:
+        return LosslessCodec(*common, divisor)
+    noise = None
+    if config.quantizer.kind == "stochastic":
+        noise = Noise(config.quantizer.seed, draw % 2**32, rank)
+    return QuantizingCodec(*common, scales, noise, steps)
+
+
+@contextmanager
+def _naming(frame: str):
+    try:
+        yield
+    except DamagedFrame as damage:
+        raise FrameError(
+            f"{frame} is damaged: {damage}. "
+            "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
+        ) from damage

@@ -1,0 +1,1 @@
+"""Devices, the background thread, traces and counters."""

@@ -1,0 +1,137 @@
+"""One background thread that runs collectives in the order they were asked for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..errors import PeerError, UnsupportedError
+
+
+class Handle:
+    """What an asynchronous collective returns; stands in for torch.distributed's Work."""
+
+    def __init__(self, future: concurrent.futures.Future):
+        self._future = future
+        self._late: PeerError | None = None  # a stream was let go before the result was there
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the result is in place. Raises what went wrong; PeerError after `timeout` seconds."""
+        try:
+            self._future.result(None if timeout is None else _seconds(timeout))
+        except concurrent.futures.TimeoutError as error:
+            if self._future.done():
+                raise
+            raise PeerError(f"the collective did not end within {_seconds(timeout)} s; it goes on") from error
+        if self._late is not None:
+            raise self._late
+        return True
+
+    def block_current_stream(self, timeout: float | None = None) -> None:
+        """Hold up the current CUDA stream, and not the host, until the result is in place or the collective has failed.
+
+        By torch's means for collectives that hosts carry: a kernel of one thread looks at a word in host memory.
+        docs/gpu.md says what that asks of a program. After `timeout` seconds the stream is let go; `wait` raises
+        PeerError then. Raises UnsupportedError where there is no such stream, or torch is too old.
+        """
+        from torch._C._distributed_c10d import _create_work_from_future  # not there in a torch without distributed
+
+        there = torch.futures.Future()
+        try:
+            _create_work_from_future(there).block_current_stream()
+        except (AttributeError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"torch {torch.__version__} can't hold up a CUDA stream here: {error}; call wait() instead"
+            ) from error
+        let_go = threading.Lock()
+
+        def release(late: PeerError | None = None) -> None:
+            if let_go.acquire(blocking=False):
+                self._late = self._late or late
+                there.set_result(None)
+
+        if timeout is not None:
+            late = PeerError(
+                f"the collective held up a CUDA stream for {_seconds(timeout):g} s. What stands behind it went on "
+                "without its result. Its thread may have waited for the device, which waited for it: see docs/gpu.md, "
+                "and transport.wait: host"
+            )
+            timer = threading.Timer(_seconds(timeout), release, [late])
+            timer.daemon = True
+            timer.start()
+            self._future.add_done_callback(lambda _: timer.cancel())
+        self._future.add_done_callback(lambda _: release())
+
+    def is_completed(self) -> bool:
+        """True once the result is in place or the collective has failed."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """True once the result is in place."""
+        return self._future.done() and self._future.exception() is None and self._late is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once completed."""
+        return (self._future.exception() or self._late) if self._future.done() else None
+
+
+def _seconds(timeout) -> float:
+    """torch.distributed takes a timedelta; seconds do as well."""
+    return timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
+
+
+class Worker:
+    """A daemon thread: a hung peer must not keep the interpreter from ending.
+
+    A fork of this process has no such thread; there, `demand_own_process` and `submit` raise UnsupportedError.
+    """
+
+    def __init__(self, name: str):
+        self._process = os.getpid()
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> Handle:
+        """Run `job` after all earlier ones."""
+        self.require_own_process()
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self._jobs.put((job, future))
+        return Handle(future)
+
+    def require_own_process(self) -> None:
+        """Raise UnsupportedError in a fork of the process that this belongs to, where what is asked for never ends."""
+        if os.getpid() != self._process:
+            raise UnsupportedError(
+                f"process {os.getpid()} is a fork of process {self._process}, which has the threads and connections of "
+                "this communicator to itself. Start processes by spawn or forkserver; one that is to take part needs a "
+                "process group and a communicator of its own"
+            )
+
+    def __del__(self):
+        self._jobs.put(None)  # nobody can submit any more, so the thread may end
+
+    def close(self, timeout: float) -> bool:
+        """End after the jobs asked for so far; False if that takes longer than `timeout` seconds."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _run(jobs: queue.SimpleQueue) -> None:
+    # A function, not a method: the thread must not keep the communicator that owns it alive.
+    while (item := jobs.get()) is not None:
+        job, future = item
+        try:
+            job()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del item, job, future  # do not hold tensors while idle

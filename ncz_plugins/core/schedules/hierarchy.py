@@ -1,0 +1,204 @@
+"""Plain inside a node, compressed between nodes.
+
+First the ranks of a node add up what they hold, uncompressed: each of them gets the node's sum of one piece of the
+tensor. Then the ranks that have the same piece, one on every node, run the compressed collective on it, all pieces at
+the same time. At last the ranks of a node give each other the pieces that they lack. So what leaves a node is one
+tensor, compressed, however many ranks the node has, and all of them share the coding.
+
+A piece is a run of neighbouring segments of the layout, which is that of a flat call: the same blocks share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.scratch import Scratch
+from ..codec.layout import Layout, Window
+from ..codec.tensor_codec import TensorCodec
+from ..collective import Call, plain_wire_bytes
+from ..runtime.statistics import Counters
+from ..runtime.trace import span
+from ..transport.gloo import Transport
+from ..transport.intra_node import exchange
+from ..transport.topology import Nodes
+
+_scratch = Scratch()
+
+
+def in_nodes(call: Call, nodes: Nodes, block: int) -> Call:
+    """The same call in three steps: inside the nodes, between them, inside them again.
+
+    Args:
+        call: as it would run flat.
+        block: elements that share a scale, see `Quantizer.block_in_effect`.
+    """
+    call = replace(call, in_pieces=False)  # nodes share their output, which must then be the result
+    if call.collective == "broadcast":
+        return _broadcast(call, nodes, block)
+    return {
+        "all_reduce": _all_reduce,
+        "reduce_scatter_tensor": _reduce_scatter,
+        "all_gather_into_tensor": _all_gather,
+    }[call.collective](call, nodes)
+
+
+def _all_reduce(call: Call, nodes: Nodes) -> Call:
+    pieces = _pieces(nodes)
+    own = pieces[nodes.place]
+
+    def inside(transport: Transport, counters: Counters) -> Window:
+        def part(place: int) -> Tensor:
+            return call.source[call.layout.elements(pieces[place])]
+
+        return _node_sum(call, nodes, transport, part, counters)
+
+    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+        _between(call, nodes, transport, codec, own, counters)
+        _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
+
+    return replace(call, measured=own, inside=inside, schedule=schedule, addends=nodes.count)
+
+
+def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
+    """A piece is made of the parts of those ranks that have its place, so that each ends with its own part."""
+    own = _pieces(nodes)[nodes.place]
+
+    def inside(transport: Transport, counters: Counters) -> Window:
+        by_rank = call.source.data.view(nodes.count * nodes.size, -1)
+        buffer = _buffer("part", call.source.data, nodes.count * by_rank.shape[1])
+
+        def part(place: int) -> Tensor:
+            ranks = torch.tensor(_having(nodes, place), device=buffer.device)
+            return torch.index_select(by_rank, 0, ranks, out=buffer.view(nodes.count, -1)).view(-1)
+
+        return _node_sum(call, nodes, transport, part, counters)
+
+    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+        _between(call, nodes, transport, codec, own, counters)
+
+    output = Window(call.output.data, call.layout.segment(own[nodes.node]).start)
+    order = [rank for place in range(nodes.size) for rank in _having(nodes, place)]
+    feedback = call.feedback and call.feedback.in_order(order, of=nodes.count * nodes.size)
+    call = replace(call, feedback=feedback, addends=nodes.count)
+    return replace(call, output=output, measured=own, inside=inside, schedule=schedule)
+
+
+def _all_gather(call: Call, nodes: Nodes) -> Call:
+    """As above: a piece is made of the parts of those ranks that have its place."""
+    own = _pieces(nodes)[nodes.place]
+    segment = own[nodes.node]
+
+    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+        elements = call.layout.elements(own)
+        mine = _buffer("part", call.output.data, elements.stop - elements.start)
+        _between(call, nodes, transport, replace(codec, output=Window(mine, elements.start)), own, counters)
+        by_rank = call.output.data.view(nodes.count * nodes.size, -1)
+        by_rank[_having(nodes, nodes.place)] = mine.view(nodes.count, -1)
+        ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
+        for to, source in _rounds(nodes):
+            exchange(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
+            by_rank[_having(nodes, source)] = received.view(nodes.count, -1)
+
+    source = Window(call.source.data, call.layout.segment(segment).start)
+    measured = range(segment, segment + 1)
+    return replace(call, source=source, measured=measured, schedule=schedule)
+
+
+def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
+    """The root's node deals out the pieces, each goes to all nodes, and there to all ranks. A piece is one segment."""
+    layout = Layout.split(call.layout.numel, nodes.size, call.layout.frame_elements, block)
+    own = range(nodes.place, nodes.place + 1)
+    root = next(node for node, ranks in enumerate(nodes.ranks) if call.root in ranks)
+    at_root = nodes.node == root
+
+    def parts(whole: Window) -> list[Tensor]:
+        return [whole[layout.segment(place)] for place in range(nodes.size)]
+
+    def inside(transport: Transport, counters: Counters) -> Window:
+        mine = parts(call.source)[nodes.place]
+        if at_root:
+            mine = _dealt(nodes, transport, call.root, parts(call.source), counters)
+        return Window(mine, layout.elements(own).start)
+
+    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+        _between(call, nodes, transport, codec, own, counters, root=root)
+        _share(nodes, transport, parts(call.output), counters)
+
+    measured = own if at_root else range(0)
+    return replace(call, layout=layout, measured=measured, inside=inside, schedule=schedule)
+
+
+def _pieces(nodes: Nodes) -> list[range]:
+    """The segments of each place's piece: one for each node."""
+    return [range(place * nodes.count, (place + 1) * nodes.count) for place in range(nodes.size)]
+
+
+def _having(nodes: Nodes, place: int) -> list[int]:
+    """The ranks that have a place, one of each node."""
+    return [ranks[place] for ranks in nodes.ranks]
+
+
+def _between(
+    call: Call, nodes: Nodes, transport: Transport, codec: TensorCodec, piece: range, counters: Counters, **root
+) -> None:
+    """Run the flat call's schedule on one piece, with the nodes for ranks. The output is then there to be shared."""
+    counters.plain_bytes = plain_wire_bytes(call.collective, codec.source.data.nbytes, nodes.count)
+    part = codec.part(piece)
+    call.schedule(nodes.between(transport), part, counters, **root)
+    part.finish()
+
+
+# ---------------------------------------------------------------- inside a node
+
+
+def _node_sum(
+    call: Call, nodes: Nodes, transport: Transport, part: Callable[[int], Tensor], counters: Counters
+) -> Window:
+    """The sum over the ranks of this node of the piece that goes with this rank's place, in the tensors' own dtype.
+
+    Args:
+        part: what this rank adds to the piece of a place; may use the same memory each time.
+    """
+    ranks, elements = nodes.ranks[nodes.node], call.layout.elements(_pieces(nodes)[nodes.place])
+    count = elements.stop - elements.start
+    total = _buffer("sum", call.source.data, count)
+    for step, (to, source) in enumerate(_rounds(nodes)):
+        received = _buffer("received", total, count) if step else total
+        exchange(nodes, transport, [(ranks[to], part(to))], [(ranks[source], received)], counters)
+        with span("local", total.nbytes, counters):
+            total += received if step else part(nodes.place)
+    return Window(total, elements.start)
+
+
+def _rounds(nodes: Nodes) -> list[tuple[int, int]]:
+    """The place to send to and the place to receive from, so that each place meets every other and all are busy."""
+    return [((nodes.place + i) % nodes.size, (nodes.place - i) % nodes.size) for i in range(1, nodes.size)]
+
+
+def _dealt(nodes: Nodes, transport: Transport, root: int, parts: list[Tensor], counters: Counters) -> Tensor:
+    """The part that goes with this rank's place, of those that the rank `root` of this node holds."""
+    ranks, own = nodes.ranks[nodes.node], parts[nodes.place]
+    if ranks[nodes.place] == root:
+        exchange(nodes, transport, [(rank, part) for rank, part in zip(ranks, parts) if rank != root], [], counters)
+        return own
+    part = _buffer("part", own, own.numel())
+    exchange(nodes, transport, [], [(root, part)], counters)
+    return part
+
+
+def _share(nodes: Nodes, transport: Transport, parts: list[Tensor], counters: Counters) -> None:
+    """Fill in the parts that the other ranks of this node have finished."""
+    own = parts[nodes.place]
+    others = [(rank, part) for rank, part in zip(nodes.ranks[nodes.node], parts) if part is not own]
+    exchange(nodes, transport, [(rank, own) for rank, _ in others], others, counters)
+
+
+def _buffer(name: str, like: Tensor, count: int) -> Tensor:
+    """Memory for [count] elements of the kind that `like` has, until the name is asked for again."""
+    if like.device.type == "cpu":  # fresh memory would cost as much as the exchange
+        return _scratch.of(name, count, like.dtype)
+    return like.new_empty(count)

@@ -1,0 +1,1 @@
+"""What lasts from step to step: policies, error feedback, the guard, statistics and checkpoints."""

@@ -1,0 +1,183 @@
+"""What each step was, for files and for whoever else wants to know: JSON lines, TensorBoard, and any callable.
+
+A step's record is a mapping of plain numbers, strings, and mappings and lists of these, with "step" among them
+(docs/metrics.md lists its keys). Keeping records must never end a training that runs: what can't be set up is an
+error at the start, what fails later is said once on stderr and then left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..config import StatisticsConfig
+from ..errors import ConfigError
+
+_FLUSH_SECONDS = 10  # what TensorBoard may show late; to wait for the disk in each step would take milliseconds
+
+Sink = Callable[[dict[str, Any]], None]
+
+
+class Metrics:
+    """Hands the record of every step to all sinks. One process per training does this: rank 0.
+
+    Attributes:
+        sinks: what gets each record, in order; whoever wants them appends a callable. One that raises is named on
+            stderr, with the reason, and taken out: the training goes on.
+    """
+
+    def __init__(self, statistics: StatisticsConfig):
+        self.sinks: list[Sink] = []
+        self._statistics = statistics
+        self._files: list[JsonLines | TensorBoard] = []
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        """Open what `statistics` asks for, and say there what the steps to come have in common.
+
+        Once more (after an elastic training has changed its ranks) gives one more header.
+
+        Raises `ConfigError`, naming the setting, where a file can't be written or TensorBoard is not installed.
+        """
+        if not self._files:
+            wanted = (JsonLines, self._statistics.jsonl), (TensorBoard, self._statistics.tensorboard)
+            self._files = [kind(path) for kind, path in wanted if path is not None]
+            self.sinks[:0] = self._files
+        for sink in self._files:
+            self._attempt(sink, sink.begin, header)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Hand on what one step was. Numbers that are not finite become None, which JSON can hold."""
+        record = _finite(record)
+        for sink in list(self.sinks):
+            self._attempt(sink, sink, record)
+
+    def close(self) -> None:
+        """Close the files, which otherwise happens when nobody has this object any more."""
+        for sink in self._files:
+            if sink in self.sinks:
+                self.sinks.remove(sink)
+            with suppress(OSError):
+                sink.close()
+        self._files.clear()
+
+    def _attempt(self, sink: Sink, action: Sink, what: Mapping[str, Any]) -> None:
+        """`action(what)`; if it fails, whatever the reason, that is said and `sink` gets nothing more."""
+        try:
+            if sink in self.sinks:
+                action(what)
+        except Exception as error:  # a full disk, or a service that a monitor sends to
+            self.sinks.remove(sink)
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            name = getattr(sink, "__qualname__", None) or str(sink)
+            print(f"ncz_plugins: {name}: {reason}; no more metrics there", file=sys.stderr, flush=True)
+
+
+class JsonLines:
+    """A file with one JSON object per line: a header, then the records. An existing one is continued."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b")
+            if _ends_within_a_line(self._file):  # a run that was killed; what it left stays, on a line of its own
+                self._file.write(b"\n")
+        except OSError as error:
+            raise _unwritable("jsonl", path, error, "give the path of a file") from None
+
+    def __str__(self) -> str:
+        return f"statistics.jsonl: {self.path}"
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        self(header)
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """The records as scalars, under names that begin with "ncz/", and the header as a text."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                f"statistics.tensorboard: {self.folder} is asked for, but TensorBoard is not installed: "
+                "pip install 'ncz_plugins[tensorboard]', or set it to null"
+            ) from None
+        try:
+            self._writer = SummaryWriter(self.folder, flush_secs=_FLUSH_SECONDS)
+        except OSError as error:
+            raise _unwritable("tensorboard", folder, error, "give the path of a folder") from None
+        self.close = weakref.finalize(self, _close, self._writer)  # at the latest when the process ends
+
+    def __str__(self) -> str:
+        return f"statistics.tensorboard: {self.folder}"
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        self._writer.add_text("ncz/header", f"```\n{json.dumps(_finite(header), indent=2)}\n```")
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])
+
+
+def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a step's record by name, for what draws curves: "ncz/ratio", "ncz/bypasses/size" ...
+
+    Of the guard's findings: the largest error, the lowest cosine, and the number of alarms.
+    """
+    for key, value in record.items():
+        if key == "guard":
+            for name, choose in (("relative_error", max), ("cosine", min), ("alarm", sum)):
+                found = [finding[name] for finding in value if finding[name] is not None]
+                if found:
+                    yield f"ncz/guard/{name}", float(choose(found))
+        elif isinstance(value, Mapping):
+            yield from ((f"ncz/{key}/{name}", float(count)) for name, count in value.items())
+        elif key not in ("step", "time") and isinstance(value, int | float):
+            yield f"ncz/{key}", float(value)
+
+
+def _close(writer) -> None:
+    with suppress(Exception):  # nobody is left to tell
+        writer.close()
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None in place of every number that is not finite, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _ends_within_a_line(file) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
+
+
+def _unwritable(setting: str, path: str | os.PathLike, error: OSError, remedy: str) -> ConfigError:
+    reason = f"{error.strerror} ({error.filename})" if error.filename else error
+    return ConfigError(
+        f"statistics.{setting}: {os.fspath(path)} cannot be written on rank 0: {reason}; "
+        f"{remedy} that can be made there, or null"
+    )

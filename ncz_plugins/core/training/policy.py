@@ -1,0 +1,129 @@
+"""What each part of a tensor gets: compressed, by which quantizer, or not.
+
+A tensor that is reduced consists of parts that belong to named parameters. The first of the configuration's policies
+that fits a part says how it is treated; `steps` says what changes in the course of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..codec.quantize import Bypass
+from ..config import Config, Policy, QuantizerConfig
+
+
+class ParameterSlice(NamedTuple):
+    """Neighbouring elements of one parameter, as they lie in a flat tensor.
+
+    Attributes:
+        name: of the parameter; None for what has none.
+        length: elements.
+        start: where in the parameter they begin.
+        numel: elements of the whole parameter; None for start + length; 0 for padding, which is treated like what
+            lies before it.
+    """
+
+    name: str | None
+    length: int
+    start: int = 0
+    numel: int | None = None
+
+    @property
+    def of(self) -> int:
+        """Elements of the whole parameter."""
+        return self.start + self.length if self.numel is None else self.numel
+
+
+Part = ParameterSlice  # its name until 0.2, kept for programs that import it
+
+
+class Treatment(NamedTuple):
+    """What is done with a part.
+
+    Attributes:
+        quantizer: with the bound of this step.
+        bypass: why it goes plain, if it does.
+        because: what decided that, in a few words.
+    """
+
+    quantizer: QuantizerConfig
+    bypass: Bypass | None
+    because: str
+
+    def settings(self, config: Config) -> Config:
+        """The configuration of a call that is treated so, where `config` is in force."""
+        return _with_quantizer(config, self.quantizer)
+
+
+class Policies:
+    """The treatment of any part in any step. It depends on nothing in which ranks could differ."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._fitting: dict[tuple, int | None] = {}  # what `fitting` found
+        self._treatments: dict[tuple, Treatment] = {}
+
+    def treatment(
+        self, part: ParameterSlice, dtype: torch.dtype, role: str | None, step: int, tightening: float = 1.0
+    ) -> Treatment:
+        """What a part gets.
+
+        Args:
+            dtype: of the tensor that is reduced or gathered.
+            step: counted from 0.
+            tightening: what its bound is multiplied by on top of the configuration's schedule.
+        """
+        steps = self._config.steps
+        if step < steps.warmup:
+            return Treatment(self._config.quantizer, Bypass.WARM_UP, "warm-up")
+        key = (self.fitting(part, dtype, role), steps.bounds_times(step) * tightening)
+        if key not in self._treatments:
+            self._treatments[key] = self._made(*key)
+        return self._treatments[key]
+
+    def fitting(self, part: ParameterSlice, dtype: torch.dtype, role: str | None) -> int | None:
+        """The index of the first policy that fits, or None."""
+        key = (part.name, part.of, dtype, role)
+        if key not in self._fitting:
+            fit = (at for at, policy in enumerate(self._config.policies) if _fits(policy, *key))
+            self._fitting[key] = next(fit, None)
+        return self._fitting[key]
+
+    def _made(self, at: int | None, times: float) -> Treatment:
+        quantizer, bypass, because = self._config.quantizer, None, "default"
+        if at is not None:
+            policy = self._config.policies[at]
+            quantizer, because = policy.quantizer.applied_to(quantizer), f"policies[{at}]"
+            if policy.action == "skip":
+                bypass = Bypass.POLICY
+        return Treatment(quantizer.times(times), bypass, because)
+
+
+def named(parts: Sequence[ParameterSlice]) -> str | None:
+    """What to call a tensor that consists of `parts`, for people; None if none of them has a name."""
+    names = list(dict.fromkeys(part.name for part in parts if part.name is not None))
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else None
+
+
+@lru_cache
+def _with_quantizer(config: Config, quantizer: QuantizerConfig) -> Config:
+    return config if config.quantizer == quantizer else config.model_copy(update={"quantizer": quantizer})
+
+
+def _fits(policy: Policy, name: str | None, numel: int, dtype: torch.dtype, role: str | None) -> bool:
+    if policy.name is not None:
+        patterns = (policy.name,) if isinstance(policy.name, str) else policy.name
+        if name is None or not any(fnmatchcase(name, pattern) for pattern in patterns):
+            return False
+    if policy.min_elements is not None and numel < policy.min_elements:
+        return False
+    if policy.max_elements is not None and numel > policy.max_elements:
+        return False
+    if policy.dtype is not None and dtype != getattr(torch, policy.dtype):
+        return False
+    return policy.role is None or policy.role == role

@@ -1,0 +1,286 @@
+"""What one training knows over its steps: its step, what is left to contribute, what it has counted.
+
+Adapters own a `Training` and hand it to their communicators; a communicator by itself makes one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ...version import __version__
+from ..collective import BypassBackoff, Call, run
+from ..config import Config
+from ..errors import ConfigError
+from ..runtime.device import Gpu, Host
+from ..runtime.statistics import Counters, Statistics
+from ..runtime.worker import Handle
+from .error_feedback import Residuals
+from .guard import Guard
+from .metrics import Metrics
+from .policy import ParameterSlice, Policies, Treatment
+
+_FORMAT = 1  # of state_dict
+
+
+class Group:
+    """What the ranks of one group have in common over the steps.
+
+    Attributes:
+        calls: compressed collectives asked for so far; also where the next one's random numbers begin.
+        patience: which kinds of calls go plain without being measured.
+        guard: verifies sums.
+    """
+
+    def __init__(self, config: Config):
+        self.calls = 0
+        self.patience = BypassBackoff()
+        self.guard = Guard(config.guard)
+        self._sums = 0  # compressed ones asked for in this step
+        self._awaited: list[Handle] = []
+
+    def picks(self, step: int) -> bool:
+        """Whether the compressed sum that is asked for now is to be verified. Asked once for each."""
+        self._sums += 1
+        return self.guard.picks(step, self._sums - 1)
+
+    def await_at_end_of_step(self, handle: Handle) -> None:
+        """A call that verifies, or that the host does not wait for: the step is not over before it is."""
+        self._awaited = [each for each in self._awaited if not each.is_success()]
+        self._awaited.append(handle)
+
+    def settle(self) -> None:
+        """Return once the calls that this step awaits are over. Raises what went wrong with them."""
+        self._sums = 0
+        awaited, self._awaited = self._awaited, []
+        for handle in awaited:
+            handle.wait()
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls, "patience": self.patience.state_dict(), "guard": self.guard.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+        self.patience.load_state_dict(state["patience"])
+        self.guard.load_state_dict(state["guard"])
+
+
+class Training:
+    """The state of one training, on one rank.
+
+    Args:
+        config: anything that `Config.load` takes.
+
+    Attributes:
+        config: may be replaced between steps, on all ranks alike.
+        stats: what was counted.
+        step: steps that are over.
+        residuals: what error feedback has kept.
+        metrics: takes a record of each step, on rank 0.
+        rank, world_size: of this process among all; by default, those of torch.distributed.
+    """
+
+    def __init__(self, config=None):
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self.config = Config.load(config)
+        self.stats = Statistics(self.config.statistics.history)
+        self.step = 0
+        self.residuals = Residuals()
+        self.metrics = Metrics(self.config.statistics)
+        self.rank: int | None = None
+        self.world_size: int | None = None
+        self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
+        self._tightening = 1.0  # where a group begins
+        self._header: dict | None = None
+        self._ended: float | None = None
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        self._config = config
+        self._policies = Policies(config)
+        for group in self._groups.values():
+            group.guard.settings = config.guard
+
+    def of_group(self, ranks: Sequence[int]) -> Group:
+        """What goes with the group of these global ranks."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            group = self._groups[key] = Group(self.config)
+            group.guard.tightening = self._tightening
+            if key in self._loaded:
+                group.load_state_dict(self._loaded.pop(key))
+        return self._groups[key]
+
+    # ---------------------------------------------------------------- deciding
+
+    def treatment(self, part: ParameterSlice, dtype: torch.dtype, role: str | None, ranks: Sequence[int]) -> Treatment:
+        """What a part of a tensor gets in this step, in the group of these global ranks.
+
+        Args:
+            dtype: of the tensor.
+            role: what it is: "gradient", "parameter" or "activation"; None where that is not known.
+        """
+        return self._policies.treatment(part, dtype, role, self.step, self.of_group(ranks).guard.tightening)
+
+    def grouped(
+        self, parts: Sequence[ParameterSlice], dtype: torch.dtype, role: str | None, ranks: Sequence[int]
+    ) -> list[tuple[Treatment, list[int]]]:
+        """The indices of the parts that are treated alike, in the order in which each treatment comes first."""
+        if parts and not self.config.policies:  # nothing tells them apart, and there can be thousands
+            return [(self.treatment(parts[0], dtype, role, ranks), list(range(len(parts))))]
+        alike: dict[Treatment, list[int]] = {}
+        how = None
+        for at, part in enumerate(parts):
+            if how is None or part.numel != 0:
+                how = self.treatment(part, dtype, role, ranks)
+            alike.setdefault(how, []).append(at)
+        return list(alike.items())
+
+    # ---------------------------------------------------------------- running
+
+    def run(
+        self,
+        call: Call,
+        number: int,
+        transport,
+        device: Host | Gpu,
+        config: Config,
+        group: Group,
+        verify: str | None,
+        patience: BypassBackoff | None = None,
+    ) -> None:
+        """Run a call to its end on this rank, count it, and verify it where that is asked for. See `collective.run`.
+
+        Args:
+            group: the ranks that take part.
+            verify: what to call the sum that the guard is to compare with the uncompressed one; None: it is not to.
+        """
+        contribution = None if verify is None else call.source.data.clone()
+        done = run(call, number, transport, device, config, patience)
+        self.stats.record(done)
+        if contribution is None or not done.compressed_calls:
+            return
+        exact = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
+        call.plain_sum(exact)
+        exact /= call.divisor
+        start, result = call.output.start, call.output.data
+        whole = call.collective == "all_reduce"
+        group.guard.verify(verify or None, result, exact[start : start + result.numel()], whole, transport)
+
+    # ---------------------------------------------------------------- steps
+
+    def begin(self, **header) -> None:
+        """Open the files of `statistics`, on rank 0, and say there what steps have in common. Raises ConfigError.
+
+        Args:
+            header: what is to be said besides. Nothing happens if it is what was said before.
+        """
+        if self._my_rank() != 0 or header == self._header:
+            return
+        self._header = header
+        self.metrics.begin({"ncz_plugins": __version__, "config": self.config.model_dump(mode="json"), **header})
+
+    def end_step(self) -> Counters:
+        """Close a step, all of whose results have been waited for, and return what was counted in it.
+
+        Writes the step's record, prints a line where `statistics.report_every` says so, and acts on what the guard
+        found: raises AccuracyError, on all ranks of a group alike, where `guard.on_alarm` is stop.
+        """
+        groups = list(self._groups.values())
+        for group in groups:
+            group.settle()
+        done = self.stats.end_step()
+        self.step += 1
+        if self._my_rank() == 0:
+            if self._header is None:
+                self.begin()
+            self.metrics.write(self._record(done))
+            every = self.config.statistics.report_every
+            if every and self.step % every == 0:
+                print(f"ncz_plugins: step {self.step}: {done.describe()}", flush=True)
+        self._ended = time.monotonic()
+        for group in groups:
+            group.guard.end_step()
+        return done
+
+    def _record(self, done: Counters) -> dict:
+        findings = [finding._asdict() for group in self._groups.values() for finding in group.guard.findings]
+        tightening = min((group.guard.tightening for group in self._groups.values()), default=self._tightening)
+        return {
+            "step": self.step,
+            "time": time.time(),
+            "step_seconds": None if self._ended is None else time.monotonic() - self._ended,
+            **done.to_dict(),
+            "bound_times": self.config.steps.bounds_times(self.step - 1) * tightening,
+            **({"guard": findings} if findings else {}),
+        }
+
+    def _my_rank(self) -> int:
+        return self.rank if self.rank is not None else dist.get_rank() if dist.is_initialized() else 0
+
+    def _ranks(self) -> int:
+        if self.world_size is not None:
+            return self.world_size
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict:
+        """What this rank needs to go on, to the bit, like a run that was not stopped.
+
+        Holds tensors, numbers, strings and mappings only, so that `torch.load(..., weights_only=True)` reads it. It
+        differs between ranks: each saves its own. Tensors are not copied.
+        """
+        groups = {key: group.state_dict() for key, group in self._groups.items()}
+        return {
+            "format": _FORMAT,
+            "rank": self._my_rank(),
+            "world_size": self._ranks(),
+            "step": self.step,
+            "residuals": dict(self.residuals.by_name),
+            "groups": {_text(key): state for key, state in (self._loaded | groups).items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what `state_dict` gave to the same rank of a run before.
+
+        If that run had another number of ranks, what each rank had yet to contribute has no rank to go to: residuals
+        start at zero, and one line on stderr of rank 0 says so. It is the same with the state of another rank. The step
+        and what the guard has tightened are kept.
+
+        Raises ConfigError if `state` is none of this version's.
+        """
+        if state.get("format") != _FORMAT:
+            raise ConfigError(
+                f"state of ncz_plugins: format {state.get('format')!r} is not one that {__version__} reads; "
+                f"allowed: {_FORMAT}, what Training.state_dict returns"
+            )
+        loaded = {tuple(map(int, key.split())): each for key, each in state["groups"].items()}
+        self.step = state["step"]
+        self.residuals = Residuals()
+        self._groups.clear()
+        self._loaded = {}
+        self._tightening = min((each["guard"]["tightening"] for each in loaded.values()), default=1.0)
+        if (state["rank"], state["world_size"]) == (self._my_rank(), self._ranks()):
+            self.residuals.by_name.update(state["residuals"])
+            self._loaded = loaded
+        elif state["world_size"] == self._ranks() or self._my_rank() == 0:
+            lost = ": what error feedback has kept starts at zero" if state["residuals"] else ""
+            print(
+                f"ncz_plugins: this state was saved by rank {state['rank']} of {state['world_size']} and is loaded by "
+                f"rank {self._my_rank()} of {self._ranks()}{lost}; random numbers begin anew",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _text(ranks: tuple[int, ...]) -> str:
+    return " ".join(map(str, ranks))

@@ -1,0 +1,1 @@
+"""Frames between ranks: the interface, its implementations, how ranks meet, and which share a node."""

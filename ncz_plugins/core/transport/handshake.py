@@ -1,0 +1,150 @@
+"""How ranks meet, and what they tell each other before their first compressed collective."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...kernels.format import VERSION
+from ...version import __version__
+from ..config import Config
+from ..errors import MismatchError, NczError, PeerError
+
+_ADDRESS_BYTES = 512  # a host's name has 253 at most
+
+
+def meet(ranks: list[int], purpose: str) -> dist.Store:
+    """A corner of the store that these global ranks, and only they, share for one purpose, one time.
+
+    All of `ranks` must call this, in the same order relative to their other meetings. Counting in
+    the store itself, not in each process, keeps the ranks in step whatever else each of them did.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    name = f"ncz/{purpose}/{hashlib.sha256(repr(ranks).encode()).hexdigest()}"
+    met_before = (store.add(f"{name}/members", 1) - 1) // len(ranks)
+    return dist.PrefixStore(f"{name}/{met_before}", store)
+
+
+def open_store(
+    rank: int, world_size: int, timeout: timedelta, host: str, broadcast: Callable[[Tensor], Tensor]
+) -> dist.Store:
+    """A store of its own for ranks that meet without torch.distributed. All of them must call this.
+
+    Args:
+        host: what the others call the machine of rank 0, whose process serves the store.
+        broadcast: takes a tensor, uint8, [n], and returns what rank 0 has put in. The address goes as JSON in it, since
+            Horovod's way to broadcast objects unpickles them, which runs what a peer sends.
+    """
+    store, address = None, torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    if rank == 0:
+        store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        text = json.dumps([host, store.port]).encode().ljust(_ADDRESS_BYTES)
+        address = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    host, port = json.loads(broadcast(address).numpy().tobytes())
+    return store or dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+
+
+def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config | NczError | None) -> None:
+    """Raise MismatchError on every rank unless all run the same versions with the same configuration.
+
+    Args:
+        store: what `meet` returned; `rank` counts within those who met.
+        config: None where compression is off; where it can't be on, the error that says why.
+
+    The first rank reads what all wrote and publishes the verdict, so that nobody is left waiting.
+    Raises PeerError on every rank if one does not show up within `transport.timeout_seconds`, or without that within
+    the store's time-out.
+    """
+    store.set(f"rank {rank}", json.dumps(described(config)))
+    seconds = config.transport.timeout_seconds if isinstance(config, Config) else None
+    patience = store.timeout if seconds is None else timedelta(seconds=seconds)
+    if rank == 0:
+        store.set("verdict", _verdict(store, world_size, patience))
+    try:
+        store.wait(["verdict"], 2 * patience)  # rank 0 may need as long to find that one does not come
+        verdict = store.get("verdict").decode()
+    except RuntimeError as error:
+        raise PeerError(f"rank 0 of {world_size} did not compare configurations in time: {error}") from error
+    if verdict.startswith("differ"):
+        raise MismatchError(f"ranks {verdict}. All must run the same ncz_plugins with the same configuration")
+    if verdict:
+        raise PeerError(verdict)
+
+
+def described(config: Config | NczError | None) -> dict[str, object]:
+    """What ranks must have in common from the start, for JSON. See `compare_ranks`."""
+    mine = {"version": __version__, "frame version": VERSION}
+    if isinstance(config, Config):
+        return mine | {"compression": "on"} | _flat(json.loads(config.canonical()))
+    return mine | {"compression": "off" if config is None else f"refused: {config}"}
+
+
+def differences(everyone: list[dict[str, object]]) -> str:
+    """In which of these, and how, the ranks differ whose descriptions these are; empty if in nothing."""
+    found = []
+    for key in everyone[0]:
+        if any(key not in one for one in everyone):
+            continue  # a setting of ranks where compression is on, which they have not all in common
+        ranks_of: dict[str, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
+        if len(ranks_of) > 1:
+            found.append(f"{key} is " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in ranks_of.items()))
+    return "; ".join(found)
+
+
+class RankComparison:
+    """Whether all ranks hold the same numbers, by the maximum over ranks of the numbers and of their negatives.
+
+    Args:
+        numbers: this rank's, each with what it stands for.
+
+    Attributes:
+        tensor: to be replaced by its element-wise maximum over ranks, before `differing` is called.
+    """
+
+    def __init__(self, numbers: dict[str, int]):
+        self._names = list(numbers)
+        self.tensor = torch.tensor([*numbers.values(), *(-number for number in numbers.values())])
+
+    def differing(self) -> dict[str, tuple[int, int]]:
+        """The lowest and the highest of what is not the same on all ranks."""
+        highest, negated = self.tensor.view(2, -1).tolist()
+        ends = {name: (-low, high) for name, low, high in zip(self._names, negated, highest)}
+        return {name: (low, high) for name, (low, high) in ends.items() if low != high}
+
+
+def _verdict(store: dist.Store, world_size: int, patience: timedelta) -> str:
+    """Empty if all ranks are alike."""
+    everyone = []
+    deadline = time.monotonic() + patience.total_seconds()
+    for rank in range(world_size):
+        try:
+            store.wait([f"rank {rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            everyone.append(json.loads(store.get(f"rank {rank}")))
+        except RuntimeError:
+            return (
+                f"rank {rank} of {world_size} did not say how it is configured in time: "
+                "it died, or does not import ncz_plugins where the others do"
+            )
+    found = differences(everyone)
+    return f"differ: {found}" if found else ""
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat

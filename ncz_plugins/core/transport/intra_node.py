@@ -1,0 +1,83 @@
+"""Tensors from one rank of a node to another: out of its memory where Linux allows it, else by messages."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerError
+from ..runtime.statistics import Counters
+from ..runtime.trace import span
+from . import process_memory as memory
+from .gloo import Transport, peer_errors, start_exchange
+from .topology import Nodes
+
+_TAG = 3  # beside those of transport.py, over the same connections
+
+
+def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
+    """The same nodes, with `processes` where every rank can read its neighbors' memory.
+
+    All ranks must call this; they try it on a random number that each holds ready. Raises PeerError.
+    """
+    held = torch.randint(2**63 - 1, [1])
+    mine = torch.tensor([os.getpid(), held.data_ptr(), held.item()])
+    received = [(rank, torch.empty_like(mine)) for rank in nodes.neighbors]
+    with peer_errors("meeting the ranks of this node"):
+        _by_messages(transport, [(rank, mine) for rank in nodes.neighbors], received)
+    failed = torch.zeros(1)
+    for _, (process, address, number) in received:
+        found = torch.full_like(held, -1)
+        try:
+            memory.read(process.item(), address.item(), found)
+        except OSError:
+            pass
+        failed += found != number
+    transport.start_max(failed, Counters()).wait()  # none lets go of its number before all have tried
+    if failed.item():
+        return nodes
+    return replace(nodes, processes={rank: process.item() for rank, (process, *_) in received})
+
+
+def exchange(
+    nodes: Nodes,
+    transport: Transport,
+    sends: list[tuple[int, Tensor]],
+    receives: list[tuple[int, Tensor]],
+    counters: Counters,
+) -> None:
+    """Send tensors to neighbors and receive some, of sizes that both sides know; those of no elements are left out."""
+    sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
+    receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
+    sent = sum(tensor.nbytes for _, tensor in sends)
+    with span("local", sent, counters), peer_errors("exchanging with the ranks of this node"):
+        if nodes.processes and all(tensor.device.type == "cpu" for _, tensor in sends + receives):
+            _by_memory(nodes.processes, transport, sends, receives)
+        else:
+            _by_messages(transport, sends, receives)
+    counters.local_bytes += sent
+
+
+def _by_memory(
+    processes: dict[int, int], transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+) -> None:
+    """Each tells where its tensors are, reads those of the others, and waits until its own were read."""
+    addresses = [(rank, torch.tensor([tensor.data_ptr()])) for rank, tensor in sends]
+    received = [(rank, torch.empty(1, dtype=torch.int64)) for rank, _ in receives]
+    _by_messages(transport, addresses, received)
+    for (rank, tensor), (_, address) in zip(receives, received):
+        try:
+            memory.read(processes[rank], address.item(), tensor)
+        except OSError as error:
+            raise PeerError(f"rank {rank} of this node can't be read any more: {error}; look at its log") from error
+    _by_messages(transport, received, addresses)
+
+
+def _by_messages(transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
+    if not sends and not receives:
+        return
+    for work in start_exchange(transport.group, sends, receives, _TAG):
+        work.wait()

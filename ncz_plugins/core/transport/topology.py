@@ -1,0 +1,133 @@
+"""Which ranks share a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from .gloo import Stream, Transport, peer_errors
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks share a node, as one of them sees it.
+
+    Attributes:
+        ranks: those of each node, [nodes][places]; all nodes have equally many.
+        node, place: where this rank stands in `ranks`.
+        processes: each neighbor's process, where their memory can be read; else None.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    node: int
+    place: int
+    processes: dict[int, int] | None = None
+
+    @property
+    def neighbors(self) -> list[int]:
+        """The other ranks of this node."""
+        return [rank for place, rank in enumerate(self.ranks[self.node]) if place != self.place]
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """How many ranks a node has."""
+        return len(self.ranks[0])
+
+    def between(self, transport: Transport) -> Between:
+        """`transport` as the nodes see it."""
+        return Between(transport, self)
+
+
+class Between:
+    """A transport whose ranks are the nodes: each stands for its rank that has the same place as this one."""
+
+    def __init__(self, transport: Transport, nodes: Nodes):
+        self.rank = nodes.node
+        self.world_size = nodes.count
+        self._transport = transport
+        self._counterparts = [ranks[nodes.place] for ranks in nodes.ranks]
+
+    def streams(self, peers: list[tuple[int, int]], *how) -> list[Stream]:
+        """As `Transport.streams`."""
+        return self._transport.streams([tuple(self._counterparts[node] for node in pair) for pair in peers], *how)
+
+
+def find_nodes(setting: int | str, store: dist.Store, rank: int, world_size: int) -> Nodes | None:
+    """The nodes that `transport.hierarchy` asks for; None where every rank is to stand for itself.
+
+    All ranks that share `store` must call this. Raises ConfigError on all of them for a number of ranks per node that
+    can't be, and PeerError if one does not say in time where it runs.
+    """
+    if setting == "off":
+        return None
+    with peer_errors("finding out which ranks share a node"):
+        store.set(f"host {rank}", json.dumps(_this_host()))
+        if setting == "auto":
+            if rank == 0:
+                store.set("nodes", json.dumps(_by_host(_hosts(store, world_size))))
+            nodes = json.loads(store.get("nodes"))
+        else:
+            nodes = _consecutive(setting, world_size)
+            if rank == 0:
+                _warn_of_several_machines(nodes, _hosts(store, world_size))
+    if len(nodes) == 1 or {len(ranks) for ranks in nodes} != {len(nodes[0])} or len(nodes[0]) == 1:
+        return None
+    node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
+    return Nodes(tuple(map(tuple, nodes)), node, nodes[node].index(rank))
+
+
+def _this_host() -> dict[str, str]:
+    """What tells hosts apart. Containers and network namespaces count as hosts, since a link is between them."""
+    name = socket.gethostname()
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux
+        machine, network = name, ""
+    return {"name": name, "machine": machine, "network": network}
+
+
+def _hosts(store: dist.Store, world_size: int) -> list[dict[str, str]]:
+    """Every rank's host."""
+    return [json.loads(store.get(f"host {rank}")) for rank in range(world_size)]
+
+
+def _by_host(hosts: list[dict[str, str]]) -> list[list[int]]:
+    """The ranks of each host; hosts in the order of their first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(json.dumps(host), []).append(rank)
+    return list(nodes.values())
+
+
+def _consecutive(size: int, world_size: int) -> list[list[int]]:
+    if world_size % size or world_size == size:
+        raise ConfigError(
+            f"transport.hierarchy: {size}: {world_size} ranks do not make several nodes of {size} ranks each; "
+            "allowed: auto, off, or a divisor of the number of ranks that leaves at least 2 nodes"
+        )
+    return [list(range(first, first + size)) for first in range(0, world_size, size)]
+
+
+def _warn_of_several_machines(nodes: list[list[int]], hosts: list[dict[str, str]]) -> None:
+    for ranks in nodes:
+        if len({hosts[rank]["machine"] for rank in ranks}) > 1:
+            names = ", ".join(f"{rank} on {hosts[rank]['name']}" for rank in ranks)
+            warnings.warn(
+                f"transport.hierarchy: {len(ranks)} makes one node of ranks on several machines ({names}): what goes "
+                "between them is not compressed. Remedy: start the ranks of a machine one after another, or use auto",
+                stacklevel=2,
+            )
+            return

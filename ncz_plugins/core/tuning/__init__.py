@@ -1,0 +1,1 @@
+"""Measuring link and coders, and choosing settings by what was measured."""

@@ -1,0 +1,357 @@
+"""Measures the link, the codec, and real all-reduces, plain and compressed, to choose what is fastest here.
+
+Of each time the maximum over ranks is taken before anything follows from it, so that all do the same and choose alike.
+The data are Laplace values, other ones on every rank: at the default bound they compress as the gradients of a small
+GPT do.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median_low
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...kernels.backend import Backend
+from ...kernels.format import Coder, Coding, Predictor, chunks_of, max_frame_bytes
+from ...version import __version__
+from ..collective import layout_of_sum
+from ..config import FRAME_BYTES, CoderCosts, Config, KiB, MiB, format_size
+from ..errors import UnsupportedError
+from ..runtime.device import Host
+from ..runtime.statistics import Counters
+from ..training.state import Training
+from ..transport import plain
+from . import choices as tuning
+from .choices import SpeedComparison, Trial, Tuning
+
+OPENING_SECONDS = 2.0
+_FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
+_FRAMES_AT_OPENING = 2
+_LEAST_BYTES, _GROWTH = 16 * KiB, 4
+_LARGEST_BYTES = 64 * MiB
+_EXCHANGED_BYTES = 16 * MiB  # at once, to find the link's speed
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 9  # odd, for medians
+_CODING_ROUNDS = 12
+_ITEMSIZE = 4  # of float32
+_TILE = 1 << 18  # values; more are made by repeating, which no coder sees
+# Steps for Laplace values of scale 1: that of the default bound, and one that turns 19 of 20 codes into zero.
+_STEPS = 2**-0.5, 6.0
+
+
+class Subject(ABC):
+    """Ranks that are measured together.
+
+    Attributes:
+        config: what is left open in it is to be chosen.
+        exchanging: how many ranks exchange frames with each other: all of them, or one of each node.
+        schedules: what there is to choose from, the ordinary one first.
+    """
+
+    config: Config
+    rank: int
+    world_size: int
+    exchanging: int
+    schedules: Sequence[str]
+
+    @abstractmethod
+    def highest(self, numbers: Sequence[float]) -> list[float]:
+        """The element-wise maximum over all ranks."""
+
+    @abstractmethod
+    def exchange(self, frame: Tensor) -> None:
+        """Send a frame to every other of those that exchange frames, and receive theirs, of the same size."""
+
+    @abstractmethod
+    def plain(self, tensor: Tensor) -> None:
+        """The uncompressed all-reduce, in place."""
+
+    @abstractmethod
+    def compressed(self, tensor: Tensor, config: Config) -> None:
+        """The compressed all-reduce, in place."""
+
+
+class OfCommunicator(Subject):
+    """A communicator's ranks. What it remembers of its calls, and its configuration, are as before when the block ends.
+
+    Args:
+        config: see Subject; None for that of the communicator.
+    """
+
+    def __init__(self, communicator, config: Config | None = None):
+        self._communicator = communicator
+        self._everyone = communicator.transport
+        self._between = communicator.nodes.between(self._everyone) if communicator.nodes else self._everyone
+        self.config = communicator.config if config is None else config
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+        self.exchanging = self._between.world_size
+        ordinary = tuning.schedule_for(self.exchanging)
+        self.schedules = sorted(("ring", "direct"), key=lambda name: name != ordinary)
+
+    def __enter__(self) -> OfCommunicator:
+        self._before = {name: getattr(self._communicator, name) for name in ("config", "training")}
+        self._communicator.training = Training(Config(quantizer=self.config.quantizer.changed(error_feedback=False)))
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name, value in self._before.items():
+            setattr(self._communicator, name, value)
+
+    def highest(self, numbers):
+        joined = torch.tensor(numbers, dtype=torch.float64)
+        self._everyone.start_max(joined, Counters()).wait()
+        return joined.tolist()
+
+    def exchange(self, frame):
+        peers = [(peer, peer) for peer in range(self.exchanging) if peer != self._between.rank]
+        streams = self._between.streams(peers, 1, frame.numel(), Counters())
+        for stream in streams:
+            stream.exchange(frame)
+        for stream in streams:
+            stream.receive()
+        for stream in streams:
+            stream.finish()
+
+    def plain(self, tensor):
+        plain.all_reduce(tensor, dist.ReduceOp.SUM, self._communicator.group).wait()
+
+    def compressed(self, tensor, config):
+        self._communicator.config = config
+        self._communicator.all_reduce(tensor)
+
+
+def settle(communicator) -> Config:
+    """The configuration of a communicator that has just been opened, with what it leaves open measured, and said.
+
+    Raises UnsupportedError where the communicator's tensors would be on GPUs.
+    """
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(communicator.group):
+        raise UnsupportedError(
+            "transport: frame_bytes and min_bytes: auto is measured with tensors in host memory over gloo, not over "
+            "NCCL; name sizes, such as 4MiB and 64KiB"
+        )
+    with OfCommunicator(communicator) as subject:
+        tuned = measure(subject, OPENING_SECONDS)
+    if communicator.rank == 0:
+        print(f"ncz_plugins: measured {tuned.describe()}", flush=True)
+    return tuned.fill_in(subject.config)
+
+
+def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lambda what: None) -> Tuning:
+    """Measure for about so many seconds, and choose. A collective of all ranks.
+
+    Args:
+        seconds: what does not fit is left out; at the least a few small all-reduces are made.
+        tell: called with what is being measured.
+    """
+    clock = _Clock(subject, seconds)
+    tell("link")
+    latency = _latency(subject)
+    backend = Host().backend
+    link_gbps = _link_gbps(subject, backend, seconds / 100)
+    tell("coders")
+    costs = _costs(subject, backend)
+    config = subject.config.settled(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
+    data = _Data(subject.rank)
+    trials = _trials(subject, config, data, clock, tell)
+    chosen = tuning.best(trials)
+    config = config.with_transport(schedule=chosen.schedule, frame_bytes=chosen.frame_bytes)
+    comparisons = _comparisons(subject, config, data, clock, tell)
+    return Tuning(
+        format=1,
+        world_size=subject.world_size,
+        schedule=chosen.schedule,
+        frame_bytes=chosen.frame_bytes,
+        min_bytes=tuning.crossover(comparisons),
+        link_gbps=link_gbps,
+        costs=costs,
+        latency_seconds=latency,
+        trials=trials,
+        comparisons=comparisons,
+        quantizer=config.quantizer.describe(),
+        kernels=backend.name,
+        version=__version__,
+    )
+
+
+class _Clock:
+    """How much of the time is left, the same for all ranks."""
+
+    def __init__(self, subject: Subject, seconds: float):
+        self._subject = subject
+        self._started = time.perf_counter()
+        self.seconds = seconds
+
+    def left(self) -> float:
+        (elapsed,) = self._subject.highest([time.perf_counter() - self._started])
+        return self.seconds - elapsed
+
+
+class _Data:
+    """Laplace values, this rank's own."""
+
+    def __init__(self, rank: int):
+        self._tile = torch.from_numpy(np.random.default_rng(rank).laplace(size=_TILE).astype(np.float32))
+
+    def of(self, nbytes: int) -> Tensor:
+        count = nbytes // _ITEMSIZE
+        return self._tile.repeat(-(-count // _TILE))[:count]
+
+
+def _latency(subject: Subject) -> float:
+    """Seconds of the smallest all-reduce."""
+    seconds = []
+    for _ in range(21):
+        started = time.perf_counter()
+        subject.highest([0.0])
+        seconds.append(time.perf_counter() - started)
+    (joined,) = subject.highest([median_low(seconds)])
+    return joined
+
+
+def _link_gbps(subject: Subject, backend: Backend, seconds: float) -> float:
+    """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each."""
+    codes = torch.full((_EXCHANGED_BYTES // _ITEMSIZE,), 2**30, dtype=torch.int32)  # as wide in the frame
+    buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
+    count, taken = _LEAST_BYTES // _ITEMSIZE, 0.0
+    while taken < seconds and count < codes.numel():
+        count *= _GROWTH
+        frame = buffer[: backend.encode_codes(codes[:count], Coding(Coder.RAW, Predictor.NONE), buffer)]
+        (taken,) = _interleaved(subject, [subject.exchange], frame, seconds=0, least=1)
+    (taken,) = _interleaved(subject, [subject.exchange], frame, seconds=0)
+    gbps = 8e-9 * frame.numel() * (subject.exchanging - 1) / taken
+    return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
+
+
+def _costs(subject: Subject, backend: Backend) -> CoderCosts:
+    """What coding a value costs while all ranks code, encoding and decoding together."""
+    x = torch.from_numpy(np.random.default_rng(subject.rank).laplace(size=_TILE).astype(np.float32))
+    out, codes = torch.empty_like(x), torch.empty(_TILE, dtype=torch.int32)
+    frame = torch.empty(max_frame_bytes(_TILE), dtype=torch.uint8)
+
+    def code(coder: Coder, step: float) -> None:
+        scales = torch.full((chunks_of(_TILE),), step)
+        size = backend.encode(x, 1 / scales, Coding(coder, Predictor.NONE), frame)
+        backend.decode(frame[:size], scales, out)
+
+    def rest(step: float) -> float:
+        backend.quantize(x, torch.full((chunks_of(_TILE),), 1 / step), codes)
+        return (codes != 0).double().mean().item()
+
+    wide, narrow = _STEPS
+    cases = [(Coder.RAW, wide), (Coder.FIXED, wide), (Coder.HUFFMAN, wide), (Coder.RANS, wide), (Coder.RANS, narrow)]
+    rounds = [sorted(_timed(subject, partial(code, *case)) for _ in range(_CODING_ROUNDS)) for case in cases]
+    # Not the median: a round is so short that others' turns on the CPU would fill many of them.
+    picoseconds = [1e12 * each / _TILE for each in subject.highest([taken[_CODING_ROUNDS // 4] for taken in rounds])]
+    rans = tuning.rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
+    return CoderCosts(**dict(zip(CoderCosts.model_fields, map(round, [*picoseconds[:3], *rans]))))
+
+
+def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: Callable[[str], None]) -> list[Trial]:
+    """Compressed all-reduces with each schedule and frame size that is left to be chosen."""
+    own = subject.config.transport
+    frames = _FRAMES if clock.seconds > OPENING_SECONDS else _FRAMES[:_FRAMES_AT_OPENING]
+    configs = [
+        config.with_transport(schedule=schedule, frame_bytes=frame_bytes)
+        for frame_bytes in (frames if own.frame_bytes == "auto" else [own.frame_bytes])
+        for schedule in (subject.schedules if own.schedule == "auto" else [own.schedule])
+    ]
+    runs = [partial(subject.compressed, config=each) for each in configs]
+    allowed = clock.left() / 3
+    tell("schedules and frame sizes")
+    nbytes = _affordable(subject, runs, data, len(runs) * _compressed_seconds_per_byte(config), allowed)
+    source = data.of(nbytes)
+    # Of those that do the same with a tensor of this size only the first: nothing but noise would tell them apart.
+    different = {}
+    for each, run in zip(configs, runs):
+        does = each.transport.schedule, layout_of_sum(source, subject.world_size, each)
+        different.setdefault(does, (each.transport, run))
+    seconds = _interleaved(subject, [run for _, run in different.values()], source, allowed)
+    return [
+        Trial(schedule=transport.schedule, frame_bytes=transport.frame_bytes, nbytes=nbytes, seconds=taken)
+        for (transport, _), taken in zip(different.values(), seconds)
+    ]
+
+
+def _comparisons(
+    subject: Subject, config: Config, data: _Data, clock: _Clock, tell: Callable[[str], None]
+) -> list[SpeedComparison]:
+    """Plain beside compressed, from a small size to the largest that there is time for."""
+    runs = [subject.plain, partial(subject.compressed, config=config)]
+    tell("plain and compressed")
+    per_byte = _plain_seconds_per_byte(config) + _compressed_seconds_per_byte(config)
+    nbytes = _affordable(subject, runs, data, per_byte, clock.left() * 2 / 3)
+    comparisons = []
+    while nbytes >= _LEAST_BYTES:
+        tell(f"plain and compressed, {format_size(nbytes)}")
+        plain, compressed = _interleaved(subject, runs, data.of(nbytes), clock.left() / 2)
+        comparisons.append(SpeedComparison(nbytes=nbytes, plain_seconds=plain, compressed_seconds=compressed))
+        nbytes //= _GROWTH
+    return comparisons[::-1]
+
+
+def _affordable(
+    subject: Subject, runs: Sequence[Callable[[Tensor], None]], data: _Data, seconds_per_byte: float, seconds: float
+) -> int:
+    """The largest size of which all of `runs` can have the least number of rounds in so many seconds.
+
+    Args:
+        seconds_per_byte: what a size takes, in all of `runs`, beyond what the smallest one does.
+    """
+    once = sum(_interleaved(subject, runs, data.of(_LEAST_BYTES), seconds=0))
+    nbytes = _LEAST_BYTES
+    while nbytes < _LARGEST_BYTES and _LEAST_ROUNDS * (once + _GROWTH * nbytes * seconds_per_byte) < seconds:
+        nbytes *= _GROWTH
+    return nbytes
+
+
+def _plain_seconds_per_byte(config: Config) -> float:
+    """A guess from above: all of a tensor is sent twice."""
+    return 2 * 8e-9 / config.transport.link_gbps
+
+
+def _compressed_seconds_per_byte(config: Config) -> float:
+    """A guess from above: it is sent at an eighth of its size, and coded twice as slowly as was measured."""
+    costs = config.entropy.costs
+    return _plain_seconds_per_byte(config) / 8 + 2e-12 * (costs.rans + costs.rans_rest) / _ITEMSIZE
+
+
+def _interleaved(
+    subject: Subject,
+    runs: Sequence[Callable[[Tensor], None]],
+    source: Tensor,
+    seconds: float,
+    least: int = _LEAST_ROUNDS,
+) -> list[float]:
+    """Seconds that each of `runs` takes on a copy of `source`: medians over rounds in which they take turns.
+
+    Args:
+        seconds: for all rounds, of which there are `least` in any case.
+    """
+    work = torch.empty_like(source)
+    rounds: list[list[float]] = []
+    spent = 0.0
+    # One more, if it fits by what those before it took.
+    while len(rounds) < least or (len(rounds) < _MOST_ROUNDS and spent * (1 + 1 / len(rounds)) < seconds):
+        taken = []
+        for run in runs:
+            work.copy_(source)
+            taken.append(_timed(subject, partial(run, work)))
+        rounds.append(subject.highest(taken))
+        spent += sum(rounds[-1])
+    return [median_low(of_one) for of_one in zip(*rounds)]
+
+
+def _timed(subject: Subject, run: Callable[[], None]) -> float:
+    """Seconds on this rank, begun with the others."""
+    subject.highest([0.0])
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
