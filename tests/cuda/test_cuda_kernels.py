@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 from emulator import EmulatedLauncher
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import GOLDEN
 from samples import assert_same, codes_of_width, floats, sparse_codes, steps_of, with_flipped_bits
 
 from ncz_plugins import kernels
@@ -35,7 +35,6 @@ from ncz_plugins.kernels.format import (
 )
 
 FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
-GOLDEN = Path(__file__).parent.parent / "unit" / "golden"
 GOLDEN_CODES = dict(np.load(GOLDEN / "codes.npz"))
 GOLDEN_FLOATS = dict(np.load(GOLDEN / "floats.npz"))
 

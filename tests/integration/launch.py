@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).resolve().parent / "_workers"
 BIN = Path(sys.executable).parent
 

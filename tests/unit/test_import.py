@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
 import ncz_plugins
 
@@ -39,7 +39,7 @@ else:
 def test_import_needs_none_of_the_optional_packages():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(optional=OPTIONAL)],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,

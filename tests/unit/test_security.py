@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import play
+from repository import ROOT
 
 from ncz_plugins import Config, ConfigError, FrameError, NczError
 from ncz_plugins.cli.perf import gather
@@ -24,7 +25,6 @@ from ncz_plugins.core.tuning.choices import Tuning
 from ncz_plugins.kernels import cache
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS = sorted(file for folder in ("ncz_plugins", "examples", "tools") for file in (ROOT / folder).rglob("*.py"))
 
 # ------------------------------------------------------------------ nothing foreign is run

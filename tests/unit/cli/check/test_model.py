@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from repository import ROOT
 from torch import nn
 
 from ncz_plugins import ConfigError
@@ -17,7 +18,6 @@ from ncz_plugins.cli.check.model import load_model
 from ncz_plugins.core.codec.quantize import Bypass
 from ncz_plugins.core.config import Config
 
-ROOT = Path(__file__).parents[2]
 GPT = ROOT / "examples" / "gpt.py"
 
 MODELS = """

@@ -2,21 +2,18 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import benchmarks.data as data  # noqa: E402
-from benchmarks.data import __main__ as command  # noqa: E402
-from benchmarks.data import gradients, molecular_dynamics, navier_stokes, synthetic  # noqa: E402
-from benchmarks.data.threads import one_thread  # noqa: E402
-from examples.data import Corpus  # noqa: E402
-from examples.gpt import GPT, GPTConfig  # noqa: E402
+import benchmarks.data as data
+from benchmarks.data import __main__ as command
+from benchmarks.data import gradients, molecular_dynamics, navier_stokes, synthetic
+from benchmarks.data.threads import one_thread
+from examples.data import Corpus
+from examples.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(context=16, layers=2, heads=2, width=32)
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import play
+from repository import ROOT
 
+from benchmarks import guard as benchmark
 from ncz_plugins import AccuracyError
 from ncz_plugins.core.config.model import GuardConfig
 from ncz_plugins.core.training import guard
 from ncz_plugins.core.training.guard import Guard
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
-from benchmarks import guard as benchmark  # noqa: E402
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

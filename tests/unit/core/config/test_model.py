@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import ROOT
 
 from ncz_plugins.cli import main as cli
 from ncz_plugins.core.config import CoderCosts, Config, QuantizerConfig, find_in_deepspeed, format_size, settings
@@ -24,7 +25,6 @@ from ncz_plugins.core.config.model import EntropyConfig, TransportConfig
 from ncz_plugins.core.errors import ConfigError, NczError
 from ncz_plugins.kernels import format as frame_format
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 OURS = sorted(f for f in CONFIGS.glob("ncclz*") if f.name != "ncclz.schema.json")
 DEEPSPEED = sorted(CONFIGS.glob("deepspeed_*.json"))

@@ -1,16 +1,12 @@
 """The examples' data and model: deterministic real text, and a model that never looks ahead."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from data import Corpus, standard_library_files  # noqa: E402
-from gpt import GPT, GPTConfig  # noqa: E402
+from data import Corpus, standard_library_files
+from gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(context=16, layers=2, heads=2, width=32)
 

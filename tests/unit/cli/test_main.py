@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from repository import ROOT
 
 from ncz_plugins import __version__, kernels
 from ncz_plugins.cli import machine
 from ncz_plugins.cli import main as cli
 from ncz_plugins.core.config import Config, json_schema, settings
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*"))
 
 

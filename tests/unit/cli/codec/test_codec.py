@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from repository import ROOT
 
 from ncz_plugins import compress, decompress, kernels
 from ncz_plugins.cli import codec as trial
@@ -17,7 +17,6 @@ from ncz_plugins.cli import main as cli
 from ncz_plugins.cli.codec import peers, plot, speed
 from ncz_plugins.core.config import Config
 
-ROOT = Path(__file__).parents[2]
 KEYS = [
     "ratio",
     "bits_per_value",

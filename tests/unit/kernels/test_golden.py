@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from repository import GOLDEN
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.format import Coder, Coding, Noise, Predictor, max_frame_bytes
 
-GOLDEN = Path(__file__).parent / "golden"
 CODES = dict(np.load(GOLDEN / "codes.npz"))
 FLOATS = dict(np.load(GOLDEN / "floats.npz"))
 FRAMES = [name for name in CODES if "-" in name]  # codes-coder-predictor

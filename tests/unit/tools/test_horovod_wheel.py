@@ -1,11 +1,10 @@
 """What decides whether a compiled Horovod can be taken from the cache, and what a failed build advises."""
 
 import re
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "horovod": "0.28.1",
     "torch": "2.13.0+cpu",

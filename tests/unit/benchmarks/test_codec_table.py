@@ -1,19 +1,14 @@
 """The codec's results page: the selector is judged rightly, and every figure finds its place."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks import codec_table, data  # noqa: E402
-from ncz_plugins.cli import codec as trial  # noqa: E402
-from ncz_plugins.cli.codec import peers, speed  # noqa: E402
-from ncz_plugins.core.config import Config  # noqa: E402
-from ncz_plugins.kernels.format import Costs  # noqa: E402
-from ncz_plugins.kernels.reference.symbols import predict  # noqa: E402
+from benchmarks import codec_table, data
+from ncz_plugins.cli import codec as trial
+from ncz_plugins.cli.codec import peers, speed
+from ncz_plugins.core.config import Config
+from ncz_plugins.kernels.format import Costs
+from ncz_plugins.kernels.reference.symbols import predict
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,6 @@
+"""Where things are in this repository, so that no test counts the folders above itself."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "unit" / "golden"
