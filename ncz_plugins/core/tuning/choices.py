@@ -22,7 +22,6 @@ from ..errors import ConfigError
 WORTH = 0.97  # of the plain time: what takes longer than this gains too little to be told from noise
 _LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
 _NEXT = 4  # times a size
-_DIRECT_RANKS = range(3, 9)  # 2 ranks send the same either way; with many, all-to-all opens too many paths
 
 FrameBytes = size_type(16 * KiB, 64 * MiB, (), "bytes from 16 KiB to 64 MiB")
 MinBytes = size_type(0, math.inf, ("never",), "never, or bytes, 0 or more")
@@ -121,11 +120,6 @@ class Tuning(Section):
 
 
 # ------------------------------------------------------------------ what follows from numbers
-
-
-def schedule_for(ranks: int) -> str:
-    """The schedule for so many ranks that exchange frames, where nothing was measured."""
-    return "direct" if ranks in _DIRECT_RANKS else "ring"
 
 
 def best(trials: Sequence[Trial]) -> Trial:

@@ -19,7 +19,7 @@ from horovod_common import own_values, save, sha256
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
 from ncz_plugins.core.transport.gloo import Stream
-from ncz_plugins.horovod import NCZ, reduction
+from ncz_plugins.horovod import NCZ, process_set
 from ncz_plugins.horovod.transport import _Stream
 
 SIZE = 300_000
@@ -91,9 +91,9 @@ def living() -> None:
     expected = reduce(ncz)
     results["size"] = attempt(lambda: reduce(ncz, SIZE - rank))
     results["config"] = attempt(lambda: reduce(NCZ(quantizer={"value": [0.25, 0.125][rank]})))
-    reduction.__version__ = ["0.1", "0.0"][rank]
+    process_set.__version__ = ["0.1", "0.0"][rank]
     results["version"] = attempt(lambda: reduce(ncz))
-    reduction.__version__ = "0.1"
+    process_set.__version__ = "0.1"
     results["fork"] = in_fork(lambda: reduce(ncz))
 
     on_ring = compressor("ring")

@@ -110,11 +110,6 @@ def test_costs_of_rans_are_not_negative():
     assert rans_costs((100.0, 1.0), (0.7, 0.05))[0] == 0.0
 
 
-@pytest.mark.parametrize("ranks, schedule", [(2, "ring"), (3, "direct"), (8, "direct"), (9, "ring"), (64, "ring")])
-def test_the_schedule_without_measurements_follows_from_the_number_of_ranks(ranks, schedule):
-    assert tuning.schedule_for(ranks) == schedule
-
-
 # ------------------------------------------------------------------ the file
 
 
