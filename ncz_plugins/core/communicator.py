@@ -34,8 +34,9 @@ from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
 from .transport.nccl import NcclTransport, open_nccl, require_healthy
 from .transport.topology import Nodes, find_nodes
-from .tuning import choices as tuning
 from .tuning import measure as probe
+from .tuning.decisions import schedule_for
+from .tuning.tuning_file import apply_tuning_file
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _CLOSE_SECONDS = 5.0
@@ -111,7 +112,7 @@ class Communicator:
             if self.nodes is not None:
                 self.nodes = with_memory(self.nodes, self.transport)
             self._worker = Worker(f"ncz-communicator-{self.rank}")
-            if tuning.is_open(self.config):
+            if self.config.needs_measuring:
                 self.config = probe.settle(self)
 
     # ---------------------------------------------------------------- collectives
@@ -309,7 +310,7 @@ class Communicator:
         config = training.config if source is None and training is not None else Config.load(source)
         self.training = Training(config) if training is None else training
         if self.world_size > 1:
-            config = tuning.settle(config, self.world_size)
+            config = apply_tuning_file(config, self.world_size)
         link_gbps = config.transport.link_gbps or gloo_link_gbps()
         self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
         return config
@@ -329,7 +330,7 @@ class Communicator:
     def _schedule(self):
         name = self.config.transport.schedule
         if name == "auto":
-            name = tuning.schedule_for(self.nodes.count if self.nodes else self.world_size)
+            name = schedule_for(self.nodes.count if self.nodes else self.world_size)
         return {"ring": ring, "direct": direct}[name]
 
     def _divisor(self, op) -> int:

@@ -28,8 +28,8 @@ from ..runtime.device import Host
 from ..runtime.statistics import Counters
 from ..training.state import Training
 from ..transport import plain
-from . import choices as tuning
-from .choices import SpeedComparison, Trial, Tuning
+from .decisions import best, crossover, rans_costs, schedule_for
+from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
@@ -92,7 +92,7 @@ class OfCommunicator(Subject):
         self.rank = communicator.rank
         self.world_size = communicator.world_size
         self.exchanging = self._between.world_size
-        ordinary = tuning.schedule_for(self.exchanging)
+        ordinary = schedule_for(self.exchanging)
         self.schedules = sorted(("ring", "direct"), key=lambda name: name != ordinary)
 
     def __enter__(self) -> OfCommunicator:
@@ -158,10 +158,10 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     link_gbps = _link_gbps(subject, backend, seconds / 100)
     tell("coders")
     costs = _costs(subject, backend)
-    config = subject.config.settled(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
+    config = subject.config.resolved(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
     data = _Data(subject.rank)
     trials = _trials(subject, config, data, clock, tell)
-    chosen = tuning.best(trials)
+    chosen = best(trials)
     config = config.with_transport(schedule=chosen.schedule, frame_bytes=chosen.frame_bytes)
     comparisons = _comparisons(subject, config, data, clock, tell)
     return Tuning(
@@ -169,7 +169,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
         world_size=subject.world_size,
         schedule=chosen.schedule,
         frame_bytes=chosen.frame_bytes,
-        min_bytes=tuning.crossover(comparisons),
+        min_bytes=crossover(comparisons),
         link_gbps=link_gbps,
         costs=costs,
         latency_seconds=latency,
@@ -250,7 +250,7 @@ def _costs(subject: Subject, backend: Backend) -> CoderCosts:
     rounds = [sorted(_timed(subject, partial(code, *case)) for _ in range(_CODING_ROUNDS)) for case in cases]
     # Not the median: a round is so short that others' turns on the CPU would fill many of them.
     picoseconds = [1e12 * each / _TILE for each in subject.highest([taken[_CODING_ROUNDS // 4] for taken in rounds])]
-    rans = tuning.rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
+    rans = rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
     return CoderCosts(**dict(zip(CoderCosts.model_fields, map(round, [*picoseconds[:3], *rans]))))
 
 
