@@ -29,8 +29,8 @@ from .transport.link_speed import gloo_link_gbps
 from .transport.plain import TorchCollectives
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes
-from .tuning.choices import apply_tuning_file, is_open
 from .tuning.measure import TorchRanks, measure_open_settings
+from .tuning.tuning_file import apply_tuning_file
 
 _LET_GO_AFTER = 3  # time-outs: a call that fails, and one before it, have told by then
 
@@ -101,7 +101,7 @@ class Communicator:
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)
-        if is_open(self.config):
+        if self.config.needs_measuring:
             self.config = measure_open_settings(self.measured_ranks(), self.group)
 
     # ---------------------------------------------------------------- collectives

@@ -18,7 +18,7 @@ from ..core.errors import ConfigError
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
 from ..core.transport.link_speed import gloo_link_gbps
-from ..core.tuning.choices import apply_tuning_file, is_open
+from ..core.tuning.tuning_file import apply_tuning_file
 
 ENVIRONMENT = "NCZ_CONFIG"  # a configuration file, for NCZ without settings of its own
 
@@ -234,7 +234,7 @@ def _resolved(source) -> Config:
             "its runtime has no way between chosen ranks; allowed: auto, off"
         )
     config = apply_tuning_file(config, hvd.size() if hvd.is_initialized() else None)
-    if is_open(config):
+    if config.needs_measuring:
         raise ConfigError(
             "transport: frame_bytes and min_bytes: auto: Horovod's ranks can't measure as they start; run "
             "`horovodrun -np N ncz tune --output tuned.json` and name that file in transport.tuning"

@@ -21,7 +21,7 @@ from ncz_plugins import Config, ConfigError, FrameError, NczError
 from ncz_plugins.cli.perf import gather
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport.handshake import open_store
-from ncz_plugins.core.tuning.choices import Tuning
+from ncz_plugins.core.tuning.tuning_file import Tuning
 from ncz_plugins.kernels import cache
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 

@@ -69,7 +69,7 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
     Raises BoundError if the bound is too fine for 32-bit codes and a larger one is not,
     UnsupportedError for other tensors, ConfigError.
     """
-    config = Config.load(config).settled()
+    config = Config.load(config).resolved()
     flat = _flat(tensor)
     device = Host()
     layout = Layout.of([flat.numel()], config.transport.frame_bytes // flat.element_size())

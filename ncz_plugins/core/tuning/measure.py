@@ -33,7 +33,8 @@ from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
 from ..transport.topology import Nodes
-from .choices import SpeedComparison, Trial, Tuning, best, crossover, rans_costs
+from .decisions import best, crossover, rans_costs
+from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
@@ -175,7 +176,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     link_gbps = _link_gbps(subject, backend, seconds / 100)
     tell("coders")
     costs = _costs(subject, backend)
-    config = subject.config.settled(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
+    config = subject.config.resolved(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
     data = _Data(subject.rank)
     trials = _trials(subject, config, data, clock, tell)
     chosen = best(trials)
