@@ -17,7 +17,7 @@ from .codec.scale_agreement import ScaleAgreement, pieces_of
 from .codec.tensor_codec import TensorCodec, codec_for
 from .config import Config
 from .errors import MismatchError
-from .runtime.device import Gpu, Host
+from .runtime.device import Device
 from .runtime.statistics import Counters
 from .runtime.trace import span
 from .training.error_feedback import Feedback
@@ -145,7 +145,7 @@ def checksum_of(config: Config) -> int:
 
 
 def run(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, patience: BypassBackoff | None = None
+    call: Call, number: int, transport, device: Device, config: Config, patience: BypassBackoff | None = None
 ) -> Counters:
     """Run `call` to its end on this rank.
 
@@ -171,7 +171,7 @@ def run(
     else:
         with span("plain", input.nbytes, counters):
             call.plain()
-            device.settle()
+            device.synchronize()
         counters.wire_bytes += plain_bytes
         counters.bypasses[bypass.value] = 1
         counters.bypassed_bytes[bypass.value] = plain_bytes
@@ -203,7 +203,7 @@ def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
 
 
 def _compressed(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
+    call: Call, number: int, transport, device: Device, config: Config, counters: Counters
 ) -> Bypass | None:
     """Run `call` to its end; or leave its output as it is and return the reason why it has to go plain."""
     input = call.source.data
@@ -222,12 +222,12 @@ def _compressed(
     elif call.feedback:
         with span("encode", input.nbytes, counters):
             call.feedback.keep(codec.remainder(call.measured))
-            device.settle()  # who saves it with a checkpoint reads it on another stream
+            device.synchronize()  # who saves it with a checkpoint reads it on another stream
     return codec.bypass
 
 
 def _agree(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
+    call: Call, number: int, transport, device: Device, config: Config, counters: Counters
 ) -> TensorCodec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
@@ -246,7 +246,7 @@ def _agree(
         )
     if call.inside is not None:
         source = call.inside(transport, counters)
-        device.settle()  # within the time-out: measuring waits without a limit
+        device.synchronize()  # within the time-out: measuring waits without a limit
         source, steps = _prepared(call, source, transport, device, config, counters)
     scales = None
     if steps is not None:
@@ -271,7 +271,7 @@ def _agree(
 
 
 def _prepared(
-    call: Call, source: Window, transport, device: Host | Gpu, config: Config, counters: Counters
+    call: Call, source: Window, transport, device: Device, config: Config, counters: Counters
 ) -> tuple[Window, ScaleAgreement | None]:
     """What is quantized, and its steps, which the ranks are still to agree on; None where none are needed."""
     if call.feedback:

@@ -19,20 +19,22 @@ from .collective import Call, bypassed, frame_elements, layout_of_sum
 from .config import Config
 from .errors import MismatchError, NczError, UnsupportedError, memory_errors
 from .regroup import Regrouped, regrouped
-from .runtime.device import Gpu, Host, has_spare_core, moment, require_kernels
+from .runtime.device import Device, Gpu, Host, has_spare_core, record_event, require_kernels
+from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
-from .runtime.worker import Handle, Worker
+from .runtime.worker import Worker
 from .schedules import direct, ring
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.policy import ParameterSlice, named
 from .training.state import Group, Training
-from .transport import plain
-from .transport.gloo import Connections, Transport, peer_errors, timeout_of
+from .transport.base import PlainCollectives, Transport, Work, peer_errors
+from .transport.gloo import Connections, GlooTransport, timeout_of
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
 from .transport.nccl import NcclTransport, open_nccl, require_healthy
+from .transport.plain import TorchCollectives
 from .transport.topology import Nodes, find_nodes
 from .tuning import choices as tuning
 from .tuning import measure as probe
@@ -45,7 +47,7 @@ _LET_GO_AFTER = 3  # time-outs: a call that fails, and one before it, have told 
 class _Way(NamedTuple):
     """How tensors on one device are served."""
 
-    device: Host | Gpu
+    device: Device
     transport: Transport
 
 
@@ -107,7 +109,7 @@ class Communicator:
             seconds = self.config.transport.timeout_seconds
             self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
             self._control = Connections(self._store, self.rank, self.world_size, self._timeout)
-            self._ways[torch.device("cpu")] = _Way(Host(has_spare_core()), Transport(self._control))
+            self._ways[torch.device("cpu")] = _Way(Host(has_spare_core()), GlooTransport(self._control))
             if self.nodes is not None:
                 self.nodes = with_memory(self.nodes, self.transport)
             self._worker = Worker(f"ncz-communicator-{self.rank}")
@@ -146,7 +148,7 @@ class Communicator:
     def _all_reduce(self, tensor: Tensor, op, async_op: bool, role: str | None, parts: Sequence[ParameterSlice]):
         """As `all_reduce`, where all parts are treated alike."""
         config, bypass = self._decided(role, op, tensor, tensor, parts)
-        run_plain = partial(plain.all_reduce, tensor, op)
+        run_plain = lambda plain: plain.all_reduce(tensor, op)  # noqa: E731
         if bypass:
             return self._plain("all_reduce", tensor, bypass, run_plain, async_op)
         flat = Window(tensor.view(-1))
@@ -185,7 +187,7 @@ class Communicator:
         self._check_parts("reduce_scatter_tensor", whole=input, part=output)
         parts = _parts("reduce_scatter_tensor", input, name, parts)
         config, bypass = self._decided(role, op, input, output, parts)
-        run_plain = partial(plain.reduce_scatter_tensor, output, input, op)
+        run_plain = lambda plain: plain.reduce_scatter_tensor(output, input, op)  # noqa: E731
         if bypass:
             return self._plain("reduce_scatter_tensor", input, bypass, run_plain, async_op)
         layout = self._equal_parts(output, config)
@@ -222,7 +224,7 @@ class Communicator:
         self._check_parts("all_gather_into_tensor", whole=output, part=input)
         parts = _parts("all_gather_into_tensor", output, name, None)
         config, bypass = self._decided(role, None, output, input, parts)
-        run_plain = partial(plain.all_gather_into_tensor, output, input)
+        run_plain = lambda plain: plain.all_gather_into_tensor(output, input)  # noqa: E731
         if bypass:
             return self._plain("all_gather_into_tensor", input, bypass, run_plain, async_op)
         layout = self._equal_parts(input, config)
@@ -251,7 +253,7 @@ class Communicator:
         root = self.ranks.index(src)
         parts = _parts("broadcast", tensor, name, None)
         config, bypass = self._decided(role, None, tensor, tensor, parts)
-        run_plain = partial(plain.broadcast, tensor, root)
+        run_plain = lambda plain: plain.broadcast(tensor, root)  # noqa: E731
         if bypass:
             return self._plain("broadcast", tensor, bypass, run_plain, async_op)
         flat = Window(tensor.view(-1))
@@ -294,7 +296,7 @@ class Communicator:
             self._broken = NczError("this communicator was closed")
             # Dropped and not aborted: what is still on its way to a peer arrives.
             self._ways.clear()
-            del self._control
+            self._control.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -396,14 +398,21 @@ class Communicator:
 
     # ---------------------------------------------------------------- running
 
-    def _plain(self, collective: str, input: Tensor, bypass: Bypass, run_plain: Callable, async_op: bool):
-        work = run_plain(self.group)
+    def _plain(
+        self,
+        collective: str,
+        input: Tensor,
+        bypass: Bypass,
+        run_plain: Callable[[PlainCollectives], Work],
+        async_op: bool,
+    ):
+        work = run_plain(TorchCollectives(lambda: self.group))
         self.stats.record(bypassed(collective, input, bypass, self.world_size))  # while the data travel
         return work if async_op else work.wait() and None
 
-    def _plain_in_own_group(self, run_plain: Callable, device: torch.device) -> None:
+    def _plain_in_own_group(self, run_plain: Callable[[PlainCollectives], Work], device: torch.device) -> None:
         with peer_errors("the plain collective"):
-            run_plain(self._ways[device].transport.group).wait()
+            run_plain(self._ways[device].transport.plain).wait()
 
     def _start(self, call: Call, config: Config, async_op: bool, verify: str | None = None) -> Handle | None:
         """Begin a call.
@@ -415,7 +424,7 @@ class Communicator:
         group.calls += 1
         if self.nodes is not None:
             call = in_nodes(call, self.nodes, config.quantizer.block_in_effect)
-        asked = moment(call.source.data.device)
+        asked = record_event(call.source.data.device)
         handle = self._worker.submit(partial(self._guarded, call, group.calls, config, asked, verify))
         if verify is not None or self._holds_up_streams(call.source.data.device):
             group.await_at_end_of_step(handle)
@@ -453,14 +462,14 @@ class Communicator:
             way.transport.close()
 
     def _plain_sum(self, tensor: Tensor) -> None:
-        self._plain_in_own_group(partial(plain.all_reduce, tensor, dist.ReduceOp.SUM), tensor.device)
-        self._ways[tensor.device].device.settle()
+        self._plain_in_own_group(lambda plain: plain.all_reduce(tensor), tensor.device)
+        self._ways[tensor.device].device.synchronize()
 
     def _way(self, device: torch.device) -> _Way:
         """How tensors on `device` are served. The first one on a GPU connects the GPUs of all ranks."""
         if device not in self._ways:
             store = dist.PrefixStore(f"nccl {len(self._ways)}", self._store)
-            group = open_nccl(store, self._control, device, self._timeout)
+            group = open_nccl(store, self.rank, self.world_size, device, self._timeout)
             gpu = Gpu(device, self._timeout, partial(require_healthy, group))
             self._ways[device] = _Way(gpu, NcclTransport(self._control, group, device))
         return self._ways[device]
@@ -471,7 +480,6 @@ class Communicator:
             self._broken = error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}")
             ways = list(self._ways.values())
             self._ways.clear()
-            del self._control
             for way in ways:
                 way.transport.abort(error)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .runtime.worker import Handle
+from .runtime.handle import Handle
 from .training.policy import ParameterSlice
 
 

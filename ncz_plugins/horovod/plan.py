@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..core.runtime.worker import Handle
+from ..core.runtime.handle import Handle
 from .buckets import Piece
 
 ROUND_BYTES = 16 << 20  # few enough that most of a model is sent before its backward pass ends, and worth their latency

@@ -32,7 +32,7 @@ from ..core.schedules import direct, ring
 from ..core.training.error_feedback import Feedback
 from ..core.training.policy import ParameterSlice, named
 from ..core.training.state import Training
-from ..core.transport.gloo import Transport
+from ..core.transport.base import Transport
 from ..core.transport.handshake import RankComparison, described, differences
 from ..kernels.format import DTYPES
 from ..version import __version__

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins.core.codec.layout import Window
@@ -13,7 +12,6 @@ from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training.error_feedback import Feedback, Residuals
 from ncz_plugins.core.training.policy import ParameterSlice
-from ncz_plugins.core.transport import plain
 
 SCHEDULES = {"ring": ring, "direct": direct}
 NUMEL = 20_011
@@ -44,7 +42,7 @@ def reduce(transport, tensor, residuals, config, number=1, divisor=1, parts=PART
             output=Window(tensor),
             measured=range(transport.world_size),
             schedule=SCHEDULES[schedule].all_reduce,
-            plain=lambda: plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait(),
+            plain=lambda: transport.plain.all_reduce(tensor).wait(),
             addends=transport.world_size,
             divisor=divisor,
             feedback=Feedback(residuals, parts) if residuals else None,

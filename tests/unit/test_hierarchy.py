@@ -18,7 +18,6 @@ from ncz_plugins.core.errors import ConfigError, MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.schedules.hierarchy import in_nodes
-from ncz_plugins.core.transport import plain
 from ncz_plugins.core.transport import process_memory as memory
 from ncz_plugins.core.transport.intra_node import with_memory
 from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_nodes
@@ -273,7 +272,7 @@ def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison,
             tensor[place] = poison
 
         def run_plain():
-            plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait()
+            transport.plain.all_reduce(tensor).wait()
 
         counters = go(transport, "2x2", config, sum_of(tensor, transport, config, ring, plain=run_plain))
         assert counters.bypasses == {"non-finite": 1} and not counters.compressed_calls

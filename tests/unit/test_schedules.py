@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import play, same_bits, values
 
 from ncz_plugins import kernels
@@ -17,7 +16,6 @@ from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, ring
-from ncz_plugins.core.transport import plain
 from ncz_plugins.kernels.format import (
     CHUNK,
     HAS_CHECKSUM,
@@ -426,7 +424,7 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
 
     def body(transport):
         if transport.rank == 1:
-            transport._control.send([torch.tensor([announced])], 0, 1).wait()
+            transport._connections.send(torch.tensor([announced]), 0, 1).wait()
             return
         [stream] = transport.streams([(1, 1)], incoming=1, frame_capacity=1000, counters=Counters())
         with pytest.raises(FrameError, match=f"{announced} bytes"):
@@ -552,7 +550,7 @@ def test_hopeless_calls_are_measured_less_and_less_often():
                     output=Window(tensor),
                     measured=range(2),
                     schedule=ring.all_reduce,
-                    plain=lambda: plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait(),
+                    plain=lambda: transport.plain.all_reduce(tensor).wait(),
                     addends=2,
                 ),
                 1,

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import play, same_bits
 
 from ncz_plugins.core.codec.layout import Layout, Window
@@ -14,7 +13,6 @@ from ncz_plugins.core.collective import BypassBackoff, Call, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
-from ncz_plugins.core.transport import plain
 from ncz_plugins.kernels.format import CHUNK
 
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -41,21 +39,21 @@ def call(transport, collective: str, schedule, tensor: torch.Tensor, **more) -> 
     if collective == "broadcast":
         layout, measured, output = Layout.of([numel], CHUNK), range(1 if rank == 0 else 0), flat
         more |= {"root": 0, "schedule": lambda *args: schedule.broadcast(*args, root=0)}
-        work = partial(plain.broadcast, tensor, 0, transport.group)
+        work = partial(transport.plain.broadcast, tensor, 0)
     elif collective == "all_reduce":
         layout, measured, output = Layout.split(numel, n, CHUNK, 0), range(n), flat
         more |= {"addends": n, "schedule": schedule.all_reduce}
-        work = partial(plain.all_reduce, tensor, dist.ReduceOp.SUM, transport.group)
+        work = partial(transport.plain.all_reduce, tensor)
     elif collective == "reduce_scatter_tensor":
         layout, measured = Layout.of([numel // n] * n, CHUNK), range(n)
         output = Window(tensor[layout.segment(rank)], layout.segment(rank).start)  # in place, as far as that goes
         more |= {"addends": n, "schedule": schedule.reduce_scatter}
-        work = partial(plain.reduce_scatter_tensor, output.data, tensor, dist.ReduceOp.SUM, transport.group)
+        work = partial(transport.plain.reduce_scatter_tensor, output.data, tensor)
     else:
         layout, measured, output = Layout.of([numel // n] * n, CHUNK), range(rank, rank + 1), flat
         flat = Window(tensor[layout.segment(rank)], layout.segment(rank).start)
         more |= {"schedule": schedule.all_gather}
-        work = partial(plain.all_gather_into_tensor, tensor, flat.data, transport.group)
+        work = partial(transport.plain.all_gather_into_tensor, tensor, flat.data)
     made = Call(collective, layout, flat, output, measured, plain=lambda: work().wait(), **more)
     return made, output.data
 

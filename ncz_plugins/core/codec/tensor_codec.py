@@ -25,7 +25,7 @@ from ...kernels.format import (
 from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
 from ..config import Config
 from ..errors import FrameError
-from ..runtime.device import Gpu, Host
+from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .layout import Layout, Window
@@ -60,7 +60,7 @@ class TensorCodec(ABC):
         counters: takes the seconds spent in coding.
     """
 
-    device: Host | Gpu
+    device: Device
     layout: Layout
     coding: Coding
     source: Window
@@ -112,7 +112,7 @@ class TensorCodec(ABC):
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         """Write the values of a finished frame to the output, where they stand once `finish` returns."""
-        self.device.beside(partial(self._decode, segment, index, frame))
+        self.device.submit(partial(self._decode, segment, index, frame))
 
     def _decode(self, segment: int, index: int, frame: Tensor) -> None:
         with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
@@ -121,7 +121,7 @@ class TensorCodec(ABC):
 
     def finish(self) -> None:
         """Return once all that was asked for is done. Raises FrameError for damage that did not show before."""
-        self.device.settle()
+        self.device.synchronize()
         with _naming("a frame"):
             self.backend.check()
 
@@ -287,7 +287,7 @@ class LosslessCodec(TensorCodec):
 
 def codec_for(
     config: Config,
-    device: Host | Gpu,
+    device: Device,
     layout: Layout,
     scales: Scales | None,
     source: Window | None = None,

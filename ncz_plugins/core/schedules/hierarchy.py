@@ -22,7 +22,7 @@ from ..codec.tensor_codec import TensorCodec
 from ..collective import Call, plain_wire_bytes
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from ..transport.gloo import Transport
+from ..transport.base import Transport
 from ..transport.intra_node import exchange
 from ..transport.topology import Nodes
 
@@ -48,7 +48,7 @@ def in_nodes(call: Call, nodes: Nodes, block: int) -> Call:
 
 def _all_reduce(call: Call, nodes: Nodes) -> Call:
     pieces = _pieces(nodes)
-    own = pieces[nodes.place]
+    own = pieces[nodes.local_rank]
 
     def inside(transport: Transport, counters: Counters) -> Window:
         def part(place: int) -> Tensor:
@@ -65,7 +65,7 @@ def _all_reduce(call: Call, nodes: Nodes) -> Call:
 
 def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
     """A piece is made of the parts of those ranks that have its place, so that each ends with its own part."""
-    own = _pieces(nodes)[nodes.place]
+    own = _pieces(nodes)[nodes.local_rank]
 
     def inside(transport: Transport, counters: Counters) -> Window:
         by_rank = call.source.data.view(nodes.count * nodes.size, -1)
@@ -89,7 +89,7 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
 
 def _all_gather(call: Call, nodes: Nodes) -> Call:
     """As above: a piece is made of the parts of those ranks that have its place."""
-    own = _pieces(nodes)[nodes.place]
+    own = _pieces(nodes)[nodes.local_rank]
     segment = own[nodes.node]
 
     def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
@@ -97,7 +97,7 @@ def _all_gather(call: Call, nodes: Nodes) -> Call:
         mine = _buffer("part", call.output.data, elements.stop - elements.start)
         _between(call, nodes, transport, replace(codec, output=Window(mine, elements.start)), own, counters)
         by_rank = call.output.data.view(nodes.count * nodes.size, -1)
-        by_rank[_having(nodes, nodes.place)] = mine.view(nodes.count, -1)
+        by_rank[_having(nodes, nodes.local_rank)] = mine.view(nodes.count, -1)
         ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
         for to, source in _rounds(nodes):
             exchange(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
@@ -111,7 +111,7 @@ def _all_gather(call: Call, nodes: Nodes) -> Call:
 def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
     """The root's node deals out the pieces, each goes to all nodes, and there to all ranks. A piece is one segment."""
     layout = Layout.split(call.layout.numel, nodes.size, call.layout.frame_elements, block)
-    own = range(nodes.place, nodes.place + 1)
+    own = range(nodes.local_rank, nodes.local_rank + 1)
     root = next(node for node, ranks in enumerate(nodes.ranks) if call.root in ranks)
     at_root = nodes.node == root
 
@@ -119,7 +119,7 @@ def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
         return [whole[layout.segment(place)] for place in range(nodes.size)]
 
     def inside(transport: Transport, counters: Counters) -> Window:
-        mine = parts(call.source)[nodes.place]
+        mine = parts(call.source)[nodes.local_rank]
         if at_root:
             mine = _dealt(nodes, transport, call.root, parts(call.source), counters)
         return Window(mine, layout.elements(own).start)
@@ -163,26 +163,26 @@ def _node_sum(
     Args:
         part: what this rank adds to the piece of a place; may use the same memory each time.
     """
-    ranks, elements = nodes.ranks[nodes.node], call.layout.elements(_pieces(nodes)[nodes.place])
+    ranks, elements = nodes.ranks[nodes.node], call.layout.elements(_pieces(nodes)[nodes.local_rank])
     count = elements.stop - elements.start
     total = _buffer("sum", call.source.data, count)
     for step, (to, source) in enumerate(_rounds(nodes)):
         received = _buffer("received", total, count) if step else total
         exchange(nodes, transport, [(ranks[to], part(to))], [(ranks[source], received)], counters)
         with span("local", total.nbytes, counters):
-            total += received if step else part(nodes.place)
+            total += received if step else part(nodes.local_rank)
     return Window(total, elements.start)
 
 
 def _rounds(nodes: Nodes) -> list[tuple[int, int]]:
     """The place to send to and the place to receive from, so that each place meets every other and all are busy."""
-    return [((nodes.place + i) % nodes.size, (nodes.place - i) % nodes.size) for i in range(1, nodes.size)]
+    return [((nodes.local_rank + i) % nodes.size, (nodes.local_rank - i) % nodes.size) for i in range(1, nodes.size)]
 
 
 def _dealt(nodes: Nodes, transport: Transport, root: int, parts: list[Tensor], counters: Counters) -> Tensor:
     """The part that goes with this rank's place, of those that the rank `root` of this node holds."""
-    ranks, own = nodes.ranks[nodes.node], parts[nodes.place]
-    if ranks[nodes.place] == root:
+    ranks, own = nodes.ranks[nodes.node], parts[nodes.local_rank]
+    if ranks[nodes.local_rank] == root:
         exchange(nodes, transport, [(rank, part) for rank, part in zip(ranks, parts) if rank != root], [], counters)
         return own
     part = _buffer("part", own, own.numel())
@@ -192,7 +192,7 @@ def _dealt(nodes: Nodes, transport: Transport, root: int, parts: list[Tensor], c
 
 def _share(nodes: Nodes, transport: Transport, parts: list[Tensor], counters: Counters) -> None:
     """Fill in the parts that the other ranks of this node have finished."""
-    own = parts[nodes.place]
+    own = parts[nodes.local_rank]
     others = [(rank, part) for rank, part in zip(nodes.ranks[nodes.node], parts) if part is not own]
     exchange(nodes, transport, [(rank, own) for rank, _ in others], others, counters)
 

@@ -16,9 +16,9 @@ from ...version import __version__
 from ..collective import BypassBackoff, Call, run
 from ..config import Config
 from ..errors import ConfigError
-from ..runtime.device import Gpu, Host
+from ..runtime.device import Device
+from ..runtime.handle import Handle
 from ..runtime.statistics import Counters, Statistics
-from ..runtime.worker import Handle
 from .error_feedback import Residuals
 from .guard import Guard
 from .metrics import Metrics
@@ -151,7 +151,7 @@ class Training:
         call: Call,
         number: int,
         transport,
-        device: Host | Gpu,
+        device: Device,
         config: Config,
         group: Group,
         verify: str | None,

@@ -27,7 +27,7 @@ from ..errors import UnsupportedError
 from ..runtime.device import Host
 from ..runtime.statistics import Counters
 from ..training.state import Training
-from ..transport import plain
+from ..transport.plain import TorchCollectives
 from . import choices as tuning
 from .choices import SpeedComparison, Trial, Tuning
 
@@ -120,7 +120,7 @@ class OfCommunicator(Subject):
             stream.finish()
 
     def plain(self, tensor):
-        plain.all_reduce(tensor, dist.ReduceOp.SUM, self._communicator.group).wait()
+        TorchCollectives(lambda: self._communicator.group).all_reduce(tensor).wait()
 
     def compressed(self, tensor, config):
         self._communicator.config = config
