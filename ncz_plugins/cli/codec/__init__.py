@@ -131,7 +131,7 @@ def run(array: np.ndarray, config: Config) -> Trial:
     for index, frame in enumerate(frames):
         elements = layout.frame(0, index)
         own = codec.source[elements]
-        codec.output = Window(torch.empty_like(own), elements.start)
+        codec.tensor = codec.tensor._replace(output=Window(torch.empty_like(own), elements.start))
         codec.decode(0, index, frame)
         errors[layout.frame_chunks(0, index)] = chunk_errors(own.numpy(), codec.output.data.numpy())
         if quantized:

@@ -426,7 +426,7 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
 
     def body(transport):
         if transport.rank == 1:
-            transport._control.send([torch.tensor([announced])], 0, 1).wait()
+            transport._connections.send(torch.tensor([announced]), 0, 1).wait()
             return
         [stream] = transport.streams([(1, 1)], incoming=1, frame_capacity=1000, counters=Counters())
         with pytest.raises(FrameError, match=f"{announced} bytes"):
