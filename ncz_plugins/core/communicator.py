@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from .runtime.statistics import Counters, Statistics
 from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.base import Transport
-from .transport.gloo import Connections, timeout_of
+from .transport.gloo import timeout_of
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
@@ -97,7 +98,7 @@ class Communicator:
         self.nodes = find_nodes(self.config.transport.hierarchy, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
-        routes = Routes(Connections(store, self.rank, self.world_size, self._timeout), store, self._timeout)
+        routes = Routes(store, self.rank, self.world_size, self._timeout)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)
@@ -201,7 +202,7 @@ class Communicator:
     @property
     def transport(self) -> Transport:
         """What carries frames and agreements between all ranks, for tensors in host memory."""
-        return self._queue.routes.host.transport
+        return self._queue.routes.of(torch.device("cpu")).transport
 
     def measured_ranks(self, config: Config | None = None) -> TorchRanks:
         """The ranks of this communicator, as `tuning.measure` measures them.

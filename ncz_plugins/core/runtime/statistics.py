@@ -1,4 +1,4 @@
-"""What was sent, what it would have been, and why some calls went the plain way."""
+"""Counters: what was sent, what it would have been uncompressed, and why some calls went uncompressed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ class Counters:
     """Sums over calls, as one rank sees them. Bytes are what this rank sends; times are in seconds.
 
     Attributes:
-        calls: collectives asked for.
+        calls: collectives that were called.
         compressed_calls: those that went compressed; the others are in `bypasses`.
-        bytes_in: size of the tensors handed in.
+        bytes_in: bytes of the tensors handed in.
         plain_bytes: what a bandwidth-optimal plain collective would have sent; where ranks are grouped into nodes
             (`transport.hierarchy`) and the call went compressed, to other nodes only.
         wire_bytes: what was sent: frames, agreements, and bypassed calls in full.
         local_bytes: what was sent uncompressed to ranks of the same node, on top of `wire_bytes`.
         bypasses: reason -> calls.
         bypassed_bytes: reason -> what these calls sent, as part of `wire_bytes`.
-        agree_seconds: from the start of a call until all agree on the step, sums inside the node included.
+        agree_seconds: from the start of a call until all ranks agree on the quantization steps, including sums inside
+            the node.
         measure_seconds: measuring the tensor, as part of `agree_seconds`.
         local_seconds: exchanging and adding up inside the node.
         encode_seconds, decode_seconds: inside the codec (decode + add + encode counts as encode).
-        wait_seconds: waiting for peers and the network, in agreeing too.
-        plain_seconds: in the plain collective, where that turned out to be needed once the call was under way. Calls
-            that go plain at once cost time that nobody measures.
+        wait_seconds: waiting for peers and the network, also while agreeing.
+        plain_seconds: in the plain collective, for calls that turned out to need it once they were under way. The time
+            of calls that go plain at once is not measured.
         seconds: from the start of a call to its end, on the thread that runs it.
         coders: coder -> frames that this rank wrote with it, in host memory.
     """
@@ -57,7 +58,7 @@ class Counters:
 
     def add(self, other: Counters) -> None:
         for name, theirs in vars(other).items():
-            if not theirs:  # most are zero in most calls, and small calls are over in no time
+            if not theirs:  # most are zero in most calls, and this must not slow small calls down
                 continue
             mine = getattr(self, name)
             if isinstance(mine, dict):
@@ -82,11 +83,11 @@ class Counters:
 
 
 class Statistics:
-    """Counters over a whole run and per step. Safe to read while a collective runs.
+    """Counters over a whole run and per training step. Safe to read while a collective runs.
 
     Attributes:
         total: since the start.
-        steps: one per finished step, the latest `history` of them, oldest first.
+        steps: the counters of the latest `history` finished training steps, oldest first.
     """
 
     def __init__(self, history: int):
@@ -102,7 +103,7 @@ class Statistics:
             self._step.add(counters)
 
     def end_step(self) -> Counters:
-        """Close the current step and return its counters. The caller knows what a step is."""
+        """Close the current training step and return its counters. The caller decides when a step ends."""
         with self._lock:
             finished, self._step = self._step, Counters()
             self.steps.append(finished)

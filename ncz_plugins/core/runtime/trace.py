@@ -1,10 +1,10 @@
-"""Where time goes in a collective: counted, shown as ranges in Nsight Systems, and recorded (see docs/profiling.md).
+"""Where a collective spends its time: counted, shown as ranges in Nsight Systems, and recorded (docs/profiling.md).
 
     with recording() as events:
         communicator.all_reduce(tensor)
     json.dump(events, file)  # for chrome://tracing or ui.perfetto.dev
 
-A row for each thread that codes shows what it did; a row for each peer and direction shows the frames under way.
+Each thread that codes has a row that shows what it did. Each peer and direction has one that shows its frames.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _recorder: _Recorder | None = None
 
 @contextmanager
 def span(what: str, nbytes: int, counters: Counters | None = None):
-    """Show the time inside as an NVTX range "ncz WHAT NBYTES", and add it to `counters`' WHAT_seconds if given."""
+    """Show the block as an NVTX range "ncz WHAT NBYTES", and add its seconds to WHAT_seconds of `counters`."""
     if _HAS_NVTX:
         torch.cuda.nvtx.range_push(f"ncz {what} {nbytes}")
     started = time.perf_counter()
@@ -44,24 +44,26 @@ def span(what: str, nbytes: int, counters: Counters | None = None):
 
 
 def transfer(work, row: str, what: str, nbytes: Callable[[], int]):
-    """A frame under way: `work`, or while recording one that can be waited for like it, whose time is recorded.
+    """Record how long a frame is under way, if a recording is on. Returns what the caller must wait for.
 
     Args:
-        work: a send or a receive that has just been started, which nobody else waits for.
-        row: frames of the same row end in the order in which they started.
-        nbytes: tells the size once the frame is there.
+        work: a send or a receive that has just been started. Nobody else may wait for it.
+        row: where the frame is shown. Frames of one row end in the order in which they started.
+        nbytes: returns the size once the frame is there.
     """
     return work if _recorder is None else _recorder.watch(work, row, what, nbytes)
 
 
 @contextmanager
 def recording():
-    """Yields a list that gets Chrome trace events of this process for all that happens inside.
+    """Yield a list that receives the Chrome trace events of this process until the block ends.
 
-    Times are microseconds of `time.perf_counter`, rows are threads with a name. A frame's span in "sending to" begins
-    when it is handed over and ends when the last of it has left this process. That in "receiving from" ends when all
-    of it is there; it begins when the frame before it was, or when it was first waited for, as nobody sees the first
-    byte come. Recording costs a thread for each peer and direction; one recording at a time.
+    Times are microseconds of `time.perf_counter`; rows are named threads. In a row "sending to", a frame begins when it
+    is handed to the transport and ends when all of it has left this process. In a row "receiving from", it ends when
+    all of it is there. It begins when the frame before it ended or when its receive was posted, whichever is later,
+    since nobody sees its first byte arrive.
+
+    Recording takes a thread for each peer and direction. Only one recording may be on at a time.
     """
     global _recorder
     _recorder = _Recorder()
@@ -76,7 +78,7 @@ class _Recorder:
     """Turns spans into events.
 
     Attributes:
-        events: dicts as the Trace Event Format has them.
+        events: dictionaries of the Trace Event Format.
     """
 
     def __init__(self):
@@ -104,13 +106,13 @@ class _Recorder:
         return self._watchers[row].watch(work, what, nbytes)
 
     def close(self) -> None:
-        """End the threads, each of which is done as soon as the last of its frames is."""
+        """End the threads, each as soon as the last of its frames has ended."""
         for watcher in self._watchers.values():
             watcher.jobs.put(None)
 
 
 class _Watched:
-    """Stands in for a work that a watcher waits for."""
+    """Stands in for a work that a watcher waits for: callers wait for the watcher."""
 
     def __init__(self, done: Future):
         self._done = done
@@ -120,7 +122,7 @@ class _Watched:
 
 
 class _Watcher:
-    """A thread that sees when each frame of a row ends. It waits no longer than the works themselves do."""
+    """A thread that notes when each frame of a row ends. It waits no longer than the works themselves do."""
 
     def __init__(self, recorder: _Recorder, row: str):
         self._recorder = recorder
@@ -140,7 +142,7 @@ class _Watcher:
             try:
                 work.wait()
                 ended = time.perf_counter()
-                # Frames of a row travel one behind the other, however early they were asked for.
+                # Frames of a row travel one after another, however early they were started.
                 self._recorder.add(self._row, what, max(started, before), ended, nbytes())
             except BaseException as error:
                 done.set_exception(error)

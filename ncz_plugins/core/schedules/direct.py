@@ -1,8 +1,7 @@
 """The direct schedule: all-to-all, sum at the owner, all-gather.
 
-Each rank encodes its values once and sends every segment straight to its owner. What crosses the
-wire first are codes of single ranks, whose entropy is lower than that of partial sums, and there
-is no chain of hops.
+Each rank encodes its values once and sends every segment straight to its owner. So the first half sends codes of single
+ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from ..transport.base import FrameStream, FrameTransport
 
 
 def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
-    """Decode to the output the sum of all ranks' segment `rank`."""
+    """Decode the sum over ranks of this rank's segment to the output."""
     streams = _peers(transport, codec, 1, counters)
     for index, frame in _reduced(transport, codec, streams):
         codec.decode(transport.rank, index, frame)
@@ -21,7 +20,7 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
 
 
 def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
-    """Decode to the output every rank's own segment."""
+    """Decode every rank's own segment to the output."""
     streams = _peers(transport, codec, 1, counters)
     for index in range(codec.layout.frames):
         _publish(transport, codec, streams, index, codec.encode(transport.rank, index))
@@ -30,7 +29,7 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
-    """Decode to the output the sum of all ranks' values."""
+    """Decode the sum over ranks of all segments to the output."""
     streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
         _publish(transport, codec, streams, index, frame)
@@ -39,7 +38,7 @@ def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 
 def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
-    """Decode to the output the values of rank `root`, which sends them to each peer."""
+    """Decode the values of rank `root`, which sends them to each peer, to the output."""
     sends = transport.rank == root
     peers = [(root + i) % transport.world_size for i in range(1, transport.world_size)] if sends else [root]
     streams = _open(transport, codec, peers, 0 if sends else 1, counters)
@@ -53,20 +52,20 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
 
 
 def _peers(transport: FrameTransport, codec: TensorCodec, segments: int, counters: Counters) -> dict[int, FrameStream]:
-    """A stream to and from every other rank; each rank begins with its right neighbor, to spread the load."""
+    """A stream to and from every other rank. Each rank begins with its right neighbor, to spread the load."""
     n, rank = transport.world_size, transport.rank
     return _open(transport, codec, [(rank + i) % n for i in range(1, n)], segments, counters)
 
 
 def _open(transport: FrameTransport, codec: TensorCodec, peers: list[int], segments: int, counters: Counters):
-    """A stream to and from each peer, by rank. So many segments will come from it."""
+    """Peer -> a stream to and from it. `segments` is how many segments each peer will send."""
     incoming = segments * codec.layout.frames
     streams = transport.streams([(peer, peer) for peer in peers], incoming, codec.frame_capacity, counters)
     return dict(zip(peers, streams))
 
 
 def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream]):
-    """Yield (index, frame) of the finished frames of this rank's own segment."""
+    """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
     for index in range(codec.layout.frames):
         for peer, stream in streams.items():
             stream.exchange(codec.encode(peer, index))
@@ -76,7 +75,7 @@ def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, F
 
 
 def _publish(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream], index: int, frame) -> None:
-    """Send a finished frame of our own segment to all, each of whom sends one of theirs."""
+    """Send a finished frame of this rank's own segment to all peers, each of which sends one of its own."""
     for stream in streams.values():
         stream.exchange(frame)
     codec.decode(transport.rank, index, frame)

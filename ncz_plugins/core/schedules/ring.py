@@ -1,8 +1,8 @@
-"""The ring: frames go to the right neighbour only.
+"""The ring schedule: each rank sends frames to its right neighbor only.
 
-Reduce-scatter by hops (decode, add, encode, send), then an all-gather that forwards frames
-unchanged. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations" (2009), cut into frames so that hops overlap.
+A reduce-scatter in hops (decode, add, encode, send), then an all-gather that forwards frames unchanged. Segments are
+cut into frames so that hops overlap. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations" (2009).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..transport.base import FrameStream, FrameTransport
 
 
 def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
-    """Decode to the output the sum of all ranks' segment `rank`."""
+    """Decode the sum over ranks of this rank's segment to the output."""
     stream = _neighbors(transport, codec, transport.world_size - 1, counters)
     for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=False):
         codec.decode(transport.rank, index, frame)
@@ -21,7 +21,7 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
 
 
 def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
-    """Decode to the output every rank's own segment."""
+    """Decode every rank's own segment to the output."""
     stream = _neighbors(transport, codec, transport.world_size - 1, counters)
     for index in range(codec.layout.frames):
         frame = codec.encode(transport.rank, index)
@@ -32,7 +32,7 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
-    """Decode to the output the sum of all ranks' values."""
+    """Decode the sum over ranks of all segments to the output."""
     stream = _neighbors(transport, codec, 2 * (transport.world_size - 1), counters)
     for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=True):
         codec.decode(transport.rank, index, frame)
@@ -41,7 +41,7 @@ def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 
 def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
-    """Decode to the output the values of rank `root`: a chain of ranks, the root first."""
+    """Decode the values of rank `root` to the output. Frames pass through a chain of ranks that begins at the root."""
     first = transport.rank == root
     last = (transport.rank + 1) % transport.world_size == root
     stream = _neighbors(transport, codec, 0 if first else 1, counters)
@@ -54,7 +54,7 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
 
 
 def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counters: Counters) -> FrameStream:
-    """To the right, and from the left, whence a segment comes in each of `hops`."""
+    """A stream to the right neighbor and from the left one, which sends a segment in each of `hops` hops."""
     n, rank = transport.world_size, transport.rank
     incoming = hops * codec.layout.frames
     [stream] = transport.streams([((rank + 1) % n, (rank - 1) % n)], incoming, codec.frame_capacity, counters)
@@ -62,7 +62,7 @@ def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counter
 
 
 def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream, last_hop_is_sent: bool):
-    """Yield (index, frame) of the finished frames of this rank's own segment."""
+    """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for index in range(frames):
         stream.exchange(codec.encode((rank - 1) % n, index))
@@ -76,7 +76,7 @@ def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream,
 
 
 def _forward(transport: FrameTransport, codec: TensorCodec, stream: FrameStream) -> None:
-    """The all-gather's receiving half: every rank's own frames have been sent to the right already."""
+    """The receiving half of the all-gather. Each rank has already sent its own frames to the right."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for hop in range(1, n):
         for index in range(frames):

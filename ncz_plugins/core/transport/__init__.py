@@ -1,1 +1,1 @@
-"""Frames between ranks: the interface, its implementations, how ranks meet, and which share a node."""
+"""Transports: the interface, its implementations, how ranks meet, and which ranks share a node."""

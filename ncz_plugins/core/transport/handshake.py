@@ -1,4 +1,4 @@
-"""How ranks meet, and what they tell each other before their first compressed collective."""
+"""How ranks meet, and what they compare before their first compressed collective."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ADDRESS_BYTES = 512  # a host's name has 253 at most
 
 
 def meet(ranks: list[int], purpose: str) -> dist.Store:
-    """A corner of the store that these global ranks, and only they, share for one purpose, one time.
+    """A prefix of the default store that these global ranks, and only they, share for one purpose, once.
 
-    All of `ranks` must call this, in the same order relative to their other meetings. Counting in
-    the store itself, not in each process, keeps the ranks in step whatever else each of them did.
+    All of `ranks` must call this, in the same order relative to their other meetings. The meetings are counted in the
+    store itself and not in each process, so that the ranks agree on the number whatever else each of them did.
     """
     store = dist.distributed_c10d._get_default_store()
     name = f"ncz/{purpose}/{hashlib.sha256(repr(ranks).encode()).hexdigest()}"
@@ -35,12 +35,12 @@ def meet(ranks: list[int], purpose: str) -> dist.Store:
 def open_store(
     rank: int, world_size: int, timeout: timedelta, host: str, broadcast: Callable[[Tensor], Tensor]
 ) -> dist.Store:
-    """A store of its own for ranks that meet without torch.distributed. All of them must call this.
+    """A new store for ranks that meet without torch.distributed. All of them must call this. Rank 0 serves it.
 
     Args:
-        host: what the others call the machine of rank 0, whose process serves the store.
-        broadcast: takes a tensor, uint8, [n], and returns what rank 0 has put in. The address goes as JSON in it, since
-            Horovod's way to broadcast objects unpickles them, which runs what a peer sends.
+        host: the name by which other machines reach the machine of rank 0.
+        broadcast: takes a tensor, uint8, [n], and returns that of rank 0. The address travels in it as JSON:
+            Horovod's function for broadcasting objects would unpickle it, which runs what a peer sends.
     """
     store, address = None, torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     if rank == 0:
@@ -54,21 +54,23 @@ def open_store(
 def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config | NczError | None) -> None:
     """Raise MismatchError on every rank unless all run the same versions with the same configuration.
 
-    Args:
-        store: what `meet` returned; `rank` counts within those who met.
-        config: None where compression is off; where it can't be on, the error that says why.
+    Rank 0 reads what all ranks wrote and publishes the verdict, so that no rank is left waiting.
 
-    The first rank reads what all wrote and publishes the verdict, so that nobody is left waiting.
-    Raises PeerError on every rank if one does not show up within `transport.timeout_seconds`, or without that within
-    the store's time-out.
+    Args:
+        store: what `meet` returned.
+        rank, world_size: within the ranks that met.
+        config: None where compression is off. Where it can't be on, the error that says why.
+
+    Raises PeerError on every rank if one does not come within `transport.timeout_seconds`, or if that is not set,
+    within the store's time-out.
     """
     store.set(f"rank {rank}", json.dumps(described(config)))
     seconds = config.transport.timeout_seconds if isinstance(config, Config) else None
-    patience = store.timeout if seconds is None else timedelta(seconds=seconds)
+    timeout = store.timeout if seconds is None else timedelta(seconds=seconds)
     if rank == 0:
-        store.set("verdict", _verdict(store, world_size, patience))
+        store.set("verdict", _verdict(store, world_size, timeout))
     try:
-        store.wait(["verdict"], 2 * patience)  # rank 0 may need as long to find that one does not come
+        store.wait(["verdict"], 2 * timeout)  # rank 0 may need one time-out to find that a rank does not come
         verdict = store.get("verdict").decode()
     except RuntimeError as error:
         raise PeerError(f"rank 0 of {world_size} did not compare configurations in time: {error}") from error
@@ -79,7 +81,7 @@ def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config 
 
 
 def described(config: Config | NczError | None) -> dict[str, object]:
-    """What ranks must have in common from the start, for JSON. See `compare_ranks`."""
+    """What all ranks must have in common, ready for JSON. See `compare_ranks`."""
     mine = {"version": __version__, "frame version": VERSION}
     if isinstance(config, Config):
         return mine | {"compression": "on"} | _flat(json.loads(config.canonical()))
@@ -87,11 +89,15 @@ def described(config: Config | NczError | None) -> dict[str, object]:
 
 
 def differences(everyone: list[dict[str, object]]) -> str:
-    """In which of these, and how, the ranks differ whose descriptions these are; empty if in nothing."""
+    """How ranks differ, in words; empty if they don't.
+
+    Args:
+        everyone: what `described` returned on each rank, in rank order.
+    """
     found = []
     for key in everyone[0]:
         if any(key not in one for one in everyone):
-            continue  # a setting of ranks where compression is on, which they have not all in common
+            continue  # a setting, and ranks where compression is off have none: "compression" differs then
         ranks_of: dict[str, list[int]] = {}
         for rank, one in enumerate(everyone):
             ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
@@ -104,10 +110,11 @@ class RankComparison:
     """Whether all ranks hold the same numbers, by the maximum over ranks of the numbers and of their negatives.
 
     Args:
-        numbers: this rank's, each with what it stands for.
+        numbers: what each number stands for -> this rank's number.
 
     Attributes:
-        tensor: to be replaced by its element-wise maximum over ranks, before `differing` is called.
+        tensor: int64, two elements for each number. Replace it by its element-wise maximum over ranks, then call
+            `differing`.
     """
 
     def __init__(self, numbers: dict[str, int]):
@@ -115,16 +122,16 @@ class RankComparison:
         self.tensor = torch.tensor([*numbers.values(), *(-number for number in numbers.values())])
 
     def differing(self) -> dict[str, tuple[int, int]]:
-        """The lowest and the highest of what is not the same on all ranks."""
+        """The names of numbers that differ between ranks -> the lowest and the highest over all ranks."""
         highest, negated = self.tensor.view(2, -1).tolist()
         ends = {name: (-low, high) for name, low, high in zip(self._names, negated, highest)}
         return {name: (low, high) for name, (low, high) in ends.items() if low != high}
 
 
-def _verdict(store: dist.Store, world_size: int, patience: timedelta) -> str:
-    """Empty if all ranks are alike."""
+def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    """How the ranks differ, or which one did not come; empty if all is well."""
     everyone = []
-    deadline = time.monotonic() + patience.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     for rank in range(world_size):
         try:
             store.wait([f"rank {rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))

@@ -1,4 +1,4 @@
-"""How fast the network interface is that gloo uses, as far as Linux states it."""
+"""The speed of the network interface that gloo uses, as Linux states it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
 @functools.cache
 def gloo_link_gbps() -> float | None:
-    """Gbit/s of the network interface that gloo uses; None where Linux states none, as for loopback."""
+    """The speed of the network interface that gloo uses, in Gbit/s; None where Linux states none, as for loopback."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     name = names.partition(",")[0] if names else _interface_of_this_host()
     try:
@@ -24,7 +24,7 @@ def gloo_link_gbps() -> float | None:
 
 
 def _interface_of_this_host() -> str | None:
-    """The interface whose address the host's name stands for: gloo's choice unless it is told another."""
+    """The interface whose address this host's name resolves to: gloo's choice unless it is told another."""
     import fcntl  # not on Windows
 
     try:

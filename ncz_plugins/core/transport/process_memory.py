@@ -1,8 +1,8 @@
-"""Tensors straight out of the memory of another process of this machine, by process_vm_readv(2).
+"""Read tensors from the memory of another process of this machine, by process_vm_readv(2).
 
-One copy, by the reader, where a socket takes two and the kernel's bookkeeping: several times as fast. Linux allows it
-among processes of one user unless it was told not to (kernel.yama.ptrace_scope above 0, some containers), so whether
-it works must be tried.
+The reader makes one copy. A socket takes two and the kernel's bookkeeping, and is several times slower. Linux allows
+this between processes of one user unless it is configured not to (kernel.yama.ptrace_scope above 0, some containers).
+So a caller must try whether it works.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class _Span(ctypes.Structure):
 
 
 def read(process: int, address: int, into: Tensor) -> None:
-    """Fill a contiguous host tensor with what `process` has at `address`.
+    """Fill a contiguous host tensor with what the process with id `process` has at `address`.
 
-    Raises OSError if the process is gone, does not have as much memory there, or may not be read.
+    Raises OSError if the process is gone, has less memory there, or may not be read.
     """
     done = 0
     while done < into.nbytes:  # Linux moves at most 2 GiB at once

@@ -1,7 +1,10 @@
-"""How the tensors of each device reach the other ranks."""
+"""Which transport and device serve the tensors on each torch device."""
 
 from __future__ import annotations
 
+import threading
+import traceback
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -9,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..errors import PeerError
 from ..runtime.device import Device, Gpu, Host, has_spare_core
 from .base import Transport
 from .gloo import Connections, GlooTransport
@@ -16,30 +20,77 @@ from .nccl import NcclTransport, open_nccl, require_healthy
 
 
 class Route(NamedTuple):
+    """What serves the tensors on one torch device."""
+
     device: Device
     transport: Transport
 
 
 class Routes:
-    def __init__(self, connections: Connections, store: dist.Store, timeout: timedelta):
-        self._connections = connections
+    """The connections of one group's ranks, and a route for each torch device. It owns all of them.
+
+    All ranks must make one, which connects their hosts. GPUs are connected when they are first used.
+
+    Args:
+        store: what the ranks meet at; nobody else may use it under the same prefix.
+        rank: this rank within the group.
+        timeout: how long to wait for a peer, when connecting and in each operation.
+
+    Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
         self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._timeout = timeout
-        self.host = Route(Host(has_spare_core()), GlooTransport(connections))
-        self._routes = {torch.device("cpu"): self.host}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._connections = Connections(store, rank, world_size, timeout)
+        host = Route(Host(has_spare_core()), GlooTransport(self._connections))
+        self._routes: dict[torch.device, Route] = {torch.device("cpu"): host}
 
     def of(self, device: torch.device) -> Route:
+        """The route of tensors on `device`. The first call for a GPU connects the GPUs of all ranks, who must all call.
+
+        Raises UnsupportedError where torch has no NCCL, ImportError where there are no kernels for the device, and
+        PeerError if a rank does not come or the routes were closed.
+        """
+        if self._closed:
+            raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-            group = open_nccl(store, self._connections.rank, self._connections.world_size, device, self._timeout)
+            group = open_nccl(store, self._rank, self._world_size, device, self._timeout)
             gpu = Gpu(device, self._timeout, partial(require_healthy, group))
             self._routes[device] = Route(gpu, NcclTransport(self._connections, group, device))
         return self._routes[device]
 
     def close(self) -> None:
-        for _, transport in self._routes.values():
-            transport.close()
+        """Close all connections, when nothing is under way any more. What was sent still arrives.
+
+        Safe to call twice, from any thread, and in a fork, which has no part in the connections.
+        """
+        with ExitStack() as stack:  # the first transport last, as the others use its connections; and all in any case
+            for route in self._taken():
+                stack.callback(route.transport.close)
 
     def abort(self, error: BaseException) -> None:
-        for _, transport in self._routes.values():
-            transport.abort(error)
+        """After `error`, close all connections at once, so that peers that wait for this rank get an error.
+
+        Args:
+            error: whoever keeps it does not keep the tensors of the call that failed: its frames are cleared.
+        """
+        with ExitStack() as stack:
+            for route in self._taken():
+                stack.callback(route.transport.abort, error)
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+
+    def _taken(self) -> list[Route]:
+        """All routes, for whoever closes them; none once that was done."""
+        with self._lock:
+            self._closed = True
+            routes, self._routes = list(self._routes.values()), {}
+        return routes

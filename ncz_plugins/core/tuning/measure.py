@@ -106,7 +106,7 @@ class TorchRanks(Subject):
         self._plain = plain
         self._ranks = ranks
         self._nodes = nodes
-        self._everyone = queue.routes.host.transport
+        self._everyone = queue.routes.of(torch.device("cpu")).transport
         self._between = nodes.between(self._everyone) if nodes else self._everyone
         # What calls of measuring leave behind is no concern of the training that follows.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))

@@ -1,0 +1,255 @@
+"""Who owns connections closes them: peers notice at once, whatever still refers to what went through them."""
+
+import gc
+import os
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play
+
+from ncz_plugins.core.errors import FrameError, PeerError
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.transport.gloo import Connections, GlooTransport
+from ncz_plugins.core.transport.routes import Routes
+
+CAPACITY = 4096
+SOON = 20.0  # seconds; the time-out is 60
+TAG = 7
+
+
+def stream_of(transport):
+    """A stream to and from the other one of two ranks."""
+    (stream,) = transport.streams([(1 - transport.rank,) * 2], 2, CAPACITY, Counters())
+    return stream
+
+
+def require_error_soon(wait) -> None:
+    started = time.monotonic()
+    with pytest.raises(PeerError):
+        wait()
+    assert time.monotonic() - started < SOON
+
+
+# ---------------------------------------------------------------- closing
+
+
+def receive_damage(transport, stream) -> None:
+    stream.receive()
+
+
+def ask_for_too_much(transport, stream) -> None:
+    transport.plain.broadcast(torch.zeros(3), root=99)  # gloo's own error
+
+
+def send_what_gloo_refuses(transport, stream) -> None:
+    transport._connections.send(torch.zeros(3, 4).t(), 1, TAG)
+
+
+@pytest.mark.parametrize("fail", [receive_damage, ask_for_too_much, send_what_gloo_refuses])
+def test_a_peer_notices_at_once_although_the_exception_is_kept(fail):
+    noticed = threading.Event()
+
+    def misbehave(transport) -> None:
+        stream = stream_of(transport)
+        plain = transport.plain.all_reduce(torch.zeros(3))
+        plain.wait()
+        under_way = [
+            transport.start_max(torch.zeros(1), Counters()),
+            transport._connections.receive(torch.zeros(3), 1, TAG),
+            transport._connections.send(torch.zeros(3), 1, TAG),
+        ]
+        assert plain and under_way  # which the traceback keeps, as well as the stream
+        fail(transport, stream)
+
+    def body(transport):
+        if transport.rank == 0:
+            with pytest.raises((FrameError, RuntimeError, ValueError)) as kept:
+                misbehave(transport)
+            transport.abort(kept.value)
+            assert noticed.wait(60)
+            frames = [entry.frame.f_locals for entry in kept.traceback]
+            assert any("under_way" in names for names in frames)
+            return
+        stream = stream_of(transport)
+        transport.plain.all_reduce(torch.zeros(3)).wait()
+        stream.send(torch.full((CAPACITY,), 7, dtype=torch.uint8))
+        require_error_soon(stream.receive)
+        noticed.set()
+
+    play(2, body)
+
+
+def test_what_is_used_after_closing_says_why():
+    def body(transport):
+        stream = stream_of(transport)
+        pending = transport._connections.receive(torch.zeros(3), 1 - transport.rank, TAG)
+        transport.abort(FrameError("a frame is damaged"))
+        transport.close()  # too late to matter
+        for use in (
+            stream.receive,
+            pending.wait,
+            lambda: stream.send(torch.zeros(8, dtype=torch.uint8)),
+            lambda: stream_of(transport),
+            lambda: transport.start_max(torch.zeros(1), Counters()),
+            lambda: transport.plain.all_reduce(torch.zeros(3)),
+        ):
+            with pytest.raises(PeerError, match="closed after .*a frame is damaged"):
+                use()
+        assert pending.is_completed()
+
+    play(2, body)
+
+
+def test_what_was_sent_before_closing_arrives():
+    def body(transport):
+        stream = stream_of(transport)
+        if transport.rank == 0:
+            sent = transport._connections.send(torch.arange(100_000), 1, TAG)
+            sent.wait()
+            transport.close()
+            return None
+        time.sleep(0.2)  # so that it has been closed by then, most of the time
+        received = torch.zeros(100_000, dtype=torch.int64)
+        transport._connections.receive(received, 0, TAG).wait()
+        require_error_soon(stream.receive)
+        return received
+
+    assert torch.equal(play(2, body)[1], torch.arange(100_000))
+
+
+def test_another_thread_may_close_while_one_waits():
+    """The wait ends, at the latest when the peer closes as well, and the peer does not have to wait for that."""
+
+    def body(transport):
+        stream = stream_of(transport)
+        closing = threading.Timer(0.2, lambda: [transport.close() for _ in range(2)])
+        closing.start()
+        with pytest.raises(PeerError):
+            if transport.rank == 0:
+                stream.receive()
+            else:
+                closing.join()
+                stream.receive()
+        closing.join()
+
+    started = time.monotonic()
+    play(2, body)
+    assert time.monotonic() - started < SOON
+
+
+# ---------------------------------------------------------------- what is under way
+
+
+def test_memory_of_a_receive_lives_until_its_message_is_there():
+    """Gloo still fills the buffer of a receive that nobody refers to any more; the next receive gets what follows."""
+
+    def body(transport):
+        if transport.rank == 0:
+            for i in range(3):
+                transport._connections.send(torch.full((CAPACITY,), i), 1, TAG).wait()
+            return None
+        for _ in range(2):
+            transport._connections.receive(torch.zeros(CAPACITY, dtype=torch.int64), 0, TAG)
+            gc.collect()
+        received = torch.zeros(CAPACITY, dtype=torch.int64)
+        transport._connections.receive(received, 0, TAG).wait()
+        transport.close()
+        return received
+
+    assert torch.equal(play(2, body)[1], torch.full((CAPACITY,), 2))
+
+
+def test_what_is_over_is_forgotten():
+    def body(transport):
+        connections, peer = transport._connections, 1 - transport.rank
+        works = [connections.receive(torch.zeros(1), peer, TAG), connections.send(torch.zeros(1), peer, TAG)]
+        assert len(connections._under_way) == 2
+        for work in works * 2:  # waiting again does no harm
+            assert work.wait() and work.is_completed()
+        transport.start_max(torch.zeros(1), Counters()).wait()
+        transport.plain.all_reduce(torch.zeros(1)).wait()
+        assert not connections._under_way
+
+    play(2, body)
+
+
+def test_a_fork_closes_nothing():
+    def body(transport):
+        if transport.rank == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: that is the subject
+                process = os.fork()
+            if process == 0:
+                try:
+                    transport.close()
+                    transport.abort(RuntimeError("in a fork"))
+                    del transport
+                finally:
+                    os._exit(0)
+            deadline = time.monotonic() + SOON
+            while not os.waitpid(process, os.WNOHANG)[0]:
+                assert time.monotonic() < deadline, "the fork hangs"
+                time.sleep(0.01)
+        tensor = torch.tensor([float(transport.rank)])
+        transport.start_max(tensor, Counters()).wait()
+        return tensor.item()
+
+    assert play(2, body) == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------- routes
+
+
+def routes_of(world_size: int, body) -> list:
+    """What `body` returns for each rank's routes."""
+    store = dist.HashStore()
+    return play(world_size, lambda transport: body(Routes(store, transport.rank, world_size, timedelta(seconds=60))))
+
+
+def test_host_memory_has_a_route_from_the_start():
+    def body(routes):
+        device, transport = routes.of(torch.device("cpu"))
+        assert isinstance(device, Host) and isinstance(transport, GlooTransport)
+        assert routes.of(torch.device("cpu")).transport is transport
+        transport.start_max(torch.zeros(1), Counters()).wait()
+        for _ in range(2):
+            routes.close()
+        with pytest.raises(PeerError, match="closed"):
+            routes.of(torch.device("cpu"))
+        with pytest.raises(PeerError, match="closed"):
+            transport.start_max(torch.zeros(1), Counters())
+
+    routes_of(2, body)
+
+
+def test_aborting_routes_frees_the_tensors_of_the_call_that_failed():
+    noticed = threading.Event()
+
+    def call(transport) -> None:
+        stream, large = stream_of(transport), torch.zeros(1000)
+        assert stream and large is not None
+        raise MemoryError("for this test")
+
+    def body(routes):
+        _, transport = routes.of(torch.device("cpu"))
+        if transport.rank == 1:
+            require_error_soon(stream_of(transport).receive)
+            return noticed.set()
+        with pytest.raises(MemoryError) as kept:
+            call(transport)
+        routes.abort(kept.value)
+        assert not any("large" in entry.frame.f_locals for entry in kept.traceback)
+        assert noticed.wait(60)
+
+    routes_of(2, body)
+
+
+def test_a_rank_that_does_not_come_is_an_error():
+    with pytest.raises(PeerError, match="connecting to the other ranks"):
+        Connections(dist.HashStore(), 0, 2, timedelta(seconds=0.2))
