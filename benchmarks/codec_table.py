@@ -28,8 +28,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from benchmarks import data
 from benchmarks.codec import machine
 from ncz_plugins import kernels
-from ncz_plugins.cli import codec as trial
-from ncz_plugins.cli.codec import Trial, peers, speed
+from ncz_plugins.cli.codec import speed
+from ncz_plugins.cli.codec.libraries import LIBRARIES, compare, missing
+from ncz_plugins.cli.codec.round_trip import RoundTrip, codes_of, round_trip
 from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
 from ncz_plugins.core.config import Config
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, Costs
@@ -76,11 +77,11 @@ def measure(name: str, bound: tuple[str, float, int] | None) -> dict[str, Any]:
     x = data.load(name)
     quantizer = {"kind": "lossless"} if bound is None else dict(zip(("mode", "value", "block"), bound))
 
-    def run(link: float = 1, **entropy: str) -> Trial:
-        return trial.run(x, Config(quantizer=quantizer, entropy=entropy, transport={"link_gbps": link}))
+    def run(link: float = 1, **entropy: str) -> RoundTrip:
+        return round_trip(x, Config(quantizer=quantizer, entropy=entropy, transport={"link_gbps": link}))
 
     auto = run()
-    ours, others = peers.compare(auto)
+    ours, others = compare(auto)
     row = {
         "data": name,
         "bound": describe(bound),
@@ -89,7 +90,7 @@ def measure(name: str, bound: tuple[str, float, int] | None) -> dict[str, Any]:
         "of_bound": auto.of_bound,
         "auto": {"ratio": auto.ratio, "bits_per_value": auto.bits_per_value, "coders": auto.coders} | asdict(ours),
         "peers": {
-            r.peer.name: {key: getattr(r, key) for key in ("ratio", "of_bound", "encode", "decode")} for r in others
+            r.library.name: {key: getattr(r, key) for key in ("ratio", "of_bound", "encode", "decode")} for r in others
         },
     }
     if isinstance(auto.codec, QuantizingCodec):
@@ -102,7 +103,7 @@ def measure(name: str, bound: tuple[str, float, int] | None) -> dict[str, Any]:
     return row
 
 
-def judge(auto: Trial, forced: list[Trial]) -> dict[str, Any]:
+def judge(auto: RoundTrip, forced: list[RoundTrip]) -> dict[str, Any]:
     """What the choices of `auto` cost beyond the best.
 
     over_best: of the coders and predictors forced on the whole array; over_best_per_frame: chosen anew for each frame,
@@ -118,7 +119,7 @@ def judge(auto: Trial, forced: list[Trial]) -> dict[str, Any]:
     }
 
 
-def frame_costs(made: Trial, costs: Costs) -> list[float]:
+def frame_costs(made: RoundTrip, costs: Costs) -> list[float]:
     """Picoseconds to code and to send each frame, as the selector reckons, but by what the frame really became."""
     result = []
     for index, frame in enumerate(made.frames):
@@ -127,7 +128,7 @@ def frame_costs(made: Trial, costs: Costs) -> list[float]:
         total = costs.link * frame.numel() + coding[coder] * count
         if coder == Coder.RANS:
             mode = int(frame[HEADER_BYTES])
-            symbols = predict(trial.codes_of(made.codec, index).numpy(), predictor)
+            symbols = predict(codes_of(made.codec, index).numpy(), predictor)
             total += costs.rans_rest * np.count_nonzero(symbols != mode)
         result.append(total)
     return result
@@ -178,7 +179,7 @@ at most {target:.0%}. **Selector: at most {worst:.1f} % over the best.**
 
 def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """docs/codec-results.md."""
-    names = [name for name in (peer.name for peer in peers.PEERS) if any(name in row["peers"] for row in rows)]
+    names = [name for name in (library.name for library in LIBRARIES) if any(name in row["peers"] for row in rows)]
     sizes = [["data", "bound", "entropy", "bits", "auto", "best", "", *names]]
     speeds = [["data", "bound", "auto", "best", "", *names]]
     choices = [["data", "bound", *(f"{link:g}" for link in LINKS)]]
@@ -221,7 +222,7 @@ def _table(rows: list[list[str]]) -> str:
 def where() -> str:
     """The machine and the versions, in one sentence."""
     facts = machine()
-    versions = {peer.name: metadata.version(peer.module) for peer in peers.PEERS if peer not in peers.missing()}
+    versions = {each.name: metadata.version(each.module) for each in LIBRARIES if each not in missing()}
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"One core of {facts['cpu']}, kernels {kernels.cpu_backend().name}; Python {facts['python']}, torch "

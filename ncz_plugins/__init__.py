@@ -7,7 +7,7 @@
     data = ncz_plugins.compress(tensor, {"quantizer": {"mode": "range", "value": 1e-3}})
     tensor = ncz_plugins.decompress(data)
 
-Importing this package needs torch and numpy at most: what takes more is imported on first use.
+Importing this package takes no other package. What a name needs, such as torch, is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -32,15 +32,21 @@ if TYPE_CHECKING:
     from .core.codec.container import compress, decompress
     from .core.communicator import Communicator
     from .core.config import Config
+    from .core.runtime.trace import recording
+    from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
+    from .core.training.state import Training
 
 _LAZY = {
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
-    "Part": ".core.training.policy",  # what ParameterSlice was called before
+    "Part": ".core.training.policy",  # the old name of ParameterSlice
+    "Training": ".core.training.state",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
+    "recording": ".core.runtime.trace",
+    "scalars": ".core.training.metrics",
 }
 
 __all__ = [
@@ -55,10 +61,13 @@ __all__ = [
     "OutOfMemoryError",
     "ParameterSlice",
     "PeerError",
+    "Training",
     "UnsupportedError",
     "__version__",
     "compress",
     "decompress",
+    "recording",
+    "scalars",
 ]
 
 

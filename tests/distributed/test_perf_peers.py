@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ncz_plugins.cli.perf import COLLECTIVES
+from ncz_plugins.cli.perf.contenders import CONTENDERS
 from ncz_plugins.cli.perf.launch import run
-from ncz_plugins.cli.perf.peers import PEERS
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ LARGE = -4  # runs from here on are of tensors that everyone compresses
 
 
 def absent(name: str) -> str | None:
-    return PEERS[name].missing()
+    return CONTENDERS[name].missing()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -58,12 +58,12 @@ def ranks(request, tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
 
 
-@pytest.mark.parametrize("name", [name for name in PEERS if name != "nccl"])
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if name != "nccl"])
 def test_every_result_is_as_exact_as_the_peer_can_be(ranks, name):
     if absent(name):
         pytest.skip(absent(name))
     least, most = ERRORS[name]
-    for collective in PEERS[name].collectives:
+    for collective in CONTENDERS[name].collectives:
         for rank in ranks:
             errors = [error for error, _ in rank[collective][name]["runs"]]
             assert len(errors) == 12
@@ -71,11 +71,11 @@ def test_every_result_is_as_exact_as_the_peer_can_be(ranks, name):
             assert min(errors[LARGE:]) >= least, (collective, errors)
 
 
-@pytest.mark.parametrize("name", [name for name in PEERS if name not in PER_RANK | {"nccl"}])
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if name not in PER_RANK | {"nccl"}])
 def test_results_are_the_same_on_all_ranks(ranks, name):
     if absent(name):
         pytest.skip(absent(name))
-    for collective in PEERS[name].collectives - {"reduce_scatter"}:
+    for collective in CONTENDERS[name].collectives - {"reduce_scatter"}:
         digests = {tuple(digest for _, digest in rank[collective][name]["runs"]) for rank in ranks}
         assert len(digests) == 1, collective
 

@@ -1,5 +1,6 @@
 """`import ncz_plugins` needs nothing but torch and numpy; what takes more says so."""
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from repository import ROOT
 
 import ncz_plugins
 
+ROOT = Path(__file__).parents[2]
 OPTIONAL = {"pydantic", "yaml", "rich", "deepspeed", "horovod", "cupy"}
 
 PROGRAM = """
@@ -26,7 +28,7 @@ import ncz_plugins
 assert ncz_plugins.__version__
 assert issubclass(ncz_plugins.ConfigError, ncz_plugins.NczError)
 assert "Config" in dir(ncz_plugins) and "Communicator" in dir(ncz_plugins)
-assert not {optional!r} & set(sys.modules)
+assert not ({optional!r} | {{"torch", "numpy"}}) & set(sys.modules)
 try:
     ncz_plugins.Config
 except ImportError as error:
@@ -58,9 +60,48 @@ def test_everything_that_is_exported_exists():
         assert getattr(ncz_plugins, name) is not None
         assert name in dir(ncz_plugins)
     from ncz_plugins.core.config import Config
+    from ncz_plugins.core.training.policy import ParameterSlice
 
     assert ncz_plugins.Config is Config
+    assert ncz_plugins.ParameterSlice is ncz_plugins.Part is ParameterSlice
     assert ncz_plugins.decompress(ncz_plugins.compress(torch.zeros(3))).tolist() == [0, 0, 0]
+
+
+def test_what_a_training_uses_is_exported():
+    from ncz_plugins import Training, recording, scalars
+    from ncz_plugins.core.runtime import trace
+    from ncz_plugins.core.training import metrics, state
+
+    assert (Training, recording, scalars) == (state.Training, trace.recording, metrics.scalars)
+
+
+FIRST = """
+import sys
+
+for name in {names!r}:
+    for module in [module for module in sys.modules if module.partition(".")[0] == "ncz_plugins"]:
+        del sys.modules[module]
+    exec(f"from ncz_plugins import {{name}}")
+"""
+
+
+def test_every_name_can_be_the_first_one_imported():
+    program = FIRST.format(names=sorted(ncz_plugins._LAZY))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documentation_imports_public_names_only():
+    """`from ncz_plugins import a, b` in README.md and docs/: each of these is in `__all__`, or was before."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {
+        name.strip()
+        for file in files
+        for names in re.findall(r"from ncz_plugins import ([\w, ]+)", file.read_text())
+        for name in names.split(",")
+    }
+    assert "Communicator" in found
+    assert found <= {*ncz_plugins.__all__, "Part"}
 
 
 def test_an_unknown_name_is_an_attribute_error():

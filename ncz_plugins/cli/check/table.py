@@ -8,15 +8,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.codec.quantize import Bypass
+from ...core.bypass import Bypass
 from ...core.config import Config, format_size
+from ..output import add_row, table
 from .treatments import ROLE, Match, Row
 
 _UNCOMPRESSED = "uncompressed"
+_TOTALS = ("parameters", "elements", "MB")
 
 
 def show(console: Console, rows: Sequence[Row], matches: Sequence[Match], config: Config) -> None:
-    """Print a line for each parameter, totals, what each policy does, and what is likely not meant."""
+    """Print a line for each parameter, totals, what each policy does, and warnings about likely mistakes."""
     console.print(_parameters(rows))
     console.print()
     console.print(_totals(rows))
@@ -29,7 +31,7 @@ def show(console: Console, rows: Sequence[Row], matches: Sequence[Match], config
 
 
 def _parameters(rows: Sequence[Row]) -> Table:
-    table = _table("parameter", "shape", "dtype", "elements", "treatment", "because")
+    found = table("parameter", "shape", "dtype", "elements", "treatment", "because", numbers=["elements"], gap=2)
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "scalar"
         treatment, because = "no gradient", "requires_grad is false"
@@ -37,26 +39,26 @@ def _parameters(rows: Sequence[Row]) -> Table:
             treatment = _UNCOMPRESSED if row.treatment.bypass else row.treatment.quantizer.describe()
             because = row.treatment.because
         dtype = str(row.dtype).removeprefix("torch.")
-        _add(table, row.name, shape, dtype, f"{row.numel:,}", treatment, because)
-    return table
+        add_row(found, row.name, shape, dtype, f"{row.numel:,}", treatment, because)
+    return found
 
 
 def _totals(rows: Sequence[Row]) -> Table:
-    table = _table("gradients", "parameters", "elements", "MB")
+    found = table("gradients", *_TOTALS, numbers=_TOTALS, gap=2)
     compressed = [row for row in rows if row.treatment and not row.treatment.bypass]
     uncompressed = [row for row in rows if row.treatment and row.treatment.bypass]
     for what, those in (("compressed", compressed), (_UNCOMPRESSED, uncompressed)):
-        _add_total(table, what, those, sum(row.nbytes for row in those))
+        _add_total(found, what, those, sum(row.nbytes for row in those))
     if kept := [row for row in rows if row.residual_bytes]:
-        _add_total(table, "error feedback keeps on every rank", kept, sum(row.residual_bytes for row in kept))
-    return table
+        _add_total(found, "error feedback keeps on every rank", kept, sum(row.residual_bytes for row in kept))
+    return found
 
 
 def _policies(matches: Sequence[Match]) -> Table:
-    table = _table("policy", "what it says", "fits", "decides")
+    found = table("policy", "what it says", "fits", "decides", numbers=["fits", "decides"], gap=2)
     for at, match in enumerate(matches):
-        _add(table, f"policies[{at}]", match.policy.describe(), f"{match.fits:,}", f"{match.decides:,}")
-    return table
+        add_row(found, f"policies[{at}]", match.policy.describe(), f"{match.fits:,}", f"{match.decides:,}")
+    return found
 
 
 def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Iterator[str]:
@@ -78,18 +80,6 @@ def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Ite
         yield "Link too fast: transport.min_bytes is never, so nothing is compressed."
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        numbers = heading in ("elements", "parameters", "MB", "fits", "decides")
-        table.add_column(heading, justify="right" if numbers else "left")
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*map(Text, cells))  # Text, as rich takes a bare "[...]" for markup
-
-
-def _add_total(table: Table, what: str, rows: Sequence[Row], nbytes: int) -> None:
+def _add_total(found: Table, what: str, rows: Sequence[Row], nbytes: int) -> None:
     elements = sum(row.numel for row in rows)
-    _add(table, what, f"{len(rows):,}", f"{elements:,}", f"{nbytes / 1e6:,.2f}")
+    add_row(found, what, f"{len(rows):,}", f"{elements:,}", f"{nbytes / 1e6:,.2f}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,8 +10,9 @@ import torch
 from ... import kernels
 from ...core.codec.container import compress
 from ...core.config import Config, MiB
-from ...core.errors import BoundError, UnsupportedError
-from . import run
+from ...core.errors import BoundError
+from ..output import save_figure
+from .round_trip import round_trip
 
 _CODERS = ("raw", "fixed", "huffman", "rans")
 _FACTORS = 2.0 ** np.arange(-6, 7)  # so far to both sides of the bound that is asked for
@@ -21,21 +21,9 @@ _SAMPLE_BYTES = 16 * MiB
 _SLOW_SAMPLE_BYTES = MiB  # for the numpy kernels
 
 
-def check(file: str | os.PathLike) -> None:
-    """Raise UnsupportedError, before any work, where the picture could not be written."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UnsupportedError("--plot needs matplotlib: pip install 'ncz_plugins[plot]'") from None
-    endings = [f".{kind}" for kind in sorted(FigureCanvasBase.get_supported_filetypes())]
-    if Path(file).suffix.lower() not in endings:
-        raise UnsupportedError(f"--plot {os.fspath(file)}: allowed are names in {', '.join(endings)}")
-    if not os.access(Path(file).parent, os.W_OK):
-        raise UnsupportedError(f"--plot {os.fspath(file)}: no file can be made there")
-
-
 def draw(file: str | os.PathLike, array: np.ndarray, config: Config) -> None:
-    """Write the picture of an array with finite elements, for bounds around that of `config`."""
+    """Write the picture of an array with finite elements, for bounds around that of `config`. Raises
+    UnsupportedError."""
     from matplotlib.figure import Figure
 
     mode, value = config.quantizer.mode, config.quantizer.value
@@ -57,7 +45,7 @@ def draw(file: str | os.PathLike, array: np.ndarray, config: Config) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title(f"{array.size:,} values" + (f", by a sample of {part.size:,}" if part.size < array.size else ""))
     axes.legend()
-    figure.savefig(file, dpi=150)
+    save_figure("--plot", file, figure)
 
 
 def _sample(array: np.ndarray, config: Config) -> np.ndarray:
@@ -82,7 +70,7 @@ def _at_bound(array: np.ndarray, config: Config, bound: float) -> tuple[dict[str
         )
 
     try:
-        auto = run(array, with_coder("auto"))
+        auto = round_trip(array, with_coder("auto"))
     except BoundError:
         return {}, np.nan
     if auto.entropy_bits is None:

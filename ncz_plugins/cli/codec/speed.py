@@ -15,7 +15,7 @@ import torch
 
 from ...core.codec.layout import Window
 from ...core.config import MiB
-from . import Trial
+from .round_trip import RoundTrip
 
 SECONDS = 1.0
 _BYTES = 64 * MiB  # of input that speed is measured on: more than caches hold
@@ -27,8 +27,9 @@ class Speeds:
     """GB/s of the array's own bytes.
 
     Attributes:
-        measuring: the pass before, which finds the steps.
-        encode: floats to frames, at known steps.
+        memcpy: copying the array.
+        measuring: the pass before encoding, which finds the quantization steps.
+        encode: floats to frames, with known quantization steps.
         decode: frames to floats.
     """
 
@@ -38,21 +39,21 @@ class Speeds:
     decode: float
 
 
-def speeds(trial: Trial, others: dict[str, Callable[[], Any]] | None = None) -> tuple[Speeds, dict[str, float]]:
-    """How fast the frames of `trial` are made and read, and GB/s of `others`, which work on the whole array."""
-    ours, nbytes = _runs(trial)
+def speeds(trip: RoundTrip, others: dict[str, Callable[[], Any]] | None = None) -> tuple[Speeds, dict[str, float]]:
+    """How fast the frames of `trip` are made and read, and GB/s of `others`, which work on the whole array."""
+    ours, nbytes = _runs(trip)
     seconds = interleaved(ours | (others or {}))
     own = Speeds(**{name: 1e-9 * nbytes / seconds[name] for name in ours})
-    return own, {name: 1e-9 * trial.array.nbytes / seconds[name] for name in others or {}}
+    return own, {name: 1e-9 * trip.array.nbytes / seconds[name] for name in others or {}}
 
 
-def _runs(trial: Trial) -> tuple[dict[str, Callable[[], Any]], int]:
+def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
     """What is to be timed, and how many bytes of input that works on.
 
     Frames at even distances stand for the whole of a large array.
     """
-    codec = trial.codec
-    layout, source, itemsize = codec.layout, codec.source, trial.array.itemsize
+    codec = trip.codec
+    layout, source, itemsize = codec.layout, codec.source, trip.array.itemsize
     budget = _SLOW_BYTES if codec.backend.name == "reference" else _BYTES
     count = min(layout.frames, max(1, budget // (layout.frame_elements * itemsize)))
     picked = [i * layout.frames // count for i in range(count)]
@@ -74,7 +75,7 @@ def _runs(trial: Trial) -> tuple[dict[str, Callable[[], Any]], int]:
     def decode():
         for i, output in zip(picked, outputs):
             codec.tensor = codec.tensor._replace(output=output)
-            codec.decode(0, i, trial.frames[i])
+            codec.decode(0, i, trip.frames[i])
 
     return {"memcpy": memcpy, "measuring": measuring, "encode": encode, "decode": decode}, nbytes
 

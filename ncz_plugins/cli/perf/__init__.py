@@ -1,53 +1,22 @@
-"""The link laboratory behind `ncz perf`: collectives timed beside their peers, over links as slow as wanted.
+"""`ncz perf`: collectives timed beside other ways to exchange a tensor, over links as slow as wanted.
 
-command     what the command line asks for, from start to output
-launch      one process per rank, on this machine
+command     the options, and the run from start to output
+request     what the options ask for, as jobs
+job         one job: what all ranks measure
+launch      one process per rank, on this machine; rendezvous, for Horovod's ranks
+ranks       which ranks there are, or are to be started
 link        network namespaces joined by links of a given rate
 rank        what one rank does
-measure     peers in turns on the same data: time, bytes and error
-peers       the ways to exchange a tensor that are compared
+measure     contenders in turns on the same data: time, bytes and error
+contenders  the ways to exchange a tensor that are compared; --peers names them
 data        the tensors
-table plot  what people see
+verify      what a collective should have given
+gather      what every rank tells all others
+network     bytes that really left through an interface
+show        the output; table and plot, its parts
 """
 
-from __future__ import annotations
+from .command import add_parser, run
+from .job import COLLECTIVES, DATA, Job
 
-from dataclasses import dataclass
-from typing import Any
-
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-
-# What there is to send beside files. Every rank has values of its own, the same ones in every run.
-DATA = {
-    "gradient": "gradients of a 1.9 M-parameter GPT after 100 steps of training on Python's own documentation, batch "
-    "after batch at the same weights",
-    "field": "smooth random fields of 128^3 points with Kolmogorov's spectrum of turbulence",
-    "noise": "Gaussian noise of variance 1",
-}
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all ranks are to measure. It travels to them as JSON.
-
-    Attributes:
-        collective: one of COLLECTIVES.
-        sizes: bytes of the whole tensor, ascending.
-        peers: names in `peers.PEERS`, in the order of their turns; "plain" and "ncz" are among them.
-        data: one of DATA, or an .npy file.
-        config: of the peer "ncz", as a mapping.
-        link: the rate of the link as it was asked for; None for the network as it is.
-        repeat: rounds that are timed; None for as many as fit into a few seconds.
-        trace: whether to record what happens inside one call of the largest size.
-        timeout: seconds that no single exchange may take.
-    """
-
-    collective: str
-    sizes: list[int]
-    peers: list[str]
-    data: str
-    config: dict[str, Any]
-    link: str | None
-    repeat: int | None
-    trace: bool
-    timeout: float
+__all__ = ["COLLECTIVES", "DATA", "Job", "add_parser", "run"]

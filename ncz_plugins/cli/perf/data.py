@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...core.errors import UnsupportedError
 from ...kernels.cache import private_folder, write_private
-from ..codec import read_array
+from ..codec.array_file import read_array
 
 # (rank, index) -> a piece, float32, 1-D
 Source = Callable[[int, int], Tensor]

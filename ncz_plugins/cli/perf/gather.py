@@ -1,4 +1,4 @@
-"""What every rank tells all others: as JSON, since unpickling runs what a peer sends."""
+"""What every rank tells all others: as JSON, since unpickling runs what another rank sends."""
 
 from __future__ import annotations
 

@@ -116,6 +116,18 @@ def run(
         _follow(started, followed, on_record, deadline, timeout)
 
 
+def emitter() -> Callable[[dict[str, Any]], None]:
+    """The function with which a rank that `run` started emits records. It does nothing on ranks other than 0."""
+    descriptor = os.environ.get(RECORDS)
+    records = open(int(descriptor), "w", buffering=1, closefd=False) if descriptor else None
+
+    def emit(record: dict[str, Any]) -> None:
+        if records:
+            print(json.dumps(record), file=records)
+
+    return emit
+
+
 # ------------------------------------------------------------------ what launchers tell a rank
 
 

@@ -1,4 +1,4 @@
-"""Peers in turns, A B A B, on the same data in the same run: time, bytes and error of each."""
+"""Contenders in turns, A B A B, on the same data in the same run: time, bytes and error of each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from torch import Tensor
 from ...core.config import Config
 from ...core.errors import NczError
 from ...core.runtime import trace
-from . import Job, verify
+from . import verify
+from .contenders import CONTENDERS, Context, Exchange
 from .data import Source, values
 from .gather import gathered
-from .network import demand_crossing, namespace, sent_bytes
-from .peers import PEERS, Context, Exchange
+from .job import Job
+from .network import namespace, require_crossing, sent_bytes
 
-SECONDS = 2.0  # for every peer and size, unless the least number of rounds takes longer
+SECONDS = 2.0  # for every contender and size, unless the least number of rounds takes longer
 _ROUNDS = range(5, 101)  # how many that may be
 _ITEMSIZE = 4  # all data is float32
 # Sent before every call over a limited link, as such a link lets through at once what it saved up while it was idle,
@@ -60,13 +61,21 @@ def bandwidths(collective: str, nbytes: int, ranks: int, seconds: float) -> tupl
 
 @dataclass
 class Turns:
-    """What one rank saw of one peer at one size: an entry per timed round, the last round's call, and its error."""
+    """What one rank saw of one contender at one size.
+
+    Attributes:
+        seconds: of each timed round.
+        sent: bytes sent in each timed round; nan where nothing is counted.
+        details: of the last round's call.
+        error: of its result: relative L2, and the largest of an element.
+        over: the largest error as a share of the bound; None where there is no bound.
+    """
 
     seconds: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)  # nan where nothing is counted
+    sent: list[float] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
-    error: tuple[float, float] = (0.0, 0.0)  # relative L2, and the largest of an element
-    over: float | None = None  # the largest error as a share of the bound
+    error: tuple[float, float] = (0.0, 0.0)
+    over: float | None = None
 
 
 class Measurement:
@@ -88,13 +97,13 @@ class Measurement:
         self._own_links = len(set(where)) == self.ranks
 
     def run(self) -> None:
-        """Emit a record for every size and peer. Raises NczError where a result is wrong."""
+        """Emit a record for every size and contender. Raises NczError where a result is wrong."""
         job = self.job
         context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective)
         whole, _ = elements(job.collective, job.sizes[-1], self.ranks)
         data = values(self._source, self.rank, whole // self.ranks if job.collective == "all_gather" else whole)
         with ExitStack() as opened:
-            exchanges = {name: opened.enter_context(PEERS[name].open(context)) for name in job.peers}
+            exchanges = {name: opened.enter_context(CONTENDERS[name].open(context)) for name in job.peers}
             for size in job.sizes:
                 self._size(size, data, exchanges)
             if job.trace:
@@ -117,7 +126,7 @@ class Measurement:
                 turn.seconds.append(seconds)
                 turn.sent.append(sent)
                 turn.details = exchange.details()
-                if number == rounds - 1:  # at once, as the next peer may write over it
+                if number == rounds - 1:  # at once, as the next contender may write over it
                     self._check(turn, exchange, result.cpu(), answer)
             before = sum(other for other in self.job.sizes if other < size)
             self._emit({"progress": (before + size * (number + 1) / rounds) / sum(self.job.sizes)})
@@ -183,7 +192,7 @@ class Measurement:
         network = None if sent.isnan().any() else statistics.median(sent.tolist())
         least = self._least_plain_bytes(nbytes) if name == "plain" else wire
         if self.job.link and self._own_links and least:  # ranks of one node exchange some bytes inside it
-            demand_crossing(f"{name}, {self.job.collective} of {nbytes:,} bytes", self.job.link, least, network)
+            require_crossing(f"{name}, {self.job.collective} of {nbytes:,} bytes", self.job.link, least, network)
         median = statistics.median(seconds.tolist())
         algbw, busbw = bandwidths(self.job.collective, nbytes, self.ranks, median)
         error, largest = turn.error
@@ -216,7 +225,7 @@ class Measurement:
 
 
 def _added(details: tuple[dict[str, Any], ...], key: str) -> dict[str, int] | None:
-    """Counts by name, over ranks, the most frequent first; None for peers that count nothing."""
+    """Counts by name, over ranks, the most frequent first; None for contenders that count nothing."""
     if not all(key in each for each in details):
         return None
     return dict(sum((Counter(each[key]) for each in details), Counter()).most_common())

@@ -36,7 +36,7 @@ def namespace() -> str:
         return socket.gethostname()
 
 
-def demand_crossing(what: str, link: str, least: int, seen: float | None) -> None:
+def require_crossing(what: str, link: str, least: int, seen: float | None) -> None:
     """Raise NczError if the counters saw less than `least` bytes go through links of that rate.
 
     Args:

@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 from ...core.config import format_size
+from ..output import save_figure
 from .link import bits_per_second
 
 _LOWEST = 1 / 16  # the picture ends here: nobody would use what is slower
 
 
 def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> None:
-    """Write the picture of the records of one run, whose peers and sizes are the same on every link."""
+    """Write the picture of the records of one run, whose contenders and sizes are the same on every link."""
     from matplotlib.figure import Figure
 
     links = list(dict.fromkeys(record["link"] for record in records))
@@ -27,7 +28,7 @@ def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> 
     against_size.set_ylim(bottom=max(_LOWEST, against_size.get_ylim()[0]))
     figure.legend(*against_size.get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle(title)
-    figure.savefig(file, dpi=150)
+    save_figure("--plot", file, figure)
 
 
 def _against_size(axes, records: list[dict[str, Any]]) -> None:
@@ -47,22 +48,22 @@ def _against_link(axes, records: list[dict[str, Any]], links: list[str]) -> None
 
 
 def _lines(axes, records: list[dict[str, Any]], place) -> None:
-    """A line for each peer, and for ours the bound: as many times faster as it sends fewer bytes."""
+    """A line for each contender, and for ours the bound: as many times faster as it sends fewer bytes."""
     from matplotlib import colormaps
 
-    peers = dict.fromkeys(record["peer"] for record in records)
+    contenders = dict.fromkeys(record["peer"] for record in records)
     axes.set_prop_cycle(color=colormaps["tab20"].colors)
-    for peer in peers:
-        own = [record for record in records if record["peer"] == peer]
-        style = {"plain": {"color": "0.5"}, "ncz": {"color": "black", "linewidth": 2, "zorder": 3}}.get(peer, {})
-        axes.plot([place(r) for r in own], [r["speedup"] for r in own], "o-", label=peer, **style)
+    for name in contenders:
+        own = [record for record in records if record["peer"] == name]
+        style = {"plain": {"color": "0.5"}, "ncz": {"color": "black", "linewidth": 2, "zorder": 3}}.get(name, {})
+        axes.plot([place(r) for r in own], [r["speedup"] for r in own], "o-", label=name, **style)
         if own[0]["ratio"]:
             axes.plot(
                 [place(r) for r in own],
                 [r["ratio"] for r in own],
                 color="black",
                 linestyle="--",
-                label=f"bound: the ratio of {peer}",
+                label=f"bound: the ratio of {name}",
             )
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")

@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from ...core.errors import MismatchError, NczError
 from ...core.transport.handshake import open_store
-from . import Job, data
+from . import data
 from .gather import gathered
+from .job import Job
+from .launch import emitter
 from .measure import Measurement
 
 _TRAINING = timedelta(minutes=10)  # rank 0 may first make the weights whose gradients are sent
@@ -32,10 +34,8 @@ _TRAINING = timedelta(minutes=10)  # rank 0 may first make the weights whose gra
 def main() -> int:
     """Run one rank of the job on standard input; the exit code."""
     job = Job(**json.load(sys.stdin))
-    descriptor = os.environ.get("NCZ_PERF_OUT")
-    records = open(int(descriptor), "w", buffering=1, closefd=False) if descriptor else None
     try:
-        take_part(job, lambda record: print(json.dumps(record), file=records) if records else None)
+        take_part(job, emitter())
     except NczError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -49,7 +49,7 @@ def take_part(job: Job, emit: Callable[[dict[str, Any]], None]) -> None:
     """
     join(timedelta(seconds=job.timeout) + _TRAINING)
     try:
-        _demand_same(job)
+        _require_same(job)
         measurement = Measurement(job, _source(job), emit if dist.get_rank() == 0 else lambda record: None)
         measurement.run()
         dist.barrier()  # so that nobody's connections go while another still ends
@@ -71,7 +71,7 @@ def join(timeout: timedelta) -> None:
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size(), timeout=timeout)
 
 
-def _demand_same(job: Job) -> None:
+def _require_same(job: Job) -> None:
     jobs = gathered(asdict(job))
     differing = [rank for rank, other in enumerate(jobs) if other != jobs[0]]
     if differing:

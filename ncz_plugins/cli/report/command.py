@@ -1,37 +1,41 @@
-"""What `ncz report` asks for."""
+"""The options of `ncz report`, and its run from start to output."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
 from rich.console import Console
 
-from . import plot
-from .read import read
-from .show import show
-from .summary import summarize
-from .verdict import verdict
+from ..output import print_json, require_picture
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `ncz`."""
+    parser = commands.add_parser("report", help="what the records of a training say, and what limited it")
+    parser.add_argument("file", metavar="RUN.jsonl", help="the file that statistics.jsonl named")
+    parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="leave out the steps before this one")
+    parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="leave out the steps after this one")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio, bytes, error and times against the steps")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Show what the options of the command line ask for."""
-    if options.plot:
-        from ..codec.plot import check  # imports torch
+    """Read the records, and show what they say. Raises ConfigError and UnsupportedError."""
+    from .plot import draw  # imports numpy
+    from .read import read
+    from .show import document, show
+    from .summary import summarize
+    from .verdict import verdict
 
-        check(options.plot)
+    if options.plot:
+        require_picture("--plot", options.plot)
     found = read(options.file).between(options.first, options.last)
     summary = summarize(found)
-    findings = verdict(summary, found.header)
+    conclusions = verdict(summary, found.header)
     if options.json:
-        print(json.dumps(_document(options.file, found, summary, findings), indent=2))
+        print_json(document(options.file, found, summary, conclusions))
     else:
-        show(Console(), options.file, found, summary, findings)
+        show(Console(), options.file, found, summary, conclusions)
     if options.plot:
-        plot.draw(options.plot, found, options.file)
-
-
-def _document(file, found, summary, findings) -> dict:
-    header = found.header.model_dump() if found.header else None
-    verdicts = [finding._asdict() for finding in findings]
-    return {"file": file, "header": header, "notes": found.notes, **summary.to_dict(), "verdict": verdicts}
+        draw(options.plot, found, options.file)

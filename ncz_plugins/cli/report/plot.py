@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..output import save_figure
 from .read import Run, Step
 
 _FEW = 50  # steps that are shown as points, too
@@ -26,7 +27,7 @@ def draw(file: str | os.PathLike, run: Run, title: str) -> None:
     for axes in panels[1]:
         axes.set_xlabel("step" + (" (dotted: the training was started again)" if run.starts[1:] else ""))
     figure.suptitle(title)
-    figure.savefig(file, dpi=150)
+    save_figure("--plot", file, figure)
 
 
 def _ratio(axes, run: Run) -> None:

@@ -47,7 +47,7 @@ class Header(Line):
     link_gbps: float | None = None
 
 
-class Finding(Line):
+class GuardFinding(Line):
     """What the guard found in one call; None stands for a figure that was not finite."""
 
     name: str | None = None
@@ -57,7 +57,7 @@ class Finding(Line):
 
 
 class Step(Line):
-    """One step, as rank 0 saw it: see `core.stats.Counters` for what most of these are."""
+    """One step, as rank 0 saw it: see `core.runtime.statistics.Counters` for most of these."""
 
     step: Number
     step_seconds: Seconds | None = None
@@ -78,7 +78,7 @@ class Step(Line):
     seconds: Seconds
     coders: dict[str, Count] = {}
     bound_times: float = 1.0
-    guard: list[Finding] = Field(default_factory=list)
+    guard: list[GuardFinding] = Field(default_factory=list)
 
     @property
     def ratio(self) -> float:

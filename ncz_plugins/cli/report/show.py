@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..perf.table import shares
+from ..output import add_row, duration, grid, shares, size, table
 from .read import Run
 from .summary import Summary
-from .units import duration, size
-from .verdict import Finding
+from .verdict import Conclusion
 
 _TITLES = {"time": "What limited the time", "ratio": "What limited the ratio", "guard": "What the guard found"}
 
 
-def show(console: Console, file: str, run: Run, summary: Summary, findings: list[Finding]) -> None:
-    """Print all there is to say."""
+def document(file: str, run: Run, summary: Summary, conclusions: list[Conclusion]) -> dict[str, Any]:
+    """What --json prints."""
+    header = run.header.model_dump() if run.header else None
+    verdicts = [conclusion._asdict() for conclusion in conclusions]
+    return {"file": file, "header": header, "notes": run.notes, **summary.to_dict(), "verdict": verdicts}
+
+
+def show(console: Console, file: str, run: Run, summary: Summary, conclusions: list[Conclusion]) -> None:
+    """Print the figures and the verdict."""
     console.print(Text(f"{file}: {_described(run, summary)}"))
     for note in run.notes:
         console.print(Text(f"note: {note}"))
     console.print()
-    console.print(_grid(_rows(summary)))
+    console.print(grid(_rows(summary)))
     if summary.bypasses:
         console.print()
         console.print(_bypasses(summary))
     console.print()
-    console.print(_grid((_TITLES[finding.about], finding.words) for finding in findings))
+    console.print(grid((_TITLES[each.about], each.words) for each in conclusions))
 
 
 def _described(run: Run, summary: Summary) -> str:
@@ -66,20 +73,9 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _bypasses(summary: Summary) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("went plain because of")
-    for heading in ("calls", "per step", "of the bytes sent"):
-        table.add_column(heading, justify="right")
+    numbers = ("calls", "per step", "of the bytes sent")
+    found = table("went plain because of", *numbers, numbers=numbers)
     for reason, bypassed in summary.bypasses.items():
         share = bypassed.bytes / summary.wire_bytes if summary.wire_bytes else 0
-        table.add_row(reason, f"{bypassed.calls:,}", size(bypassed.bytes / summary.steps), f"{share:.0%}")
-    return table
-
-
-def _grid(rows) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
-    return table
+        add_row(found, reason, f"{bypassed.calls:,}", size(bypassed.bytes / summary.steps), f"{share:.0%}")
+    return found

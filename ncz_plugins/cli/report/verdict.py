@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..output import duration, size
 from .read import Header, Settings
 from .summary import LATE, Summary
-from .units import duration, size
 
 LITTLE_OF_STEP = 0.1  # collectives that take less than this of a step do not limit it
 MOST = 0.5  # what takes this much of something limits it
@@ -40,8 +40,8 @@ ADVICE = {
 }
 
 
-class Finding(NamedTuple):
-    """One thing that the figures say.
+class Conclusion(NamedTuple):
+    """One thing that the figures show.
 
     Attributes:
         about: "time", "ratio" or "guard".
@@ -54,7 +54,7 @@ class Finding(NamedTuple):
     words: str
 
 
-def verdict(summary: Summary, header: Header | None) -> list[Finding]:
+def verdict(summary: Summary, header: Header | None) -> list[Conclusion]:
     """What limited the time, what limited the ratio, and what the guard says, in this order."""
     config = header.config if header else Settings()
     found = [_of_time(summary, header), _of_ratio(summary, config)]
@@ -66,12 +66,14 @@ def verdict(summary: Summary, header: Header | None) -> list[Finding]:
 # ------------------------------------------------------------------ time
 
 
-def _of_time(summary: Summary, header: Header | None) -> Finding:
+def _of_time(summary: Summary, header: Header | None) -> Conclusion:
     times = summary.times
     if not summary.calls:
-        return Finding("time", "unknown", "Unknown: no collective was counted in these steps.")
+        return Conclusion("time", "unknown", "Unknown: no collective was counted in these steps.")
     if not times.steps:
-        return Finding("time", "unknown", "Unknown: only first steps after a start are here, and these are not timed.")
+        return Conclusion(
+            "time", "unknown", "Unknown: only first steps after a start are here, and these are not timed."
+        )
     untimed = sum(bypassed.bytes for reason, bypassed in summary.bypasses.items() if reason not in LATE)
     untimed /= summary.wire_bytes or 1
     if untimed >= MOST:
@@ -101,7 +103,7 @@ def _of_time(summary: Summary, header: Header | None) -> Finding:
         if times.slow_verified:
             words += f". In {times.slow_verified:,} of these the guard verified a call, which is sent plain for that"
         words += "."
-    return Finding("time", limit, words)
+    return Conclusion("time", limit, words)
 
 
 def _of_collectives(summary: Summary, header: Header | None) -> tuple[str, str]:
@@ -182,26 +184,26 @@ def _send_less(summary: Summary) -> str:
 # ------------------------------------------------------------------ ratio
 
 
-def _of_ratio(summary: Summary, config: Settings) -> Finding:
+def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
     if not summary.wire_bytes:
-        return Finding("ratio", "nothing", "Nothing was sent.")
+        return Conclusion("ratio", "nothing", "Nothing was sent.")
     bypassed, compressed = summary.bypassed_bytes / summary.wire_bytes, summary.compressed_ratio
     shrank = f"what was compressed shrank {compressed:.2f} times" if compressed else "nothing was compressed"
     if summary.bypasses and (bypassed >= MOST or compressed is None):
         reason, most = next(iter(summary.bypasses.items()))
-        return Finding(
+        return Conclusion(
             "ratio",
             f"plain: {reason}",
             f"Calls that went plain: {bypassed:.0%} of the bytes sent, most of them because of: {reason} "
             f"({most.calls:,} calls, {size(most.bytes / summary.steps)} a step); {shrank}. {ADVICE.get(reason, '')}",
         )
     if compressed is None or compressed >= LOW_RATIO:
-        return Finding("ratio", "none", f"Nothing in particular: {shrank}.")
+        return Conclusion("ratio", "none", f"Nothing in particular: {shrank}.")
     quantizer = config.quantizer
     if quantizer.get("kind") == "lossless":
-        return Finding("ratio", "lossless", f"quantizer.kind: lossless keeps every bit: {shrank}.")
+        return Conclusion("ratio", "lossless", f"quantizer.kind: lossless keeps every bit: {shrank}.")
     now = "".join(f", {name} {quantizer[name]}" for name in ("mode", "value") if name in quantizer)
-    return Finding(
+    return Conclusion(
         "ratio",
         "bound",
         f"The bound{now}: {shrank}, to about {32 / compressed:.1f} bits of every 32. Each doubling of quantizer.value "
@@ -212,7 +214,7 @@ def _of_ratio(summary: Summary, config: Settings) -> Finding:
 # ------------------------------------------------------------------ the guard
 
 
-def _of_guard(summary: Summary, config: Settings) -> Finding:
+def _of_guard(summary: Summary, config: Settings) -> Conclusion:
     guard, thresholds = summary.guard, config.guard
     worst = (
         f"the largest relative error was {_figure(guard.relative_error)} (step {guard.error_step}, "
@@ -220,10 +222,10 @@ def _of_guard(summary: Summary, config: Settings) -> Finding:
         f"{guard.cosine_step}, {guard.cosine_name or 'a tensor without a name'})"
     )
     if not guard.alarms:
-        return Finding("guard", "none", f"No alarm in {guard.verified:,} verified calls: {worst}.")
+        return Conclusion("guard", "none", f"No alarm in {guard.verified:,} verified calls: {worst}.")
     if thresholds.max_relative_error is not None and thresholds.min_cosine is not None:
         worst += f"; allowed: {thresholds.max_relative_error:g} and {thresholds.min_cosine:g}"
-    return Finding(
+    return Conclusion(
         "guard",
         "alarms",
         f"{guard.alarms:,} alarms in {guard.verified:,} verified calls: {worst}. Set a smaller "

@@ -1,4 +1,4 @@
-"""One tensor as bytes that say themselves how to read them, for files and measurements.
+"""One compressed tensor as bytes that describe themselves, for files and measurements.
 
 All numbers are little endian. The head:
 
@@ -10,12 +10,12 @@ All numbers are little endian. The head:
 | 6 | 1 | kind | 0 error_bound, 1 stochastic, 2 lossless |
 | 7 | 1 | dimensions | |
 | 8 | 4 | frame elements | in each frame but the last: a multiple of 4,096 |
-| 12 | 8 | block | elements that share a step: a multiple of 4,096; 0 all of them, or kind is lossless |
+| 12 | 8 | block | elements that share a scale: a multiple of 4,096; 0 all of them, or kind is lossless |
 | 20 | 4 | checksum | of the head, as in a frame |
 | 24 | 8 per dimension | shape | |
-| | 4 or 8 per block | steps | float64 if dtype is, else float32; none if kind is lossless |
+| | 4 or 8 per block | scales | float64 if dtype is, else float32; none if kind is lossless |
 
-Then every frame of docs/wire-format.md, its size as a 64-bit number before it. The tensor counts as flat.
+Then every frame, as the wire format describes it, each after its size as a 64-bit number. The tensor is flattened.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _LEAST_PAGE_BYTES = 4 * RANS_LANES + 4
 
 
 def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
-    """`tensor` within the error bound that `config` names, as bytes for `decompress`.
+    """Compress `tensor` within the error bound that `config` names, to bytes for `decompress`.
 
     Args:
         tensor: of dtype float32, bfloat16, float16 or float64, any shape and strides, in host memory.
-        config: a Config or anything that `Config.load` takes; what concerns the exchange between
-            ranks has no effect, but for `transport.frame_bytes` and `transport.link_gbps`.
+        config: a Config or anything that `Config.load` takes. Settings of the exchange between ranks have no effect,
+            except `transport.frame_bytes` and `transport.link_gbps`.
         threads: how many frames are coded at a time. The bytes are the same for any number.
 
     Returns: uint8, [bytes].
 
-    The bound is strict for all dtypes; bounds below 4 times the smallest normal number are not told
-    apart. A tensor that holds NaN or infinity, or that quantizing can't or would hardly shrink, is held
-    without loss: an error of 0 is within any bound.
+    The bound is strict for all dtypes; bounds below 4 times the smallest normal number all count as that. A tensor is
+    held without loss if it holds NaN or infinity, if it can't be quantized, or if quantizing would hardly shrink it: an
+    error of 0 is within any bound.
 
     Raises BoundError if the bound is too fine for 32-bit codes and a larger one is not,
     UnsupportedError for other tensors, ConfigError.
@@ -83,12 +83,16 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
 
 
 def decompress(data: Tensor, *, threads: int = 1) -> Tensor:
-    """The tensor that `compress` made `data` (uint8, [bytes]) of, contiguous, in its shape and dtype.
+    """Restore a tensor from the bytes that `compress` returned.
 
     Args:
+        data: uint8, [bytes], in host memory.
         threads: how many frames are decoded at a time.
 
-    Raises FrameError if `data` is damaged, and before memory is taken if it can't be what it says.
+    Returns a contiguous tensor of the original shape and dtype.
+
+    Raises FrameError if `data` is damaged; if its head is impossible, before any memory is taken. Raises
+    UnsupportedError if it is no such tensor.
     """
     if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
         raise UnsupportedError("decompress takes what compress returned: a flat uint8 tensor in host memory")
@@ -101,7 +105,7 @@ def decompress(data: Tensor, *, threads: int = 1) -> Tensor:
 
 
 class Contents(NamedTuple):
-    """What stands in a compressed tensor; `scales` is None if that is held without loss."""
+    """The contents of a compressed tensor; `scales` is None if it is held without loss."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -111,7 +115,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(data: Tensor) -> Contents:
-    """What `data`, uint8, [bytes], says of itself. Raises FrameError; the frames are for the codec to look at."""
+    """Read the head of `data`, uint8, [bytes], and split its frames, without decoding them. Raises FrameError."""
     if data.numel() < _HEAD.size:
         raise FrameError(f"{data.numel()} bytes are too few for a compressed tensor")
     magic, version, dtype, kind, dimensions, frame_elements, block, checksum = _HEAD.unpack(data[: _HEAD.size].numpy())
@@ -130,16 +134,16 @@ def contents_of(data: Tensor) -> Contents:
     count = math.prod(shape)
     work = np.dtype(work_dtype(DTYPES[dtype]))
     blocks = 0 if kind == _LOSSLESS else -(-count // block) if block else 1
-    steps, rest = _numbers(rest, work.newbyteorder("<"), blocks)
+    scales, rest = _numbers(rest, work.newbyteorder("<"), blocks)
     if (actual := kernels.cpu_backend().checksum(data[: data.numel() - rest.numel()])) != checksum:
         raise FrameError(f"the head of a compressed tensor has checksum {actual:#010x}, it says {checksum:#010x}")
-    if not (np.isfinite(steps) & (steps > 0)).all():
-        raise FrameError("a step is not a positive number")
+    if not (np.isfinite(scales) & (scales > 0)).all():
+        raise FrameError("a scale is not a positive number")
     layout = Layout((count,), frame_elements)
     if len(rest) < layout.frames * _SIZE_BYTES + -(-count // RANS_PAGE) * _LEAST_PAGE_BYTES:
         raise FrameError(f"{len(rest)} bytes can't hold the {count} elements that the head says")
-    scales = None if kind == _LOSSLESS else _per_chunk(steps.astype(work), block, chunks_of(count))
-    return Contents(DTYPES[dtype], shape, layout, scales, _split(rest, layout.frames))
+    per_chunk = None if kind == _LOSSLESS else _per_chunk(scales.astype(work), block, chunks_of(count))
+    return Contents(DTYPES[dtype], shape, layout, per_chunk, _split(rest, layout.frames))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> Scales | None:
-    """The steps, None for what is held without loss."""
+    """The scales of the tensor, None if it is held without loss. Raises BoundError."""
     quantizer = config.quantizer
     if quantizer.kind == "lossless" or not flat.numel():
         return None
@@ -173,13 +177,13 @@ def _head(
     backend: Backend, tensor: Tensor, quantizer: QuantizerConfig, layout: Layout, scales: Scales | None
 ) -> Tensor:
     """Everything before the frames."""
-    kind, block, steps = _LOSSLESS, 0, b""
+    kind, block, per_block = _LOSSLESS, 0, b""
     if scales is not None:
         kind, block = _KINDS.index(quantizer.kind), quantizer.block_in_effect
-        steps = _per_block(scales.scales, block).numpy().tobytes()
+        per_block = _per_block(scales.scales, block).numpy().tobytes()
     dtype = DTYPES.index(tensor.dtype)
     fields = _HEAD.pack(_MAGIC, _VERSION, dtype, kind, tensor.dim(), layout.frame_elements, block, 0)
-    head = _bytes(fields + np.array(tensor.shape, dtype="<u8").tobytes() + steps)
+    head = _bytes(fields + np.array(tensor.shape, dtype="<u8").tobytes() + per_block)
     head[_HEAD.size - 4 : _HEAD.size] = _bytes(struct.pack("<I", backend.checksum(head)))
     return head
 

@@ -1,7 +1,7 @@
 """How a flat tensor is cut: into one segment per rank, and each segment into frames.
 
-The cuts never change a result: every chunk of `format.CHUNK` elements has its own step, and both
-cuts fall on chunk boundaries counted from the start of a segment.
+The cuts never change a result: every chunk of `format.CHUNK` elements has its own quantization step, and both cuts fall
+on chunk boundaries, counted from the start of a segment.
 """
 
 from __future__ import annotations

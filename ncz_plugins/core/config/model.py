@@ -42,7 +42,8 @@ class Config(Section):
         tuple[Policy, ...], Allowed(f"a list of mappings with the keys {', '.join(Policy.model_fields)}")
     ] = Field(
         default=(),
-        description="What differs for some parameters. The first that fits counts; what fits none gets `quantizer`.",
+        description="What differs for some parameters. The first policy that matches counts; without a match, "
+        "`quantizer` applies.",
     )
     steps: StepsConfig = StepsConfig()
     guard: GuardConfig = GuardConfig()
@@ -50,7 +51,9 @@ class Config(Section):
         tuple[Role, ...],
         Field(min_length=1, json_schema_extra={"uniqueItems": True}),
         Allowed(f"a list of one or more of {', '.join(get_args(Role))}, each at most once"),
-    ] = Field(default=("gradient",), description="The kinds of tensors that are compressed; all others are left alone.")
+    ] = Field(
+        default=("gradient",), description="The kinds of tensors that are compressed; all others are left as they are."
+    )
     statistics: StatisticsConfig = StatisticsConfig()
 
     @field_validator("roles")

@@ -38,7 +38,7 @@ from .section import Section
 
 
 class QuantizerConfig(Section):
-    """How values become integers: the only step that loses anything."""
+    """How values become integers. Nothing else loses information."""
 
     kind: Kind = Field(
         default="error_bound",
@@ -54,21 +54,22 @@ class QuantizerConfig(Section):
     )
     value: Annotated[BoundValue, BOUND_VALUE] = Field(
         default=0.25,
-        description="The error bound of one rank's contribution, in the unit that mode names. "
-        "Smaller is more exact, larger compresses more.",
+        description="The error bound of one rank's contribution, in the unit that mode names. Smaller is more "
+        "exact, larger compresses more.",
     )
     block: Annotated[Block, BLOCK] = Field(
         default=CHUNK,
-        description="Elements that share one scale; 0: the whole tensor is one block. Without effect in mode abs.",
+        description="Elements that share one scale; 0: the whole tensor is one block. No effect in mode abs.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,
-        description="Where the random numbers of kind stochastic begin: the same seed gives the same results.",
+        description="Start of the random numbers of kind stochastic: the same seed gives the same results.",
     )
     error_feedback: Annotated[Flag, FLAG] = Field(
         default=False,
-        description="Whether what a sum loses of a parameter's gradient is added to the next one. Takes 4 bytes per "
-        "element on every rank (8 for float64). Without effect for kind lossless.",
+        description="Whether what a sum loses of a parameter's gradient is added to that parameter's next "
+        "gradient. Takes 4 bytes per element on every rank (8 for float64). No effect with kind "
+        "lossless.",
     )
 
     @field_validator("value")
@@ -116,37 +117,37 @@ class CoderCosts(Section):
     fixed: Picoseconds
     huffman: Picoseconds
     rans: Picoseconds
-    rans_rest: Picoseconds  # per value other than the most frequent one
+    rans_rest: Picoseconds  # in addition, for a value other than the most frequent one
 
 
 class EntropyConfig(Section):
-    """How the integers are written: lossless."""
+    """How the integers are written, without loss."""
 
     coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
         default="auto",
-        description="auto: the one with the least time to code and to send, by a sample of each frame; "
-        "raw: 8, 16 or 32 bits per code; fixed: each 32 codes at the width that their largest needs; "
-        "huffman: short bit strings for frequent codes; "
-        "rans: fractions of a bit, for data in which most codes are the same.",
+        description="auto: the coder that takes the least time to code and to send, judged by a sample of each "
+        "frame; raw: 8, 16 or 32 bits per code; fixed: each 32 codes at the width that their largest "
+        "needs; huffman: short bit strings for frequent codes; rans: fractions of a bit, for data in "
+        "which most codes are the same.",
     )
     predictor: Literal["auto", "none", "delta"] = Field(
         default="auto",
-        description="What is subtracted from a code first. auto: whichever pays more, by a sample of each frame; "
-        "none: nothing; delta: the code before it, which pays for smooth data.",
+        description="What is subtracted from a code first. auto: whichever pays more, judged by a sample of each "
+        "frame; none: nothing; delta: the code before it, which pays for smooth data.",
     )
     checksum: Annotated[Flag, FLAG] = Field(
         default=False,
-        description="Whether every frame carries a checksum that its receiver verifies, "
-        "against errors that the network and the memory do not notice themselves.",
+        description="Whether every frame carries a checksum that its receiver verifies, against errors that "
+        "network and memory do not detect themselves.",
     )
     costs: Annotated[
         CoderCosts | None,
         Allowed(f"null, or a mapping of {', '.join(CoderCosts.model_fields)} to integers, 0 or more, below 10^9"),
     ] = Field(
         default=None,
-        description="For coder auto on CPUs: picoseconds to encode and decode a value with each coder, rans_rest for a "
-        "value other than the most frequent one; null: as measured where something is, else what was measured "
-        "beforehand for these kernels.",
+        description="For coder auto on CPUs: picoseconds to encode and decode a value with each coder; rans_rest: "
+        "for a value other than the most frequent one. null: the measured costs if there are any, "
+        "else costs that were measured beforehand for these kernels.",
     )
 
 
@@ -155,41 +156,43 @@ class TransportConfig(Section):
 
     schedule: Literal["auto", "ring", "direct"] = Field(
         default="auto",
-        description="auto: as measured where tuning is set or frame_bytes or min_bytes is auto, else chosen from the "
-        "number of ranks; ring: neighbours only, for many ranks; "
-        "direct: every rank to every other, for few ranks. The results are the same to the bit "
-        "(with kind lossless, but for the rounding of sums).",
+        description="auto: the measured choice if tuning is set or frame_bytes or min_bytes is auto, else by the "
+        "number of ranks; ring: neighbours only, for many ranks; direct: every rank to every other, "
+        "for few ranks. The results are the same to the bit (with kind lossless, except for the "
+        "rounding of sums).",
     )
     frame_bytes: FrameBytes = Field(
         default=FRAME_BYTES,
-        description="Input bytes per frame. Smaller frames overlap coding and transfer better, "
-        "larger ones have less overhead. auto: as measured.",
+        description="Input bytes per frame. Smaller frames overlap coding and transfer better, larger ones have "
+        "less overhead. auto: the measured choice.",
     )
     min_bytes: MinBytes = Field(
         default=MIN_BYTES,
-        description="Tensors smaller than this go uncompressed, as latency and not size is what they cost. "
-        "auto: as measured; never: nothing is compressed, which is what auto comes to where the link is too fast.",
+        description="Smaller tensors go uncompressed, as their cost is latency and not size. auto: the measured "
+        "choice; never: nothing is compressed, which auto chooses where the link is too fast.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",
-        description="Whether ranks of one node add up uncompressed, so that only what goes between nodes is "
-        "compressed. auto: where there are several nodes with equally many, at least 2, ranks each; off: never; "
-        "an integer: so many consecutive ranks form a node.",
+        description="Whether the ranks of a node first add up uncompressed, so that only the traffic between "
+        "nodes is compressed. auto: if there are several nodes with the same number of ranks, 2 or "
+        "more; off: never; an integer: this many consecutive ranks form a node.",
     )
     tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,
-        description="Where schedule, frame_bytes and min_bytes take the value of auto from, and link_gbps and "
-        "entropy.costs that of null. null: what is auto is measured at the start, if frame_bytes or min_bytes is. "
-        "In a file, a relative path starts at that file's folder.",
+        description="A file that `ncz tune` wrote. It fills in schedule, frame_bytes and min_bytes where they are "
+        "auto, and link_gbps and entropy.costs where they are null. null: frame_bytes and min_bytes "
+        "are measured at the start if they are auto. A relative path in a file starts at that file's "
+        "folder.",
     )
     link_gbps: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
         Allowed("null, or a number from 0.001 to 10000"),
     ] = Field(
         default=None,
-        description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more time "
-        "coding may take; null: as measured where something is; else what Linux states for the network interface that "
-        "gloo uses, or else 1. From 2.5 on, also large tensors are measured as a whole before their first frame goes.",
+        description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more "
+        "time coding may take. null: the measured speed if there is one, else what Linux states for "
+        "the network interface that gloo uses, else 1. From 2.5 on, large tensors are also measured "
+        "as a whole before their first frame is sent.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(gt=0)] | None,
@@ -200,14 +203,14 @@ class TransportConfig(Section):
     )
     wait: Literal["host", "stream"] = Field(
         default="host",
-        description="On a GPU, what a call that is not asynchronous holds up until its result is there. stream: the "
-        "current CUDA stream alone, so that the host goes on; what goes wrong shows at the next call, or when the step "
-        "ends. docs/gpu.md says what that asks of a program.",
+        description="On a GPU: what a call that is not asynchronous blocks until its result is there. host: the "
+        "host; stream: the current CUDA stream only, so that the host goes on, and errors show at the "
+        "next call or at the end of the step. docs/gpu.md says what that asks of a program.",
     )
 
 
 class QuantizerOverrides(Section):
-    """Settings of `quantizer` that differ for some tensors; null: as there."""
+    """Settings that replace those of `quantizer` for some tensors; null replaces nothing."""
 
     kind: Annotated[Kind | None, Allowed(f"null, or one of {', '.join(get_args(Kind))}")] = Field(
         default=None, description="In place of quantizer.kind."
@@ -227,7 +230,7 @@ class QuantizerOverrides(Section):
 
 
 class Policy(Section):
-    """What is done with tensors of a kind. All that is given must fit; what is null fits everything."""
+    """What is done with some tensors. A tensor must match everything that is given; null matches everything."""
 
     name: Annotated[
         NonEmptyText | Annotated[tuple[NonEmptyText, ...], Field(min_length=1)] | None,
@@ -238,16 +241,16 @@ class Policy(Section):
         "[ab] for one of these.",
     )
     min_elements: Annotated[StepNumber | None, Allowed("null, or an integer, 0 or more")] = Field(
-        default=None, description="The whole parameter has at least so many elements."
+        default=None, description="The whole parameter has at least this many elements."
     )
     max_elements: Annotated[StepNumber | None, Allowed("null, or an integer, 0 or more")] = Field(
-        default=None, description="The whole parameter has at most so many elements."
+        default=None, description="The whole parameter has at most this many elements."
     )
     dtype: Annotated[Dtype | None, Allowed(f"null, or one of {', '.join(get_args(Dtype))}")] = Field(
-        default=None, description="What is reduced or gathered has this dtype."
+        default=None, description="The dtype of what is reduced or gathered."
     )
     role: Annotated[Role | None, Allowed(f"null, or one of {', '.join(get_args(Role))}")] = Field(
-        default=None, description="What the tensor is."
+        default=None, description="The kind of tensor."
     )
     action: Literal["compress", "skip"] = Field(default="compress", description="skip: it goes uncompressed.")
     quantizer: QuantizerOverrides = QuantizerOverrides()
@@ -263,7 +266,7 @@ class Policy(Section):
 
 
 class Bounds(Section):
-    """How much larger or smaller every bound is from a step on."""
+    """A factor for every bound, from a step on."""
 
     step: StepNumber = Field(description="The first step, counted from 0.")
     times: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
@@ -276,14 +279,14 @@ class Bounds(Section):
 
 
 class StepsConfig(Section):
-    """What changes in the course of a training."""
+    """What changes over the steps of a training."""
 
-    warmup: StepNumber = Field(default=0, description="So many steps at the beginning go uncompressed.")
+    warmup: StepNumber = Field(default=0, description="Steps at the beginning that go uncompressed.")
     bounds: Annotated[
         tuple[Bounds, ...], Allowed("a list of mappings with the keys step and times, in the order of their steps")
     ] = Field(
         default=(),
-        description="From `step` on, every bound is `times` as large as it would be. Before the first, as it is.",
+        description="From `step` on, every bound is multiplied by `times`. Before the first of these steps, by 1.",
     )
 
     @field_validator("bounds")
@@ -300,17 +303,18 @@ class StepsConfig(Section):
 
 
 class GuardConfig(Section):
-    """Whether compressed sums are compared with uncompressed ones in the course of a training."""
+    """Whether and how often compressed sums are compared with uncompressed ones during a training."""
 
     every: StepNumber = Field(
         default=0, description="Steps between verifications of one compressed sum each; 0: never."
     )
     max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
         default=0.5,
-        description="Alarm if the difference is more than this, as a share of the uncompressed sum (both in L2).",
+        description="Alarm if the difference between both sums is larger than this, as a share of the "
+        "uncompressed sum (both in L2).",
     )
     min_cosine: Annotated[Annotated[Number, Field(ge=-1, le=1)], Allowed("a number from -1 to 1")] = Field(
-        default=0.8, description="Alarm if the cosine between both is less than this."
+        default=0.8, description="Alarm if the cosine between both sums is smaller than this."
     )
     on_alarm: Literal["warn", "tighten", "stop"] = Field(
         default="warn",
@@ -333,6 +337,6 @@ class StatisticsConfig(Section):
     )
     tensorboard: OptionalPath = Field(
         default=None,
-        description="Folder in which rank 0 writes the same as scalars for TensorBoard; null: none. "
-        "Needs pip install 'ncz_plugins[tensorboard]'.",
+        description="Folder in which rank 0 writes the same numbers as scalars for TensorBoard; null: none. Needs "
+        "pip install 'ncz_plugins[tensorboard]'.",
     )

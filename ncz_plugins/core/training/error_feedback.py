@@ -1,10 +1,10 @@
 """Error feedback: what quantizing loses of a gradient is added to the next one.
 
-Each rank keeps, for every parameter, the difference between what it had to contribute and what its codes stood for, and
-adds it to its next contribution before that is quantized (Seide et al., Interspeech 2014; Karimireddy et al., ICML
-2019). So errors do not add up over the steps, however wide the bound.
+For every parameter, each rank keeps a residual: the difference between its contribution and what its codes stood for.
+It adds the residual to its next contribution before that is quantized (Seide et al., Interspeech 2014; Karimireddy et
+al., ICML 2019). So errors do not add up over the training steps, however wide the bound.
 
-A call that goes plain leaves what is kept as it is, for the next one that is compressed.
+A call that goes plain leaves the residuals as they are, for the next call that is compressed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _scratch = Scratch()
 
 
 class Residuals:
-    """What this rank has yet to contribute, by parameter.
+    """The residuals of this rank, by parameter.
 
     Attributes:
-        by_name: [elements of the parameter], float64 for float64 tensors and float32 for all others; made when needed.
+        by_name: by name of the parameter, [elements of the parameter]; float64 for float64 tensors, float32 for all
+            others. Made when first needed.
     """
 
     def __init__(self):
@@ -34,11 +35,14 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken."""
+        """Bytes of memory that the residuals take."""
         return sum(each.nbytes for each in self.by_name.values())
 
     def of(self, part: ParameterSlice, like: Tensor) -> Tensor:
-        """What belongs to `part`, a view; zeros for a parameter that was not there before."""
+        """A view of the residual of `part`, [part.length], on the device of `like`; zeros for a new parameter.
+
+        Raises MismatchError if the parameter had another size before.
+        """
         residual = self.by_name.get(part.name)
         if residual is None:
             residual = self.by_name[part.name] = torch.zeros(part.of, dtype=_dtype(like), device=like.device)
@@ -56,7 +60,7 @@ class Feedback:
     """The residuals of one call.
 
     Args:
-        parts: what the call's whole tensor consists of, in order.
+        parts: the slices of parameters that make up the call's whole tensor, in order.
     """
 
     def __init__(self, residuals: Residuals, parts: Sequence[ParameterSlice]):
@@ -64,7 +68,7 @@ class Feedback:
         self._parts = parts
 
     def added_to(self, source: Window) -> Window:
-        """`source` with the residuals added, in memory that lasts until this thread makes another call."""
+        """`source` plus the residuals, in memory that is valid until this thread makes another call."""
         values = _buffer(source.data)
         values.copy_(source.data)
         compensated = Window(values, source.start)
@@ -73,18 +77,23 @@ class Feedback:
         return compensated
 
     def keep(self, lost: Window) -> None:
-        """Remember what quantizing lost of what `added_to` returned, in the same memory or not."""
+        """Keep `lost`, what quantizing lost of the tensor that `added_to` returned, as the new residuals."""
         for part, elements in self._named(lost):
             self._residuals.of(part, lost.data).copy_(lost[elements])
 
     def in_order(self, shares: Sequence[int], of: int) -> Feedback:
-        """The same where the whole tensor's equal shares, `of` of them, stand in this order."""
+        """The same residuals for a tensor whose shares are in another order.
+
+        Args:
+            shares: numbers of the shares, in their new order.
+            of: how many shares of equal size the whole tensor has.
+        """
         length = sum(part.length for part in self._parts) // of
         parts = [part for share in shares for part in _cut(self._parts, share * length, (share + 1) * length)]
         return Feedback(self._residuals, parts)
 
     def _named(self, window: Window) -> Iterator[tuple[ParameterSlice, slice]]:
-        """The parts that have names, as far as they lie in `window`, with their elements there."""
+        """The slices with a name, cut to `window`, each with its elements there."""
         at = window.start
         for part in _cut(self._parts, at, at + window.data.numel()):
             if part.name is not None:
@@ -93,7 +102,7 @@ class Feedback:
 
 
 def _cut(parts: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:
-    """What the elements from `first` to before `last` consist of."""
+    """The slices that make up the elements from `first` to before `last`."""
     at = 0
     for part in parts:
         begin, end = max(at, first), min(at + part.length, last)

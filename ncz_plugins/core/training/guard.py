@@ -1,7 +1,6 @@
-"""Whether compression does what was hoped for: now and then one compressed sum is compared with the uncompressed one.
+"""Checks compression during a training: now and then, one compressed sum is compared with the uncompressed one.
 
-The ranks add up their shares of the figures in the same order, so that all of them find the same ones, to the bit, and
-decide alike.
+All ranks add up the same figures in the same order. So they find the same result, to the bit, and decide alike.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _REMEDY = "Set a smaller quantizer.value, in general or by a policy for this ten
 
 
 class Finding(NamedTuple):
-    """What one verification found of a compressed sum c and the uncompressed one u, over all of their elements.
+    """What one verification found: a compressed sum c beside the uncompressed one u, over all of their elements.
 
     Attributes:
-        name: what the tensor is called, if it has a name.
-        relative_error: |c - u| / |u| in L2; 0 where both are zero, inf where only u is, or where c is not finite.
-        cosine: c * u / (|c| |u|), from -1 to 1; 1 where both are zero, 0 where only one is, or where c is not finite.
+        name: of the tensor, if it has one.
+        relative_error: |c - u| / |u| in L2; 0 if both are zero, inf if only u is zero or c is not finite.
+        cosine: c * u / (|c| |u|), from -1 to 1; 1 if both are zero, 0 if only one is or c is not finite.
         alarm: whether a figure is beyond its threshold.
     """
 
@@ -42,15 +41,15 @@ class Finding(NamedTuple):
 
 
 class Guard:
-    """Picks the sums to verify, judges them, and answers an alarm as the configuration says.
+    """Picks the sums to verify, judges them, and reacts to an alarm as the configuration says.
 
-    One belongs to one communicator. All ranks of its group ask the same questions in the same order.
+    Each communicator has one. All ranks of its group must call its methods alike, in the same order.
 
     Attributes:
         settings: may be replaced between steps, on all ranks alike.
         tightening: what all bounds are multiplied by: 1.0, halved after each step with an alarm where
             `on_alarm` is tighten.
-        findings: those of the step that is under way.
+        findings: of the current step.
     """
 
     def __init__(self, settings: GuardConfig):
@@ -59,17 +58,17 @@ class Guard:
         self.settings = settings
         self._step = 0
         self._calls = 1  # compressed sums in the last step that had any
-        self._seen = 0  # in this step, so far
+        self._seen = 0  # compressed sums in this step, so far
         self._reports = False  # whether this rank is the one that prints
 
     def picks(self, step: int, calls_in_step: int) -> bool:
         """Whether this compressed sum is the one to verify in this step.
 
         Args:
-            step: number of the step, from 0. Every `every`-th has a verification, the first one too.
-            calls_in_step: number of this sum among the compressed ones of this step, from 0.
+            step: number of the training step, from 0. Every `every`-th step has a verification, the first one too.
+            calls_in_step: number of this sum among the compressed sums of this step, from 0.
 
-        Each verification takes the sum after the one that the verification before it took, so that each has its turn.
+        Each verification takes the sum after the one that the last verification took, so that each has its turn.
         """
         every = self.settings.every
         if not every:
@@ -82,14 +81,14 @@ class Guard:
         """Compare a compressed sum with the uncompressed one. All ranks must call this alike; it communicates.
 
         Args:
-            name: what the tensor is called, if it has a name.
+            name: of the tensor, if it has one.
             result: what this rank has of the compressed sum, flat and contiguous, of any floating dtype.
             exact: the same elements of the uncompressed sum.
-            whole: whether every rank holds the whole of both (all_reduce), rather than a part of its own.
-            transport: a `Transport`, or what offers the same over another runtime.
+            whole: whether every rank holds all of both sums (all_reduce), rather than a part of its own.
+            transport: a transport between all ranks of the group.
 
-        Returns None, and finds nothing, where the uncompressed sum is not finite: that is no fault of compression. In
-        float64 the squares of magnitudes beyond 1e150 are not finite either.
+        Returns None if the uncompressed sum is not finite, as that is no fault of compression. Squares of magnitudes
+        beyond 1e150 are not finite in float64 either.
 
         Raises PeerError.
         """
@@ -106,9 +105,10 @@ class Guard:
         return self.findings[-1]
 
     def end_step(self) -> list[Finding]:
-        """Close the step, all of whose calls must have finished, and return what was found in it.
+        """Close the step, all of whose calls must have finished, and return its findings.
 
-        An alarm is one line on the first rank, or halves `tightening` as well, or raises AccuracyError on all ranks.
+        After an alarm, as `on_alarm` says: prints one line on rank 0, halves `tightening` as well, or raises
+        AccuracyError on all ranks.
         """
         findings, self.findings = self.findings, []
         if self._seen:
@@ -119,11 +119,11 @@ class Guard:
         return findings
 
     def state_dict(self) -> dict[str, float | int]:
-        """What a run that is resumed needs, to go on like one that was not stopped."""
+        """The state that a resumed run needs to go on as if it had not stopped."""
         return {"tightening": self.tightening, "calls": self._calls}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.tightening, self._calls = state["tightening"], state["calls"]
 
     def _answer(self, alarm: str) -> None:

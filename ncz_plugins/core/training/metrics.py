@@ -1,14 +1,13 @@
-"""What each step was, for files and for whoever else wants to know: JSON lines, TensorBoard, and any callable.
+"""Records of each step: written as JSON lines and for TensorBoard, and passed to any callable.
 
-A step's record is a mapping of plain numbers, strings, and mappings and lists of these, with "step" among them
-(docs/metrics.md lists its keys). Keeping records must never end a training that runs: what can't be set up is an
-error at the start, what fails later is said once on stderr and then left out.
+The record of a step is a mapping of plain numbers, strings, and mappings and lists of these. One of its keys is "step";
+the documentation of metrics lists all of them. Keeping records must never end a running training: what can't be set up
+is an error at the start; what fails later is reported once on stderr, and then left out.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import weakref
@@ -19,18 +18,19 @@ from typing import Any
 
 from ..config import StatisticsConfig
 from ..errors import ConfigError
+from ..json_numbers import finite
 
-_FLUSH_SECONDS = 10  # what TensorBoard may show late; to wait for the disk in each step would take milliseconds
+_FLUSH_SECONDS = 10  # TensorBoard may show a step this late; waiting for the disk in each step takes milliseconds
 
 Sink = Callable[[dict[str, Any]], None]
 
 
 class Metrics:
-    """Hands the record of every step to all sinks. One process per training does this: rank 0.
+    """Passes the record of every step to all sinks. Only rank 0 of a training does this.
 
     Attributes:
-        sinks: what gets each record, in order; whoever wants them appends a callable. One that raises is named on
-            stderr, with the reason, and taken out: the training goes on.
+        sinks: callables that get each record, in order. Append one to get the records. A sink that raises is named on
+            stderr, with the reason, and removed; the training goes on.
     """
 
     def __init__(self, statistics: StatisticsConfig):
@@ -39,9 +39,9 @@ class Metrics:
         self._files: list[JsonLines | TensorBoard] = []
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """Open what `statistics` asks for, and say there what the steps to come have in common.
+        """Open the files that `statistics` names, and write a header to them: what the following steps have in common.
 
-        Once more (after an elastic training has changed its ranks) gives one more header.
+        Another call (after an elastic training has changed its ranks) writes another header.
 
         Raises `ConfigError`, naming the setting, where a file can't be written or TensorBoard is not installed.
         """
@@ -53,13 +53,13 @@ class Metrics:
             self._attempt(sink, sink.begin, header)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hand on what one step was. Numbers that are not finite become None, which JSON can hold."""
-        record = _finite(record)
+        """Pass the record of one step to all sinks, with None in place of NaN and infinity, which JSON can't hold."""
+        record = finite(record)
         for sink in list(self.sinks):
             self._attempt(sink, sink, record)
 
     def close(self) -> None:
-        """Close the files, which otherwise happens when nobody has this object any more."""
+        """Close the files. Without this call, they close when this object is garbage collected."""
         for sink in self._files:
             if sink in self.sinks:
                 self.sinks.remove(sink)
@@ -68,7 +68,7 @@ class Metrics:
         self._files.clear()
 
     def _attempt(self, sink: Sink, action: Sink, what: Mapping[str, Any]) -> None:
-        """`action(what)`; if it fails, whatever the reason, that is said and `sink` gets nothing more."""
+        """Call `action(what)`. If it fails, for whatever reason, report that and remove `sink`."""
         try:
             if sink in self.sinks:
                 action(what)
@@ -80,14 +80,14 @@ class Metrics:
 
 
 class JsonLines:
-    """A file with one JSON object per line: a header, then the records. An existing one is continued."""
+    """A file with one JSON object per line: a header, then the records. An existing file is continued."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b")
-            if _ends_within_a_line(self._file):  # a run that was killed; what it left stays, on a line of its own
+            if _ends_within_a_line(self._file):  # left by a killed run; it stays, on a line of its own
                 self._file.write(b"\n")
         except OSError as error:
             raise _unwritable("jsonl", path, error, "give the path of a file") from None
@@ -99,7 +99,7 @@ class JsonLines:
         self(header)
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """The records as scalars, under names that begin with "ncz/", and the header as a text."""
+    """The records as scalars whose names begin with "ncz/", and the header as a text."""
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
@@ -128,7 +128,7 @@ class TensorBoard:
         return f"statistics.tensorboard: {self.folder}"
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        self._writer.add_text("ncz/header", f"```\n{json.dumps(_finite(header), indent=2)}\n```")
+        self._writer.add_text("ncz/header", f"```\n{json.dumps(finite(header), indent=2)}\n```")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         for name, value in scalars(record):
@@ -136,9 +136,9 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a step's record by name, for what draws curves: "ncz/ratio", "ncz/bypasses/size" ...
+    """The numbers of a step's record by name, for tools that draw curves: "ncz/ratio", "ncz/bypasses/size" ...
 
-    Of the guard's findings: the largest error, the lowest cosine, and the number of alarms.
+    The guard's findings become the largest error, the lowest cosine, and the number of alarms.
     """
     for key, value in record.items():
         if key == "guard":
@@ -153,19 +153,8 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _close(writer) -> None:
-    with suppress(Exception):  # nobody is left to tell
+    with suppress(Exception):  # nobody is left to report it to
         writer.close()
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None in place of every number that is not finite, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _ends_within_a_line(file) -> bool:

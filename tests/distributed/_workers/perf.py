@@ -8,8 +8,8 @@ import torch.distributed as dist
 from common import finish, leave, start
 
 from ncz_plugins.cli.perf import COLLECTIVES, Job, data, rank, verify
+from ncz_plugins.cli.perf.contenders import CONTENDERS
 from ncz_plugins.cli.perf.measure import Measurement
-from ncz_plugins.cli.perf.peers import PEERS
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.core.errors import NczError
 
@@ -60,11 +60,11 @@ def exact(collective: str, own: int, world_size: int) -> list[bool]:
 def error_of_a_wrong_result() -> str:
     """What is raised where a peer returns something else than the sum, on one rank only."""
 
-    class Wrong(type(PEERS["ncz"].open(context()))):
+    class Wrong(type(CONTENDERS["ncz"].open(context()))):
         def run(self):
             return super().run() + (100.0 if dist.get_rank() == 1 else 0.0)
 
-    PEERS["ncz"] = replace(PEERS["ncz"], start=Wrong)
+    CONTENDERS["ncz"] = replace(CONTENDERS["ncz"], start=Wrong)
     try:
         Measurement(JOB, data.noise, lambda record: None).run()
     except NczError as error:
@@ -73,7 +73,7 @@ def error_of_a_wrong_result() -> str:
 
 
 def context():
-    from ncz_plugins.cli.perf.peers import Context
+    from ncz_plugins.cli.perf.contenders import Context
 
     return Context(Config(), None, dist.get_world_size(), dist.get_rank(), "all_reduce")
 

@@ -11,7 +11,7 @@ from common import digest, finish, start, values
 
 from ncz_plugins import Config
 from ncz_plugins.cli.perf import COLLECTIVES
-from ncz_plugins.cli.perf.peers import PEERS, Context
+from ncz_plugins.cli.perf.contenders import CONTENDERS, Context
 
 SIZES = (1, 2, 7, 1009, 100_003, 1_200_007)  # in the last one, hivemind's segments have several parts
 
@@ -33,7 +33,7 @@ def exact(collective: str, everyone: list[torch.Tensor]) -> tuple[torch.Tensor, 
 def check(name: str, collective: str, context: Context) -> dict:
     """All sizes of one peer; the second run of each has other values, and no new buffers."""
     runs = []
-    with PEERS[name].open(context) as exchange:
+    with CONTENDERS[name].open(context) as exchange:
         assert exchange.details() == {} or name == "ncz"
         for size in SIZES:
             numel = size * world_size if collective == "reduce_scatter" else size
@@ -54,7 +54,7 @@ def low_rank(terms: int, context: Context, name: str) -> list[float]:
     """The errors of a peer on matrices of this rank, alike but for factors on all ranks, call after call."""
     u, v = values(0, 130 * terms).view(130, terms), values(1, 130 * terms).view(terms, 130)
     errors = []
-    with PEERS[name].open(context) as exchange:
+    with CONTENDERS[name].open(context) as exchange:
         for call in range(3):
             factors = [values(r, terms, seed=10 + call) for r in range(world_size)]
             everyone = [((u * f) @ v).flatten() for f in factors]
@@ -68,7 +68,7 @@ def low_rank(terms: int, context: Context, name: str) -> list[float]:
 results = {}
 for collective in COLLECTIVES:
     context = Context(Config(), dist.group.WORLD, world_size, rank, collective)
-    names = [name for name, peer in PEERS.items() if collective in peer.collectives and peer.missing() is None]
+    names = [name for name, peer in CONTENDERS.items() if collective in peer.collectives and peer.missing() is None]
     results[collective] = {name: check(name, collective, context) for name in names}
 context = Context(Config(), None, world_size, rank, "all_reduce")
 results["low rank"] = {terms: low_rank(terms, context, f"ddp-powersgd-{terms}") for terms in (1, 4)}

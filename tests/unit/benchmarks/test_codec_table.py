@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks import codec_table, data
-from ncz_plugins.cli import codec as trial
-from ncz_plugins.cli.codec import peers, speed
+from ncz_plugins.cli.codec import speed
+from ncz_plugins.cli.codec.libraries import LIBRARIES, missing
+from ncz_plugins.cli.codec.round_trip import codes_of, round_trip
 from ncz_plugins.core.config import Config
 from ncz_plugins.kernels.format import Costs
 from ncz_plugins.kernels.reference.symbols import predict
@@ -18,7 +19,7 @@ def fewest_repetitions(monkeypatch):
 
 def run(x, coder="auto", predictor="auto", link=1):
     entropy = {"coder": coder, "predictor": predictor}
-    return trial.run(x, Config(entropy=entropy, transport={"link_gbps": link, "frame_bytes": "256KiB"}))
+    return round_trip(x, Config(entropy=entropy, transport={"link_gbps": link, "frame_bytes": "256KiB"}))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_costs_are_those_of_the_frames(walk, coder, predictor):
     costs = Costs(link=7, raw=1, fixed=2, huffman=3, rans=5, rans_rest=11)
     made = run(walk, coder, predictor)
     found = codec_table.frame_costs(made, costs)
-    codes = [trial.codes_of(made.codec, i).numpy() for i in range(len(made.frames))]
+    codes = [codes_of(made.codec, i).numpy() for i in range(len(made.frames))]
     for cost, frame, of_frame in zip(found, made.frames, codes):
         expected = 7 * frame.numel() + {"raw": 1, "fixed": 2, "huffman": 3, "rans": 5}[coder] * of_frame.size
         if coder == "rans":
@@ -67,12 +68,12 @@ def test_a_row_holds_what_the_page_shows(monkeypatch, walk):
     monkeypatch.setattr(data, "load", lambda name: walk[:50_000])
     rows = [codec_table.measure("ramps", bound) for bound in (("range", 1e-3, 0), ("rms", 0.25, 4096), None)]
     row = rows[0]
-    outcome = trial.run(walk[:50_000], Config(quantizer={"mode": "range", "value": 1e-3, "block": 0}))
+    outcome = round_trip(walk[:50_000], Config(quantizer={"mode": "range", "value": 1e-3, "block": 0}))
     assert row["auto"]["ratio"] == outcome.ratio and row["entropy_bits"] == outcome.entropy_bits
     assert set(row["forced"]) == {f"{c} {p}" for c in codec_table.CODERS for p in codec_table.PREDICTORS}
     assert row["best"]["ratio"] == max(row["forced"].values()) == row["forced"][row["best"]["coder"]]
     assert [judged["link_gbps"] for judged in row["selector"]] == list(codec_table.LINKS)
-    assert set(row["peers"]) == {peer.name for peer in peers.PEERS} - {peer.name for peer in peers.missing()}
+    assert set(row["peers"]) == {library.name for library in LIBRARIES} - {library.name for library in missing()}
     assert "best" not in rows[2] and rows[2]["entropy_bits"] is None
 
     text = codec_table.page(rows, {"where": "Somewhere"})

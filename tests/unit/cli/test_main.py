@@ -14,8 +14,8 @@ import torch
 from repository import ROOT
 
 from ncz_plugins import __version__, kernels
-from ncz_plugins.cli import machine
-from ncz_plugins.cli import main as cli
+from ncz_plugins.cli import info, machine
+from ncz_plugins.cli.main import main
 from ncz_plugins.core.config import Config, json_schema, settings
 
 CONFIGS = sorted((ROOT / "configs").glob("*"))
@@ -28,7 +28,7 @@ def ncz(capsys, monkeypatch):
 
     def run(*arguments):
         try:
-            code = cli.main([str(argument) for argument in arguments])
+            code = main([str(argument) for argument in arguments])
         except SystemExit as ended:  # argparse's own: --version, --help, wrong usage
             code = ended.code
         output = capsys.readouterr()
@@ -157,7 +157,7 @@ def test_info_for_people_says_the_same(ncz):
 
 def test_info_lists_every_gpu():
     gpus = [{"name": f"card {i}", "compute_capability": "9.0", "memory_bytes": (80 + i) * 2**30} for i in range(2)]
-    rows = dict(cli._rows(machine.report() | {"gpus": gpus}))
+    rows = dict(info.rows(machine.report() | {"gpus": gpus}))
     assert rows["GPU 0"] == "card 0, compute capability 9.0, 80 GiB"
     assert rows["GPU 1"] == "card 1, compute capability 9.0, 81 GiB"
     assert "GPU" not in rows

@@ -12,9 +12,9 @@ from repository import ROOT
 from torch import nn
 
 from ncz_plugins import ConfigError
-from ncz_plugins.cli import main as cli
 from ncz_plugins.cli.check import treatments
 from ncz_plugins.cli.check.model import load_model
+from ncz_plugins.cli.main import main
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
 
@@ -99,7 +99,7 @@ def check(capsys, tmp_path):
 
     def run(settings, *arguments, name="c.yaml"):
         (tmp_path / name).write_text(settings)
-        code = cli.main(["check", str(tmp_path / name), *map(str, arguments)])
+        code = main(["check", str(tmp_path / name), *map(str, arguments)])
         output = capsys.readouterr()
         return code, output.out, output.err
 
@@ -327,7 +327,7 @@ def test_the_table_in_the_documentation_is_real(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     (text,) = blocks("text")
     command, *shown = text.splitlines()
-    assert cli.main(shlex.split(command.removeprefix("$ ncz "))) == 0
+    assert main(shlex.split(command.removeprefix("$ ncz "))) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     gap = shown.index("...")
     assert shown[:gap] == printed[:gap] and shown[gap + 1 :] == printed[gap + 1 - len(shown) :]

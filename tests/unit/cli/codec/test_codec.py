@@ -12,9 +12,11 @@ import torch
 from repository import ROOT
 
 from ncz_plugins import compress, decompress, kernels
-from ncz_plugins.cli import codec as trial
-from ncz_plugins.cli import main as cli
-from ncz_plugins.cli.codec import peers, plot, speed
+from ncz_plugins.cli.codec import libraries, plot, show, speed
+from ncz_plugins.cli.codec.array_file import read_array
+from ncz_plugins.cli.codec.entropy import Occurrences
+from ncz_plugins.cli.codec.round_trip import round_trip
+from ncz_plugins.cli.main import main
 from ncz_plugins.core.config import Config
 
 KEYS = [
@@ -43,7 +45,7 @@ def ncz(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments):
-        code = cli.main(["codec", *map(str, arguments)])
+        code = main(["codec", *map(str, arguments)])
         output = capsys.readouterr()
         return code, output.out, output.err
 
@@ -138,7 +140,7 @@ def test_entropy_is_that_of_the_whole_array(report, saved):
 def test_occurrences_in_pieces_are_those_of_the_whole(monkeypatch):
     codes = np.random.default_rng(0).integers(-(2**31), 2**31, 3 << 20).astype(np.int32)
     codes[::3] = 5
-    occurrences = trial.Occurrences()
+    occurrences = Occurrences()
     for piece in np.array_split(codes, 9):  # enough for one that is joined on the way
         occurrences.add(piece)
     _, counts = np.unique(codes, return_counts=True)
@@ -201,7 +203,7 @@ def test_what_would_not_pay_is_held_without_loss_and_said_to_be(ncz, report, sav
 def test_a_block_outside_its_own_bound_is_found():
     x = gaussian(3 * 4096)
     x[:4096] *= 100
-    outcome = trial.run(x, Config())
+    outcome = round_trip(x, Config())
     assert outcome.blocks_over == 0 and outcome.of_bound <= 1
     errors = outcome.errors.copy()
     errors[1] = outcome.bounds[1] * (1 + 1e-9)  # far below the largest bound
@@ -209,8 +211,8 @@ def test_a_block_outside_its_own_bound_is_found():
     assert worse.blocks_over == 1 and worse.of_bound > 1
     assert errors.max() < outcome.bound_abs
     speeds = speed.Speeds(1, 1, 1, 1)
-    assert cli._codec_json(worse, speeds)["bound_ok"] is False
-    assert "outside the bound in 1 of 3 blocks" in dict(cli._codec_rows(worse, speeds))["maximum error"]
+    assert show.document(worse, speeds)["bound_ok"] is False
+    assert "outside the bound in 1 of 3 blocks" in dict(show.rows(worse, speeds))["maximum error"]
 
 
 def test_other_layouts_of_a_file_count_as_the_same_array(report, saved):
@@ -224,7 +226,7 @@ def test_other_layouts_of_a_file_count_as_the_same_array(report, saved):
 def test_a_file_is_memory_mapped_and_never_written(saved):
     file = saved(gaussian(5000))
     before = file.read_bytes()
-    array = trial.read_array(file)
+    array = read_array(file)
     mapped = array
     while not isinstance(mapped, np.memmap):
         mapped = mapped.base
@@ -380,20 +382,20 @@ def test_plot_without_matplotlib_says_what_to_install(ncz, saved, monkeypatch):
 # ------------------------------------------------------------------ --compare
 
 
-@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("library", libraries.LIBRARIES, ids=lambda library: library.name)
 @pytest.mark.parametrize("shape", [(1,), (7919,), (20, 21, 22), (2, 3, 4, 5, 6)], ids=str)
-def test_peers_keep_what_they_promise(peer, shape):
-    pytest.importorskip(peer.module)
-    if peer.lossy:
+def test_libraries_keep_what_they_promise(library, shape):
+    pytest.importorskip(library.module)
+    if library.lossy:
         for dtype in (np.float32, np.float64):
             x = gaussian(*shape, dtype=dtype)
             for bound in (0.1, 0):
-                compress, decompress = peer.start(x, bound)
+                compress, decompress = library.start(x, bound)
                 decoded = decompress(compress()).reshape(shape)
                 assert decoded.dtype == dtype and np.abs(decoded - x).max() <= bound
     else:
         codes = (100 * gaussian(*shape)).astype(np.int32)
-        compress, decompress = peer.start(codes)
+        compress, decompress = library.start(codes)
         assert np.array_equal(decompress(compress()), codes)
 
 
@@ -401,24 +403,25 @@ def test_peers_keep_what_they_promise(peer, shape):
 @pytest.mark.parametrize("quantizer", [{}, {"mode": "abs", "value": 0.1}, {"kind": "lossless"}], ids=str)
 def test_compare_gives_all_the_same_guarantee(dtype, quantizer):
     x = gaussian(3, 4096, dtype=dtype) * np.array([[1], [100], [1e-2]], dtype)
-    outcome = trial.run(x, Config(quantizer=quantizer))
-    ours, results = peers.compare(outcome)
-    assert [r.peer for r in results] == [peer for peer in peers.PEERS if peer not in peers.missing()]
+    outcome = round_trip(x, Config(quantizer=quantizer))
+    ours, results = libraries.compare(outcome)
+    missing = libraries.missing()
+    assert [r.library for r in results] == [library for library in libraries.LIBRARIES if library not in missing]
     for r in results:
         assert r.of_bound <= 1 + 1e-5
         assert r.max_abs_error <= outcome.bound_abs * (1 + 1e-5)
         assert r.ratio == pytest.approx(8 * x.itemsize / r.bits_per_value)
         assert r.encode > 0 and r.decode > 0
-        if not r.peer.lossy:
+        if not r.library.lossy:
             assert r.max_abs_error == outcome.max_abs_error
     assert ours.encode > 0
 
 
 def test_compare_shows_what_is_there_and_says_what_is_missing(ncz, saved, monkeypatch):
-    some = peers.PEERS[0]
+    some = libraries.LIBRARIES[0]
     pytest.importorskip(some.module)
-    absent = replace(peers.PEERS[1], name="dodo", module="surely_not_installed")
-    monkeypatch.setattr(peers, "PEERS", (some, absent))
+    absent = replace(libraries.LIBRARIES[1], name="dodo", module="surely_not_installed")
+    monkeypatch.setattr(libraries, "LIBRARIES", (some, absent))
     code, out, err = ncz(saved(gaussian(5000)), "--compare")
     assert (code, err) == (0, "")
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
@@ -461,7 +464,7 @@ def test_measuring_leaves_threads_and_cores_as_they_were():
 def test_speed_is_measured_on_frames_from_everywhere(monkeypatch):
     monkeypatch.setattr(speed, "_BYTES", 64 << 10)
     monkeypatch.setattr(speed, "_SLOW_BYTES", 64 << 10)
-    outcome = trial.run(gaussian(200_000), Config(transport={"frame_bytes": "16KiB"}))
+    outcome = round_trip(gaussian(200_000), Config(transport={"frame_bytes": "16KiB"}))
     encoded = []
     monkeypatch.setattr(outcome.codec, "encode", lambda segment, index: encoded.append(index), raising=False)
     runs, nbytes = speed._runs(outcome)

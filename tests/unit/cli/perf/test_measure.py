@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ncz_plugins.cli.perf import COLLECTIVES, verify
 from ncz_plugins.cli.perf.measure import _added, bandwidths, elements
-from ncz_plugins.cli.perf.network import demand_crossing, namespace, sent_bytes
+from ncz_plugins.cli.perf.network import namespace, require_crossing, sent_bytes
 from ncz_plugins.core.config import QuantizerConfig
 from ncz_plugins.core.errors import NczError
 
@@ -59,10 +59,10 @@ def test_sent_bytes_count_what_goes_over_the_loopback(monkeypatch):
 
 
 def test_bytes_that_did_not_cross_the_link_are_an_error():
-    demand_crossing("ncz", "1gbit", 1000, 1000.0)
+    require_crossing("ncz", "1gbit", 1000, 1000.0)
     for seen, says in ((999.0, "1,000 bytes must go through the links of 1gbit, and 999 did"), (None, "and none")):
         with pytest.raises(NczError, match=says):
-            demand_crossing("ncz", "1gbit", 1000, seen)
+            require_crossing("ncz", "1gbit", 1000, seen)
 
 
 def cut(numel: int, block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ncz_plugins.cli import main as cli
-from ncz_plugins.cli.perf import COLLECTIVES, Job, command, plot, table
-from ncz_plugins.cli.perf.peers import PEERS
+from ncz_plugins.cli.main import build_parser, main
+from ncz_plugins.cli.output import shares, significant
+from ncz_plugins.cli.perf import COLLECTIVES, Job, plot, request, table
+from ncz_plugins.cli.perf.contenders import CONTENDERS
+from ncz_plugins.cli.perf.ranks import Ranks
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError, UnsupportedError
 
@@ -45,13 +47,13 @@ def record(peer="ncz", size=1 << 20, link="1gbit", speedup=4.0, ratio=8.0, **oth
 def shown():
     def run(records):
         console = Console(width=200, record=True, file=open("/dev/null", "w"))
-        console.print(table.table(records))
+        console.print(table.records_table(records))
         return [line.split() for line in console.export_text().splitlines() if line.strip()]
 
     return run
 
 
-def test_the_table_has_a_line_for_every_peer(shown):
+def test_the_table_has_a_line_for_every_contender(shown):
     plain = record("plain", speedup=1.0, ratio=None, error=0.0, network_bytes=None)
     lines = shown([plain, record(), record(coders=None, bypasses={"too small": 1}, ratio=1.0)])
     assert lines[-3] == ["plain", "1048576", "262144", "float32", "sum", "1235", "0.849", "0.849", "0", "1.00"]
@@ -66,14 +68,14 @@ def test_the_table_has_a_line_for_every_peer(shown):
     "number, text", [(0.000123456, "0.000123"), (1.5, "1.5"), (12.345, "12.3"), (98765.4, "98765")]
 )
 def test_numbers_keep_three_digits(number, text):
-    assert table._significant(number) == text
+    assert significant(number) == text
 
 
 @pytest.mark.parametrize(
     "counts, text", [(None, ""), ({}, ""), ({"rans": 7}, "rans"), ({"a": 1, "b": 1}, "a 50% b 50%")]
 )
 def test_shares(counts, text):
-    assert table.shares(counts) == text
+    assert shares(counts) == text
 
 
 # ------------------------------------------------------------------ the picture
@@ -122,7 +124,7 @@ def test_the_picture_is_a_png_with_lines(tmp_path, links):
     ],
 )
 def test_sizes(text, found):
-    assert command.sizes(text) == found
+    assert request.sizes(text) == found
 
 
 @pytest.mark.parametrize(
@@ -130,34 +132,34 @@ def test_sizes(text, found):
 )
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match=f"--sizes: '{text}' is neither"):
-        command.sizes(text)
+        request.sizes(text)
 
 
 def test_plain_and_ours_always_take_part():
-    assert command.choose("none", "all_reduce", horovod=True) == (["plain", "ncz"], [])
-    assert command.choose("fp16,ncz,fp16", "all_reduce", horovod=True) == (["plain", "ncz", "fp16"], [])
+    assert request.choose("none", "all_reduce", horovod=True) == (["plain", "ncz"], [])
+    assert request.choose("fp16,ncz,fp16", "all_reduce", horovod=True) == (["plain", "ncz", "fp16"], [])
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_all_peers_take_part_or_are_named_with_a_reason(collective):
-    chosen, notes = command.choose("all", collective, horovod=False)
+def test_all_contenders_take_part_or_are_named_with_a_reason(collective):
+    chosen, notes = request.choose("all", collective, horovod=False)
     assert chosen[:2] == ["plain", "ncz"]
     received = " ".join(notes)
-    for name, peer in PEERS.items():
+    for name, contender in CONTENDERS.items():
         assert (name in chosen) != (name in received.replace(",", " ").split())
         if name in chosen:
-            assert collective in peer.collectives and not peer.needs_horovod and peer.missing() is None
+            assert collective in contender.collectives and not contender.needs_horovod and contender.missing() is None
 
 
-def test_a_peer_that_is_asked_for_and_cannot_take_part_is_an_error():
+def test_a_contender_that_is_asked_for_and_cannot_take_part_is_an_error():
     with pytest.raises(
         ConfigError, match="'zst' is unknown; did you mean zstd[?] allowed: all, none, or some of plain"
     ):
-        command.choose("zst", "all_reduce", horovod=True)
+        request.choose("zst", "all_reduce", horovod=True)
     with pytest.raises(UnsupportedError, match="--peers zstd: has no broadcast"):
-        command.choose("zstd", "broadcast", horovod=True)
+        request.choose("zstd", "broadcast", horovod=True)
     with pytest.raises(UnsupportedError, match="--peers horovod: needs Horovod's ranks: start this by horovodrun"):
-        command.choose("horovod", "all_reduce", horovod=False)
+        request.choose("horovod", "all_reduce", horovod=False)
 
 
 @pytest.fixture
@@ -166,25 +168,25 @@ def read(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
     def run(*arguments, config=None):
-        options = cli._parser().parse_args(["perf", "all_reduce", *arguments])
-        return command.read(options, config or Config())
+        options = build_parser().parse_args(["perf", "all_reduce", *arguments])
+        return request.read(options, config or Config())
 
     return run
 
 
 def test_there_is_one_job_for_each_link_and_its_rate_goes_into_the_configuration(read):
-    request = read("--link", "1gbit,unlimited,100mbit,1gbit", "--sizes", "1M", "--ranks", "4", "--ranks-per-node", "2")
-    assert (request.ranks, request.per_node, request.launcher) == (4, 2, None)
-    assert [job.link for job in request.jobs] == ["1gbit", "unlimited", "100mbit"]
-    assert [job.config["transport"]["link_gbps"] for job in request.jobs] == [1.0, None, 0.1]
-    assert len(request.notes) == 2 and all("from --link" in note for note in request.notes)
-    assert [Config.load(job.config).transport.link_gbps for job in request.jobs] == [1.0, None, 0.1]
-    assert all(Job(**json.loads(json.dumps(vars(job)))) == job for job in request.jobs)
+    found = read("--link", "1gbit,unlimited,100mbit,1gbit", "--sizes", "1M", "--ranks", "4", "--ranks-per-node", "2")
+    assert found.ranks == Ranks(None, 4, 2)
+    assert [job.link for job in found.jobs] == ["1gbit", "unlimited", "100mbit"]
+    assert [job.config["transport"]["link_gbps"] for job in found.jobs] == [1.0, None, 0.1]
+    assert len(found.notes) == 2 and all("from --link" in note for note in found.notes)
+    assert [Config.load(job.config).transport.link_gbps for job in found.jobs] == [1.0, None, 0.1]
+    assert all(Job(**json.loads(json.dumps(vars(job)))) == job for job in found.jobs)
 
 
 def test_what_the_configuration_says_of_the_link_stays(read):
-    request = read("--link", "1gbit", config=Config.load({"transport": {"link_gbps": 25}}))
-    assert request.jobs[0].config["transport"]["link_gbps"] == 25 and not request.notes
+    found = read("--link", "1gbit", config=Config.load({"transport": {"link_gbps": 25}}))
+    assert found.jobs[0].config["transport"]["link_gbps"] == 25 and not found.notes
 
 
 def test_slower_links_get_more_time(read):
@@ -204,7 +206,7 @@ def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
     read()  # which clears the environment
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert read().launcher == launcher
+    assert read().ranks.launcher == launcher
     if launcher:
         for option in ("--link=1gbit", "--ranks=2", "--ranks-per-node=2"):
             with pytest.raises(
@@ -234,17 +236,12 @@ def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
     ids=" ".join,
 )
 def test_mistakes_are_explained_before_anything_starts(read, capsys, arguments, says):
-    assert cli.main(["perf", "all_reduce", *arguments]) == 2
+    assert main(["perf", "all_reduce", *arguments]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("ncz: error: ") and says in output.err
 
 
 def test_a_bound_has_no_meaning_without_loss(capsys, tmp_path):
     (tmp_path / "c.yaml").write_text("quantizer: {kind: lossless}")
-    assert cli.main(["perf", "broadcast", "--config", str(tmp_path / "c.yaml"), "--bound", "rms:0.5"]) == 2
+    assert main(["perf", "broadcast", "--config", str(tmp_path / "c.yaml"), "--bound", "rms:0.5"]) == 2
     assert "lossless" in capsys.readouterr().err
-
-
-def test_json_has_no_nan():
-    found = command._finite({"a": [float("nan"), 1.5, {"b": float("inf")}], "c": "text", "d": None, "e": 3})
-    assert found == {"a": [None, 1.5, {"b": None}], "c": "text", "d": None, "e": 3}

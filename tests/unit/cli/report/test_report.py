@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT
 
-from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.main import main
+from ncz_plugins.cli.output import duration, size
 from ncz_plugins.cli.report.read import read
 from ncz_plugins.cli.report.summary import LATE, summarize
-from ncz_plugins.cli.report.units import duration, size
 from ncz_plugins.cli.report.verdict import ADVICE, verdict
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.errors import ConfigError
@@ -62,7 +62,7 @@ def ncz(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")  # no line breaks in tables
 
     def run(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
+        code = main([str(argument) for argument in arguments])
         return (code, *capsys.readouterr())
 
     return run

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository import ROOT
 
-from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.schema import settings_table
 from ncz_plugins.core.config import (
     CHUNK,
     CoderCosts,
@@ -718,7 +718,7 @@ def test_every_setting_is_described():
 def test_the_reference_in_the_documentation_is_the_models():
     text = (ROOT / "docs" / "configuration.md").read_text()
     table = text.split("<!-- settings -->\n")[1].split("\n<!-- end of settings -->")[0]
-    assert table == cli.settings_table(), "run `ncz schema --markdown` and paste it into docs/configuration.md"
+    assert table == settings_table(), "run `ncz schema --markdown` and paste it into docs/configuration.md"
 
 
 def test_the_errors_in_the_documentation_are_real(tmp_path):

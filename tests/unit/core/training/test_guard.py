@@ -53,7 +53,7 @@ def by_numpy(compressed, uncompressed):
     dtype=st.sampled_from(DTYPES),
     numel=st.integers(1, 3000),
     noise=st.sampled_from([0.0, 1e-3, 0.3, 3.0]),
-    magnitude=st.integers(-4, 4),
+    magnitude=st.integers(-4, 3),  # with noise of 3, more is beyond float16
     ranks=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.main import main
 from ncz_plugins.core.config import CoderCosts, Config, KiB, MiB
 from ncz_plugins.core.errors import ConfigError
 from ncz_plugins.core.tuning.decisions import WORTH, best, crossover, rans_costs
@@ -228,10 +228,10 @@ def test_the_file_is_checked_with_the_configuration_that_names_it(tmp_path, caps
     monkeypatch.setenv("COLUMNS", "400")
     file = tmp_path / "c.yaml"
     file.write_text("transport:\n  tuning: tuned.json\n")
-    assert cli.main(["check", str(file)]) == 2
+    assert main(["check", str(file)]) == 2
     assert f"transport.tuning: {tmp_path}/tuned.json: cannot be read" in capsys.readouterr().err
     written(tmp_path)
-    assert cli.main(["check", str(file)]) == 0
+    assert main(["check", str(file)]) == 0
     assert found().describe() in capsys.readouterr().out
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...core.codec.tensor_codec import QuantizingCodec
-from . import Trial, chunk_errors, codes_of, largest_of_blocks, largest_share
+from .block_errors import chunk_errors, largest_of_blocks, largest_share
+from .round_trip import RoundTrip, codes_of
 from .speed import Speeds, speeds
 
 # () -> compressed, and compressed -> array; both on one thread.
@@ -24,8 +25,8 @@ Pair = tuple[Callable[[], Any], Callable[[Any], np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Peer:
-    """One library.
+class Library:
+    """Another compressor.
 
     Attributes:
         name: as its users call it.
@@ -43,14 +44,14 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a peer did to an array. Its speed is in GB/s of the array's own bytes.
+class LibraryResult:
+    """What a library did to an array. Its speed is in GB/s of the array's own bytes.
 
     Attributes:
         of_bound: the largest error as a share of the bound of its block.
     """
 
-    peer: Peer
+    library: Library
     ratio: float
     bits_per_value: float
     encode: float
@@ -59,74 +60,74 @@ class Result:
     of_bound: float
 
 
-def missing() -> list[Peer]:
-    """Those that are not installed."""
-    return [peer for peer in PEERS if find_spec(peer.module) is None]
+def missing() -> list[Library]:
+    """The libraries that are not installed."""
+    return [library for library in LIBRARIES if find_spec(library.module) is None]
 
 
-def compare(trial: Trial) -> tuple[Speeds, list[Result]]:
-    """All that are installed, on the array of `trial`, which has an element; and our own speed in the same run."""
+def compare(trip: RoundTrip) -> tuple[Speeds, list[LibraryResult]]:
+    """Our own speed on the array of `trip`, which must not be empty, and that of all libraries installed, in turns."""
     absent = missing()
     kept, runs = {}, {}
-    for peer in PEERS:
-        if peer in absent:
+    for library in LIBRARIES:
+        if library in absent:
             continue
-        compress, decompress = peer.start(*_floats(trial)) if peer.lossy else peer.start(_codes(trial))
+        compress, decompress = library.start(*_floats(trip)) if library.lossy else library.start(_codes(trip))
         data = compress()
-        kept[peer] = len(data), _errors(trial, decompress(data)) if peer.lossy else trial.errors
-        runs[peer.name, "encode"] = compress
-        runs[peer.name, "decode"] = partial(decompress, data)
-    own, gbps = speeds(trial, runs)
+        kept[library] = len(data), _errors(trip, decompress(data)) if library.lossy else trip.errors
+        runs[library.name, "encode"] = compress
+        runs[library.name, "decode"] = partial(decompress, data)
+    own, gbps = speeds(trip, runs)
     results = [
-        Result(
-            peer=peer,
-            ratio=trial.array.nbytes / size,
-            bits_per_value=8 * size / trial.array.size,
-            encode=gbps[peer.name, "encode"],
-            decode=gbps[peer.name, "decode"],
+        LibraryResult(
+            library=library,
+            ratio=trip.array.nbytes / size,
+            bits_per_value=8 * size / trip.array.size,
+            encode=gbps[library.name, "encode"],
+            decode=gbps[library.name, "decode"],
             max_abs_error=float(errors.max()),
-            of_bound=largest_share(errors, trial.bounds),
+            of_bound=largest_share(errors, trip.bounds),
         )
-        for peer, (size, errors) in kept.items()
+        for library, (size, errors) in kept.items()
     ]
     return own, results
 
 
-def _codes(trial: Trial) -> np.ndarray:
-    codec = trial.codec
+def _codes(trip: RoundTrip) -> np.ndarray:
+    codec = trip.codec
     if not isinstance(codec, QuantizingCodec):
-        return trial.array
+        return trip.array
     return np.concatenate([codes_of(codec, index) for index in range(codec.layout.frames)])
 
 
-def _floats(trial: Trial) -> tuple[np.ndarray, float]:
+def _floats(trip: RoundTrip) -> tuple[np.ndarray, float]:
     """What the lossy ones get, float32 or float64, and their bound.
 
     Where blocks have bounds of their own, it is the values in units of their bound, and 1.
     """
-    x = np.atleast_1d(trial.array).astype(_at_least_float32(trial), copy=False)
-    if not np.isfinite(trial.bounds).all():
+    x = np.atleast_1d(trip.array).astype(_at_least_float32(trip), copy=False)
+    if not np.isfinite(trip.bounds).all():
         return x, 0.0
-    return (x.reshape(-1) / _unit(trial), 1.0) if trial.bounds.size > 1 else (x, trial.bound_abs)
+    return (x.reshape(-1) / _unit(trip), 1.0) if trip.bounds.size > 1 else (x, trip.bound_abs)
 
 
-def _errors(trial: Trial, decoded: np.ndarray) -> np.ndarray:
+def _errors(trip: RoundTrip, decoded: np.ndarray) -> np.ndarray:
     """The largest of each block, of what was made of `_floats`."""
     decoded = decoded.reshape(-1)
-    if trial.bounds.size > 1 and np.isfinite(trial.bounds).all():
-        decoded = decoded * _unit(trial)
-    return largest_of_blocks(chunk_errors(trial.array.reshape(-1), decoded), trial.codec.layout, trial.block)
+    if trip.bounds.size > 1 and np.isfinite(trip.bounds).all():
+        decoded = decoded * _unit(trip)
+    return largest_of_blocks(chunk_errors(trip.array.reshape(-1), decoded), trip.codec.layout, trip.block)
 
 
-def _unit(trial: Trial) -> np.ndarray:
+def _unit(trip: RoundTrip) -> np.ndarray:
     """The bound of each element, or 1 where that is 0."""
-    bounds = trial.bounds.astype(_at_least_float32(trial))
-    lengths = trial.codec.layout.block_lengths(trial.block)
+    bounds = trip.bounds.astype(_at_least_float32(trip))
+    lengths = trip.codec.layout.block_lengths(trip.block)
     return np.repeat(np.where(bounds > 0, bounds, 1), lengths)
 
 
-def _at_least_float32(trial: Trial) -> np.dtype:
-    return np.promote_types(trial.array.dtype, np.float32)
+def _at_least_float32(trip: RoundTrip) -> np.dtype:
+    return np.promote_types(trip.array.dtype, np.float32)
 
 
 def _zstd(x: np.ndarray) -> Pair:
@@ -171,12 +172,12 @@ def _sz3(x: np.ndarray, bound: float) -> Pair:
     return lambda: sz.compress(x, config)[0], lambda data: sz.decompress(data, x.dtype, x.shape)[0]
 
 
-PEERS = (
-    Peer("zstd", "zstandard", "level 3, our codes", False, _zstd),
-    Peer("lz4", "lz4", "level 0, our codes", False, _lz4),
-    Peer("blosc2", "blosc2", "byte shuffle and zstd level 5, our codes", False, _blosc2),
-    Peer("zfp", "zfpy", "fixed accuracy, the floats", True, _zfp),
-    Peer("SZ3", "pysz", "interpolation or Lorenzo, the floats", True, _sz3),
+LIBRARIES = (
+    Library("zstd", "zstandard", "level 3, our codes", False, _zstd),
+    Library("lz4", "lz4", "level 0, our codes", False, _lz4),
+    Library("blosc2", "blosc2", "byte shuffle and zstd level 5, our codes", False, _blosc2),
+    Library("zfp", "zfpy", "fixed accuracy, the floats", True, _zfp),
+    Library("SZ3", "pysz", "interpolation or Lorenzo, the floats", True, _sz3),
 )
 
 

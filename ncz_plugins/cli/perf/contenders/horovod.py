@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ....core.errors import UnsupportedError
-from .exchange import ALL, Context, Exchange, Peer, needs
+from .exchange import ALL, Contender, Context, Exchange, needs
 
 
 class Horovod(Exchange):
@@ -57,12 +57,12 @@ class Horovod(Exchange):
         return self._hvd.broadcast_(tensor, 0, name=name)
 
 
-def _peer(name: str, description: str, compression: str, collectives: frozenset[str]) -> Peer:
+def _contender(name: str, description: str, compression: str, collectives: frozenset[str]) -> Contender:
     start = partial(Horovod, compression=compression)
-    return Peer(name, description, start, collectives, needs("horovod", "horovod"), needs_horovod=True)
+    return Contender(name, description, start, collectives, needs("horovod", "horovod"), needs_horovod=True)
 
 
-PEERS = (
-    _peer("horovod", "Horovod, uncompressed", "none", ALL),
-    _peer("horovod-fp16", "Horovod with Compression.fp16", "fp16", frozenset({"all_reduce", "reduce_scatter"})),
+CONTENDERS = (
+    _contender("horovod", "Horovod, uncompressed", "none", ALL),
+    _contender("horovod-fp16", "Horovod with Compression.fp16", "fp16", frozenset({"all_reduce", "reduce_scatter"})),
 )

@@ -1,4 +1,4 @@
-"""What a peer is: something that can be opened on every rank, and then runs one collective."""
+"""What a contender is: something that can be opened on every rank, and then runs one collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass
 class Context:
-    """What the peers of one rank share. One run after another, they can share their buffers, too.
+    """What the contenders of one rank share. One run after another, they can share their buffers, too.
 
     Attributes:
         config: for ours.
@@ -57,7 +57,7 @@ class Context:
 
 
 class Exchange(ABC):
-    """A peer at work on one rank: one collective, as often as wanted. Closes what it opened when its context ends.
+    """A contender at work on one rank: one collective, as often as wanted. Closes what it opened when its context ends.
 
     Attributes:
         tensor: what `load` was given, or a copy that `run` may write over.
@@ -74,7 +74,7 @@ class Exchange(ABC):
         return self.summed if self.context.collective in _SUMS else "none"
 
     def load(self, tensor: Tensor) -> None:
-        """Take the input of the next run to where this peer wants it, as a training step leaves it there: not timed.
+        """Put the input of the next run where this contender wants it. Not timed: a training step leaves it there.
 
         Args:
             tensor: float32, [n], the same n on all ranks; it is not changed. For an all-gather a rank's part, for a
@@ -91,7 +91,7 @@ class Exchange(ABC):
         """
 
     def details(self) -> dict[str, Any]:
-        """What the runs since the last time were found to do, of JSON types; empty where a peer counts nothing."""
+        """What the runs since the last time were found to do, of JSON types; empty where a contender counts nothing."""
         return {}
 
     def close(self) -> None:  # noqa: B027 (most have nothing to close)
@@ -105,7 +105,7 @@ class Exchange(ABC):
 
 
 def _nothing() -> None:
-    """For peers that need nothing but torch."""
+    """For contenders that need nothing but torch."""
 
 
 def needs(module: str, extra: str) -> Callable[[], str | None]:
@@ -118,7 +118,7 @@ def needs(module: str, extra: str) -> Callable[[], str | None]:
 
 
 @dataclass(frozen=True)
-class Peer:
+class Contender:
     """One way to exchange a tensor.
 
     Attributes:

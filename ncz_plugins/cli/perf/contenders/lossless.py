@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....core.errors import NczError
-from .exchange import Context, Exchange, Peer, needs
+from .exchange import Contender, Context, Exchange, needs
 
 _HEAD_BYTES = 4096  # more than a compressor adds to a small tensor
 
@@ -75,7 +75,7 @@ def _lz4(context: Context) -> Gather:
 
 _COLLECTIVES = frozenset({"all_reduce", "all_gather"})
 
-PEERS = (
-    Peer("zstd", "zstd level 3 around all-gather: lossless", _zstd, _COLLECTIVES, needs("zstandard", "peers")),
-    Peer("lz4", "lz4 level 0 around all-gather: lossless", _lz4, _COLLECTIVES, needs("lz4", "peers")),
+CONTENDERS = (
+    Contender("zstd", "zstd level 3 around all-gather: lossless", _zstd, _COLLECTIVES, needs("zstandard", "peers")),
+    Contender("lz4", "lz4 level 0 around all-gather: lossless", _lz4, _COLLECTIVES, needs("lz4", "peers")),
 )

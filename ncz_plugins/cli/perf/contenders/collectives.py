@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....core.communicator import Communicator
-from .exchange import Context, Exchange, Peer
+from .exchange import Contender, Context, Exchange
 
 
 class Call(Exchange):
@@ -122,10 +122,10 @@ def _no_nccl() -> str | None:
     )
 
 
-PEERS = (
-    Peer("plain", "torch.distributed as it is: gloo for tensors in host memory", _torch),
-    Peer("ncz", "ours, as configured", Ours),
-    Peer("fp16", "cast to float16, torch.distributed, cast back", partial(_torch, dtype=torch.float16)),
-    Peer("bf16", "cast to bfloat16, torch.distributed, cast back", partial(_torch, dtype=torch.bfloat16)),
-    Peer("nccl", "NCCL on GPUs, uncompressed", OverNccl, missing=_no_nccl),
+CONTENDERS = (
+    Contender("plain", "torch.distributed as it is: gloo for tensors in host memory", _torch),
+    Contender("ncz", "ours, as configured", Ours),
+    Contender("fp16", "cast to float16, torch.distributed, cast back", partial(_torch, dtype=torch.float16)),
+    Contender("bf16", "cast to bfloat16, torch.distributed, cast back", partial(_torch, dtype=torch.bfloat16)),
+    Contender("nccl", "NCCL on GPUs, uncompressed", OverNccl, missing=_no_nccl),
 )

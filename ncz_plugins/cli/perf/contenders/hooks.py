@@ -1,7 +1,7 @@
 """torch's communication hooks for DistributedDataParallel, called as it calls them: on a bucket of gradients.
 
 A hook gets a GradBucket, which only DDP's reducer can make. So one backward pass of a model with a single parameter
-makes it, and its hook keeps it; afterwards the bucket is filled and the hook of the peer is called, by what
+makes it, and its hook keeps it; afterwards the bucket is filled and the hook of the contender is called, by what
 DDP does with a bucket that is full. Of DDP itself, nothing is in the time.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from .exchange import Context, Exchange, Peer
+from .exchange import Contender, Context, Exchange
 
 _FIRST_STEP = 2  # PowerSGD leaves at least two steps of a training uncompressed
 
@@ -107,15 +107,15 @@ def _for_gloo(hook: Callable) -> Callable:
     return FunctionType(hook.__code__, names, hook.__name__, hook.__defaults__)
 
 
-def _peer(name: str, description: str, *hook: Any) -> Peer:
-    return Peer(name, description, lambda context: Hook(context, *hook), frozenset({"all_reduce"}))
+def _contender(name: str, description: str, *hook: Any) -> Contender:
+    return Contender(name, description, lambda context: Hook(context, *hook), frozenset({"all_reduce"}))
 
 
-PEERS = (
-    _peer("ddp-fp16", "DDP's fp16_compress_hook", default_hooks.fp16_compress_hook),
-    _peer("ddp-bf16", "DDP's bf16_compress_hook", default_hooks.bf16_compress_hook),
+CONTENDERS = (
+    _contender("ddp-fp16", "DDP's fp16_compress_hook", default_hooks.fp16_compress_hook),
+    _contender("ddp-bf16", "DDP's bf16_compress_hook", default_hooks.bf16_compress_hook),
     *(
-        _peer(
+        _contender(
             f"ddp-powersgd-{rank}",
             f"DDP's powerSGD_hook, rank {rank}, warm start and error feedback, on the tensor as a square matrix",
             powerSGD_hook.powerSGD_hook,
@@ -123,12 +123,12 @@ PEERS = (
         )
         for rank in (1, 4)
     ),
-    _peer(
+    _contender(
         "ddp-int8",
         "DDP's quantization_pertensor_hook: 8 bits, one scale, all-gather",
         _for_gloo(quantization_hooks.quantization_pertensor_hook),
     ),
-    _peer(
+    _contender(
         "ddp-int8-channel",
         "DDP's quantization_perchannel_hook: 8 bits, a scale per 512 values, all-gather",
         _for_gloo(quantization_hooks.quantization_perchannel_hook),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Context, Exchange, Peer, needs
+from .exchange import Contender, Context, Exchange, needs
 
 _PART = 1 << 19  # elements, as many as in hivemind: 512 KiB of 8 bits each
 _CODEBOOK_BYTES = 256 * 4
@@ -84,13 +84,13 @@ def _values(work: dist.Work, message: Tensor) -> Tensor:
     return torch.from_numpy(codebook.take(message[_CODEBOOK_BYTES:].numpy()))
 
 
-def _peer(name: str, quantization: str, how: str) -> Peer:
+def _contender(name: str, quantization: str, how: str) -> Contender:
     description = f"hivemind's {quantization}: 8 bits, {how}, parts of 2 MiB, each rank averages a segment"
     start = partial(Butterfly, quantization=quantization)
-    return Peer(name, description, start, frozenset({"all_reduce"}), needs("hivemind", "peers"))
+    return Contender(name, description, start, frozenset({"all_reduce"}), needs("hivemind", "peers"))
 
 
-PEERS = (
-    _peer("hivemind", "Uniform8BitQuantization", "cut off at three standard deviations"),
-    _peer("hivemind-quantile", "Quantile8BitQuantization", "as fine as values are frequent"),
+CONTENDERS = (
+    _contender("hivemind", "Uniform8BitQuantization", "cut off at three standard deviations"),
+    _contender("hivemind-quantile", "Quantile8BitQuantization", "as fine as values are frequent"),
 )

@@ -1,0 +1,31 @@
+"""Reading arrays of floats from .npy files."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from ...core.errors import UnsupportedError
+
+DTYPES = ("float16", "float32", "float64")
+_MAGIC = b"\x93NUMPY"
+
+
+def read_array(file: str | os.PathLike) -> np.ndarray:
+    """The floats of an .npy file, memory-mapped if they lie there as they are needed. Raises UnsupportedError."""
+    try:
+        with open(file, "rb") as opened:
+            magic = opened.read(len(_MAGIC))
+    except OSError as error:
+        raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
+    if magic != _MAGIC:
+        raise UnsupportedError(f"{file}: is not an .npy file")
+    try:
+        array = np.load(file, mmap_mode="c", allow_pickle=False)  # copy on write: torch wants writable memory
+    except Exception as error:  # whatever a damaged header leads numpy to
+        raise UnsupportedError(f"{file}: is not a whole .npy file of numbers: {error}") from None
+    native = array.dtype.newbyteorder("=")
+    if native.name not in DTYPES:
+        raise UnsupportedError(f"{file}: holds {array.dtype}; allowed: {', '.join(DTYPES)}")
+    return np.ascontiguousarray(array, dtype=native).reshape(array.shape)

@@ -1,0 +1,76 @@
+"""What `ncz codec` prints: JSON, or the figures as people read them, beside those of other compressors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from ..output import add_row, table
+from .libraries import LibraryResult
+from .round_trip import RoundTrip
+from .speed import Speeds
+
+
+def document(trip: RoundTrip, speeds: Speeds) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "ratio": trip.ratio,
+        "bits_per_value": trip.bits_per_value,
+        "entropy_bits": trip.entropy_bits,
+        "max_abs_error": trip.max_abs_error,
+        "bound_abs": trip.bound_abs,
+        "bound_ok": not trip.blocks_over,
+        "encode_gbps": speeds.encode,
+        "decode_gbps": speeds.decode,
+        "memcpy_gbps": speeds.memcpy,
+        "coders": trip.coders,
+        "backend": trip.codec.backend.name,
+    }
+
+
+def rows(trip: RoundTrip, speeds: Speeds) -> Iterator[tuple[str, str]]:
+    """The figures as (name, value) lines for people."""
+    if not trip.array.size:
+        yield "bytes", f"{trip.bytes_out}, for an array without elements"
+        return
+    if trip.lossless_because:
+        yield "without loss", f"not quantized, as {trip.lossless_because}"
+    yield "ratio", f"{trip.ratio:.4g}"
+    yield "bits per value", f"{trip.bits_per_value:.4g}, with headers and steps"
+    if trip.entropy_bits is not None:
+        yield "entropy", f"{trip.entropy_bits:.4g} bits per code, order 0"
+    kept = f"outside the bound in {trip.blocks_over}" if trip.blocks_over else "within the bound in each"
+    yield "maximum error", f"{trip.max_abs_error:.4g}, {kept} of {trip.bounds.size:,} blocks"
+    if math.isfinite(trip.bound_abs):
+        yield "largest bound", f"{trip.bound_abs:.4g}"
+    for name, counts in (("coders", trip.coders), ("predictors", trip.predictors)):
+        for value, frames in counts.items():
+            bar = "\N{FULL BLOCK}" * max(1, round(20 * frames / len(trip.frames)))
+            yield name, f"{value:8}{frames:6,} of {len(trip.frames):,} frames  {bar}"
+            name = ""
+    link = 8000 / trip.codec.coding.costs.link
+    yield "link", f"{link:g} Gbit/s, which coder and predictor auto reckon with"
+    for name in ("encode", "decode", "measuring"):
+        gbps = getattr(speeds, name)
+        yield name, f"{gbps:.3g} GB/s, {gbps / speeds.memcpy:.2f} of memcpy"
+    yield "memcpy", f"{speeds.memcpy:.3g} GB/s, all on one core"
+    yield "kernels", trip.codec.backend.name
+
+
+def comparison(trip: RoundTrip, speeds: Speeds, others: list[LibraryResult]) -> Table:
+    """A line for ours, and one for each of the other compressors."""
+    notes = [f"{r.library.name}: {r.library.settings}" for r in others]
+    numbers = ("ratio", "bits/value", "encode", "decode", "max error", "of bound")
+    found = table("", *numbers, numbers=numbers, no_wrap=True)
+    found.caption, found.caption_justify = "; ".join(notes), "left"
+    own = (trip.ratio, trip.bits_per_value, speeds.encode, speeds.decode)
+    rows = [("ncz", *own, trip.max_abs_error, trip.of_bound)]
+    for r in others:
+        rows.append((r.library.name, r.ratio, r.bits_per_value, r.encode, r.decode, r.max_abs_error, r.of_bound))
+    for name, ratio, bits, encode, decode, error, of_bound in rows:
+        speed = f"{encode:.3g} GB/s", f"{decode:.3g} GB/s"
+        add_row(found, name, f"{ratio:.4g}", f"{bits:.4g}", *speed, f"{error:.4g}", f"{of_bound:.3f}")
+    return found

@@ -1,0 +1,159 @@
+"""What all commands share for their output: sizes, durations, tables, JSON, pictures and files.
+
+Nothing here imports torch, and matplotlib only where a picture is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import UnsupportedError
+from ..core.json_numbers import finite
+
+_NO_BREAKS = 10_000  # columns, where no screen is looked at
+
+# ------------------------------------------------------------------ numbers
+
+
+def size(nbytes: float) -> str:
+    """1234567 is "1.23 MB"."""
+    return _scaled(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
+
+
+def duration(seconds: float) -> str:
+    """0.0123 is "12.3 ms"."""
+    return _scaled(seconds, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def milliseconds(seconds: float) -> str:
+    """0.0123 is "12.30 ms": for columns of times, which all have the same unit."""
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def significant(number: float) -> str:
+    """With at least three significant digits, and never as a power of ten."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.3g}"
+
+
+def shares(counts: dict[str, int] | None) -> str:
+    """Each name's share of the total: "rans", or "rans 75% fixed 25%"."""
+    if not counts:
+        return ""
+    if len(counts) == 1:
+        return next(iter(counts))
+    total = sum(counts.values())
+    return " ".join(f"{name} {100 * count / total:.0f}%" for name, count in counts.items())
+
+
+def yaml_value(value: object) -> str:
+    """A value of a setting as it would stand in a YAML file; policies and the like in a few words."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(each if isinstance(each, str) else each.describe() for each in value)}]"
+    return str(value)
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    """`value` with three digits, in the largest unit of which there is at least one."""
+    name, unit = next(((name, unit) for name, unit in units if value >= unit), units[-1])
+    return f"{value / unit:.3g} {name}"
+
+
+# ------------------------------------------------------------------ tables
+
+
+def unbroken_console() -> Console:
+    """A console that breaks lines at the edge of a terminal only: what a pipe or a file takes need not fit a screen."""
+    return Console(width=None if sys.stdout.isatty() else _NO_BREAKS)
+
+
+def table(
+    *headings: str,
+    numbers: Collection[str] = (),
+    gap: int = 1,
+    no_wrap: bool = False,
+    vertical: Literal["top", "bottom"] = "top",
+) -> Table:
+    """A table without lines.
+
+    Args:
+        numbers: which of the headings are above numbers; these columns are aligned to the right.
+        gap: spaces between columns.
+        no_wrap: whether cells stay on one line.
+        vertical: where the shorter ones of the headings stand.
+    """
+    found = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0) if gap > 1 else (0, 1))
+    for heading in headings:
+        found.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=no_wrap, vertical=vertical)
+    return found
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of plain text. A bare string would not do: rich takes "[...]" in it for markup."""
+    table.add_row(*map(Text, cells))
+
+
+def grid(rows: Iterable[tuple[str, str]]) -> Table:
+    """(name, value) lines, with the names in bold."""
+    found = Table.grid(padding=(0, 2))
+    found.add_column(no_wrap=True)
+    found.add_column()
+    for name, value in rows:
+        found.add_row(Text(name, style="bold"), Text(value))
+    return found
+
+
+# ------------------------------------------------------------------ JSON and files
+
+
+def print_json(document: Any) -> None:
+    """Print `document`, of JSON types, with null in place of NaN and infinity."""
+    print(json.dumps(finite(document), indent=2, allow_nan=False))
+
+
+def write_text(option: str, file: str | os.PathLike, text: str) -> None:
+    """Write the file that an option of the command line names. Raises UnsupportedError, which names both."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _cannot_be_written(option, file, error) from None
+
+
+def save_figure(option: str, file: str | os.PathLike, figure: Any) -> None:
+    """Write a figure of matplotlib to the file that an option names. Raises UnsupportedError, which names both."""
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise _cannot_be_written(option, file, error) from None
+
+
+def require_writable(option: str, file: str | os.PathLike) -> None:
+    """Raise UnsupportedError, before any work, if the folder of the file that an option names can't be written."""
+    if not os.access(Path(file).absolute().parent, os.W_OK):
+        raise UnsupportedError(f"{option} {os.fspath(file)}: no file can be made there")
+
+
+def require_picture(option: str, file: str | os.PathLike) -> None:
+    """Raise UnsupportedError, before any work, if matplotlib can't write the picture that an option names."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UnsupportedError(f"{option} needs matplotlib: pip install 'ncz_plugins[plot]'") from None
+    endings = [f".{kind}" for kind in sorted(FigureCanvasBase.get_supported_filetypes())]
+    if Path(file).suffix.lower() not in endings:
+        raise UnsupportedError(f"{option} {os.fspath(file)}: allowed are names in {', '.join(endings)}")
+    require_writable(option, file)
+
+
+def _cannot_be_written(option: str, file: str | os.PathLike, error: OSError) -> UnsupportedError:
+    return UnsupportedError(f"{option} {os.fspath(file)}: cannot be written: {error.strerror or error}")

@@ -1,0 +1,56 @@
+"""Which ranks take part: those of a launcher, or new ones on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import NamedTuple
+
+from ...core.errors import ConfigError
+
+
+class Ranks(NamedTuple):
+    """The ranks that take part.
+
+    Attributes:
+        launcher: what started this process as one of several ranks, "torchrun" or "horovodrun"; None if nothing did.
+        count: how many ranks to start. Without meaning under a launcher, as is `per_node`.
+        per_node: how many of them share a link.
+    """
+
+    launcher: str | None
+    count: int
+    per_node: int
+
+
+def ranks_of(options: argparse.Namespace) -> Ranks:
+    """The ranks that the options and the environment ask for. Raises ConfigError."""
+    launcher = started_by()
+    if launcher:
+        for name in ("link", "ranks", "ranks_per_node"):
+            if getattr(options, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option}: the ranks are those that {launcher} started, on the network as it is")
+    ranks = parse_count("--ranks", options.ranks, 2)
+    per_node = parse_count("--ranks-per-node", options.ranks_per_node, 1)
+    if per_node > 1 and options.link is None:
+        raise ConfigError("--ranks-per-node: nodes are those of --link RATE, which is missing")
+    if ranks % per_node:
+        raise ConfigError(f"--ranks-per-node: {per_node} does not divide --ranks {ranks}")
+    return Ranks(launcher, ranks, per_node)
+
+
+def started_by() -> str | None:
+    """The launcher that started this process as one of several ranks, if one did."""
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return "torchrun"
+    return "horovodrun" if "HOROVOD_RANK" in os.environ else None
+
+
+def parse_count(option: str, text: str | None, default: int | None) -> int | None:
+    """The number above 0 that an option gives, or `default` where it gives none. Raises ConfigError."""
+    if text is None:
+        return default
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{option}: '{text}' is not a number above 0")
+    return int(text)

@@ -1,0 +1,34 @@
+"""`ncz schema`: the JSON Schema of the configuration, or the table of its settings for the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..core.config import json_schema, settings
+from .output import write_text, yaml_value
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `ncz`."""
+    parser = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/configuration.md instead")
+    parser.add_argument("--output", metavar="FILE", help="write to this file instead of the terminal")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the schema or the table, or write it to a file. Raises UnsupportedError if that can't be written."""
+    text = settings_table() if options.markdown else json.dumps(json_schema(), indent=2)
+    if options.output:
+        write_text("--output", options.output, text + "\n")
+    else:
+        print(text)
+
+
+def settings_table() -> str:
+    """The reference table in Markdown, one row per setting."""
+    lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for key, default, allowed, description in settings(of_elements=True):
+        lines.append(f"| `{key}` | `{yaml_value(default)}` | {allowed} | {description} |")
+    return "\n".join(lines)

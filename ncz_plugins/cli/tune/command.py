@@ -1,0 +1,44 @@
+"""The options of `ncz tune`, and its run from start to output."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...core.errors import ConfigError
+from ..output import require_writable
+from ..perf.ranks import ranks_of
+from ..settings import config_with
+
+_SECONDS = 40.0  # for measuring; what begins within them may end a little later
+_MOST_SECONDS = 3600
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `ncz`."""
+    parser = commands.add_parser("tune", help="measure link and codec, and write a file that a configuration can name")
+    parser.add_argument("--output", metavar="FILE.json", required=True, help="the file to write")
+    parser.add_argument("--ranks", metavar="N", help="processes to start, 2 unless told; a launcher's ranks are taken")
+    parser.add_argument(
+        "--link", metavar="RATE", help="a link of 1gbit, 100mbit ... between the ranks, to try; as root"
+    )
+    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share such a link, 1 unless told")
+    parser.add_argument("--config", metavar="FILE", help="for the quantizer, the coder and the hierarchy of this one")
+    parser.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 unless told")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, write the file, and show what it says and why. Raises NczError."""
+    config = config_with(options.config, {})
+    require_writable("--output", options.output)
+    ranks = ranks_of(options)
+    seconds = _SECONDS if options.seconds is None else options.seconds
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ConfigError(f"--seconds: {seconds:g} is not a number above 0 and up to {_MOST_SECONDS}")
+    from .run_job import run_job  # these modules import torch
+    from .show import show
+
+    tuning = run_job(config, seconds, ranks, options.link)
+    if tuning:  # on rank 0
+        tuning.write(options.output)
+        show(tuning, options.output)
