@@ -1,11 +1,11 @@
-"""The codec on real and synthetic data, beside other compressors, and what its selector's choices cost.
+"""Measures the codec and other compressors on real and synthetic data, and what the selector's choices cost.
 
     python -m benchmarks.codec_table --write    # from the repository's root; without --write it only prints
 
 For each data set and bound: what `ncz codec --compare` measures, the ratio with each coder and predictor forced on all
-frames, and, for links of several speeds, the time that the selector reckons with (bytes / link + coding, by
-`format.Costs`) for its own choices against the best of those forced. Repetitions are interleaved, figures are medians
-on one core; trust the ratios to memcpy more than absolute speeds.
+frames, and, for links of several speeds, the time that the selector estimates (bytes / link + coding, by
+`format.SelectorCosts`) for its own choices and for the best of those forced. Repetitions are interleaved, figures are
+medians on one core. Trust the ratios to memcpy more than absolute speeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ncz_plugins.cli import codec as trial
 from ncz_plugins.cli.codec import Trial, peers, speed
 from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
 from ncz_plugins.core.config import Config
-from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, Costs
+from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, SelectorCosts
 from ncz_plugins.kernels.reference.symbols import predict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def judge(auto: Trial, forced: list[Trial]) -> dict[str, Any]:
     }
 
 
-def frame_costs(made: Trial, costs: Costs) -> list[float]:
+def frame_costs(made: Trial, costs: SelectorCosts) -> list[float]:
     """Picoseconds to code and to send each frame, as the selector reckons, but by what the frame really became."""
     result = []
     for index, frame in enumerate(made.frames):

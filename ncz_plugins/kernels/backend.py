@@ -27,14 +27,14 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Costs, Noise
+from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, SelectorCosts
 
 
 class Backend(ABC):
     """Kernels for one kind of device. All backends produce the same bytes and the same numbers."""
 
     name: str
-    costs: Costs = Costs()  # what coding costs here; the price of the link is the caller's to set
+    costs: SelectorCosts = SelectorCosts()  # what coding costs here; the price of the link is the caller's to set
 
     @abstractmethod
     def chunk_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

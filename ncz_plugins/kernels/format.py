@@ -26,8 +26,8 @@ LANES = 128  # partial sums per chunk, so that every backend adds squares in the
 HAS_CHECKSUM = 1  # in the flags
 
 DIRECT = 128  # HUFFMAN and RANS: symbols below are tokens themselves
-TOLD_BITS = 2  # of a larger one, that its token tells beside the exponent: the highest and the lowest
-TOKENS = DIRECT + (32 - 7 << TOLD_BITS)
+BITS_IN_TOKEN = 2  # of a larger one, that its token tells beside the exponent: the highest and the lowest
+TOKENS = DIRECT + (32 - 7 << BITS_IN_TOKEN)
 HUFFMAN_MAX_LENGTH = 11  # bits
 HUFFMAN_LANES = 4  # bit strings per chunk
 RANS_LANES = 4  # states per page
@@ -57,7 +57,7 @@ class Predictor(IntEnum):
     AUTO = 255
 
 
-class Costs(NamedTuple):
+class SelectorCosts(NamedTuple):
     """What the selector reckons with, in picoseconds. Coding is encoding and decoding together."""
 
     link: int = 8000  # per byte: 1 Gbit/s
@@ -73,7 +73,7 @@ class Coding(NamedTuple):
 
     coder: Coder = Coder.AUTO
     predictor: Predictor = Predictor.AUTO
-    costs: Costs = Costs()
+    costs: SelectorCosts = SelectorCosts()
 
 
 class Noise(NamedTuple):

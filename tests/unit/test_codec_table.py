@@ -12,7 +12,7 @@ from benchmarks import codec_table, data  # noqa: E402
 from ncz_plugins.cli import codec as trial  # noqa: E402
 from ncz_plugins.cli.codec import peers, speed  # noqa: E402
 from ncz_plugins.core.config import Config  # noqa: E402
-from ncz_plugins.kernels.format import Costs  # noqa: E402
+from ncz_plugins.kernels.format import SelectorCosts  # noqa: E402
 from ncz_plugins.kernels.reference.symbols import predict  # noqa: E402
 
 
@@ -43,7 +43,7 @@ def test_every_data_set_has_bounds():
 @pytest.mark.parametrize("coder", codec_table.CODERS)
 @pytest.mark.parametrize("predictor", codec_table.PREDICTORS)
 def test_costs_are_those_of_the_frames(walk, coder, predictor):
-    costs = Costs(link=7, raw=1, fixed=2, huffman=3, rans=5, rans_rest=11)
+    costs = SelectorCosts(link=7, raw=1, fixed=2, huffman=3, rans=5, rans_rest=11)
     made = run(walk, coder, predictor)
     found = codec_table.frame_costs(made, costs)
     codes = [trial.codes_of(made.codec, i).numpy() for i in range(len(made.frames))]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import damage
 from ..backend import Backend
-from ..format import DTYPES, HEADER_BYTES, Coding, Costs, Noise, chunks_of
+from ..format import DTYPES, HEADER_BYTES, Coding, Noise, SelectorCosts, chunks_of
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
@@ -41,8 +41,8 @@ _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 # Measured side by side (`make bench`), to a scale on which AVX2's FIXED takes the half a nanosecond that it does on
 # an unhurried core. RANS from data of 0.3 and of 3 bits per value.
 _COSTS = {
-    "avx2": Costs(raw=600, fixed=500, huffman=1400, rans=1200, rans_rest=3500),
-    "portable": Costs(raw=1200, fixed=1100, huffman=2400, rans=2400, rans_rest=4700),
+    "avx2": SelectorCosts(raw=600, fixed=500, huffman=1400, rans=1200, rans_rest=3500),
+    "portable": SelectorCosts(raw=1200, fixed=1100, huffman=2400, rans=2400, rans_rest=4700),
 }
 
 

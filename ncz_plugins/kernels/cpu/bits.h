@@ -6,7 +6,7 @@
 // Loads and stores are of 8 bytes: they touch up to OCTETS * width + SLACK bytes for a block.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 
 namespace {
 

@@ -17,8 +17,8 @@
 #include <type_traits>
 
 #include "checksum.h"
-#include "floats.h"
-#include "format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 #include "huffman_decoder.h"
 #include "huffman_encoder.h"
 #include "noise.h"
@@ -373,8 +373,8 @@ class Symbols {
 };
 
 // `bytes` of the bits of a block: in place where what is written beyond them stays within the room for this block.
-inline void pack_short(const Block& symbols, unsigned width, unsigned bytes, unsigned room, uint8_t* out) {
-    if (OCTETS * width + SLACK <= room) {
+inline void pack_short(const Block& symbols, unsigned width, unsigned bytes, unsigned capacity, uint8_t* out) {
+    if (OCTETS * width + SLACK <= capacity) {
         pack_block(symbols, width, out);
     } else {
         uint8_t local[OCTETS * 32 + SLACK];

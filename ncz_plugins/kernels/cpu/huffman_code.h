@@ -2,7 +2,7 @@
 // docs/wire-format.md specifies it.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 
 namespace {
 
@@ -10,7 +10,7 @@ using namespace ncz;
 
 constexpr unsigned HUFFMAN_WHOLE = 1 << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
 constexpr int LANE_SYMBOLS = CHUNK / HUFFMAN_LANES;
-constexpr unsigned MOST_TOKEN_BITS = HUFFMAN_MAX_LENGTH + 32 - 1 - TOLD_BITS;
+constexpr unsigned MOST_TOKEN_BITS = HUFFMAN_MAX_LENGTH + 32 - 1 - BITS_IN_TOKEN;
 constexpr int MOST_LANE_BYTES = LANE_SYMBOLS * MOST_TOKEN_BITS / 8;
 
 // Calls function(l) for all lanes, written out, so that what belongs to each may stay in registers. Between two
@@ -82,9 +82,9 @@ class HuffmanCode {
     }
 
     // 0, or what is wrong with a code that begins at `in`.
-    int64_t read(const uint8_t* in, int64_t room) {
-        unsigned n = room ? in[0] : TOKENS + 1;
-        if (n > TOKENS || room < 1 + (n + 1) / 2) return damaged(HUFFMAN_TABLE, n);
+    int64_t read(const uint8_t* in, int64_t capacity) {
+        unsigned n = capacity ? in[0] : TOKENS + 1;
+        if (n > TOKENS || capacity < 1 + (n + 1) / 2) return damaged(HUFFMAN_TABLE, n);
         unsigned sum = 0;
         for (unsigned t = 0; t < TOKENS; ++t) {
             unsigned length = t < n ? in[1 + t / 2] >> t % 2 * 4 & 15 : 0;

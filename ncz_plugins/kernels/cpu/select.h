@@ -2,7 +2,7 @@
 // docs/wire-format.md specifies it.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 #include "huffman_code.h"
 #include "tokens.h"
 
@@ -65,7 +65,7 @@ class Sample {
     uint32_t mode() const { return mode_; }
 
     // Picoseconds for a frame of `count` codes.
-    int64_t cost(int32_t coder, int64_t count, const Costs& costs) const {
+    int64_t cost(int32_t coder, int64_t count, const SelectorCosts& costs) const {
         int64_t chunks = chunks_of(count), pages = (count + RANS_PAGE - 1) / RANS_PAGE, n = n_ ? n_ : 1;
         auto sum = [&](int64_t bits, int64_t bytes, int64_t picoseconds) {
             return costs.link * (bits * count / (8 * n) + bytes) + picoseconds;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bits.h"
-#include "format.h"
+#include "../common/format.h"
 #include "tokens.h"
 
 namespace {

@@ -1,8 +1,8 @@
 // The alphabet of HUFFMAN and RANS: a symbol is a token and, if it is not below DIRECT, extra bits.
 #pragma once
 
-#include "floats.h"
-#include "format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 
 namespace {
 
@@ -18,7 +18,7 @@ inline unsigned token_of(uint32_t symbol) {
 
 // As extra_bits_of its token.
 inline unsigned extra_bits_of_symbol(uint32_t symbol) {
-    return symbol < ncz::DIRECT ? 0 : 31 - ncz::TOLD_BITS - unsigned(__builtin_clz(symbol));
+    return symbol < ncz::DIRECT ? 0 : 31 - ncz::BITS_IN_TOKEN - unsigned(__builtin_clz(symbol));
 }
 
 // Gives the bits that any of the symbols has: if that is below DIRECT, the tokens are the symbols themselves.

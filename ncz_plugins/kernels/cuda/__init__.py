@@ -27,9 +27,9 @@ from ..format import (
     SAMPLE_PIECES,
     Coder,
     Coding,
-    Costs,
     Noise,
     Predictor,
+    SelectorCosts,
     chunks_of,
 )
 from . import coders
@@ -117,7 +117,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     # From what was published for an A100 (cuSZp2's and DietGPU's throughput), not measured on the device at hand.
-    costs = Costs(raw=20, fixed=20, huffman=60, rans=40, rans_rest=60)
+    costs = SelectorCosts(raw=20, fixed=20, huffman=60, rans=40, rans_rest=60)
 
     def __init__(self, launcher: Launcher):
         self._launcher = launcher

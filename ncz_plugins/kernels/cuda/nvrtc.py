@@ -117,7 +117,7 @@ def _key(dtype: torch.dtype, arch: str) -> str:
 
 @functools.cache
 def _digest_of_sources() -> str:
-    files = [KERNELS, *FOLDER.glob("*.cuh"), *FOLDER.parent.glob("cpu/*.h")]
+    files = [KERNELS, *FOLDER.glob("*.cuh"), *FOLDER.parent.glob("common/*.h")]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 

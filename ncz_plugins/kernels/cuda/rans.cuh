@@ -18,7 +18,7 @@ constexpr uint32_t RANS_WHOLE = 1u << RANS_BITS;
 constexpr int PAGE_MASKS = int(RANS_PAGE) / OCTET;
 constexpr int STATE_BYTES = 4 * RANS_LANES;  // of a page
 constexpr int PAGE_WORDS = int(RANS_PAGE) + PAGE_MASKS;  // one at most for each value
-constexpr int MOST_EXTRA_BITS = 32 - 1 - TOLD_BITS;
+constexpr int MOST_EXTRA_BITS = 32 - 1 - BITS_IN_TOKEN;
 constexpr int EXTRA_WORDS = int(RANS_PAGE) * MOST_EXTRA_BITS / 32;
 
 NCZ_DEVICE int length_of_page(int64_t page, int64_t count) {

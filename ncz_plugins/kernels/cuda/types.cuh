@@ -3,8 +3,8 @@
 // kernels.cu is compiled once for each element type, with -DNCZ_DTYPE=0 to 3: its position in format.DTYPES.
 #pragma once
 
-#include "../cpu/floats.h"
-#include "../cpu/format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 
 // All shared memory is asked for by this macro, which the emulator of the tests replaces.
 #ifndef NCZ_SHARED

@@ -1,5 +1,5 @@
-// The layout of a frame, as constants and what follows from them: the twin of ../format.py. docs/wire-format.md
-// explains it. The CUDA kernels include it, too.
+// The layout of a frame: its constants, and what follows from them. ../format.py holds the same for Python, and
+// docs/wire-format.md explains it. The kernels of all processors include this file.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without
@@ -44,11 +44,12 @@ constexpr int64_t PIECE = 128, SAMPLE_PIECES = 64;
 constexpr int LANES = 128;
 
 constexpr uint32_t HAS_CHECKSUM = 1;
+constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;
 
 constexpr unsigned DIRECT = 128;
-constexpr unsigned TOLD_BITS = 2;
-constexpr unsigned LEAST_EXTRA_BITS = 7 - TOLD_BITS;  // of tokens that have any
-constexpr unsigned TOKENS = DIRECT + ((32 - 7) << TOLD_BITS);
+constexpr unsigned BITS_IN_TOKEN = 2;
+constexpr unsigned LEAST_EXTRA_BITS = 7 - BITS_IN_TOKEN;  // of tokens that have any
+constexpr unsigned TOKENS = DIRECT + ((32 - 7) << BITS_IN_TOKEN);
 constexpr unsigned HUFFMAN_MAX_LENGTH = 11;
 constexpr int HUFFMAN_LANES = 4;
 constexpr int RANS_LANES = 4;
@@ -77,12 +78,12 @@ constexpr int64_t HEADER_BYTES = sizeof(Header);
 static_assert(HEADER_BYTES == 24, "the header has no padding");
 
 // As in format.py, all in picoseconds.
-struct Costs {
+struct SelectorCosts {
     int64_t link, raw, fixed, huffman, rans, rans_rest;
 };
 struct Coding {
     int32_t coder, predictor;
-    Costs costs;
+    SelectorCosts costs;
 };
 struct Noise {
     uint64_t seed;
@@ -142,7 +143,7 @@ NCZ_FUNCTION int octets_of(int n) { return (n + ncz::OCTET - 1) / ncz::OCTET; }
 
 // Bits of a symbol that its token does not tell: those from the second on.
 NCZ_FUNCTION unsigned extra_bits_of(unsigned token) {
-    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::TOLD_BITS) + ncz::LEAST_EXTRA_BITS;
+    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::BITS_IN_TOKEN) + ncz::LEAST_EXTRA_BITS;
 }
 
 // The lowest symbol of a token: one whose extra bits are all zero. A symbol is that plus twice its extra bits.
@@ -169,6 +170,12 @@ NCZ_FUNCTION int64_t coder_damage(const ncz::Header& header) {
         return header.payload_bytes == int64_t(header.count) * (width / 8) ? 0 : damaged(ncz::RAW_LENGTH);
     bool is_known = header.coder == ncz::FIXED || header.coder == ncz::HUFFMAN || header.coder == ncz::RANS;
     return is_known && !width ? 0 : damaged(ncz::BAD_CODER);
+}
+
+// What one word of a frame adds to its checksum. `key`: CHECKSUM_KEY times (2 i + 1) for word i.
+NCZ_FUNCTION uint32_t checksum_term(uint32_t word, uint32_t key) {
+    uint32_t v = (word ^ word >> 16) * key;
+    return v ^ v >> 15;
 }
 
 }  // namespace
