@@ -5,7 +5,7 @@
 
 namespace {
 
-// Of a whole frame, whatever stands in its checksum field. Compilers vectorize it.
+// The checksum of a whole frame, ignoring its checksum field. Compilers vectorize it.
 inline uint32_t checksum_of(const uint8_t* frame, int64_t bytes) {
     int64_t words = bytes / 4;
     uint32_t word, key = ncz::CHECKSUM_KEY, sum = 0;

@@ -1,11 +1,11 @@
-// Frames as a whole: the header, the checksum, and what is verified before anything is decoded.
+// Whole frames: the header, the checksum, and the checks before anything is decoded.
 #pragma once
 
 #include "values.cuh"
 
 // ------------------------------------------------------------------ writing
 
-// In front of a payload of `bytes`, by one thread.
+// Writes the header for a payload of `bytes`, by one thread.
 NCZ_DEVICE void write_header(uint8_t* frame, int32_t coder, int32_t predictor, unsigned width, int64_t count,
                              int64_t bytes) {
     store32(frame, MAGIC);
@@ -67,7 +67,7 @@ NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long capacity, uint32_t* sum_and_block
 
 // ------------------------------------------------------------------ reading
 
-// What is wrong with the frame, as far as its header tells, or 0.
+// The damage that shows in the header and the checksum, or 0.
 NCZ_DEVICE int64_t opening_damage(const Header& header, int64_t bytes, int64_t count, uint32_t checksum) {
     if (int64_t wrong = header_damage(header, bytes, count)) return wrong;
     if (header.flags == HAS_CHECKSUM && checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
@@ -130,7 +130,7 @@ NCZ_KERNEL(ncz_check)(const uint8_t* frame, long long count, const long long* of
     is_wrong = __any_sync(ALL_LANES, is_wrong);
     taken = warp_sum(taken);
     if (lane() || (!is_wrong && taken == chunk.bytes)) return;
-    // Of several, that of the first chunk stays.
+    // Of several damages, the first chunk's stays.
     unsigned cause = is_wrong ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong ? 0 : unsigned(chunk.bytes);
     atomicMax(&status->chunk_damage, (unsigned long long)~uint32_t(c) << 32 | value << 8 | cause);
 }

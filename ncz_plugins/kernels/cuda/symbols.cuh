@@ -25,5 +25,5 @@ NCZ_DEVICE unsigned token_of(uint32_t symbol) {
     return DIRECT + ((exponent - 7) << BITS_IN_TOKEN) + 2 * (symbol >> (exponent - 1) & 1) + (symbol & 1);
 }
 
-// The extra bits of a symbol, `extra_bits_of` its token many.
+// The extra bits of a symbol; `extra_bits` is their number.
 NCZ_DEVICE uint32_t extra_of(uint32_t symbol, unsigned extra_bits) { return symbol >> 1 & ((1u << extra_bits) - 1); }

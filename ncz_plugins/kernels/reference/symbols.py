@@ -1,4 +1,4 @@
-"""Codes to symbols (prediction, zigzag) to tokens (what HUFFMAN and RANS have an alphabet for), and back."""
+"""Codes to symbols (prediction, zigzag) to tokens (the alphabet of HUFFMAN and RANS), and back."""
 
 from __future__ import annotations
 
