@@ -103,7 +103,7 @@ def measure(name: str, bound: tuple[str, float, int] | None) -> dict[str, Any]:
 
 
 def judge(auto: Trial, forced: list[Trial]) -> dict[str, Any]:
-    """What the choices of `auto` cost beyond the best.
+    """How much more the choices of `auto` cost than the best ones.
 
     over_best: of the coders and predictors forced on the whole array; over_best_per_frame: chosen anew for each frame,
     with hindsight. Shares, 0.01 for 1 %.
@@ -231,7 +231,7 @@ def where() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="data sets; all unless told")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="data sets; default: all")
     parser.add_argument("--write", action="store_true", help=f"write {_short(MARKDOWN)} and {_short(RESULTS)}")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BOUNDS]:

@@ -101,7 +101,7 @@ class HuffmanDecoder {
     };
     static constexpr unsigned SURE_BITS = 56;
 
-    // What the next bits of a lane mean if no token has extra bits: one byte each for their total bits, up to RUN tokens
+    // What the next bits of a lane mean if no token has extra bits: a byte each for their total bits, up to RUN tokens
     // and the number of tokens.
     typedef uint64_t Run;
     static constexpr unsigned RUN = 6;
