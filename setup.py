@@ -1,8 +1,8 @@
-"""Builds the native library; everything else about the package stands in setup.cfg.
+"""Builds the native library. Everything else about the package is in setup.cfg.
 
-The library is not a Python extension: it has no Python symbols, is called `libncz_cpu.so` on every Python, and is
-loaded by ctypes. So one wheel, tagged py3-none-<platform>, serves all Python versions. Where no C++ compiler is
-found, the package is installed without it, and the numpy kernels serve.
+The library is not a Python extension: it has no Python symbols, is called `libncz_cpu.so` on every Python, and ctypes
+loads it. So one wheel, tagged py3-none-<platform>, serves all Python versions. Without a C++ compiler the package is
+installed without the library and uses its numpy kernels.
 """
 
 import platform
@@ -13,10 +13,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "ncz_plugins/kernels/cpu"
-# No contraction: a fused multiply-add would round other than the reference. No errno: lets rint vectorize.
+COMMON = "ncz_plugins/kernels/common"  # headers that the CUDA kernels include, too
+# No contraction: a fused multiply-add rounds differently from the reference. No errno: lets rint vectorize.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 FLAGS += ["-fPIC", "-fvisibility=hidden", "-g0"]
-SOURCES = {f"{FOLDER}/library.cpp": [], f"{FOLDER}/portable.cpp": []}  # and their own flags
+SOURCES = {f"{FOLDER}/library.cpp": [], f"{FOLDER}/portable.cpp": []}  # and their extra flags
 if platform.machine().lower() in ("x86_64", "amd64"):
     SOURCES[f"{FOLDER}/avx2.cpp"] = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
 
@@ -37,7 +38,7 @@ class BuildLibrary(build_ext):
                 )
             target = self.get_ext_fullpath(extension.name)
             self.compiler.link_shared_object(objects, target, target_lang="c++")
-        except Exception as error:  # no compiler, or not one that can build this
+        except Exception as error:  # no compiler, or one that cannot build this
             self.warn(
                 f"libncz_cpu.so could not be built ({error}). ncz_plugins will use its numpy kernels, about 100 times "
                 "slower. Install a C++17 compiler (g++ or clang++) and reinstall to have the compiled ones."
@@ -45,7 +46,7 @@ class BuildLibrary(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """For one platform, but for any Python 3."""
+    """A wheel for one platform and any Python 3."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
@@ -56,7 +57,7 @@ setup(
         Extension(
             "ncz_plugins.kernels.cpu.libncz_cpu",
             sources=list(SOURCES),
-            depends=sorted(glob(f"{FOLDER}/*.h")),
+            depends=sorted([*glob(f"{FOLDER}/*.h"), *glob(f"{COMMON}/*.h")]),
             optional=True,
         )
     ],

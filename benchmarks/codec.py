@@ -1,4 +1,4 @@
-"""How fast the CPU kernels are on one core, against memcpy on the same core in the same run.
+"""Measures the CPU kernels on one core, and memcpy on the same core in the same run.
 
     python benchmarks/codec.py [--json benchmarks/results/codec-cpu.json]
 
@@ -185,8 +185,8 @@ def machine() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=64, help="float32 input, 64 unless told")
-    parser.add_argument("--frame-bytes", type=int, default=1 << 20, help="float32 bytes per frame, 1 MiB unless told")
+    parser.add_argument("--megabytes", type=int, default=64, help="float32 input; default 64")
+    parser.add_argument("--frame-bytes", type=int, default=1 << 20, help="float32 bytes per frame; default 1 MiB")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--backends", nargs="+", default=[n for n, s in kernels.statuses().items() if s == "ok"])
     parser.add_argument("--coders", nargs="+", choices=CODERS, default=list(CODERS))

@@ -1,11 +1,11 @@
-"""The codec on real and synthetic data, beside other compressors, and what its selector's choices cost.
+"""Measures the codec and other compressors on real and synthetic data, and what the selector's choices cost.
 
     python -m benchmarks.codec_table --write    # from the repository's root; without --write it only prints
 
 For each data set and bound: what `ncz codec --compare` measures, the ratio with each coder and predictor forced on all
-frames, and, for links of several speeds, the time that the selector reckons with (bytes / link + coding, by
-`format.Costs`) for its own choices against the best of those forced. Repetitions are interleaved, figures are medians
-on one core; trust the ratios to memcpy more than absolute speeds.
+frames, and, for links of several speeds, the time that the selector estimates (bytes / link + coding, by
+`format.SelectorCosts`) for its own choices and for the best of those forced. Repetitions are interleaved, figures are
+medians on one core. Trust the ratios to memcpy more than absolute speeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ncz_plugins.cli.codec.libraries import LIBRARIES, compare, missing
 from ncz_plugins.cli.codec.round_trip import RoundTrip, codes_of, round_trip
 from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
 from ncz_plugins.core.config import Config
-from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, Costs
+from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, SelectorCosts
 from ncz_plugins.kernels.reference.symbols import predict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +119,7 @@ def judge(auto: RoundTrip, forced: list[RoundTrip]) -> dict[str, Any]:
     }
 
 
-def frame_costs(made: RoundTrip, costs: Costs) -> list[float]:
+def frame_costs(made: RoundTrip, costs: SelectorCosts) -> list[float]:
     """Picoseconds to code and to send each frame, as the selector reckons, but by what the frame really became."""
     result = []
     for index, frame in enumerate(made.frames):
@@ -232,7 +232,7 @@ def where() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="data sets; all unless told")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="data sets; default: all")
     parser.add_argument("--write", action="store_true", help=f"write {_short(MARKDOWN)} and {_short(RESULTS)}")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BOUNDS]:

@@ -1,4 +1,4 @@
-"""A training step on a slow network, end to end: plain, with what the framework itself has, and compressed.
+"""Measures training steps on a slow network: plain, with the framework's own compression, and with ours.
 
     sudo .venv/bin/python benchmarks/end_to_end.py [--link 1gbit] [--rounds 2] [--steps 13] [--output FOLDER]
 
@@ -189,7 +189,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Runs]:
     return found
 
 
-# ------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------ the report
 
 
 def table(found: list[Runs], arguments: argparse.Namespace) -> Table:

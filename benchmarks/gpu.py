@@ -1,11 +1,11 @@
-"""Everything there is to run on a machine with a GPU, in one command of at most 8 minutes, without a network.
+"""Runs everything for a machine with a GPU: one command, at most 8 minutes, no network.
 
     make gpu        or, where torch, CuPy, pytest and hypothesis are installed:  python benchmarks/gpu.py [--out FOLDER]
 
-Builds the native library where it is missing, as results are compared with its own. Runs, each for a limited time: the
-tests marked `gpu`; compute-sanitizer (memcheck, racecheck) on the small ones of them, where it is installed; the speed
-of the kernels; and all_reduce over NCCL between processes on this GPU. Prints what each printed, one table at the end,
-and leaves gpu.json with all figures in FOLDER.
+Builds the native library if it is missing, because the tests compare results with it. Then runs, each for a limited
+time: the tests marked `gpu`; compute-sanitizer (memcheck, racecheck), if installed, on the small ones; the speed of the
+kernels; and all_reduce over NCCL between processes on this GPU. Shows the output of each, then a table, and
+writes all figures to FOLDER/gpu.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast the CUDA kernels are, against the copy bandwidth of the same card in the same run.
+"""Measures the CUDA kernels, and the copy bandwidth of the same card in the same run.
 
     python benchmarks/gpu_kernels.py [--json FILE]
 

@@ -1,10 +1,9 @@
-"""all_reduce over NCCL between several processes on one GPU, plain and compressed in turns.
+"""Measures all_reduce over NCCL between processes on one GPU, plain and compressed in turns.
 
     python benchmarks/gpu_ranks.py [--ranks 2] [--mib 64 256] [--json FILE]
 
-Each process tells NCCL that it is a host of its own (NCCL_HOSTID), so that traffic goes through sockets: a stand-in for
-a link between machines, on which ratios tell something and absolute times don't. Every rank checks the results:
-within the bound, and the same on all.
+NCCL_HOSTID makes each process a host of its own for NCCL: traffic goes through sockets, as between machines. Only
+the ratios of the times mean something. Every rank checks that results are within the bound and equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which figures of the guard are normal: relative errors and cosines of compressed gradients, for several bounds.
+"""Measures which figures of the guard are normal: relative errors and cosines of compressed gradients, by bound.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/guard.py [--output benchmarks/results/guard-4-ranks.json]
 

@@ -23,7 +23,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup-stamp"
 LOG = ROOT / ".cache" / "setup.log"
-NATIVE = ROOT / "ncz_plugins" / "kernels" / "cpu"  # sources of the native library, and where it is built
+KERNELS = ROOT / "ncz_plugins" / "kernels"
+NATIVE = KERNELS / "cpu"  # where the native library is built
 EXTRAS = "deepspeed,dev,plot,tensorboard,compare,peers,cuda"
 LOG_TAIL = 25  # lines shown when a stage fails
 
@@ -48,7 +49,8 @@ def fingerprint() -> str:
     """A hash of all that decides what .venv contains; the place counts, as an environment cannot be moved."""
     inputs = [ROOT / name for name in ("constraints.txt", "setup.cfg", "setup.py", "pyproject.toml")]
     inputs.append(Path(horovod_wheel.__file__))
-    inputs += sorted(path for path in NATIVE.iterdir() if path.suffix in {".cpp", ".h"})
+    folders = (NATIVE, KERNELS / "common")
+    inputs += sorted(path for folder in folders for path in folder.iterdir() if path.suffix in {".cpp", ".h"})
     digest = hashlib.sha256(f"{sys.version} {ROOT} {EXTRAS}".encode())
     for path in inputs:
         if path.exists():

@@ -1,4 +1,4 @@
-"""The data that the codec is judged on: real gradients, simulations, and synthetic arrays of known statistics.
+"""The data for judging the codec: real gradients, simulations, and synthetic arrays with known statistics.
 
     from benchmarks.data import SETS, load
 

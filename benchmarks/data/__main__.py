@@ -13,7 +13,7 @@ from . import SETS, load
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="sets to make; all unless told")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="sets to make; default: all")
     parser.add_argument("--list", action="store_true", help="only list the sets")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in SETS]

@@ -1,4 +1,4 @@
-"""Gradients of a real training: the GPT of the examples, at the start, while it learns, and when it has settled.
+"""Gradients of a real training: the GPT of the examples at the start, while it learns, and near convergence.
 
 The training is that of examples/train_deepspeed.py and examples/train_horovod.py on one rank: batches of 12 sequences
 of 128 bytes, AdamW, 20 steps of warm-up, clipping at 1. A gradient is taken as a collective would get it: right
@@ -32,7 +32,7 @@ SEED = 0
 
 
 def capture(steps: tuple[int, ...], config: GPTConfig, corpus: Corpus) -> list[np.ndarray]:
-    """Train until the last of the steps, which are in ascending order.
+    """Train until the last of `steps`, which must ascend.
 
     Returns the gradient at each: float32, (parameters,), flattened and joined in the order of ``model.parameters()``.
     """

@@ -1,9 +1,8 @@
 """Compressed gradients under DeepSpeed: `import ncz_plugins.deepspeed` before `deepspeed.initialize`.
 
-Then the key "communication_compression" of the DeepSpeed configuration switches compression on for
-an engine: "ncclz" for all defaults, a mapping of settings, or the path of a file. Without the key
-nothing changes. `engine.communication_compression` is the `GradientCompression` of that engine,
-with its `stats`; None where compression is off.
+The key "communication_compression" in the DeepSpeed configuration then switches compression on: "ncclz" for all
+defaults, a mapping of settings, or the path of a file. Without the key nothing changes.
+`engine.communication_compression` is the engine's `GradientCompression`, with its `stats`, or None without the key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints hold of compression: one file per rank in the folder of the checkpoint's tag."""
+"""Saves and loads the state of compression: one file per rank, in the folder of a DeepSpeed checkpoint's tag."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..core.errors import MismatchError, NczError
 from ..core.training.state import Training
 from ..core.transport.handshake import RankComparison
 
-_NONE, _DAMAGED = -1, -2  # in place of the step of a file that is not there, or can't be read
+_NONE, _DAMAGED = -1, -2  # stand for the step of a missing and of an unreadable file
 _REMEDY = "take another checkpoint, or delete the files ncz_plugins_rank_* in it to begin anew"
 
 
 def file_of(folder: str | os.PathLike, rank: int) -> Path:
-    """Where a rank's state lies in a checkpoint."""
+    """The path of a rank's state in a checkpoint."""
     return Path(folder) / f"ncz_plugins_rank_{rank:05d}.pt"
 
 
 def save(training: Training, folder: str | os.PathLike) -> None:
-    """Write this rank's state. Whoever reads its file finds all of it, or what stood there before."""
+    """Write this rank's state, atomically: a reader finds the whole new file, or what was there before."""
     path = file_of(folder, dist.get_rank())
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -35,20 +35,21 @@ def save(training: Training, folder: str | os.PathLike) -> None:
 
 
 def load(training: Training, folder: str | os.PathLike, device: torch.device) -> None:
-    """Take over what `save` wrote. All ranks must call this; they compare what they find.
+    """Load what `save` wrote into `training`. All ranks must call this, and compare what they found.
 
-    Where a run has more ranks than the one that saved, those beyond read the file of rank 0: what is the same on all
-    ranks. After a checkpoint that holds nothing of ours `training` begins anew, and rank 0 says so.
+    If more ranks load than saved, the additional ones take the file of rank 0, for the state that all ranks share. If
+    the checkpoint holds none of our files, `training` starts from the beginning, and rank 0 prints that.
 
-    device: of tensors that ranks may exchange.
+    Args:
+        device: where tensors must be for a collective of torch.distributed.
 
-    Raises MismatchError on all ranks where they find different things, and NczError where a file can't be read.
+    Raises MismatchError on all ranks if they found different things, and NczError on those whose file is unreadable.
     """
     state, error = None, None
     try:
         state = _read(folder)
         found = (_NONE, 0) if state is None else (state["step"], state["world_size"])
-    except Exception as problem:  # torch.load does not say what it raises for bytes that are no file of its own
+    except Exception as problem:  # torch.load documents no exceptions for damaged files
         found, error = (_DAMAGED, 0), problem
     try:
         _compare(*found, folder, device)
@@ -68,7 +69,7 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device) ->
 
 
 def _read(folder: str | os.PathLike) -> dict | None:
-    """This rank's state, or rank 0's if it was saved by fewer ranks; None if it is not there."""
+    """This rank's state, or rank 0's if fewer ranks saved it. None if there is none."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = file_of(folder, rank)
     path = own if own.exists() else file_of(folder, 0)

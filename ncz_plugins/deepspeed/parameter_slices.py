@@ -1,8 +1,8 @@
-"""Which parameters the gradients belong to that DeepSpeed reduces.
+"""Finds out which parameters the gradients belong to that DeepSpeed reduces.
 
-DeepSpeed copies gradients into buckets, cuts these at the borders of partitions, and sorts the pieces by process group
-before it reduces them; which goes where changes with the order of the backward pass. But every piece lies in the memory
-of some parameter's gradient, and that is how its name is found.
+DeepSpeed copies gradients into buckets, cuts the buckets at partition borders, and sorts the pieces by process group
+before it reduces them. The order of the backward pass decides which piece goes where. But every piece lies in the
+memory of some parameter's gradient, so its address gives the name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from ..core.training.policy import ParameterSlice
 
-PADDING = ""  # in place of a name
-NamedGradient = tuple[str | None, Tensor]
+PADDING = ""  # the name of elements that belong to no parameter
+NamedGradient = tuple[str | None, Tensor]  # the parameter's name, None if unknown, and its gradient
 
 
 def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> tuple[list[ParameterSlice], int]:
-    """What `tensors` consist of, one after another, and how many of their elements belong to no named parameter.
+    """What `tensors` consist of, in order, and how many of their elements belong to a parameter without a known name.
 
-    gradients: with the names of their parameters, or None; `PADDING` names what belongs to none. The tensors are these
-        gradients, or lie in their memory.
+    Args:
+        tensors: contiguous; each is one of `gradients`, or lies in their memory.
+        gradients: contiguous; all that may be meant.
     """
     spans = sorted(
         ((gradient.data_ptr(), gradient.numel(), name) for name, gradient in gradients if gradient.numel()),
@@ -49,7 +50,7 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
 
 
 def rank_major(parts: Sequence[ParameterSlice], ranks: int) -> list[ParameterSlice]:
-    """Whole parameters as `reduce_scatter_coalesced` lays them out: rank by rank, its share of each, padded."""
+    """The parameters in the order of `reduce_scatter_coalesced`: for each rank, its padded share of every parameter."""
     shares = []
     for rank in range(ranks):
         for name, numel, *_ in parts:
@@ -67,13 +68,13 @@ def _padding(length: int) -> ParameterSlice:
     return ParameterSlice(None, length, numel=0)
 
 
-# ------------------------------------------------------------------ where the gradients are that may be reduced now
+# ------------------------------------------------------------------ the gradients that may be reduced now
 
 
 def of_engine(engine) -> Iterator[NamedGradient]:
-    """Without ZeRO: of all parameters."""
+    """Without ZeRO: the gradients of all parameters."""
     names, optimizer = engine.param_names, engine.optimizer
-    if hasattr(optimizer, "get_grads_for_reduction"):  # BF16_Optimizer, which accumulates in buffers of its own
+    if hasattr(optimizer, "get_grads_for_reduction"):  # BF16_Optimizer accumulates in its own buffers
         for at, group in enumerate(optimizer.bf16_groups):
             for parameter, gradient in zip(group, optimizer.fp32_groups_gradients[at]):
                 yield names.get(parameter), gradient
@@ -86,14 +87,14 @@ def of_engine(engine) -> Iterator[NamedGradient]:
 
 
 def of_stages_1_and_2(optimizer) -> Iterator[NamedGradient]:
-    """Of the parameters that wait in buckets."""
+    """ZeRO 1 and 2: the gradients of the parameters in the buckets that are not reduced yet."""
     for bucket in optimizer.ipg_buckets.values():
         for (group, index, _), gradient in zip(bucket.params, bucket.grads):
             yield optimizer.param_names.get(optimizer.bit16_groups[group][index]), gradient
 
 
 def of_stage_3(optimizer) -> Iterator[NamedGradient]:
-    """Of the parameters that wait in buckets."""
+    """ZeRO 3: the gradients of the parameters in the buckets that are not reduced yet."""
     for bucket in optimizer.ipg_buckets.values():
         for parameter in bucket.params:
             yield optimizer.param_names.get(parameter), parameter.grad

@@ -1,7 +1,7 @@
-"""Kernels: quantize, select and entropy-code. The same bytes from every backend.
+"""Kernels: quantize, select a coder, and code. Every backend produces the same bytes.
 
-`reference` (numpy) is the specification, `cpu` (C++) is what normally runs on host tensors, `cuda` on those of a GPU.
-This package imports nothing of `ncz_plugins.core`.
+`reference` (numpy) is the specification. `cpu` (C++) normally runs on host tensors, `cuda` on tensors of a GPU. The
+folder `common` holds the C++ headers that both include. This package imports nothing of `ncz_plugins.core`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHOICES = ("avx2", "portable", "reference")
 
 
 def load(name: str) -> Backend:
-    """The CPU backend called `name`: avx2, portable or reference. ImportError says why it can't run here."""
+    """The CPU backend called `name`: avx2, portable or reference. Raises ImportError if it can't run here."""
     if name == "reference":
         from .reference import ReferenceBackend
 
@@ -43,7 +43,7 @@ def statuses() -> dict[str, str]:
 
 @functools.cache
 def cuda_backend() -> Backend:
-    """The backend for tensors on CUDA devices. ImportError says why there is none here, and what to install."""
+    """The backend for tensors on CUDA devices. Raises ImportError that says why there is none, and what to install."""
     import torch
 
     if not torch.cuda.is_available():
@@ -84,7 +84,7 @@ def cpu_backend() -> Backend:
         except ImportError as error:
             reasons.append(f"{name}: {error}")
     warnings.warn(
-        "ncz_plugins: no compiled CPU kernels load, the numpy reference serves (about 100 times slower). "
+        "ncz_plugins: no compiled CPU kernels load; using the numpy reference (about 100 times slower). "
         + "; ".join(reasons),
         RuntimeWarning,
         stacklevel=2,

@@ -1,4 +1,4 @@
-"""The user's cache, where nobody else can write: what is kept there is trusted, and some of it runs."""
+"""The user's cache folder. Nobody else may write there, because we trust its files and run some of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(name: str) -> Path:
-    """The folder `name` of the cache, made if need be, whatever the umask is.
+    """The folder `name` of the cache, created if missing, writable for this user only.
 
-    Raises OSError that says why there is none that is safe: somebody else owns it or can write there, or could put
-    another one in its place.
+    Raises OSError that says why no safe folder is there: another user owns it, can write to it, or could replace it.
     """
     cache = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ncz_plugins").expanduser()
     for folder in (*reversed(cache.parents), cache, cache / name):
@@ -27,14 +26,14 @@ def private_folder(name: str) -> Path:
         raise OSError(f"{cache / name} belongs to another user")
     if found.st_mode & _OTHERS:
         raise OSError(f"others can write to {cache / name}")
-    # In a folder like /tmp, with the sticky bit, nobody can move what is not theirs.
+    # In a folder with the sticky bit, like /tmp, users can't move what others own.
     if above.st_mode & _OTHERS and not above.st_mode & stat.S_ISVTX:
         raise OSError(f"others can write to {cache}")
     return cache / name
 
 
 def read_private(file: Path) -> bytes | None:
-    """What is in a file that only this user could have written; None if there is no such file."""
+    """The contents of a file that only this user can write; None if there is no such file."""
     try:
         with open(file, "rb") as stream:
             found = os.fstat(stream.fileno())
@@ -46,7 +45,7 @@ def read_private(file: Path) -> bytes | None:
 
 
 def write_private(file: Path, data: bytes) -> None:
-    """Write a file all at once, as other processes may read it meanwhile. Raises OSError."""
+    """Write a file atomically, because other processes may read it meanwhile. Raises OSError."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:

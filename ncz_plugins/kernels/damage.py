@@ -1,6 +1,6 @@
-"""What is wrong with a frame, in words: from the numbers that compiled kernels return to the reference's messages.
+"""Turns the error codes of compiled kernels into the messages that the reference raises.
 
-A kernel that refuses a frame returns `-(cause + 256 * value)`; `ncz::Damage` in cpu/format.h lists the causes.
+A kernel that refuses a frame returns `-(cause + 256 * value)`; `ncz::Damage` in common/format.h lists the causes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MESSAGES = {  # by cause
     24: "pages add up to {page_bytes} bytes, the payload holds {pages}",
     25: "a RANS page is not what its frequencies allow, or does not end where it should",
 }
-_HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # the two whose message needs a table of the frame
+_HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # their messages need a table of the frame
 _WITHOUT_TABLE = {
     _HUFFMAN_LANE_SUM: "lane sizes do not add up to the {lanes} bytes that the payload holds",
     _RANS_PAGE_SUM: "pages do not add up to the {pages} bytes that the payload holds",
@@ -59,15 +59,15 @@ _WITHOUT_TABLE = {
 def error(
     result: int, header: bytes, frame_bytes: int, count: int, read: Callable[[int, int], bytes] | None = None
 ) -> DamagedFrame:
-    """What to raise for a frame that a kernel refused.
+    """The exception for a frame that a kernel refused.
 
     Args:
         result: what the kernel returned, below 0.
-        header: the frame's first `HEADER_BYTES` bytes, or all that there are.
-        frame_bytes: of the whole frame.
+        header: the frame's first `HEADER_BYTES` bytes, or all it has.
+        frame_bytes: size of the whole frame.
         count: how many codes were expected.
-        read: `read(first, size)` are `size` bytes of the frame from byte `first` on. Without it, the messages
-            about a table's sum do not say what it is.
+        read: `read(first, size)` returns `size` bytes of the frame from byte `first` on. Without it, the messages
+            about a table's sum don't give the sum.
     """
     value, cause = divmod(-result, 256)
     payload, pages = frame_bytes - HEADER_BYTES, -(-count // RANS_PAGE)
@@ -75,7 +75,7 @@ def error(
     facts = dict(zip(_HEADER_FIELDS, HEADER.unpack(header.ljust(HEADER_BYTES, b"\0"))))
     facts |= dict(value=value, count=count, bytes=frame_bytes, payload=payload, table=chunk_table)
     facts |= dict(chunk_bytes=payload - chunk_table, lane_table=lane_table)
-    facts |= dict(lanes=value - lane_table, pages=value - page_table)  # `value` counts the table, too
+    facts |= dict(lanes=value - lane_table, pages=value - page_table)  # `value` includes the table
     if cause in _WITHOUT_TABLE and read is None:
         return DamagedFrame(_WITHOUT_TABLE[cause].format(**facts))
     if cause == _HUFFMAN_LANE_SUM:

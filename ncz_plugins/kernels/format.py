@@ -1,6 +1,7 @@
-"""The layout of a frame, as constants: everything that all kernels must agree on.
+"""The layout of a frame: constants and types that all kernels must agree on.
 
-docs/wire-format.md explains the format; `reference.py` is its executable specification.
+common/format.h holds the same for C++ and CUDA. docs/wire-format.md explains the format; the package `reference` is its
+executable specification.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ VERSION = 1
 HEADER = struct.Struct("<IBBBBIIII")
 HEADER_BYTES = HEADER.size
 
-CHUNK = 4096  # elements that are coded together: delta restarts, and one step holds, per chunk
+CHUNK = 4096  # elements that are coded together: they share a quantization step, and delta restarts
 BLOCK = 32  # symbols that share one width byte in FIXED
 OCTET = 8  # symbols that are packed together; a short last block is padded to whole octets
-PIECE, SAMPLE_PIECES = 128, 64  # the selector looks at so many pieces of so many codes
+PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece; pieces that the selector looks at
 LANES = 128  # partial sums per chunk, so that every backend adds squares in the same order
 
 HAS_CHECKSUM = 1  # in the flags
 
-DIRECT = 128  # HUFFMAN and RANS: symbols below are tokens themselves
-TOLD_BITS = 2  # of a larger one, that its token tells beside the exponent: the highest and the lowest
-TOKENS = DIRECT + (32 - 7 << TOLD_BITS)
+DIRECT = 128  # HUFFMAN and RANS: smaller symbols are their own tokens
+BITS_IN_TOKEN = 2  # of a larger symbol, besides its exponent: the bit below the leading one, and the lowest
+TOKENS = DIRECT + (32 - 7 << BITS_IN_TOKEN)
 HUFFMAN_MAX_LENGTH = 11  # bits
 HUFFMAN_LANES = 4  # bit strings per chunk
 RANS_LANES = 4  # states per page
@@ -39,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Coder(IntEnum):
-    """How the symbols of a frame are written; AUTO is a request and never stands in a frame."""
+    """How the symbols of a frame are written. AUTO asks the selector to choose and never stands in a frame."""
 
     RAW = 0
     FIXED = 1
@@ -57,8 +58,8 @@ class Predictor(IntEnum):
     AUTO = 255
 
 
-class Costs(NamedTuple):
-    """What the selector reckons with, in picoseconds. Coding is encoding and decoding together."""
+class SelectorCosts(NamedTuple):
+    """The selector's prices, in picoseconds. Those per code are for encoding and decoding together."""
 
     link: int = 8000  # per byte: 1 Gbit/s
     raw: int = 600  # per code
@@ -69,15 +70,15 @@ class Costs(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How codes are to be written. What is left on AUTO, the selector chooses for each frame."""
+    """How to write codes. The selector chooses for each frame what is AUTO."""
 
     coder: Coder = Coder.AUTO
     predictor: Predictor = Predictor.AUTO
-    costs: Costs = Costs()
+    costs: SelectorCosts = SelectorCosts()
 
 
 class Noise(NamedTuple):
-    """Which random numbers decide the rounding of a tensor's elements."""
+    """Names the random numbers that decide how a tensor's elements are rounded."""
 
     seed: int  # below 2**64
     call: int  # below 2**32
@@ -90,11 +91,11 @@ class DamagedFrame(ValueError):
 
 
 def chunks_of(count: int) -> int:
-    """Number of chunks that `count` elements fill, the last one perhaps in part."""
+    """Number of chunks of `count` elements; the last may be short."""
     return -(-count // CHUNK)
 
 
 def max_frame_bytes(count: int) -> int:
-    """Bytes that any frame of `count` codes fits in, whatever their values."""
+    """An upper bound of the bytes of a frame of `count` codes."""
     octets = -(-count // OCTET)
     return HEADER_BYTES + 2 * chunks_of(count) + -(-count // BLOCK) + 4 * OCTET * octets

@@ -1,7 +1,7 @@
-"""Floats bit for bit: the SPLIT frames of docs/wire-format.md, made of frames of codes.
+"""Lossless coding of floats: the SPLIT frames of docs/wire-format.md, which consist of frames of codes.
 
-Torch operations on the floats' bits around a backend's `encode_codes` and `decode_codes`. Shapes and dtypes are those
-of backend.py.
+Torch operations split the floats' bits into planes; a backend's `encode_codes` and `decode_codes` do the rest. Shapes
+and dtypes are those of backend.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _scratch = Scratch()
 
 
 def max_lossless_bytes(count: int, itemsize: int) -> int:
-    """Bytes that any SPLIT frame of `count` floats of `itemsize` bytes fits in, whatever their values."""
+    """An upper bound of the bytes of a SPLIT frame of `count` floats of `itemsize` bytes."""
     # A code of 8 bits less the one before it has 9, which the coders write in 16 at most; one of 16 bits in 32.
     planes = itemsize - 1 if itemsize == 8 else itemsize
     of_a_byte = max_frame_bytes(count) - 2 * OCTET * -(-count // OCTET)
@@ -41,7 +41,7 @@ def max_lossless_bytes(count: int, itemsize: int) -> int:
 
 
 def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) -> int:
-    """Write `x` as one frame to `frame`, which has room for `max_lossless_bytes`. Returns the bytes written."""
+    """Write `x` as one frame to `frame` (uint8, at least `max_lossless_bytes` long). Returns the bytes written."""
     count, itemsize = x.numel(), x.element_size()
     rotated = _scratch.of("rotated", count, _INTEGERS[itemsize])
     codes = _scratch.of("codes", count, torch.int32)
@@ -61,7 +61,7 @@ def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) ->
 
 
 def decode_floats(backend: Backend, frame: Tensor, out: Tensor) -> None:
-    """Read one frame into `out`. Raises DamagedFrame, with `out` as it was, if it is not valid to the last byte."""
+    """Read one frame into `out`. Raises DamagedFrame, and leaves `out` unchanged, unless every byte is valid."""
     base = _check_head(backend, frame, out)
     rotated = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()])
     codes = _scratch.of("codes", out.numel(), torch.int32)
@@ -82,7 +82,7 @@ def decode_floats(backend: Backend, frame: Tensor, out: Tensor) -> None:
 
 
 def _check_head(backend: Backend, frame: Tensor, out: Tensor) -> int:
-    """The base of a frame whose header is that of the floats that `out` takes."""
+    """The base in a frame's header. Raises DamagedFrame unless the header fits the floats of `out`."""
     if frame.numel() < _HEAD.size:
         raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
     *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].numpy())

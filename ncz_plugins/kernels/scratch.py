@@ -1,4 +1,4 @@
-"""Memory that each thread uses again and again: fresh pages cost more than coding does."""
+"""Working memory that each thread reuses, because fresh memory pages cost more than coding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Scratch(threading.local):
-    """Tensors by name, which grow as needed. What they hold lasts until the same thread asks for the name again."""
+    """Tensors by name, which grow as needed. Their contents last until the same thread asks for the name again."""
 
     def __init__(self):
         self._memory: dict[str, Tensor] = {}
 
     def of(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """[count] of `dtype`, with any values."""
+        """An uninitialised tensor, [count] of `dtype`."""
         size = count * dtype.itemsize
         if name not in self._memory or self._memory[name].numel() < size:
             self._memory[name] = torch.empty(size, dtype=torch.uint8)

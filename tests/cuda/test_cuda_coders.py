@@ -29,8 +29,8 @@ from ncz_plugins.kernels.format import (
     TOKENS,
     Coder,
     Coding,
-    Costs,
     Predictor,
+    SelectorCosts,
     chunks_of,
 )
 from ncz_plugins.kernels.reference.huffman import lengths_of, table_bytes
@@ -213,7 +213,11 @@ def kinds_of_codes(count: int, seed: int) -> list[torch.Tensor]:
     return [kind.to(torch.int32) for kind in (*kinds, mixed)]
 
 
-LINKS = [Costs(link=10**7), Costs(link=800), *(cuda().costs._replace(link=link) for link in (8000, 80, 0))]
+LINKS = [
+    SelectorCosts(link=10**7),
+    SelectorCosts(link=800),
+    *(cuda().costs._replace(link=link) for link in (8000, 80, 0)),
+]
 
 
 @pytest.mark.parametrize("seed,count", [(0, 300), (1, 64 * 128 - 1), (2, 64 * 128 + 1), (3, 20000)])
@@ -230,7 +234,7 @@ def test_the_selector_decides_alike(seed, count):
 def test_the_selector_changes_its_mind_at_the_same_price():
     """To one part in ten million, so that no measure of the sample may be off by a bit."""
     changes = set()
-    costs = Costs(*(1000 * price for price in Costs()))
+    costs = SelectorCosts(*(1000 * price for price in SelectorCosts()))
     for codes in kinds_of_codes(7000, 0) + kinds_of_codes(700, 1):
 
         @functools.cache

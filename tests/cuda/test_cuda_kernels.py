@@ -26,10 +26,10 @@ from ncz_plugins.kernels.format import (
     HEADER_BYTES,
     Coder,
     Coding,
-    Costs,
     DamagedFrame,
     Noise,
     Predictor,
+    SelectorCosts,
     chunks_of,
     max_frame_bytes,
 )
@@ -141,7 +141,7 @@ def test_the_selector_decides_alike(link):
         torch.randn(count, generator=generator).mul(300).round(),
         torch.randn(count, generator=generator).cumsum(0).mul(5).round(),
     ):
-        assert_same_frames(cuda(1), codes.to(torch.int32), Coding(costs=Costs(link=link)))
+        assert_same_frames(cuda(1), codes.to(torch.int32), Coding(costs=SelectorCosts(link=link)))
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN_CODES if "-" in name])

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "format.h"
+#include "common/format.h"
 
 #define NCZ_DECLARE(set)                                                                                              \
     extern "C" {                                                                                                      \

@@ -30,21 +30,21 @@ inline void repair_sizes(uint8_t* table, int64_t n, int64_t left) {
 // Lengths that make a code complete: longer where the code is full, and tokens added where it is not.
 inline void repair_huffman_code(uint8_t* nibbles, int tokens) {
     constexpr unsigned longest = ncz::HUFFMAN_MAX_LENGTH;
-    unsigned room = 1u << longest;
+    unsigned left = 1u << longest;
     auto set = [&](int t, unsigned length) {
         unsigned shift = t % 2 * 4;
         nibbles[t / 2] = uint8_t((nibbles[t / 2] & ~(15u << shift)) | length << shift);
-        if (length) room -= 1u << (longest - length);
+        if (length) left -= 1u << (longest - length);
     };
     auto get = [&](int t) { return nibbles[t / 2] >> t % 2 * 4 & 15u; };
     for (int t = 0; t < tokens; ++t) {
         unsigned length = get(t) > longest ? longest : get(t);
-        while (length && length < longest && 1u << (longest - length) > room) ++length;
-        set(t, room ? length : 0);
+        while (length && length < longest && 1u << (longest - length) > left) ++length;
+        set(t, left ? length : 0);
     }
-    for (int t = 0; t < tokens && room; ++t) {
+    for (int t = 0; t < tokens && left; ++t) {
         unsigned length = 1;
-        while (1u << (longest - length) > room) ++length;
+        while (1u << (longest - length) > left) ++length;
         if (!get(t)) set(t, length);
     }
     if (tokens % 2) nibbles[tokens / 2] &= 15;

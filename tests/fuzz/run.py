@@ -21,7 +21,7 @@ import seeds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-KERNELS = ROOT / "ncz_plugins" / "kernels" / "cpu"
+KERNELS = ROOT / "ncz_plugins" / "kernels"
 TARGETS = ("decode", "encode")
 COMPILERS = ("clang++", "g++", "c++")
 
@@ -60,16 +60,16 @@ def build(
     targets: tuple[str, ...] = TARGETS,
     portable_only: bool = False,
 ) -> None:
-    """Compiles the kernels that lie in `kernels` and the targets to `folder`/TARGET. RuntimeError if that fails."""
+    """Compile `kernels`/cpu and the targets to `folder`/TARGET. Raises RuntimeError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     portable_only = portable_only or platform.machine().lower() not in ("x86_64", "amd64")
     # Without libFuzzer the run is short, and compiling must be, too.
     flags = [*FLAGS, *SANITIZERS, "-O2" if libfuzzer else "-Og", f"-I{kernels}"]
     flags += ["-DNCZ_PORTABLE_ONLY"] if portable_only else []
     coverage = COVERAGE if libfuzzer else []
-    sources = {kernels / "portable.cpp": [*flags, *coverage]}
+    sources = {kernels / "cpu" / "portable.cpp": [*flags, *coverage]}
     if not portable_only:
-        sources[kernels / "avx2.cpp"] = [*flags, *coverage, *AVX2]
+        sources[kernels / "cpu" / "avx2.cpp"] = [*flags, *coverage, *AVX2]
     if not libfuzzer:
         sources[HERE / "driver.cpp"] = ["-std=c++17", "-O1"]
     shared = [folder / f"{source.stem}.o" for source in sources]

@@ -36,10 +36,11 @@ PLANTED = {  # file: a check, and what it becomes
 def test_a_missing_check_is_found(file, tmp_path):
     check, planted = PLANTED[file]
     kernels = tmp_path / "kernels"
-    shutil.copytree(run.KERNELS, kernels, ignore=shutil.ignore_patterns("*.so"))
-    source = (kernels / file).read_text()
+    for folder in ("common", "cpu"):
+        shutil.copytree(run.KERNELS / folder, kernels / folder, ignore=shutil.ignore_patterns("*.so"))
+    source = (kernels / "cpu" / file).read_text()
     assert source.count(check) == 1, f"{file} has changed: plant something else"
-    (kernels / file).write_text(source.replace(check, planted))
+    (kernels / "cpu" / file).write_text(source.replace(check, planted))
     run.build(tmp_path, CXX, False, kernels, ("decode",), portable_only=True)
     failed = run.fuzz(tmp_path, SECONDS, False, ("decode",))
     assert "ERROR: AddressSanitizer" in failed["decode"]

@@ -10,7 +10,6 @@ from repository import ROOT
 
 import ncz_plugins
 
-ROOT = Path(__file__).parents[2]
 OPTIONAL = {"pydantic", "yaml", "rich", "deepspeed", "horovod", "cupy"}
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""The compiled kernels for host tensors: one C++ library, loaded by ctypes, that every Python version shares.
+"""The compiled kernels for host tensors: one C++ library for all Python versions, loaded by ctypes.
 
 `setup.py` builds `libncz_cpu.so` into this folder. ctypes releases the GIL during each call.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .. import damage
 from ..backend import Backend
-from ..format import DTYPES, HEADER_BYTES, Coding, Costs, Noise, chunks_of
+from ..format import DTYPES, HEADER_BYTES, Coding, Noise, SelectorCosts, chunks_of
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 2  # ncz::ABI_VERSION in format.h
+ABI_VERSION = 2  # ncz::ABI_VERSION in common/format.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
@@ -38,11 +38,11 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
 }
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
-# Measured side by side (`make bench`), to a scale on which AVX2's FIXED takes the half a nanosecond that it does on
-# an unhurried core. RANS from data of 0.3 and of 3 bits per value.
+# Measured together by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The
+# prices of RANS come from data of 0.3 and of 3 bits per value.
 _COSTS = {
-    "avx2": Costs(raw=600, fixed=500, huffman=1400, rans=1200, rans_rest=3500),
-    "portable": Costs(raw=1200, fixed=1100, huffman=2400, rans=2400, rans_rest=4700),
+    "avx2": SelectorCosts(raw=600, fixed=500, huffman=1400, rans=1200, rans_rest=3500),
+    "portable": SelectorCosts(raw=1200, fixed=1100, huffman=2400, rans=2400, rans_rest=4700),
 }
 
 
@@ -119,7 +119,7 @@ class CpuBackend(Backend):
         return self._checksum(frame.data_ptr(), frame.numel())
 
     def _working_memory(self, count: int = 0) -> int:
-        """The address of what encoding `count` codes works in. Decoding any number takes what encoding none does."""
+        """The address of the working memory for encoding `count` codes. Decoding needs as much as encoding none."""
         return _scratch.of("kernels", self._scratch_bytes(count), torch.uint8).data_ptr()
 
 
@@ -148,7 +148,7 @@ def _noise(noise: Noise | None):
 
 
 def _check(result: int, frame: Tensor, count: int) -> int:
-    """`result` of a function that reads `frame`, unless it says that the frame is damaged."""
+    """Return `result` of a function that reads `frame`; raise DamagedFrame if it reports damage."""
     if result >= 0:
         return result
 

@@ -4,8 +4,8 @@
 #include <immintrin.h>
 
 #include "bits.h"
-#include "floats.h"
-#include "format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 // Loads and stores are of 8 bytes: they touch up to OCTETS * width + SLACK bytes for a block.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ void squeeze(Words<lane>& block, unsigned width);
 template <int lane>
 void spread(Words<lane>& block, unsigned width);
 
-// Some bits of `word`: of `place`, bits 0 to 7 tell the first of them, bits 8 to 15 how many, below 64 both.
+// Extracts bits of `word`. Bits 0 to 7 of `place` hold the first bit, bits 8 to 15 the number of bits; both below 64.
 uint64_t bits_at(unsigned place, uint64_t word);
 
 inline uint64_t load64(const void* from) {
@@ -36,7 +36,7 @@ inline uint64_t load64(const void* from) {
 
 inline void store64(void* to, uint64_t word) { memcpy(to, &word, 8); }
 
-// The numbers of which the tables of sizes in a payload consist.
+// The tables of sizes in a payload consist of these numbers.
 inline uint16_t load16(const void* from) {
     uint16_t number;
     memcpy(&number, from, 2);
@@ -82,7 +82,7 @@ inline void pack_words(Words<lane> block, unsigned width, uint8_t* out) {
 template <int lane>
 inline Words<lane> unpack_words(const uint8_t* in, unsigned width) {
     Words<lane> block;
-    if (width == lane) {  // as in RAW, and what HUFFMAN and RANS decode to
+    if (width == lane) {  // as in RAW, and in the output of HUFFMAN and RANS
         memcpy(&block, in, sizeof block);
         return block;
     }

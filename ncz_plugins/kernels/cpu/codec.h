@@ -1,4 +1,4 @@
-// Everything of the codec that does not depend on the instruction set: frames, the selector, statistics and the C
+// The part of the codec that does not depend on the instruction set: frames, the selector, statistics and the C
 // functions. Included by portable.cpp and avx2.cpp after their primitives, which work on one block of 32 numbers:
 //
 //     Block, load_block, store_block, add_blocks    32 codes, residuals or symbols; to and from int32
@@ -17,8 +17,8 @@
 #include <type_traits>
 
 #include "checksum.h"
-#include "floats.h"
-#include "format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 #include "huffman_decoder.h"
 #include "huffman_encoder.h"
 #include "noise.h"
@@ -30,7 +30,7 @@ namespace {
 
 using namespace ncz;
 
-// `n` of the 32 numbers of a block, zeros behind them: the last block of a tensor is short.
+// The first `n` of the 32 numbers of a block, then zeros: the last block of a tensor may be short.
 template <class T>
 struct Padded {
     T values[BLOCK] = {};
@@ -221,7 +221,7 @@ class DecodedSymbols {
         return coder == HUFFMAN ? huffman_.open(payload, bytes, count) : rans_.open(payload, bytes, count);
     }
 
-    // Chunks must be asked for one after the other. Damaged ones are zeros, and damage() tells it.
+    // Chunks must be read in order. A damaged chunk reads as zeros, and damage() reports it.
     [[gnu::noinline]] const uint8_t* chunk(int64_t c) {
         return coder_ == HUFFMAN ? chunk(huffman_, c, HUFFMAN_LANE) : chunk(rans_, c, RANS_DAMAGED_PAGE);
     }
@@ -256,8 +256,8 @@ class FrameSource {
   public:
     explicit FrameSource(DecodedSymbols& decoded) : decoded_(&decoded) {}
 
-    // 0, or what is wrong with the frame, which then must not be read. Damage in HUFFMAN's chunks and RANS's pages only
-    // shows on reading: `damage` tells it afterwards.
+    // Returns the frame's damage, or 0; a damaged frame must not be read. Damage in HUFFMAN's chunks and RANS's pages
+    // shows only on reading: `damage` reports it afterwards.
     int64_t open(const uint8_t* frame, int64_t bytes, int64_t count) {
         Header header = {};
         if (bytes >= HEADER_BYTES) memcpy(&header, frame, sizeof header);
@@ -372,9 +372,9 @@ class Symbols {
     Delta delta_;
 };
 
-// `bytes` of the bits of a block: in place where what is written beyond them stays within the room for this block.
-inline void pack_short(const Block& symbols, unsigned width, unsigned bytes, unsigned room, uint8_t* out) {
-    if (OCTETS * width + SLACK <= room) {
+// Writes `bytes` of the bits of a block; directly to `out` if the bytes written beyond them stay below `capacity`.
+inline void pack_short(const Block& symbols, unsigned width, unsigned bytes, unsigned capacity, uint8_t* out) {
+    if (OCTETS * width + SLACK <= capacity) {
         pack_block(symbols, width, out);
     } else {
         uint8_t local[OCTETS * 32 + SLACK];
@@ -383,7 +383,7 @@ inline void pack_short(const Block& symbols, unsigned width, unsigned bytes, uns
     }
 }
 
-// What max_frame_bytes leaves room for, for `n` symbols: a buffer for a frame never ends before that.
+// The bytes that max_frame_bytes counts for `n` symbols: a buffer for a frame holds at least these.
 inline unsigned room_of(int n) { return unsigned(octets_of(n)) * 32; }
 
 template <bool is_delta>
@@ -499,8 +499,8 @@ Choice select(Source source, int64_t count, const Coding& coding) {
     return choose(codes, n, count, coding);
 }
 
-// Parts of the memory that a caller lends for the time of a call: UNIT_BYTES, and hardly more than 4 bytes for each
-// code. What is not used is not touched.
+// Parts of the working memory that the caller provides: UNIT_BYTES, and little more than 4 bytes for each code. Unused
+// memory is not touched.
 struct Scratch {
     static int64_t bytes(int64_t count) {
         static_assert(CHUNK <= RANS_PAGE, "fewer units take less");

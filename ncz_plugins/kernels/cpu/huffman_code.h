@@ -2,7 +2,7 @@
 // docs/wire-format.md specifies it.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 
 namespace {
 
@@ -10,11 +10,11 @@ using namespace ncz;
 
 constexpr unsigned HUFFMAN_WHOLE = 1 << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
 constexpr int LANE_SYMBOLS = CHUNK / HUFFMAN_LANES;
-constexpr unsigned MOST_TOKEN_BITS = HUFFMAN_MAX_LENGTH + 32 - 1 - TOLD_BITS;
+constexpr unsigned MOST_TOKEN_BITS = HUFFMAN_MAX_LENGTH + 32 - 1 - BITS_IN_TOKEN;
 constexpr int MOST_LANE_BYTES = LANE_SYMBOLS * MOST_TOKEN_BITS / 8;
 
-// Calls function(l) for all lanes, written out, so that what belongs to each may stay in registers. Between two
-// steps in a lane stand those of the others: a processor looks ahead no further than some dozens of instructions.
+// Calls function(l) for all lanes, written out, so that each lane's state can stay in registers. Interleaving the lanes
+// helps because a processor looks ahead by no more than some dozens of instructions.
 template <class Function>
 inline void for_lanes(Function function) {
     static_assert(HUFFMAN_LANES == 4, "all are written out");
@@ -38,7 +38,7 @@ class HuffmanCode {
         if (n < 2) return;
         sort(leaves, n);
 
-        // Leaves and behind them the nodes above them, in the order in which they come to be; the last is the root.
+        // The leaves, then the inner nodes in the order in which they are made; the last is the root.
         uint64_t weights[2 * TOKENS];
         int parents[2 * TOKENS], depths[2 * TOKENS];
         for (int i = 0; i < n; ++i) weights[i] = leaves[i] >> 8;
@@ -81,10 +81,10 @@ class HuffmanCode {
         return out;
     }
 
-    // 0, or what is wrong with a code that begins at `in`.
-    int64_t read(const uint8_t* in, int64_t room) {
-        unsigned n = room ? in[0] : TOKENS + 1;
-        if (n > TOKENS || room < 1 + (n + 1) / 2) return damaged(HUFFMAN_TABLE, n);
+    // Reads the code that begins at `in`. Returns its damage, or 0.
+    int64_t read(const uint8_t* in, int64_t capacity) {
+        unsigned n = capacity ? in[0] : TOKENS + 1;
+        if (n > TOKENS || capacity < 1 + (n + 1) / 2) return damaged(HUFFMAN_TABLE, n);
         unsigned sum = 0;
         for (unsigned t = 0; t < TOKENS; ++t) {
             unsigned length = t < n ? in[1 + t / 2] >> t % 2 * 4 & 15 : 0;
@@ -110,7 +110,7 @@ class HuffmanCode {
             }
     }
 
-    // From lengths that were cut off to those of a complete code.
+    // Adjusts lengths that were cut off until they make a complete code.
     void limit(const Leaf* leaves, int n) {
         unsigned sum = 0;
         for (int i = 0; i < n; ++i) sum += HUFFMAN_WHOLE >> lengths_[token_of_leaf(leaves[i])];

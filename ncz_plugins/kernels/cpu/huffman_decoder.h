@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bits.h"
-#include "format.h"
+#include "../common/format.h"
 #include "huffman_code.h"
 
 namespace {
@@ -101,8 +101,8 @@ class HuffmanDecoder {
     };
     static constexpr unsigned SURE_BITS = 56;
 
-    // What the next bits of a lane mean, if no token has extra bits: a byte each for their bits in all, up to RUN tokens
-    // and the number of these.
+    // What the next bits of a lane mean if no token has extra bits: a byte each for their total bits, up to RUN tokens
+    // and the number of tokens.
     typedef uint64_t Run;
     static constexpr unsigned RUN = 6;
     static Run run_of(unsigned token, unsigned length) { return Run(1) << 56 | token << 8 | length; }

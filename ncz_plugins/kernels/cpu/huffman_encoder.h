@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bits.h"
-#include "format.h"
+#include "../common/format.h"
 #include "huffman_code.h"
 #include "symbols.h"
 #include "tokens.h"
@@ -32,8 +32,8 @@ class HuffmanEncoder {
         all_ |= all;
     }
 
-    // The payload's bytes; -1, and something in `out`, if there are more than `room`.
-    int64_t write(uint8_t* out, int64_t room) const {
+    // The payload's bytes; -1, and something in `out`, if there are more than `capacity`.
+    int64_t write(uint8_t* out, int64_t capacity) const {
         uint32_t counts[TOKENS];
         for (unsigned t = 0; t < TOKENS; ++t) counts[t] = uint32_t(counts_.of(t));
         HuffmanCode code;
@@ -41,10 +41,10 @@ class HuffmanEncoder {
         Tables tables;
         int64_t chunks = kept_.units(), table_bytes = 2 * HUFFMAN_LANES * chunks;
         int64_t bits = tables.fill(code, counts, all_);
-        if (code.bytes() + table_bytes + bits / 8 > room) return -1;
+        if (code.bytes() + table_bytes + bits / 8 > capacity) return -1;
         bool fit_four = bits <= (MOST_BITS - 7) / 4 * kept_.count();  // mostly
 
-        const uint8_t *payload = out, *end = out + room;
+        const uint8_t *payload = out, *end = out + capacity;
         uint8_t* table = code.write(out);
         out = table + table_bytes;
         for (int64_t c = 0; c < chunks; ++c) {

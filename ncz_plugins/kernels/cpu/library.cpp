@@ -1,6 +1,6 @@
 // What the library says about itself and about the processor it runs on.
 
-#include "format.h"
+#include "../common/format.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

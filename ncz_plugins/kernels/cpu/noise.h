@@ -4,7 +4,7 @@
 // Needs Wide, one 64-bit number or a vector of them, and multiply_low_halves of the file that includes this.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 
 namespace {
 

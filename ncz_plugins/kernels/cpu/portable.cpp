@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "bits.h"
-#include "floats.h"
-#include "format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 
 namespace {
 

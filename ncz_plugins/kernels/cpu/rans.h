@@ -5,7 +5,7 @@
 #pragma once
 
 #include "bits.h"
-#include "format.h"
+#include "../common/format.h"
 #include "symbols.h"
 #include "tokens.h"
 
@@ -16,7 +16,7 @@ using namespace ncz;
 constexpr uint32_t RANS_WHOLE = 1 << RANS_BITS;
 constexpr int64_t RANS_PAGE_MASKS = RANS_PAGE / OCTET;
 constexpr int64_t RANS_STATE_BYTES = 4 * RANS_LANES;  // of a page
-constexpr int64_t MOST_EXTRA_BITS = 32 - 1 - TOLD_BITS;
+constexpr int64_t MOST_EXTRA_BITS = 32 - 1 - BITS_IN_TOKEN;
 constexpr uint64_t ONES = 0x0101010101010101u;  // in each byte
 
 inline int64_t masks_of(int64_t count) { return (count + OCTET - 1) / OCTET; }
@@ -167,14 +167,14 @@ class RansEncoder {
         if (width != 32) memcpy(kept_.rest(p), page, size_t(masks + differing));
     }
 
-    // The payload's bytes; -1, and something in `out`, if there are more than `room`.
-    int64_t write(uint8_t* out, int64_t room) const {
+    // The payload's bytes; -1, and something in `out`, if there are more than `capacity`.
+    int64_t write(uint8_t* out, int64_t capacity) const {
         Frequencies masks, tokens;
         masks.normalise(mask_counts_);
         tokens.normalise(token_counts_);
         int64_t pages = kept_.units();
-        if (1 + masks.bytes() + tokens.bytes() + pages * (4 + RANS_STATE_BYTES) > room) return -1;
-        const uint8_t *payload = out, *end = out + room;
+        if (1 + masks.bytes() + tokens.bytes() + pages * (4 + RANS_STATE_BYTES) > capacity) return -1;
+        const uint8_t *payload = out, *end = out + capacity;
         *out++ = uint8_t(mode_);
         uint8_t* table = tokens.write(masks.write(out));
         out = table + 4 * pages;
@@ -208,7 +208,7 @@ class RansEncoder {
 
     // Page `p`, and its sizes into the table. As `write` in what it gives.
     int64_t write_page(int64_t p, const RansSteps& mask_steps, const RansSteps& token_steps, uint8_t* table,
-                       uint8_t* out, int64_t room) const {
+                       uint8_t* out, int64_t capacity) const {
         uint8_t again[PAGE_BYTES], extra[RANS_PAGE * MOST_EXTRA_BITS / 8 + SLACK];
         int n = kept_.length(p);
         const uint8_t* page = kept_.rest(p);
@@ -230,7 +230,7 @@ class RansEncoder {
         words = mask_steps.put(page, masks, states, words);
 
         int64_t word_bytes = 2 * (last - words), bytes = RANS_STATE_BYTES + word_bytes + extra_bytes;
-        if (bytes > room) return -1;
+        if (bytes > capacity) return -1;
         store16(table, uint16_t(last - words));
         store16(table + 2, uint16_t(extra_bytes));
         memcpy(out, states, sizeof states);

@@ -2,7 +2,7 @@
 // docs/wire-format.md specifies it.
 #pragma once
 
-#include "format.h"
+#include "../common/format.h"
 #include "huffman_code.h"
 #include "tokens.h"
 
@@ -17,7 +17,7 @@ struct Choice {
     uint32_t mode;  // for RANS
 };
 
-// Which of the `count` elements are looked at: calls function(first element, length) for each piece.
+// Calls function(first element, length) for each piece of `count` elements that the selector looks at.
 template <class Function>
 void for_each_piece(int64_t count, Function function) {
     int64_t pieces = (count + PIECE - 1) / PIECE, taken = pieces < SAMPLE_PIECES ? pieces : SAMPLE_PIECES;
@@ -44,10 +44,10 @@ inline void log2_of(const uint32_t* numbers, int n, uint32_t* logs) {
         }
 }
 
-// What a sample of codes costs with one predictor.
+// The costs of a sample of codes with one predictor.
 class Sample {
   public:
-    // `codes` are pieces one behind the other, of which only the last may be short.
+    // `codes`: pieces in a row; only the last may be short.
     Sample(const int32_t* codes, int n, int32_t predictor) : n_(n) {
         auto zigzag = [](uint32_t code) { return code << 1 ^ uint32_t(int32_t(code) >> 31); };
         for (int i = 1; i < n; ++i)
@@ -65,7 +65,7 @@ class Sample {
     uint32_t mode() const { return mode_; }
 
     // Picoseconds for a frame of `count` codes.
-    int64_t cost(int32_t coder, int64_t count, const Costs& costs) const {
+    int64_t cost(int32_t coder, int64_t count, const SelectorCosts& costs) const {
         int64_t chunks = chunks_of(count), pages = (count + RANS_PAGE - 1) / RANS_PAGE, n = n_ ? n_ : 1;
         auto sum = [&](int64_t bits, int64_t bytes, int64_t picoseconds) {
             return costs.link * (bits * count / (8 * n) + bytes) + picoseconds;
@@ -121,7 +121,7 @@ class Sample {
         for (unsigned t = 0; t < TOKENS; ++t) extra += int64_t(others[t]) * extra_bits_of(t);
         int64_t mask_bits = entropy(masks, BYTE_VALUES, mask_kinds);
         kinds += mask_kinds;
-        // A small sample has less entropy than where it comes from.
+        // A small sample has less entropy than the data it is taken from.
         return mask_bits + 3 * (mask_kinds ? mask_kinds - 1 : 0) / 4 + entropy(others, TOKENS, kinds) + extra;
     }
 
@@ -152,7 +152,7 @@ class Sample {
 
 // What `coding` means for a frame of `count` codes, of which `codes` are the `n` of its pieces.
 inline Choice choose(const int32_t* codes, int n, int64_t count, const Coding& coding) {
-    const int32_t coders[] = {FIXED, RAW, HUFFMAN, RANS}, predictors[] = {NONE, DELTA};  // the first wins at a draw
+    const int32_t coders[] = {FIXED, RAW, HUFFMAN, RANS}, predictors[] = {NONE, DELTA};  // the first wins a tie
     bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;
     Choice best = {};
     int64_t lowest_cost = INT64_MAX;

@@ -1,16 +1,16 @@
-// The symbols of a frame, kept while HUFFMAN or RANS count their tokens: either needs the counts of the whole frame
-// before it can write the first.
+// Keeps the symbols of a frame while HUFFMAN or RANS count their tokens: both need the counts of the whole frame before
+// they can write the first symbol.
 #pragma once
 
 #include "bits.h"
-#include "format.h"
+#include "../common/format.h"
 #include "tokens.h"
 
 namespace {
 
 using namespace ncz;
 
-// Frames are coded in units of so many symbols; the last may be short.
+// Frames are coded in units of UNIT symbols; the last may be short.
 template <int64_t UNIT>
 int64_t units_of(int64_t count) {
     return (count + UNIT - 1) / UNIT;
@@ -22,8 +22,8 @@ int length_of_unit(int64_t unit, int64_t count) {
     return int(left < UNIT ? left : UNIT);
 }
 
-// Each unit in 8, 16 or 32 bits for a symbol, at the front of 4 bytes for each. So the memory may be that of the codes
-// which the symbols are made of: a unit lies where its codes do, which have been read.
+// Each unit has 4 bytes of memory per symbol and uses the front of it, with 8, 16 or 32 bits per symbol. So the memory
+// may be that of the codes: a unit overwrites its own codes, which have been read.
 template <int64_t UNIT>
 class KeptSymbols {
   public:
@@ -58,7 +58,7 @@ class KeptSymbols {
         return reinterpret_cast<const Integer*>(unit(u));
     }
 
-    // What else an encoder keeps of a unit: a number, and what there is room for behind symbols of 8 or 16 bits.
+    // What else an encoder may keep for a unit: a number, and what fits behind symbols of 8 or 16 bits.
     int32_t& note(int64_t u) const { return notes_[u]; }
     uint8_t* rest(int64_t u) const { return unit(u) + length(u) * (width(u) / 8); }
 

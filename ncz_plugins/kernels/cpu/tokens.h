@@ -1,14 +1,14 @@
 // The alphabet of HUFFMAN and RANS: a symbol is a token and, if it is not below DIRECT, extra bits.
 #pragma once
 
-#include "floats.h"
-#include "format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 
 namespace {
 
-// A token of DIRECT or more tells the place of the symbol's leading bit and the bit below it, which is what the bits of
-// a float begin with, and the lowest bit, which is the code's sign. The symbol is halved, as compilers vectorize the
-// conversion of an int32, and has bits taken out of it that a float has no room for, as they could be rounded up.
+// A token of DIRECT or more holds the position of the symbol's leading bit and the bit below it, as the bits of a float
+// do, and the lowest bit, which is the code's sign. The symbol is halved, because compilers vectorize the conversion of
+// an int32. Bits that don't fit into a float are cleared first, because the conversion could round them up.
 inline unsigned token_of(uint32_t symbol) {
     uint32_t bits = bits_of(float(int32_t((symbol & ~(symbol >> 8)) >> 1)));
     constexpr uint32_t first = (127 - 1 + 7) << 1;  // of DIRECT, halved
@@ -18,7 +18,7 @@ inline unsigned token_of(uint32_t symbol) {
 
 // As extra_bits_of its token.
 inline unsigned extra_bits_of_symbol(uint32_t symbol) {
-    return symbol < ncz::DIRECT ? 0 : 31 - ncz::TOLD_BITS - unsigned(__builtin_clz(symbol));
+    return symbol < ncz::DIRECT ? 0 : 31 - ncz::BITS_IN_TOKEN - unsigned(__builtin_clz(symbol));
 }
 
 // Gives the bits that any of the symbols has: if that is below DIRECT, the tokens are the symbols themselves.
@@ -35,7 +35,7 @@ uint32_t tokens_of(const Symbol* symbols, int n, uint8_t* tokens) {
 
 constexpr int BYTE_VALUES = 256;
 
-// How often each byte occurs. In four tables, as an increment would wait for that of the same byte just before.
+// How often each byte occurs. Four tables, because an increment would wait for the previous one of the same byte.
 class ByteCounts {
   public:
     void add(const uint8_t* bytes, int64_t n) {
@@ -44,7 +44,7 @@ class ByteCounts {
             for (int k = 0; k < TABLES; ++k) ++counts_[k][bytes[i + k]];
         for (; i < n; ++i) ++counts_[0][bytes[i]];
     }
-    // The same where few values occur, from 0 on: counts one after the other. For at most CHUNK bytes.
+    // The same for few different values, from 0 on: counts one value after the other. At most CHUNK bytes.
     void add_few(const uint8_t* bytes, int n) {
         typedef uint8_t Vector __attribute__((vector_size(VECTOR_BYTES)));
         constexpr int GROUP = 2 * VECTOR_BYTES;  // so that no byte of `equal` counts more than 255

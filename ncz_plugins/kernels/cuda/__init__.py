@@ -1,14 +1,14 @@
-"""The kernels for tensors on NVIDIA GPUs: CUDA C++, compiled when first used.
+"""The kernels for tensors on NVIDIA GPUs: CUDA C++, compiled on first use.
 
     values.cuh    floats to codes and back, random numbers, statistics
-    frame.cuh     headers, checksums, and what is verified before anything is decoded
-    fixed.cuh     the coders FIXED and RAW, and all that is done in one pass with them
+    frame.cuh     headers, checksums, and the checks before anything is decoded
+    fixed.cuh     the coders FIXED and RAW, and all that works in one pass
     select.cuh, huffman.cuh, rans.cuh    the selector and the other coders; coders.py launches them
-    types.cuh, block.cuh, symbols.cuh    what these share
+    types.cuh, block.cuh, symbols.cuh    shared by these; ../common is shared with the CPU kernels
     nvrtc.py      compiles and launches
 
-Nothing here waits for the device, but for reading a `DeviceSize`, `checksum` and `check`; sizes and choices stay on the
-device, and scratch memory is freed in the order of the stream. So all else can be captured in a CUDA graph.
+Only reading a `DeviceSize`, `checksum` and `check` wait for the device. Sizes and choices stay on the device, and
+scratch memory is freed in the order of the stream. So a CUDA graph can capture everything else.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..format import (
     SAMPLE_PIECES,
     Coder,
     Coding,
-    Costs,
     Noise,
     Predictor,
+    SelectorCosts,
     chunks_of,
 )
 from . import coders
@@ -42,7 +42,7 @@ _MOST_CHECKSUM_BLOCKS = 1024
 
 
 class Launcher(Protocol):
-    """Runs kernels: on a GPU `nvrtc.CupyLauncher`, and in the tests an emulator."""
+    """Runs kernels: `nvrtc.CupyLauncher` on a GPU, an emulator in the tests."""
 
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
         """Queue `kernel` of the module for `dtype`.
@@ -53,7 +53,7 @@ class Launcher(Protocol):
 
 
 class DeviceSize:
-    """How many bytes a kernel wrote, as the device will know. Using it as a number waits for that.
+    """How many bytes a kernel wrote. The number is on the device; using it waits for the kernel.
 
     Attributes:
         tensor: int64, [1].
@@ -77,19 +77,17 @@ class DeviceSize:
 
 
 class _Output:
-    """What kernels that write a frame of `count` codes know of it; zeros at first."""
+    """What the kernels that write a frame of `count` codes share about it; zeros at first."""
 
     def __init__(self, count: int, device: torch.device):
         memory = torch.zeros(4 + max(1, chunks_of(count)), dtype=torch.int64, device=device)
         self.size = memory[:1]
         self.choice = memory[1:3]  # ncz::Choice
-        self.places = memory[
-            3:
-        ]  # of chunks, behind a counter; a frame of nothing has a chunk, too, while it is written
+        self.places = memory[3:]  # a counter, then one number for each chunk; an empty frame counts as one chunk
 
 
 class _Input:
-    """A frame of `count` codes that was opened, in the order of kernels' parameters."""
+    """What kernels need to read a frame of `count` codes, in the order of their parameters."""
 
     def __init__(self, frame: Tensor, count: int):
         memory = torch.zeros(_STATUS + 1, dtype=torch.int64, device=frame.device)
@@ -100,7 +98,7 @@ class _Input:
 
 
 class _Found(threading.local):
-    """What this thread's kernels found damaged, on each device. Communicators have a thread each, and one backend."""
+    """The damage that this thread's kernels met, by device. All communicators share the backend; each has a thread."""
 
     def __init__(self):
         self.reports: dict[torch.device, Tensor] = {}
@@ -109,15 +107,15 @@ class _Found(threading.local):
 class CudaBackend(Backend):
     """The CUDA kernels, for tensors on any CUDA device.
 
-    What `encode`, `encode_codes` and `reduce` return is a `DeviceSize`. Damage shows when `check` is called, in what
-    this thread asked for and the current stream has done. Nothing was written for a damaged RAW or FIXED frame, or
-    one whose header is; what was written for others is undefined. `reduce` wrote nothing, and its size is 0, if it was
-    to write FIXED with a given predictor; otherwise it wrote a valid frame of other codes.
+    `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
+    as far as the current stream has run. A damaged RAW or FIXED frame, or a damaged header, writes nothing; other
+    damaged frames write undefined values. For a damaged frame `reduce` with FIXED and a given predictor writes nothing
+    and its size is 0; otherwise it writes a valid frame of other codes.
     """
 
     name = "cuda"
-    # From what was published for an A100 (cuSZp2's and DietGPU's throughput), not measured on the device at hand.
-    costs = Costs(raw=20, fixed=20, huffman=60, rans=40, rans_rest=60)
+    # From published figures for an A100 (cuSZp2 and DietGPU), not measured on this device.
+    costs = SelectorCosts(raw=20, fixed=20, huffman=60, rans=40, rans_rest=60)
 
     def __init__(self, launcher: Launcher):
         self._launcher = launcher
@@ -228,7 +226,7 @@ class CudaBackend(Backend):
         return sample
 
     def _encode_staged(self, codes: Tensor, coding: Coding, frame: Tensor, output: _Output) -> None:
-        """All coders but FIXED, of which each looks whether it was chosen."""
+        """Launch all coders but FIXED; each kernel checks whether its coder was chosen."""
         if coding.coder != Coder.RAW:
             coders.encode(self._launcher, codes, coding, output.choice, frame, output.size)
         count = codes.numel()
@@ -263,13 +261,13 @@ class CudaBackend(Backend):
     def _launch_floats(
         self, kernel: str, before: tuple, x: Tensor, inverse_steps: Tensor, noise: Noise | None, *behind
     ) -> None:
-        """A kernel that quantizes, a block per chunk. It has a twin that rounds at random."""
+        """Launch a kernel that quantizes, a block per chunk, or its twin that rounds at random."""
         floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
         name = kernel if noise is None else f"{kernel}_at_random"
         self._launch(name, x.dtype, chunks_of(x.numel()), *before, *floats, *behind)
 
     def _launch_codes(self, kernel: str, count: int, *arguments) -> None:
-        """A kernel that works on codes, a block per chunk."""
+        """Launch a kernel that works on codes, a block per chunk."""
         self._launch(kernel, torch.float32, chunks_of(count), *arguments)
 
     def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments) -> None:
@@ -277,17 +275,17 @@ class CudaBackend(Backend):
 
 
 def _is_one_pass(coding: Coding) -> bool:
-    """Whether codes are encoded as they come, since nothing needs to be known of all of them."""
+    """Whether codes can be encoded in one pass, because nothing about all of them must be known first."""
     return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
 
 
 def _fixed_arguments(count: int, coding: Coding, choice: Tensor | None, frame: Tensor, output: _Output) -> tuple:
-    """What the kernels that write FIXED frames take behind their codes."""
+    """The arguments of the kernels that write FIXED frames, after the codes."""
     return np.int64(count), np.int32(coding.predictor), choice, frame, output.size, output.places
 
 
 def _sampled(count: int) -> int:
-    """How many codes the selector looks at: the last piece may be short, and is always among them."""
+    """How many codes the selector looks at. The last piece, which may be short, is always among them."""
     pieces = -(-count // PIECE)
     missing = PIECE * pieces - count
     return PIECE * min(pieces, SAMPLE_PIECES) - missing

@@ -1,4 +1,4 @@
-"""What kernels get by value: the structures of format.h."""
+"""The structures of common/format.h that kernels take by value."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def coding_argument(coding: Coding) -> CodingArgument:
 
 
 def noise_argument(noise: Noise | None) -> NoiseArgument:
-    """Zeros for None."""
+    """`noise` as a kernel's argument; zeros for None."""
     return NoiseArgument() if noise is None else NoiseArgument(*noise)

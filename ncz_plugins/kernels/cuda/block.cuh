@@ -85,7 +85,7 @@ NCZ_DEVICE uint32_t block_or(uint32_t value, uint32_t* scratch) {
 
 // ------------------------------------------------------------------ between blocks
 
-// The emulator brings its own two, as it must let other threads run between looks.
+// The emulator has its own two, because it must let other threads run between two looks.
 #ifndef NCZ_EMULATED
 NCZ_DEVICE unsigned long long load_acquire(const unsigned long long* from) {
     unsigned long long value;
@@ -175,8 +175,8 @@ NCZ_DEVICE void store32(uint8_t* to, uint32_t value) {
     store16(to + 2, value >> 16);
 }
 
-// The first `bytes` of `words` (shared memory, with one more word behind them, whose value does not matter) to any
-// address, by all threads of the block. Written in whole words, of which those of a warp lie side by side.
+// Copies the first `bytes` of `words` to any address, by all threads of the block, in whole words; those of a warp are
+// adjacent. `words` is shared memory with one more word behind the bytes, whose value does not matter.
 NCZ_DEVICE void copy_to_global(uint8_t* to, const uint32_t* words, int bytes) {
     int head = int(-reinterpret_cast<uintptr_t>(to) & 3);  // bytes before the first word of global memory
     head = head < bytes ? head : bytes;

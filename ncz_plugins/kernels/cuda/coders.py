@@ -1,7 +1,7 @@
 """Launches the kernels of the selector and of HUFFMAN and RANS: select.cuh, huffman.cuh and rans.cuh.
 
-Nothing here waits for the device. The kernels of a coder return at once where another was chosen, or the frame is of
-another: grids depend on nothing but the number of codes.
+Nothing here waits for the device. Grids depend only on the number of codes: a coder's kernels are launched even if
+another coder was chosen, or wrote the frame, and then return at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..format import HUFFMAN_LANES, RANS_PAGE, Coder, Coding, chunks_of
 from .arguments import coding_argument
 
-_ANY = torch.float32  # the module of any element type has these kernels: they don't depend on it
+_ANY = torch.float32  # these kernels don't depend on the element type; the module for float32 has them
 _THREADS = 256  # of a block, as in types.cuh
 
 # Threads of a block where there are fewer, as in huffman.cuh and rans.cuh.

@@ -1,11 +1,11 @@
-// Frames as a whole: the header, the checksum, and what is verified before anything is decoded.
+// Whole frames: the header, the checksum, and the checks before anything is decoded.
 #pragma once
 
 #include "values.cuh"
 
 // ------------------------------------------------------------------ writing
 
-// In front of a payload of `bytes`, by one thread.
+// Writes the header for a payload of `bytes`, by one thread.
 NCZ_DEVICE void write_header(uint8_t* frame, int32_t coder, int32_t predictor, unsigned width, int64_t count,
                              int64_t bytes) {
     store32(frame, MAGIC);
@@ -21,13 +21,7 @@ NCZ_DEVICE void write_header(uint8_t* frame, int32_t coder, int32_t predictor, u
 
 // ------------------------------------------------------------------ the checksum
 
-constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;  // times 2 i + 1, for word number i
 constexpr int64_t FLAGS_WORD = 4, CHECKSUM_WORD = 5;
-
-NCZ_DEVICE uint32_t checksum_term(uint32_t word, int64_t i) {
-    uint32_t v = (word ^ word >> 16) * ((2 * uint32_t(i) + 1) * CHECKSUM_KEY);
-    return v ^ v >> 15;
-}
 
 // This block's share of the checksum of `bytes` of a frame, in thread 0. Whatever stands in its checksum field does not
 // count. With `seal`, its flags count as they will be.
@@ -43,7 +37,7 @@ NCZ_DEVICE uint32_t checksum_share(const uint8_t* frame, int64_t bytes, bool sea
         else
             word = aligned ? *reinterpret_cast<const uint32_t*>(from) : load32(from);
         if (seal && i == FLAGS_WORD) word = HAS_CHECKSUM;
-        if (i != CHECKSUM_WORD) total += checksum_term(word, i);
+        if (i != CHECKSUM_WORD) total += checksum_term(word, (2 * uint32_t(i) + 1) * CHECKSUM_KEY);
     }
     return block_sum(total, scratch);
 }
@@ -57,14 +51,14 @@ NCZ_KERNEL(ncz_checksum)(const uint8_t* frame, long long bytes, int always, uint
     if (threadIdx.x == 0) atomicAdd(checksum, share);
 }
 
-// Gives the frame that `frame`, of `room` bytes, begins with its checksum. `sum_and_blocks`: two zeros. Any number of
-// blocks; the last to end writes the fields.
-NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long room, uint32_t* sum_and_blocks) {
+// Writes the checksum of the frame that `frame` begins with; `frame` has `capacity` bytes. `sum_and_blocks`: two zeros.
+// Any number of blocks; the last to end writes the fields.
+NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long capacity, uint32_t* sum_and_blocks) {
     NCZ_SHARED(uint32_t, scratch, WARPS);
     NCZ_SHARED(int, is_last, 1);
-    if (room < HEADER_BYTES) return;
+    if (capacity < HEADER_BYTES) return;
     int64_t bytes = HEADER_BYTES + int64_t(load32(frame + 12));
-    uint32_t share = checksum_share(frame, bytes < room ? bytes : room, true, scratch);
+    uint32_t share = checksum_share(frame, bytes < capacity ? bytes : capacity, true, scratch);
     if (threadIdx.x == 0) atomicAdd(sum_and_blocks, share);
     if (!finished_last(sum_and_blocks + 1, is_last) || threadIdx.x) return;
     store32(frame + 4 * FLAGS_WORD, HAS_CHECKSUM);
@@ -73,7 +67,7 @@ NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long room, uint32_t* sum_and_blocks) {
 
 // ------------------------------------------------------------------ reading
 
-// What is wrong with the frame, as far as its header tells, or 0.
+// The damage that shows in the header and the checksum, or 0.
 NCZ_DEVICE int64_t opening_damage(const Header& header, int64_t bytes, int64_t count, uint32_t checksum) {
     if (int64_t wrong = header_damage(header, bytes, count)) return wrong;
     if (header.flags == HAS_CHECKSUM && checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
@@ -136,7 +130,7 @@ NCZ_KERNEL(ncz_check)(const uint8_t* frame, long long count, const long long* of
     is_wrong = __any_sync(ALL_LANES, is_wrong);
     taken = warp_sum(taken);
     if (lane() || (!is_wrong && taken == chunk.bytes)) return;
-    // Of several, that of the first chunk stays.
+    // Of several damages, the first chunk's stays.
     unsigned cause = is_wrong ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong ? 0 : unsigned(chunk.bytes);
     atomicMax(&status->chunk_damage, (unsigned long long)~uint32_t(c) << 32 | value << 8 | cause);
 }

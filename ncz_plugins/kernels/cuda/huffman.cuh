@@ -11,7 +11,7 @@
 
 constexpr unsigned HUFFMAN_WHOLE = 1u << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
 constexpr int LANE_SYMBOLS = CHUNK / HUFFMAN_LANES;
-constexpr int MOST_TOKEN_BITS = HUFFMAN_MAX_LENGTH + 32 - 1 - TOLD_BITS;
+constexpr int MOST_TOKEN_BITS = HUFFMAN_MAX_LENGTH + 32 - 1 - BITS_IN_TOKEN;
 constexpr int MOST_LANE_BYTES = LANE_SYMBOLS * MOST_TOKEN_BITS / 8;
 
 // ------------------------------------------------------------------ the code
@@ -295,9 +295,9 @@ struct HuffmanDecoding {
 static_assert(sizeof(HuffmanDecoding) == 8200, "as coders.py has it");
 
 // Reads the code in front of a payload, by a block. Gives what is wrong with it, the same to all threads: 0 if nothing.
-NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t room, uint8_t* lengths, uint32_t* scratch) {
-    int stored = room ? in[0] : int(TOKENS) + 1, token = int(threadIdx.x);
-    if (stored > int(TOKENS) || room < code_bytes(stored)) return damaged(HUFFMAN_TABLE, stored);
+NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t capacity, uint8_t* lengths, uint32_t* scratch) {
+    int stored = capacity ? in[0] : int(TOKENS) + 1, token = int(threadIdx.x);
+    if (stored > int(TOKENS) || capacity < code_bytes(stored)) return damaged(HUFFMAN_TABLE, stored);
     bool is_stored = token < stored, is_filling = token == stored && stored % 2;
     unsigned length = is_stored || is_filling ? in[1 + token / 2] >> token % 2 * 4 & 15 : 0;
     if (token < int(TOKENS)) lengths[token] = uint8_t(length);

@@ -1,7 +1,7 @@
-"""Compiles the kernels with NVRTC and launches them on a GPU, by CuPy's bindings of NVRTC and of the CUDA driver.
+"""Compiles the kernels with NVRTC and launches them on a GPU, through CuPy's bindings of both.
 
-There is one module per element type and architecture. It is compiled when first used, which takes some seconds, and
-kept on disk for the processes that follow.
+There is one module per element type and architecture. Compiling it on first use takes some seconds; later processes
+find it on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..format import DTYPES
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
-# No contraction: a fused multiply-add would round other than the reference.
+# No contraction: a fused multiply-add rounds differently from the reference.
 FLAGS = ("--std=c++17", "--fmad=false")
 
 
@@ -57,7 +57,7 @@ class CupyLauncher:
         self._lock = threading.Lock()
 
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
-        """As `Launcher` says; at least one of `arguments` is a tensor."""
+        """See `Launcher`. At least one of `arguments` is a tensor."""
         device = next(a.device.index for a in arguments if isinstance(a, Tensor))
         with torch.cuda.device(device):
             runtime.setDevice(device)  # makes its context current, also in a thread that never used it
@@ -110,19 +110,19 @@ def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:
 
 
 def _key(dtype: torch.dtype, arch: str) -> str:
-    """Of all that a cubin depends on."""
+    """A hash of everything that a cubin depends on."""
     text = "\0".join((*_flags(dtype, arch), str(nvrtc.getVersion()), _digest_of_sources()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
 def _digest_of_sources() -> str:
-    files = [KERNELS, *FOLDER.glob("*.cuh"), *FOLDER.parent.glob("cpu/*.h")]
+    files = [KERNELS, *FOLDER.glob("*.cuh"), *FOLDER.parent.glob("common/*.h")]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
 def _cache_folder() -> Path | None:
-    """Where only this user can write, as what is there will run; None, with a warning, if there is no such place."""
+    """A folder that only this user can write to, because its files will run. None, with a warning, without one."""
     try:
         return private_folder("cuda")
     except OSError as reason:
@@ -136,7 +136,7 @@ def _cache_folder() -> Path | None:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` wrote; None if there is nothing, or something else."""
+    """What `_write` wrote; None if the file is missing or different."""
     data = read_private(file) or b""
     size = hashlib.sha256().digest_size
     digest, code = data[:size], data[size:]
@@ -144,7 +144,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Where that fails, the next process compiles again."""
+    """Write `code` with its digest. After a failure the next process compiles again."""
     try:
         write_private(file, hashlib.sha256(code).digest() + code)
     except OSError as error:

@@ -7,8 +7,8 @@
 //     ncz_rans_open      one block               checks frequencies and sizes, finds where pages begin
 //     ncz_rans_decode    a block for each page
 //
-// Four states in turn are what a page's words come from: four lanes of one warp work at a time. Whatever else there is
-// to do for a page is left to all lanes, before or behind.
+// A page's words come from four states in turn, so four lanes of a warp work on them. All lanes share the rest of the
+// work on a page, before and after.
 #pragma once
 
 #include "huffman.cuh"
@@ -18,7 +18,7 @@ constexpr uint32_t RANS_WHOLE = 1u << RANS_BITS;
 constexpr int PAGE_MASKS = int(RANS_PAGE) / OCTET;
 constexpr int STATE_BYTES = 4 * RANS_LANES;  // of a page
 constexpr int PAGE_WORDS = int(RANS_PAGE) + PAGE_MASKS;  // one at most for each value
-constexpr int MOST_EXTRA_BITS = 32 - 1 - TOLD_BITS;
+constexpr int MOST_EXTRA_BITS = 32 - 1 - BITS_IN_TOKEN;
 constexpr int EXTRA_WORDS = int(RANS_PAGE) * MOST_EXTRA_BITS / 32;
 
 NCZ_DEVICE int length_of_page(int64_t page, int64_t count) {
@@ -38,7 +38,7 @@ NCZ_DEVICE uint32_t normalise(uint32_t count, uint64_t* scratch) {
     auto sum_of = [scratch](uint32_t value) { return block_sum(value, reinterpret_cast<uint32_t*>(scratch)); };
     uint32_t sum = sum_of(frequency), value = threadIdx.x;
     if (sum <= RANS_WHOLE) {
-        uint32_t key = frequency * BYTE_VALUES + (BYTE_VALUES - 1 - value);  // at a draw the lowest value is highest
+        uint32_t key = frequency * BYTE_VALUES + (BYTE_VALUES - 1 - value);  // the lowest value wins a tie
         if (block_max(key, reinterpret_cast<uint32_t*>(scratch)) == key) frequency += RANS_WHOLE - sum;
         return frequency;
     }

@@ -107,7 +107,7 @@ NCZ_DEVICE void add_up(const HuffmanTree& tree, const uint32_t* masks, int n, Sa
 
 // Picoseconds for a frame of `count` codes, of which `n` were measured. By one thread.
 NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_t modes, int code_bytes, int64_t count,
-                           const Costs& costs) {
+                           const SelectorCosts& costs) {
     int64_t chunks = chunks_of(count), bits, bytes = 0, picoseconds, of_all = n ? n : 1;
     if (coder == FIXED) {
         bits = int64_t(sums.fixed_bits);

@@ -22,8 +22,8 @@ NCZ_DEVICE uint32_t symbol_at(const int32_t* codes, int64_t i, int64_t chunk_beg
 NCZ_DEVICE unsigned token_of(uint32_t symbol) {
     if (symbol < DIRECT) return symbol;
     unsigned exponent = 31u - unsigned(__clz(int(symbol)));
-    return DIRECT + ((exponent - 7) << TOLD_BITS) + 2 * (symbol >> (exponent - 1) & 1) + (symbol & 1);
+    return DIRECT + ((exponent - 7) << BITS_IN_TOKEN) + 2 * (symbol >> (exponent - 1) & 1) + (symbol & 1);
 }
 
-// The extra bits of a symbol, `extra_bits_of` its token many.
+// The extra bits of a symbol; `extra_bits` is their number.
 NCZ_DEVICE uint32_t extra_of(uint32_t symbol, unsigned extra_bits) { return symbol >> 1 & ((1u << extra_bits) - 1); }

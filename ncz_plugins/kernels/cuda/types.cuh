@@ -1,18 +1,18 @@
-// What all CUDA kernels share: the element type of this module, and what kernels tell each other in device memory.
+// Shared by all CUDA kernels: the element type of this module, and structures through which kernels pass results on.
 //
 // kernels.cu is compiled once for each element type, with -DNCZ_DTYPE=0 to 3: its position in format.DTYPES.
 #pragma once
 
-#include "../cpu/floats.h"
-#include "../cpu/format.h"
+#include "../common/floats.h"
+#include "../common/format.h"
 
-// All shared memory is asked for by this macro, which the emulator of the tests replaces.
+// Declares shared memory. The emulator of the tests replaces this macro.
 #ifndef NCZ_SHARED
 #define NCZ_SHARED(type, name, count) __shared__ type name[count]
 #endif
 
 // How a kernel is declared: NCZ_KERNEL(ncz_name)(arguments), for blocks of THREADS threads. Four of them must fit on a
-// multiprocessor, so each thread has 64 registers at most, and the compiler no reason to spill some to save others.
+// multiprocessor, so each thread has at most 64 registers, and the compiler has no reason to spill to save more.
 // NCZ_KERNEL_OF is for blocks of other sizes.
 #define NCZ_KERNEL(name) NCZ_KERNEL_OF(THREADS, 4, name)
 #define NCZ_KERNEL_OF(threads, blocks, name) extern "C" __global__ void __launch_bounds__(threads, blocks) name

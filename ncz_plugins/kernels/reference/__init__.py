@@ -1,14 +1,14 @@
 """The executable specification of every kernel, in numpy: docs/wire-format.md as a program.
 
-Slow and plain on purpose: the C++ and CUDA kernels must produce the same bytes. Where no compiled
-library loads, this is what runs. The modules work on numpy arrays; `ReferenceBackend` wraps torch
-tensors. bfloat16, which numpy lacks, is widened to float32 (exactly) before anything else.
+Slow and plain on purpose: the C++ and CUDA kernels must produce the same bytes. It also runs where no compiled library
+loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch tensors. numpy lacks bfloat16, so bfloat16 is
+first widened to float32, which is exact.
 
     values    floats to codes and back, statistics, random numbers
     symbols   codes to symbols and tokens
     fixed, huffman, rans, bits    the coders
-    select    what `auto` means
-    frames    all of it together
+    select    the coder and predictor that AUTO stands for
+    frames    whole frames
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ class ReferenceBackend(Backend):
 
 
 def _values(x: torch.Tensor) -> np.ndarray:
-    """As float32, or float64 where the tensor is; the widening of the half types is exact."""
+    """`x` as float64 if it is that, else as float32. Widening the half types is exact."""
     return x.numpy() if x.dtype == torch.float64 else x.to(torch.float32).numpy()

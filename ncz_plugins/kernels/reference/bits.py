@@ -1,4 +1,4 @@
-"""Bit strings: fields of different widths one behind the other, the first bit lowest."""
+"""Bit strings: fields of different widths in a row, the first bit lowest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def join(values: np.ndarray, widths: np.ndarray) -> bytes:
-    """The low `widths[i]` bits of each `values[i]` (uint64), filled up to whole bytes with zeros."""
+    """The low `widths[i]` bits of each `values[i]` (uint64), padded with zeros to whole bytes."""
     widths = np.asarray(widths, dtype=np.int64)
     ends = np.cumsum(widths)
     which = np.repeat(np.arange(len(values)), widths)
@@ -16,7 +16,7 @@ def join(values: np.ndarray, widths: np.ndarray) -> bytes:
 
 
 class Windows:
-    """Reads up to 57 bits at any bit of `data` (uint8), at many places at once; behind the end are zeros."""
+    """Reads up to 57 bits from any bits of `data` (uint8), many at once. Zeros follow the end."""
 
     def __init__(self, data: np.ndarray):
         padded = np.concatenate([data, np.zeros(16, dtype=np.uint8)])

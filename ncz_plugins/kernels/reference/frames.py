@@ -37,7 +37,7 @@ def encode_codes(codes: np.ndarray, coding: Coding) -> bytes:
 
 
 def decode_codes(frame: bytes, count: int) -> np.ndarray:
-    """The `count` codes (int32) of one frame; DamagedFrame unless it is valid to the last byte."""
+    """The `count` codes (int32) of one frame. Raises DamagedFrame unless every byte is valid."""
     if len(frame) < HEADER_BYTES:
         raise DamagedFrame(f"{len(frame)} bytes are too few for a frame header of {HEADER_BYTES}")
     magic, version, coder, predictor, width, stored, payload_bytes, flags, stored_sum = HEADER.unpack_from(frame)
@@ -70,7 +70,7 @@ def decode_codes(frame: bytes, count: int) -> np.ndarray:
 
 
 def checksum(frame: bytes) -> int:
-    """The checksum of a whole frame, whatever stands in its checksum field."""
+    """The checksum of a whole frame, ignoring its checksum field."""
     data = np.zeros(-(-len(frame) // 4) * 4, dtype=np.uint8)
     data[: len(frame)] = np.frombuffer(frame, dtype=np.uint8)
     data[HEADER_BYTES - 4 : HEADER_BYTES] = 0

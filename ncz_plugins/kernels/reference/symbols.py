@@ -1,10 +1,10 @@
-"""Codes to symbols (prediction, zigzag) to tokens (what HUFFMAN and RANS have an alphabet for), and back."""
+"""Codes to symbols (prediction, zigzag) to tokens (the alphabet of HUFFMAN and RANS), and back."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..format import CHUNK, DIRECT, TOKENS, TOLD_BITS, Predictor, chunks_of
+from ..format import BITS_IN_TOKEN, CHUNK, DIRECT, TOKENS, Predictor, chunks_of
 
 _FIRST_EXPONENT = DIRECT.bit_length() - 1
 
@@ -41,10 +41,10 @@ def bit_length(symbols: np.ndarray) -> np.ndarray:
 def tokens_of(symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The token of each symbol (int64), and its extra bits (uint32), `extra_bits` of them."""
     exponents = np.maximum(bit_length(symbols) - 1, _FIRST_EXPONENT)
-    extra = (exponents - TOLD_BITS).astype(np.uint32)
+    extra = (exponents - BITS_IN_TOKEN).astype(np.uint32)
     second = (symbols >> (extra + np.uint32(1))) & np.uint32(1)  # the bit below the leading one
     sign = symbols & np.uint32(1)
-    large = DIRECT + ((exponents - _FIRST_EXPONENT) << TOLD_BITS) + 2 * second + sign
+    large = DIRECT + ((exponents - _FIRST_EXPONENT) << BITS_IN_TOKEN) + 2 * second + sign
     is_large = symbols >= DIRECT
     between = (symbols >> np.uint32(1)) & ((np.uint32(1) << extra) - np.uint32(1))
     return np.where(is_large, large, symbols).astype(np.int64), np.where(is_large, between, 0).astype(np.uint32)
@@ -52,8 +52,8 @@ def tokens_of(symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def extra_bits(tokens: np.ndarray) -> np.ndarray:
     """How many extra bits follow each token."""
-    exponents = _FIRST_EXPONENT + ((tokens - DIRECT) >> TOLD_BITS)
-    return np.where(tokens < DIRECT, 0, exponents - TOLD_BITS)
+    exponents = _FIRST_EXPONENT + ((tokens - DIRECT) >> BITS_IN_TOKEN)
+    return np.where(tokens < DIRECT, 0, exponents - BITS_IN_TOKEN)
 
 
 def first_symbols(tokens: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Floats to codes and back, and what is measured beforehand."""
+"""Floats to codes and back, statistics of chunks, and random numbers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ def chunk_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = None) -> np.ndarray:
-    """`x / step` as int32: one multiplication in the dtype of `x`, clamped, then rounded.
+    """`x` divided by the quantization step, as int32: multiplied in the dtype of `x`, clamped, then rounded.
 
-    To even where `noise` is None, else up or down at random. `inverse_steps` holds 1/step per chunk
-    in the dtype of `x`. NaN becomes the upper clamp: callers that must keep NaN look at
-    `chunk_statistics` first.
+    Rounds to nearest even if `noise` is None, else up or down at random. `inverse_steps` holds 1 / step per chunk in
+    the dtype of `x`. NaN becomes the upper limit: callers that must keep NaN look at `chunk_statistics` first.
     """
     limit = x.dtype.type(2147483520.0 if x.dtype == np.float32 else 2147483647.0)
     with np.errstate(over="ignore", invalid="ignore"):

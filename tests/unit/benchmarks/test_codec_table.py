@@ -8,7 +8,7 @@ from ncz_plugins.cli.codec import speed
 from ncz_plugins.cli.codec.libraries import LIBRARIES, missing
 from ncz_plugins.cli.codec.round_trip import codes_of, round_trip
 from ncz_plugins.core.config import Config
-from ncz_plugins.kernels.format import Costs
+from ncz_plugins.kernels.format import SelectorCosts
 from ncz_plugins.kernels.reference.symbols import predict
 
 
@@ -39,7 +39,7 @@ def test_every_data_set_has_bounds():
 @pytest.mark.parametrize("coder", codec_table.CODERS)
 @pytest.mark.parametrize("predictor", codec_table.PREDICTORS)
 def test_costs_are_those_of_the_frames(walk, coder, predictor):
-    costs = Costs(link=7, raw=1, fixed=2, huffman=3, rans=5, rans_rest=11)
+    costs = SelectorCosts(link=7, raw=1, fixed=2, huffman=3, rans=5, rans_rest=11)
     made = run(walk, coder, predictor)
     found = codec_table.frame_costs(made, costs)
     codes = [codes_of(made.codec, i).numpy() for i in range(len(made.frames))]

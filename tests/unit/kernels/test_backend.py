@@ -24,10 +24,10 @@ from ncz_plugins.kernels.format import (
     SAMPLE_PIECES,
     Coder,
     Coding,
-    Costs,
     DamagedFrame,
     Noise,
     Predictor,
+    SelectorCosts,
     chunks_of,
     max_frame_bytes,
 )
@@ -46,7 +46,7 @@ SOME_ASKED = [
 ]
 FIXED = Coding(Coder.FIXED, Predictor.NONE)
 # From a link so slow that only bytes count to one that costs nothing.
-LINKS = [Costs(link=link) for link in (10**7, 8000, 800, 80, 0)]
+LINKS = [SelectorCosts(link=link) for link in (10**7, 8000, 800, 80, 0)]
 COUNTS = (0, 1, 7, 8, 9, 31, 32, 33, 100, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
 WIDTHS = (0, 1, 5, 8, 9, 13, 16, 17, 24, 31, 32)
 
@@ -233,7 +233,7 @@ def test_any_codes(name, data):
 
 
 @functools.cache
-def patchworks() -> list[tuple[torch.Tensor, Costs, torch.Tensor]]:
+def patchworks() -> list[tuple[torch.Tensor, SelectorCosts, torch.Tensor]]:
     """More codes than the selector looks at, each part of another kind; prices, and the reference's frames."""
     generator = torch.Generator().manual_seed(0)
     kinds = [torch.arange(1000), torch.zeros(1000)]

@@ -21,7 +21,7 @@ from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport import link_speed
 from ncz_plugins.core.transport.handshake import RankComparison
-from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Costs, Predictor
+from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor, SelectorCosts
 
 BACKEND = kernels.cpu_backend()
 
@@ -39,7 +39,7 @@ def test_coding_costs_what_the_configuration_says_on_cpus_only():
     costs = {"raw": 1, "fixed": 2, "huffman": 3, "rans": 4, "rans_rest": 5}
     config = Config(entropy={"costs": costs})
     assert coding_for(config, BACKEND).costs._asdict() == costs | {"link": 8000}
-    gpu = SimpleNamespace(name="cuda", costs=Costs(raw=7))
+    gpu = SimpleNamespace(name="cuda", costs=SelectorCosts(raw=7))
     assert coding_for(config, gpu).costs == gpu.costs
 
 

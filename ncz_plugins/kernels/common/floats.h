@@ -1,5 +1,5 @@
-// What the kernels of all processors do alike with a float: clamp it, and the half types as bits, to and from float32:
-// exact one way, to nearest even the other. Branch-free, so that compilers vectorize loops over them.
+// Operations on floats that the kernels of all processors share: clamping, and converting the half types, as bits, to
+// float32 (exact) and back (to nearest even). Branch-free, so that compilers vectorize loops over them.
 #pragma once
 
 #include "format.h"
@@ -23,13 +23,13 @@ NCZ_FUNCTION float float_of(uint32_t bits) {
     return value;
 }
 
-// As ?:, of which gcc would make a branch where one side takes float arithmetic, and vectorize nothing.
+// Like ?:, which gcc would compile to a branch if one side needs float arithmetic, and then vectorize nothing.
 NCZ_FUNCTION uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
     uint32_t mask = 0u - uint32_t(condition);
     return (yes & mask) | (no & ~mask);
 }
 
-// To what int32 holds, before rounding. NaN becomes the upper limit.
+// Clamps to the range of int32, before rounding. NaN becomes the upper limit.
 NCZ_FUNCTION float clamped(float scaled) {
     constexpr float limit = 2147483520.0f;  // the largest float32 that int32 holds
     scaled = scaled < limit ? scaled : limit;
@@ -68,7 +68,7 @@ NCZ_FUNCTION void narrow(float value, ncz::bfloat16& out) {
 NCZ_FUNCTION void narrow(float value, ncz::float16& out) {
     uint32_t bits = bits_of(value);
     uint32_t magnitude = bits & 0x7fffffffu;
-    // Rounds up to 65520 and over into the infinity by itself.
+    // Values from 65520 on become infinity without a special case.
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     // 0.5f has float16's smallest subnormal, 2**-24, as its last bit: the addition rounds.
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);

@@ -1,5 +1,5 @@
-// The layout of a frame, as constants and what follows from them: the twin of ../format.py. docs/wire-format.md
-// explains it. The CUDA kernels include it, too.
+// The layout of a frame: its constants, and what follows from them. ../format.py holds the same for Python, and
+// docs/wire-format.md explains it. The kernels of all processors include this file.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without
@@ -22,7 +22,7 @@ typedef unsigned long long uintptr_t;
 #endif
 #endif
 
-// A function for every kind of processor.
+// Declares a function for every kind of processor.
 #ifdef __CUDACC__
 #define NCZ_FUNCTION __host__ __device__ __forceinline__
 #else
@@ -31,7 +31,7 @@ typedef unsigned long long uintptr_t;
 
 namespace ncz {
 
-constexpr int32_t ABI_VERSION = 2;  // of the C functions; ncz_plugins/kernels/cpu/__init__.py asks for the same
+constexpr int32_t ABI_VERSION = 2;  // of the C functions; ../cpu/__init__.py expects the same
 
 constexpr uint32_t MAGIC = 0x465A434E;
 constexpr uint8_t VERSION = 1;
@@ -44,11 +44,12 @@ constexpr int64_t PIECE = 128, SAMPLE_PIECES = 64;
 constexpr int LANES = 128;
 
 constexpr uint32_t HAS_CHECKSUM = 1;
+constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;
 
 constexpr unsigned DIRECT = 128;
-constexpr unsigned TOLD_BITS = 2;
-constexpr unsigned LEAST_EXTRA_BITS = 7 - TOLD_BITS;  // of tokens that have any
-constexpr unsigned TOKENS = DIRECT + ((32 - 7) << TOLD_BITS);
+constexpr unsigned BITS_IN_TOKEN = 2;
+constexpr unsigned LEAST_EXTRA_BITS = 7 - BITS_IN_TOKEN;  // of tokens that have any
+constexpr unsigned TOKENS = DIRECT + ((32 - 7) << BITS_IN_TOKEN);
 constexpr unsigned HUFFMAN_MAX_LENGTH = 11;
 constexpr int HUFFMAN_LANES = 4;
 constexpr int RANS_LANES = 4;
@@ -59,7 +60,7 @@ constexpr uint32_t RANS_LOWEST = 1 << 16;
 enum Coder : int32_t { RAW = 0, FIXED = 1, HUFFMAN = 2, RANS = 3, AUTO_CODER = 255 };
 enum Predictor : int32_t { NONE = 0, DELTA = 1, AUTO_PREDICTOR = 255 };
 
-// Element types, numbered by their position in format.DTYPES. The two half types are only bits here.
+// Element types, numbered as in format.DTYPES. The two half types are handled as bits.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3 };
 struct bfloat16 {
     uint16_t bits;
@@ -76,13 +77,13 @@ struct Header {
 constexpr int64_t HEADER_BYTES = sizeof(Header);
 static_assert(HEADER_BYTES == 24, "the header has no padding");
 
-// As in format.py, all in picoseconds.
-struct Costs {
+// The selector's prices in picoseconds, as in format.py.
+struct SelectorCosts {
     int64_t link, raw, fixed, huffman, rans, rans_rest;
 };
 struct Coding {
     int32_t coder, predictor;
-    Costs costs;
+    SelectorCosts costs;
 };
 struct Noise {
     uint64_t seed;
@@ -90,7 +91,7 @@ struct Noise {
     uint64_t first;
 };
 
-// Why a frame was refused. Functions return -(cause + 256 * value); Python words the message.
+// Why a frame was refused. Functions return -(cause + 256 * value); ../damage.py makes the message.
 enum Damage : int64_t {
     NO_HEADER = 1,
     BAD_MAGIC = 2,
@@ -128,10 +129,10 @@ NCZ_FUNCTION int64_t damaged(ncz::Damage cause, int64_t value = 0) { return -(in
 
 NCZ_FUNCTION int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) / ncz::CHUNK; }
 
-// Bits of all symbols of a RAW frame whose largest has `bits`.
+// Bits per symbol of a RAW frame whose largest symbol has `bits`.
 NCZ_FUNCTION unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits <= 16 ? 16 : 32; }
 
-// Elements of a chunk of `count`.
+// Elements in chunk `chunk` of `count` elements; below 1 behind the last.
 NCZ_FUNCTION int length_of(int64_t chunk, int64_t count) {
     int64_t left = count - chunk * ncz::CHUNK;
     return int(left < ncz::CHUNK ? left : ncz::CHUNK);
@@ -140,18 +141,18 @@ NCZ_FUNCTION int length_of(int64_t chunk, int64_t count) {
 NCZ_FUNCTION int blocks_of(int n) { return (n + ncz::BLOCK - 1) / ncz::BLOCK; }
 NCZ_FUNCTION int octets_of(int n) { return (n + ncz::OCTET - 1) / ncz::OCTET; }
 
-// Bits of a symbol that its token does not tell: those from the second on.
+// How many extra bits a symbol with this token has: the bits that the token does not determine.
 NCZ_FUNCTION unsigned extra_bits_of(unsigned token) {
-    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::TOLD_BITS) + ncz::LEAST_EXTRA_BITS;
+    return token < ncz::DIRECT ? 0 : ((token - ncz::DIRECT) >> ncz::BITS_IN_TOKEN) + ncz::LEAST_EXTRA_BITS;
 }
 
-// The lowest symbol of a token: one whose extra bits are all zero. A symbol is that plus twice its extra bits.
+// The lowest symbol with this token, whose extra bits are zero. A symbol is that plus twice its extra bits.
 NCZ_FUNCTION uint32_t base_of(unsigned token) {
     return token < ncz::DIRECT ? token : (2 + (token >> 1 & 1)) << (extra_bits_of(token) + 1) | (token & 1);
 }
 
-// What is wrong with the header of a frame of `bytes` and, as the caller knows, `count` codes; or 0. Next to be looked
-// at is its checksum, then coder_damage. (The order decides what is told of a frame with several damages.)
+// The damage in the header of a frame of `bytes` that must hold `count` codes; 0 if there is none. Callers then check
+// the checksum, then coder_damage. The order decides which of several damages is reported.
 NCZ_FUNCTION int64_t header_damage(const ncz::Header& header, int64_t bytes, int64_t count) {
     if (bytes < ncz::HEADER_BYTES) return damaged(ncz::NO_HEADER);
     if (header.magic != ncz::MAGIC) return damaged(ncz::BAD_MAGIC);
@@ -169,6 +170,12 @@ NCZ_FUNCTION int64_t coder_damage(const ncz::Header& header) {
         return header.payload_bytes == int64_t(header.count) * (width / 8) ? 0 : damaged(ncz::RAW_LENGTH);
     bool is_known = header.coder == ncz::FIXED || header.coder == ncz::HUFFMAN || header.coder == ncz::RANS;
     return is_known && !width ? 0 : damaged(ncz::BAD_CODER);
+}
+
+// What one word of a frame adds to its checksum. `key`: CHECKSUM_KEY times (2 i + 1) for word i.
+NCZ_FUNCTION uint32_t checksum_term(uint32_t word, uint32_t key) {
+    uint32_t v = (word ^ word >> 16) * key;
+    return v ^ v >> 15;
 }
 
 }  // namespace

@@ -1,0 +1,95 @@
+"""Patches for the life of a DeepSpeed engine: start, step, save, load, destroy.
+
+Each function takes a method of DeepSpeedEngine and returns what replaces it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+from . import checkpoint
+from .compression import configured, describe
+
+ATTRIBUTE = "communication_compression"  # on engines, and on the optimizers that reduce for them
+
+
+def configure_engine(original):
+    """Replaces __init__: reads our key of the configuration, and gives the engine its GradientCompression."""
+
+    def __init__(self, *args, **kwargs):
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        compression = configured(arguments["config_class"])  # first, because the rest takes long
+        original(self, *args, **kwargs)
+        setattr(self, ATTRIBUTE, compression)
+        if compression is not None:
+            if self.optimizer is not None:
+                setattr(self.optimizer, ATTRIBUTE, compression)
+            if self.monitor.enabled:
+                compression.feed(self.monitor)
+            if self.global_rank == 0:
+                print(describe(compression, self.zero_optimization_stage()), flush=True)
+
+    return __init__
+
+
+def end_step(original):
+    """Replaces _take_model_step: an optimizer step ends a step of compression."""
+
+    def _take_model_step(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        compression = getattr(self, ATTRIBUTE)
+        if compression is not None:
+            compression.training.end_step()
+        return result
+
+    return _take_model_step
+
+
+def save_compression(original):
+    """Replaces save_checkpoint: saves the state of compression as well."""
+
+    signature = inspect.signature(original)
+
+    def save_checkpoint(self, *args, **kwargs):
+        compression = getattr(self, ATTRIBUTE)
+        given = signature.bind(self, *args, **kwargs).arguments
+        if compression is not None and given["save_dir"]:  # DeepSpeed refuses an empty one
+            tag = given.get("tag")
+            tag = f"global_step{self.global_steps}" if tag is None else str(tag)  # DeepSpeed's own default
+            # Before DeepSpeed saves, because a barrier follows: "latest" never names a checkpoint without our files.
+            checkpoint.save(compression.training, os.path.join(given["save_dir"], tag))
+        return original(self, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def load_compression(original):
+    """Replaces _load_checkpoint: loads the state of compression with the optimizer's."""
+
+    signature = inspect.signature(original)
+
+    def _load_checkpoint(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        compression = getattr(self, ATTRIBUTE)
+        if compression is not None and result[0] is not None:
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            options = given.arguments
+            if options["load_optimizer_states"] and not options["load_module_only"]:
+                checkpoint.load(compression.training, os.path.join(options["load_dir"], options["tag"]), self.device)
+        return result
+
+    return _load_checkpoint
+
+
+def close_compression(original):
+    """Replaces destroy: closes the connections first."""
+
+    def destroy(self, *args, **kwargs):
+        compression = getattr(self, ATTRIBUTE)
+        if compression is not None:
+            compression.close()
+        return original(self, *args, **kwargs)
+
+    return destroy

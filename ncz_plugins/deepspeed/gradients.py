@@ -1,0 +1,132 @@
+"""Patches that compress the reduction of gradients, and nothing else.
+
+DeepSpeed runs the same collectives on the same groups for gradients, weights, norms and flags. Only gradients may be
+compressed. So `mark_gradients` wraps the methods that reduce gradients and records, while they run, which gradients
+these are. The wrapped collectives look at that record, and pass everything else through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.training.policy import ParameterSlice
+from .compression import GradientCompression
+from .engine import ATTRIBUTE
+from .parameter_slices import rank_major
+
+
+class _Reduction(NamedTuple):
+    """The gradient reduction that is running now.
+
+    Attributes:
+        parts: what the reduced gradients consist of, in order.
+    """
+
+    compression: GradientCompression
+    parts: list[ParameterSlice]
+
+
+_reducing: ContextVar[_Reduction | None] = ContextVar("ncz_reducing_gradients", default=None)
+
+
+def mark_gradients(list_gradients, original):
+    """Wraps a method that reduces the gradients that its first argument names.
+
+    Args:
+        list_gradients: takes the object that has the method; see parameter_slices.py.
+    """
+
+    def reduce_gradients(self, given, *args, **kwargs):
+        compression = getattr(self, ATTRIBUTE, None)
+        if compression is None:
+            return original(self, given, *args, **kwargs)
+        # ZeRO 3 sometimes passes parameters and means their gradients.
+        tensors = [each.grad if isinstance(each, torch.nn.Parameter) else each for each in _as_list(given)]
+        with _reducing_gradients(_Reduction(compression, compression.parts(tensors, list_gradients(self)))):
+            return original(self, given, *args, **kwargs)
+
+    return reduce_gradients
+
+
+@contextmanager
+def _reducing_gradients(reduction: _Reduction) -> Iterator[None]:
+    token = _reducing.set(reduction)
+    try:
+        yield
+    finally:
+        _reducing.reset(token)
+
+
+def _as_list(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def compressed_all_reduce(original):
+    """Replaces TorchBackend.all_reduce: compressed while gradients are reduced, else as it was."""
+
+    @torch.compiler.disable
+    def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        reduction = _reducing.get()
+        if reduction is None:
+            return original(self, tensor, op, group, async_op)
+        communicator = reduction.compression.communicator(group)
+        return communicator.all_reduce(tensor, self._reduce_op(op), async_op, role="gradient", parts=reduction.parts)
+
+    return all_reduce
+
+
+def compressed_reduce_scatter(original):
+    """Replaces TorchBackend.reduce_scatter_tensor: compressed while gradients are reduced, else as it was."""
+
+    @torch.compiler.disable
+    def reduce_scatter_tensor(
+        self, output_tensor, input_tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False
+    ):
+        reduction = _reducing.get()
+        if reduction is None:
+            return original(self, output_tensor, input_tensor, op, group, async_op)
+        return reduction.compression.communicator(group).reduce_scatter_tensor(
+            output_tensor, input_tensor, self._reduce_op(op), async_op, role="gradient", parts=reduction.parts
+        )
+
+    return reduce_scatter_tensor
+
+
+def group_by_settings(original):
+    """One call for all gradients that share their settings, each padded with zeros.
+
+    DeepSpeed pads partitions with uninitialised memory, and those values would set a block's scale.
+    """
+
+    def reduce_scatter_coalesced(tensors, group=None):
+        reduction = _reducing.get()
+        if reduction is None:
+            return original(tensors, group)
+        compression, parts = reduction
+        ranks, dtype = compression.communicator(group).ranks, tensors[0].dtype
+        n, rank = len(ranks), torch.distributed.get_rank(group)
+        partitions = [None] * len(tensors)
+        for _, members in compression.training.grouped(parts, dtype, "gradient", ranks):
+            padded = [_padded(tensors[i], n) for i in members]
+            with _reducing_gradients(_Reduction(compression, rank_major([parts[i] for i in members], n))):
+                reduced = original(padded, group)
+            for i, partition in zip(members, reduced):
+                # The last ranks' partitions are shorter once the padding is cut off.
+                left = max(0, tensors[i].numel() - rank * partition.numel())
+                partitions[i] = partition[:left]
+        return partitions
+
+    return reduce_scatter_coalesced
+
+
+def _padded(tensor: Tensor, ranks: int) -> Tensor:
+    """`tensor` as 1-D, with zeros appended up to a multiple of the number of ranks."""
+    missing = -tensor.numel() % ranks
+    return F.pad(tensor.reshape(-1), (0, missing)) if missing else tensor
