@@ -20,11 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core.config import DEEPSPEED_KEY, Config
-from ..core.config import model as configuration
-from ..core.config.documents import read_document
+from ..core import config as configuration
+from ..core.config import DEEPSPEED_KEY, Config, read_document
 from ..core.errors import ConfigError, NczError, UnsupportedError
-from ..core.tuning.choices import Tuning
+from ..core.tuning.tuning_file import Tuning
 from ..version import __version__
 from .perf import COLLECTIVES, DATA
 

@@ -1,182 +1,199 @@
-"""One compressed collective from beginning to end: agree, then exchange frames, or go plain."""
+"""The way of every call, whichever door it came by: decide, prepare, compare, agree, run, count."""
 
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..kernels.format import DTYPES
+from .bypass import Bypass, BypassBackoff, before_call, by_size, scales_or_bypass
+from .call import Call, Request, plain_wire_bytes
 from .codec.layout import Layout, Window
-from .codec.quantize import Bypass, Scales, derive, measure
+from .codec.quantize import Scales, measure
 from .codec.scale_agreement import ScaleAgreement, pieces_of
-from .codec.tensor_codec import TensorCodec, codec_for
+from .codec.tensor_codec import CodedTensor, TensorCodec, codec_for, noise_for
 from .config import Config
-from .errors import MismatchError
-from .runtime.device import Gpu, Host
+from .errors import MismatchError, UnsupportedError
+from .runtime.device import Device, require_kernels
 from .runtime.statistics import Counters
 from .runtime.trace import span
+from .schedules import direct, ring
+from .schedules.choice import schedule_for
+from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
+from .training.group import GroupState
+from .training.policy import named
+from .training.state import Training
+from .transport.base import Transport
 from .transport.handshake import RankComparison
+from .transport.topology import Nodes
 
-# Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
-_PLAIN_BYTES = {
-    "all_reduce": lambda nbytes, n: 2 * nbytes * (n - 1) // n,
-    "reduce_scatter_tensor": lambda nbytes, n: nbytes * (n - 1) // n,
-    "all_gather_into_tensor": lambda nbytes, n: nbytes * (n - 1),
-    "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
-}
+_SCHEDULES = {"ring": ring, "direct": direct}
 
 
-@dataclass(frozen=True)
-class Call:
-    """One collective, ready to run.
+class Decision(NamedTuple):
+    """How a request will be served, as far as ranks know without asking each other.
 
     Attributes:
-        collective: its name in torch.distributed, one of `_PLAIN_BYTES`.
-        layout: how the whole tensor is cut, of which `source` and `output` hold parts.
-        source: what this rank contributes.
-        output: where the result goes; may be the memory of `source`.
-        measured: segments of `source` that count in the agreement on steps.
-        schedule: takes the transport, the codec and the counters.
-        plain: the uncompressed collective, for when it turns out that compression can't serve.
-        inside: what the ranks of a node do among themselves before all others, once it is sure that all ranks make the
-            same call: takes the transport and the counters, and returns what is contributed in place of `source`.
-        addends: ranks whose values are summed.
-        divisor: what the sum is divided by.
-        root: rank that a broadcast starts from.
-        feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
-        plain_sum: replaces a tensor by its uncompressed sum over ranks, to verify a compressed one; only sums have it.
-        in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
-        draw: what a stochastic quantizer's random numbers are drawn by, this rank's own; None for the call's number.
+        config: its settings.
+        bypass: why it goes plain, if it does.
     """
 
-    collective: str
-    layout: Layout
-    source: Window
-    output: Window
-    measured: range
-    schedule: Callable
-    plain: Callable[[], None]
-    inside: Callable[..., Window] | None = None
-    addends: int = 1
-    divisor: float = 1
-    root: int = 0
-    feedback: Feedback | None = None
-    plain_sum: Callable[[Tensor], None] | None = None
-    in_pieces: bool = True
-    draw: int | None = None
-
-    def described(self, number: int, config: Config) -> dict[str, int]:
-        """What all ranks must have in common."""
-        return {
-            "number of the call": number,
-            "collective": list(_PLAIN_BYTES).index(self.collective),
-            "elements": self.layout.numel,
-            "dtype": DTYPES.index(self.source.data.dtype),
-            "checksum of the divisor": zlib.crc32(repr(float(self.divisor)).encode()),
-            "source rank": self.root,
-            "checksum of the configuration": checksum_of(config),
-        }
+    config: Config
+    bypass: Bypass | None
 
 
-class BypassBackoff:
-    """Which calls go plain without being measured, as those of their kind turned out to be hopeless.
+class Collectives:
+    """The compressed collectives of one group of ranks, on one rank.
 
-    After such a call the next one of its kind goes plain, then the next 2, 4, ... 64, until one is compressed. All
-    ranks make the same calls and learn the same of them, so they decide alike.
-    """
-
-    _HOPELESS = (Bypass.NOT_WORTH, Bypass.CODE_OVERFLOW)
-    _LONGEST = 64
-
-    def __init__(self):
-        self._kinds: dict[str, _Hopeless] = {}
-
-    def lost(self, call: Call, config: Config) -> Bypass | None:
-        """The reason why this call is to go plain at once, if there is one."""
-        hopeless = self._kinds.get(_kind(call, config))
-        if hopeless is None or not hopeless.left:
-            return None
-        hopeless.left -= 1
-        return hopeless.reason
-
-    def learn(self, call: Call, config: Config, bypass: Bypass | None) -> None:
-        """What became of a call that was measured: it was compressed, or went plain for this reason."""
-        if bypass in self._HOPELESS:
-            hopeless = self._kinds.setdefault(_kind(call, config), _Hopeless())
-            hopeless.reason = bypass
-            hopeless.length = hopeless.left = min(2 * hopeless.length or 1, self._LONGEST)
-        else:
-            self._kinds.pop(_kind(call, config), None)
-
-    def state_dict(self) -> dict[str, list]:
-        """Numbers and strings, for a checkpoint."""
-        return {kind: [each.reason.value, each.left, each.length] for kind, each in self._kinds.items()}
-
-    def load_state_dict(self, state: dict[str, list]) -> None:
-        """Take over what `state_dict` gave."""
-        self._kinds = {kind: _Hopeless(Bypass(reason), *numbers) for kind, (reason, *numbers) in state.items()}
-
-
-@dataclass
-class _Hopeless:
-    """Calls of one kind: why they go plain, how many more will without being measured, and out of how many."""
-
-    reason: Bypass | None = None
-    left: int = 0
-    length: int = 0
-
-
-def _kind(call: Call, config: Config) -> str:
-    """What calls must have in common to be expected to go alike."""
-    bound = f"{config.quantizer.kind} {config.quantizer.mode} {config.quantizer.value}"
-    return f"{call.collective} {call.layout.lengths} {call.source.data.dtype} {call.root} {call.divisor} {bound}"
-
-
-@lru_cache
-def checksum_of(config: Config) -> int:
-    """A number by which ranks tell whether their configurations differ; found once for each, as calls are many."""
-    return zlib.crc32(config.canonical().encode())
-
-
-def run(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, patience: BypassBackoff | None = None
-) -> Counters:
-    """Run `call` to its end on this rank.
+    A call passes through `decide`; then, if nothing speaks against it, `prepare` and `run`. All ranks make the same
+    calls in the same order. Adapters supply devices and transports, and run what goes plain at once.
 
     Args:
-        number: how many calls this rank has made, this one included.
-        transport: a `Transport`, or what offers the same over another runtime.
-        device: where the tensors of `call` live.
-        patience: what all calls on this transport share; None to measure every one.
-
-    Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
+        training: what lasts from call to call.
+        config: the settings; a resolved configuration.
+        ranks: global ranks of the group; `rank` is this one's number among them.
+        nodes: which of them share a node; None where every rank stands for itself.
+        auto_schedule: the schedule that `transport.schedule: auto` means; None: by the number of ranks.
     """
-    input = call.source.data
-    plain_bytes = plain_wire_bytes(call.collective, input.nbytes, transport.world_size)
-    counters = Counters(calls=1, bytes_in=input.nbytes, plain_bytes=plain_bytes)
-    started = time.perf_counter()
-    bypass = patience.lost(call, config) if patience else None
-    if bypass is None:
-        bypass = _compressed(call, number, transport, device, config, counters)
-        if patience:
-            patience.learn(call, config, bypass)
-    if bypass is None:
-        counters.compressed_calls = 1
-    else:
-        with span("plain", input.nbytes, counters):
-            call.plain()
-            device.settle()
-        counters.wire_bytes += plain_bytes
-        counters.bypasses[bypass.value] = 1
-        counters.bypassed_bytes[bypass.value] = plain_bytes
-    counters.seconds = time.perf_counter() - started
-    return counters
+
+    def __init__(
+        self,
+        training: Training,
+        config: Config,
+        ranks: Sequence[int],
+        rank: int,
+        nodes: Nodes | None = None,
+        auto_schedule: str | None = None,
+    ):
+        self.training = training
+        self.config = config
+        self.ranks = ranks
+        self.rank = rank
+        self.world_size = len(ranks)
+        self.nodes = nodes
+        self._auto_schedule = auto_schedule
+
+    @property
+    def state(self) -> GroupState:
+        """What the ranks have in common from call to call."""
+        return self.training.of_group(self.ranks)
+
+    # ---------------------------------------------------------------- before a call
+
+    def decide(self, request: Request) -> Decision:
+        """The settings of a request, and the reason to go plain, if there is one. Asks no other rank.
+
+        Raises UnsupportedError for tensors that can't be served, and where a request's parts are treated differently.
+        """
+        for tensor in (request.input, request.output):
+            require_kernels(tensor.device, self.config)
+            if not tensor.is_contiguous():
+                raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
+        dtypes = (request.input.dtype, request.output.dtype)
+        if bypass := before_call(self.config, self.world_size, request.role, request.op, dtypes):
+            return Decision(self.config, bypass)
+        dtype = request.input.dtype
+        alike = self.training.grouped(request.parts, dtype, request.role, self.ranks)
+        if len(alike) > 1:
+            raise UnsupportedError(
+                f"parts of one tensor are treated differently, by {' and '.join(how.because for how, _ in alike)}: "
+                "pass them in calls of their own, see Training.grouped"
+            )
+        treatment, _ = alike[0]
+        config = treatment.settings(self.config)
+        return Decision(config, treatment.bypass or by_size(request.larger.nbytes, config))
+
+    def count_plain(self, request: Request, bypass: Bypass) -> None:
+        """Count a request that goes plain without asking the other ranks."""
+        self.training.stats.record(bypassed(request, bypass, self.world_size))
+
+    def prepare(self, request: Request, config: Config) -> Call:
+        """The call that serves a request, numbered, with the settings that `decide` returned.
+
+        Raises UnsupportedError where error feedback would not know a parameter by name.
+        """
+        feedback = self._feedback(request, config)
+        state = self.state
+        state.calls += 1
+        call = self._call(request, config, state.calls, feedback)
+        return in_nodes(call, self.nodes, config.quantizer.block_in_effect) if self.nodes is not None else call
+
+    def _call(self, request: Request, config: Config, number: int, feedback: Feedback | None) -> Call:
+        n, rank = self.world_size, self.rank
+        source, output = Window(request.input.view(-1)), Window(request.output.view(-1))
+        schedule = _SCHEDULES[self._schedule_name()]
+        call = partial(Call, request.collective, config, number=number, plain=request.start_plain)
+        if request.collective == "broadcast":
+            layout = Layout.of([request.input.numel()], frame_elements(request.input, config))
+            run = partial(schedule.broadcast, root=request.root)
+            measured = range(1 if rank == request.root else 0)
+            return call(layout, source, output, measured, run, root=request.root)
+        if request.collective == "all_gather_into_tensor":
+            layout = _equal_segments(request.input, n, config)
+            source = Window(source.data, layout.segment(rank).start)
+            return call(layout, source, output, range(rank, rank + 1), schedule.all_gather)
+        call = partial(
+            call,
+            addends=n,
+            divisor=(n if request.op == torch.distributed.ReduceOp.AVG else 1) / request.scale,
+            feedback=feedback,
+            verify_as=(named(request.parts) or "") if self.state.picks(self.training.step) else None,
+        )
+        if request.collective == "all_reduce":
+            layout = layout_of_sum(request.input, n, config)
+            return call(layout, source, output, range(n), schedule.all_reduce)
+        layout = _equal_segments(request.output, n, config)
+        output = Window(output.data, layout.segment(rank).start)
+        return call(layout, source, output, range(n), schedule.reduce_scatter)
+
+    def _schedule_name(self) -> str:
+        name = self.config.transport.schedule
+        if name != "auto":
+            return name
+        return self._auto_schedule or schedule_for(self.nodes.count if self.nodes else self.world_size)
+
+    def _feedback(self, request: Request, config: Config) -> Feedback | None:
+        if request.op is None or not config.quantizer.feeds_back:
+            return None
+        parts = request.parts if request.residual_parts is None else request.residual_parts
+        if all(part.name is None for part in parts):
+            raise UnsupportedError(
+                "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass name=, or "
+                "parts=, or set it to false"
+            )
+        return Feedback(self.training.residuals, parts)
+
+    # ---------------------------------------------------------------- running
+
+    def run(self, call: Call, device: Device, transport: Transport) -> None:
+        """Run a call to its end on this rank, count it, and verify it where the guard asked for that.
+
+        Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
+        """
+        contribution = None if call.verify_as is None else call.source.data.clone()
+        done = run(call, device, transport, self.state.backoff)
+        self.training.stats.record(done)
+        if contribution is not None and done.compressed_calls:
+            self._verify(call, contribution, device, transport)
+
+    def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
+        """Let the guard compare the result with the uncompressed sum of what the ranks contributed."""
+        exact = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
+        transport.plain.all_reduce(exact, torch.distributed.ReduceOp.SUM).wait()
+        device.synchronize()
+        exact /= call.divisor
+        start, result = call.output.start, call.output.data
+        whole = call.collective == "all_reduce"
+        exact = exact[start : start + result.numel()]
+        self.state.guard.verify(call.verify_as or None, result, exact, whole, transport)
+
+
+# ------------------------------------------------------------------ sizes
 
 
 def frame_elements(tensor: Tensor, config: Config) -> int:
@@ -190,25 +207,55 @@ def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
     return Layout.split(tensor.numel(), world_size, frame_elements(tensor, config), block)
 
 
-def bypassed(collective: str, input: Tensor, reason: Bypass, world_size: int) -> Counters:
-    """The counters of a call that goes plain without asking the other ranks."""
-    sent = plain_wire_bytes(collective, input.nbytes, world_size)
-    because = {"bypasses": {reason.value: 1}, "bypassed_bytes": {reason.value: sent}}
-    return Counters(calls=1, bytes_in=input.nbytes, plain_bytes=sent, wire_bytes=sent, **because)
+def _equal_segments(segment: Tensor, world_size: int, config: Config) -> Layout:
+    return Layout.of([segment.numel()] * world_size, frame_elements(segment, config))
 
 
-def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
-    """What each rank sends, on average, when the collective runs plain on `nbytes` of input."""
-    return _PLAIN_BYTES[collective](nbytes, world_size)
+def bypassed(request: Request, bypass: Bypass, world_size: int) -> Counters:
+    """The counters of a request that goes plain without asking the other ranks."""
+    sent = plain_wire_bytes(request.collective, request.input.nbytes, world_size)
+    because = {"bypasses": {bypass.value: 1}, "bypassed_bytes": {bypass.value: sent}}
+    return Counters(calls=1, bytes_in=request.input.nbytes, plain_bytes=sent, wire_bytes=sent, **because)
 
 
-def _compressed(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
-) -> Bypass | None:
+# ------------------------------------------------------------------ one call from beginning to end
+
+
+def run(call: Call, device: Device, transport: Transport, backoff: BypassBackoff | None = None) -> Counters:
+    """Run `call` to its end on this rank.
+
+    Args:
+        device: where the tensors of `call` live.
+        backoff: what similar calls before came to; None to measure every call.
+
+    Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
+    """
+    counters = call.counters(transport.world_size)
+    plain_bytes = counters.plain_bytes
+    started = time.perf_counter()
+    bypass = backoff.next(call.kind) if backoff else None
+    if bypass is None:
+        bypass = _run_compressed(call, device, transport, counters)
+        if backoff:
+            backoff.learn(call.kind, bypass)
+    if bypass is None:
+        counters.compressed_calls = 1
+    else:
+        with span("plain", call.source.data.nbytes, counters):
+            call.plain(transport.plain).wait()
+            device.synchronize()
+        counters.wire_bytes += plain_bytes
+        counters.bypasses[bypass.value] = 1
+        counters.bypassed_bytes[bypass.value] = plain_bytes
+    counters.seconds = time.perf_counter() - started
+    return counters
+
+
+def _run_compressed(call: Call, device: Device, transport: Transport, counters: Counters) -> Bypass | None:
     """Run `call` to its end; or leave its output as it is and return the reason why it has to go plain."""
-    input = call.source.data
-    with span("agree", input.nbytes, counters):
-        codec = _agree(call, number, transport, device, config, counters)
+    nbytes = call.source.data.nbytes
+    with span("agree", nbytes, counters):
+        codec = _agree(call, device, transport, counters)
     if isinstance(codec, Bypass):
         return codec
     try:
@@ -220,64 +267,56 @@ def _compressed(
     if codec.bypass:
         counters.coders.clear()  # of frames that were for nothing
     elif call.feedback:
-        with span("encode", input.nbytes, counters):
+        with span("encode", nbytes, counters):
             call.feedback.keep(codec.remainder(call.measured))
-            device.settle()  # who saves it with a checkpoint reads it on another stream
+            device.synchronize()  # who saves it with a checkpoint reads it on another stream
     return codec.bypass
 
 
-def _agree(
-    call: Call, number: int, transport, device: Host | Gpu, config: Config, counters: Counters
-) -> TensorCodec | Bypass:
+def _agree(call: Call, device: Device, transport: Transport, counters: Counters) -> TensorCodec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
     # depends on the call. The answer travels while the tensor is being measured.
-    described = call.described(number, config)
+    described = call.described()
     comparison = RankComparison(described)
     same_call = transport.start_max(comparison.tensor, counters)
-    source = call.source
-    if call.inside is None:
-        source, steps = _prepared(call, source, transport, device, config, counters)
+    source, scales = call.source, None
+    if call.within_node is None:
+        source, scales = _measured(call, source, device, transport, counters)
     same_call.wait()
     for what, (low, high) in comparison.differing().items():
         raise MismatchError(
             f"{call.collective}: ranks differ in {what}: {described[what]} on rank {transport.rank}, "
             f"from {low} to {high} over all ranks. Every rank must make the same calls in the same order."
         )
-    if call.inside is not None:
-        source = call.inside(transport, counters)
-        device.settle()  # within the time-out: measuring waits without a limit
-        source, steps = _prepared(call, source, transport, device, config, counters)
-    scales = None
-    if steps is not None:
-        steps.require(1)
-        if steps.bypass:
-            return steps.bypass
-        scales = steps.scales.to(call.source.data.device)
+    if call.within_node is not None:
+        source = call.within_node(transport, counters)
+        device.synchronize()  # within the time-out: measuring waits without a limit
+        source, scales = _measured(call, source, device, transport, counters)
+    if scales is not None:
+        scales.require(1)
+        if scales.bypass:
+            return scales.bypass
     return codec_for(
-        config,
+        call.config,
         device,
-        call.layout,
+        CodedTensor(call.layout, source, call.output),
         scales,
-        source,
-        call.output,
-        counters,
-        draw=number if call.draw is None else call.draw,
-        rank=transport.rank,
+        counters=counters,
         link_gbps=transport.link_gbps,
+        noise=noise_for(call.config, call.number, transport.rank),
         divisor=call.divisor,
-        steps=steps,
     )
 
 
-def _prepared(
-    call: Call, source: Window, transport, device: Host | Gpu, config: Config, counters: Counters
+def _measured(
+    call: Call, source: Window, device: Device, transport: Transport, counters: Counters
 ) -> tuple[Window, ScaleAgreement | None]:
-    """What is quantized, and its steps, which the ranks are still to agree on; None where none are needed."""
+    """What is quantized, and its scales, which the ranks are still to agree on; None where none are needed."""
     if call.feedback:
         with span("measure", source.data.nbytes, counters):
             source = call.feedback.added_to(source)
-    layout, quantizer = call.layout, config.quantizer
+    layout, quantizer = call.layout, call.config.quantizer
     if quantizer.kind == "lossless":
         return source, None
 
@@ -289,9 +328,9 @@ def _prepared(
         return transport.start_max(measured, counters).wait
 
     def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
-        return derive(agreed, layout, quantizer, source.data.dtype, call.addends, call.divisor)
+        return scales_or_bypass(agreed, layout, quantizer, source.data.dtype, call.addends, call.divisor)
 
     # A GPU measures in no time, and would have to be waited for.
-    in_pieces = call.in_pieces and source.data.device.type == "cpu"
-    pieces = pieces_of(layout, config) if in_pieces else [range(layout.frames)]
+    in_pieces = call.in_pieces and transport.overlaps and source.data.device.type == "cpu"
+    pieces = pieces_of(layout, call.config) if in_pieces else [range(layout.frames)]
     return source, ScaleAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.format import DTYPES
-from .codec.layout import Layout, Window
-from .codec.quantize import Bypass, bypass_by_size
-from .collective import Call, bypassed, frame_elements, layout_of_sum
+from .bypass import Bypass
+from .call import Request
+from .call_queue import CallQueue
+from .collective import Collectives
 from .config import Config
-from .errors import MismatchError, NczError, UnsupportedError, memory_errors
-from .regroup import Regrouped, regrouped
-from .runtime.device import Gpu, Host, has_spare_core, moment, require_kernels
+from .errors import MismatchError, NczError, UnsupportedError
+from .regroup import regrouped
+from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
-from .runtime.worker import Handle, Worker
-from .schedules import direct, ring
-from .schedules.hierarchy import in_nodes
-from .training.error_feedback import Feedback
-from .training.policy import ParameterSlice, named
-from .training.state import Group, Training
-from .transport import plain
-from .transport.gloo import Connections, Transport, peer_errors, timeout_of
+from .training.policy import ParameterSlice
+from .training.state import Training
+from .transport.base import Transport
+from .transport.gloo import Connections, timeout_of
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
-from .transport.nccl import NcclTransport, open_nccl, require_healthy
+from .transport.plain import TorchCollectives
+from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes
-from .tuning import choices as tuning
-from .tuning import measure as probe
+from .tuning.measure import TorchRanks, measure_open_settings
+from .tuning.tuning_file import apply_tuning_file
 
-_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-_CLOSE_SECONDS = 5.0
 _LET_GO_AFTER = 3  # time-outs: a call that fails, and one before it, have told by then
-
-
-class _Way(NamedTuple):
-    """How tensors on one device are served."""
-
-    device: Host | Gpu
-    transport: Transport
 
 
 class Communicator:
@@ -75,7 +61,7 @@ class Communicator:
     what goes between nodes is compressed. The bound is the same, but for the rounding of those sums.
 
     Calls that compression can't serve or help run plain and are counted by reason in `stats` (see
-    `quantize.Bypass`). `role` says what a tensor is ("gradient", "parameter", "activation"): roles
+    `bypass.Bypass`). `role` says what a tensor is ("gradient", "parameter", "activation"): roles
     that the configuration does not enable go plain; None means that compression is wanted. `name` is
     what the configuration's policies and error feedback know the tensor by; where it is made of
     several parameters, `parts` says of which. `end_step` tells that a step of the training is over.
@@ -96,23 +82,27 @@ class Communicator:
         self.rank = dist.get_rank(self.group)
         self.world_size = len(self.ranks)
         self.nodes: Nodes | None = None
-        self._broken: NczError | None = None
-        self._ways: dict[torch.device, _Way] = {}
+        group = self.group
+        self._plain = TorchCollectives(lambda: group)  # not self.group: a circle would keep this object alive
         if self.world_size == 1:
             self.config = self._prepared(config, training)
         else:
-            self._store = meet(self.ranks, "communicator")
-            self.config = self._compared(config, training)
-            self.nodes = find_nodes(self.config.transport.hierarchy, self._store, self.rank, self.world_size)
-            seconds = self.config.transport.timeout_seconds
-            self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
-            self._control = Connections(self._store, self.rank, self.world_size, self._timeout)
-            self._ways[torch.device("cpu")] = _Way(Host(has_spare_core()), Transport(self._control))
-            if self.nodes is not None:
-                self.nodes = with_memory(self.nodes, self.transport)
-            self._worker = Worker(f"ncz-communicator-{self.rank}")
-            if tuning.is_open(self.config):
-                self.config = probe.settle(self)
+            self._connect(config, training)
+        self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
+
+    def _connect(self, config, training: Training | None) -> None:
+        """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
+        store = meet(self.ranks, "communicator")
+        self.config = self._compared(config, training, store)
+        self.nodes = find_nodes(self.config.transport.hierarchy, store, self.rank, self.world_size)
+        seconds = self.config.transport.timeout_seconds
+        self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
+        routes = Routes(Connections(store, self.rank, self.world_size, self._timeout), store, self._timeout)
+        self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
+        if self.nodes is not None:
+            self.nodes = with_memory(self.nodes, self.transport)
+        if self.config.needs_measuring:
+            self.config = measure_open_settings(self.measured_ranks(), self.group)
 
     # ---------------------------------------------------------------- collectives
 
@@ -133,37 +123,16 @@ class Communicator:
         Returns: a handle if `async_op`, else None.
         """
         parts = _parts("all_reduce", tensor, name, parts)
+        request = Request("all_reduce", tensor, tensor, op, role=role, parts=parts)
         alike = self.training.grouped(parts, tensor.dtype, role, self.ranks)
         if len(alike) < 2:
-            return self._all_reduce(tensor, op, async_op, role, parts)
+            return self._start(request, async_op)
 
-        def reduce(tensor: Tensor, parts: list[ParameterSlice]):
-            return self._all_reduce(tensor, op, True, role, parts)
+        def reduce(tensor: Tensor, parts: list[ParameterSlice]) -> Handle:
+            return self._start(replace(request, input=tensor, output=tensor, parts=parts), async_op=True)
 
         handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
-        return handle if async_op else self._finish(handle, tensor.device)
-
-    def _all_reduce(self, tensor: Tensor, op, async_op: bool, role: str | None, parts: Sequence[ParameterSlice]):
-        """As `all_reduce`, where all parts are treated alike."""
-        config, bypass = self._decided(role, op, tensor, tensor, parts)
-        run_plain = partial(plain.all_reduce, tensor, op)
-        if bypass:
-            return self._plain("all_reduce", tensor, bypass, run_plain, async_op)
-        flat = Window(tensor.view(-1))
-        call = Call(
-            "all_reduce",
-            layout_of_sum(tensor, self.world_size, config),
-            source=flat,
-            output=flat,
-            measured=range(self.world_size),
-            schedule=self._schedule.all_reduce,
-            plain=partial(self._plain_in_own_group, run_plain, tensor.device),
-            addends=self.world_size,
-            divisor=self._divisor(op),
-            feedback=self._feedback(config, parts),
-            plain_sum=self._plain_sum,
-        )
-        return self._start(call, config, async_op, self._verification(parts))
+        return handle if async_op else self._wait(handle, tensor)
 
     def reduce_scatter_tensor(
         self,
@@ -182,27 +151,9 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        self._check_parts("reduce_scatter_tensor", whole=input, part=output)
+        self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
         parts = _parts("reduce_scatter_tensor", input, name, parts)
-        config, bypass = self._decided(role, op, input, output, parts)
-        run_plain = partial(plain.reduce_scatter_tensor, output, input, op)
-        if bypass:
-            return self._plain("reduce_scatter_tensor", input, bypass, run_plain, async_op)
-        layout = self._equal_parts(output, config)
-        call = Call(
-            "reduce_scatter_tensor",
-            layout,
-            source=Window(input.view(-1)),
-            output=Window(output.view(-1), layout.segment(self.rank).start),
-            measured=range(self.world_size),
-            schedule=self._schedule.reduce_scatter,
-            plain=partial(self._plain_in_own_group, run_plain, input.device),
-            addends=self.world_size,
-            divisor=self._divisor(op),
-            feedback=self._feedback(config, parts),
-            plain_sum=self._plain_sum,
-        )
-        return self._start(call, config, async_op, self._verification(parts))
+        return self._start(Request("reduce_scatter_tensor", input, output, op, role=role, parts=parts), async_op)
 
     def all_gather_into_tensor(
         self,
@@ -219,23 +170,9 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        self._check_parts("all_gather_into_tensor", whole=output, part=input)
+        self._check_sizes("all_gather_into_tensor", whole=output, part=input)
         parts = _parts("all_gather_into_tensor", output, name, None)
-        config, bypass = self._decided(role, None, output, input, parts)
-        run_plain = partial(plain.all_gather_into_tensor, output, input)
-        if bypass:
-            return self._plain("all_gather_into_tensor", input, bypass, run_plain, async_op)
-        layout = self._equal_parts(input, config)
-        call = Call(
-            "all_gather_into_tensor",
-            layout,
-            source=Window(input.view(-1), layout.segment(self.rank).start),
-            output=Window(output.view(-1)),
-            measured=range(self.rank, self.rank + 1),
-            schedule=self._schedule.all_gather,
-            plain=partial(self._plain_in_own_group, run_plain, input.device),
-        )
-        return self._start(call, config, async_op)
+        return self._start(Request("all_gather_into_tensor", input, output, role=role, parts=parts), async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int, async_op: bool = False, *, role: str | None = None, name: str | None = None
@@ -248,24 +185,9 @@ class Communicator:
         """
         if src not in self.ranks:
             raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
-        root = self.ranks.index(src)
         parts = _parts("broadcast", tensor, name, None)
-        config, bypass = self._decided(role, None, tensor, tensor, parts)
-        run_plain = partial(plain.broadcast, tensor, root)
-        if bypass:
-            return self._plain("broadcast", tensor, bypass, run_plain, async_op)
-        flat = Window(tensor.view(-1))
-        call = Call(
-            "broadcast",
-            Layout.of([tensor.numel()], frame_elements(tensor, config)),
-            source=flat,
-            output=flat,
-            measured=range(1 if self.rank == root else 0),
-            schedule=partial(self._schedule.broadcast, root=root),
-            plain=partial(self._plain_in_own_group, run_plain, tensor.device),
-            root=root,
-        )
-        return self._start(call, config, async_op)
+        root = self.ranks.index(src)
+        return self._start(Request("broadcast", tensor, tensor, root=root, role=role, parts=parts), async_op)
 
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
@@ -279,22 +201,23 @@ class Communicator:
     @property
     def transport(self) -> Transport:
         """What carries frames and agreements between all ranks, for tensors in host memory."""
-        return self._ways[torch.device("cpu")].transport
+        return self._queue.routes.host.transport
+
+    def measured_ranks(self, config: Config | None = None) -> TorchRanks:
+        """The ranks of this communicator, as `tuning.measure` measures them.
+
+        Args:
+            config: what is left open in it is to be chosen; None for that of the communicator.
+        """
+        config = self.config if config is None else config
+        return TorchRanks(self._queue, self._plain, config, self.ranks, self.rank, self.nodes)
 
     # ---------------------------------------------------------------- life cycle
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
-        if self.world_size == 1:
-            return
-        if self._broken is None:
-            with suppress(UnsupportedError):  # in a fork, which has no part in them
-                self._worker.submit(self._close_transports)
-        if self._worker.close(_CLOSE_SECONDS) and self._broken is None:
-            self._broken = NczError("this communicator was closed")
-            # Dropped and not aborted: what is still on its way to a peer arrives.
-            self._ways.clear()
-            del self._control
+        if self.world_size > 1:
+            self._queue.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -302,184 +225,69 @@ class Communicator:
     def __exit__(self, *_) -> None:
         self.close()
 
-    # ---------------------------------------------------------------- deciding
-
     def _prepared(self, source, training: Training | None) -> Config:
         """The configuration with what its tuning file says. From here on there is a training, with its files open."""
         config = training.config if source is None and training is not None else Config.load(source)
         self.training = Training(config) if training is None else training
         if self.world_size > 1:
-            config = tuning.settle(config, self.world_size)
+            config = apply_tuning_file(config, self.world_size)
         link_gbps = config.transport.link_gbps or gloo_link_gbps()
         self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
         return config
 
-    def _compared(self, source, training: Training | None) -> Config:
+    def _compared(self, source, training: Training | None, store: dist.Store) -> Config:
         """The same, once it is sure that all ranks have it in common. An error of one rank ends all of them."""
         try:
             config = self._prepared(source, training)
         except NczError as error:
             with suppress(MismatchError):  # only so that the other ranks know
-                compare_ranks(self._store, self.rank, self.world_size, error)
+                compare_ranks(store, self.rank, self.world_size, error)
             raise
-        compare_ranks(self._store, self.rank, self.world_size, config)
+        compare_ranks(store, self.rank, self.world_size, config)
         return config
 
-    @property
-    def _schedule(self):
-        name = self.config.transport.schedule
-        if name == "auto":
-            name = tuning.schedule_for(self.nodes.count if self.nodes else self.world_size)
-        return {"ring": ring, "direct": direct}[name]
+    # ---------------------------------------------------------------- running
 
-    def _divisor(self, op) -> int:
-        return self.world_size if op == dist.ReduceOp.AVG else 1
+    def _start(self, request: Request, async_op: bool):
+        """Begin a collective, compressed or plain. Returns its handle if `async_op`, else waits for it."""
+        if self.world_size > 1:
+            self._queue.require_open()
+        config, bypass = self._collectives.decide(request)
+        if bypass is not None:
+            return self._start_plain(request, bypass, async_op)
+        call = self._collectives.prepare(request, config)
+        handle = self._queue.submit(self._collectives, call)
+        if call.verify_as is not None or self._holds_up_streams(request.input):
+            self._collectives.state.wait_at_end_of_step(handle)
+        return handle if async_op else self._wait(handle, request.input)
 
-    def _equal_parts(self, part: Tensor, config: Config) -> Layout:
-        return Layout.of([part.numel()] * self.world_size, frame_elements(part, config))
+    def _start_plain(self, request: Request, bypass: Bypass, async_op: bool):
+        work = request.start_plain(self._plain)
+        self._collectives.count_plain(request, bypass)  # while the data travel
+        return work if async_op else work.wait() and None
 
-    def _decided(
-        self, role: str | None, op, whole: Tensor, part: Tensor, parts: Sequence[ParameterSlice]
-    ) -> tuple[Config, Bypass | None]:
-        """The settings of a call whose parts are treated alike, and the reason to go plain, if there is one.
+    def _wait(self, handle: Handle, tensor: Tensor) -> None:
+        """What a call that is not asynchronous does at last."""
+        if self._holds_up_streams(tensor):
+            handle.block_current_stream(_LET_GO_AFTER * self._timeout.total_seconds())
+        else:
+            handle.wait()
 
-        All of it every rank sees without asking the others. Raises on what can't be served.
-        """
-        if self._broken is not None:
-            raise self._broken
-        for tensor in (whole, part):
-            require_kernels(tensor.device, self.config)
-            if not tensor.is_contiguous():
-                raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
-        if self.world_size == 1:
-            return self.config, Bypass.ONE_RANK
-        self._worker.require_own_process()
-        if role is not None and role not in self.config.roles:
-            return self.config, Bypass.ROLE
-        if op is not None and op not in _OPS:
-            return self.config, Bypass.OP
-        if whole.dtype not in DTYPES or part.dtype != whole.dtype:
-            return self.config, Bypass.DTYPE
-        alike = self.training.grouped(parts, whole.dtype, role, self.ranks)
-        if len(alike) > 1:
-            raise UnsupportedError(
-                f"parts of one tensor are treated differently, by {' and '.join(how.because for how, _ in alike)}: "
-                "pass them in calls of their own, see Training.grouped"
-            )
-        treatment, _ = alike[0]
-        config = treatment.settings(self.config)
-        return config, treatment.bypass or bypass_by_size(whole.nbytes, config)
+    def _holds_up_streams(self, tensor: Tensor) -> bool:
+        """Whether calls that are not asynchronous hold up the current stream and not the host."""
+        return tensor.is_cuda and self.config.transport.wait == "stream"
 
-    def _feedback(self, config: Config, parts: Sequence[ParameterSlice]) -> Feedback | None:
-        if not config.quantizer.feeds_back:
-            return None
-        if all(part.name is None for part in parts):
-            raise UnsupportedError(
-                "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass name=, or "
-                "parts=, or set it to false"
-            )
-        return Feedback(self.training.residuals, parts)
-
-    def _verification(self, parts: Sequence[ParameterSlice]) -> str | None:
-        """What to call the sum that is asked for now, if it is to be verified."""
-        return named(parts) or "" if self._group.picks(self.training.step) else None
-
-    @property
-    def _group(self) -> Group:
-        return self.training.of_group(self.ranks)
-
-    def _check_parts(self, collective: str, whole: Tensor, part: Tensor) -> None:
+    def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.world_size:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
 
-    # ---------------------------------------------------------------- running
-
-    def _plain(self, collective: str, input: Tensor, bypass: Bypass, run_plain: Callable, async_op: bool):
-        work = run_plain(self.group)
-        self.stats.record(bypassed(collective, input, bypass, self.world_size))  # while the data travel
-        return work if async_op else work.wait() and None
-
-    def _plain_in_own_group(self, run_plain: Callable, device: torch.device) -> None:
-        with peer_errors("the plain collective"):
-            run_plain(self._ways[device].transport.group).wait()
-
-    def _start(self, call: Call, config: Config, async_op: bool, verify: str | None = None) -> Handle | None:
-        """Begin a call.
-
-        Args:
-            verify: what a sum is called that is to be verified; None for others.
-        """
-        group = self._group
-        group.calls += 1
-        if self.nodes is not None:
-            call = in_nodes(call, self.nodes, config.quantizer.block_in_effect)
-        asked = moment(call.source.data.device)
-        handle = self._worker.submit(partial(self._guarded, call, group.calls, config, asked, verify))
-        if verify is not None or self._holds_up_streams(call.source.data.device):
-            group.await_at_end_of_step(handle)
-        return handle if async_op else self._finish(handle, call.source.data.device)
-
-    def _finish(self, handle: Handle | Regrouped, device: torch.device) -> None:
-        """What a call that is not asynchronous does at last."""
-        if self._holds_up_streams(device):
-            handle.block_current_stream(_LET_GO_AFTER * self._timeout.total_seconds())
-        else:
-            handle.wait()
-
-    def _holds_up_streams(self, device: torch.device) -> bool:
-        """Whether calls that are not asynchronous hold up the current stream and not the host."""
-        return device.type == "cuda" and self.config.transport.wait == "stream"
-
-    def _guarded(
-        self, call: Call, number: int, config: Config, asked: torch.cuda.Event | None, verify: str | None
-    ) -> None:
-        """Run on the worker thread. A failure ends the communicator: its ranks no longer agree on what comes next."""
-        if self._broken is not None:
-            raise self._broken
-        try:
-            device, transport = self._way(call.source.data.device)
-            group = self._group
-            with device.after(asked), memory_errors(call.collective):
-                self.training.run(call, number, transport, device, config, group, verify, group.patience)
-        except BaseException as error:
-            self._break(call, error)
-            raise
-
-    def _close_transports(self) -> None:
-        """On the worker thread, as the last thing."""
-        for way in self._ways.values():
-            way.transport.close()
-
-    def _plain_sum(self, tensor: Tensor) -> None:
-        self._plain_in_own_group(partial(plain.all_reduce, tensor, dist.ReduceOp.SUM), tensor.device)
-        self._ways[tensor.device].device.settle()
-
-    def _way(self, device: torch.device) -> _Way:
-        """How tensors on `device` are served. The first one on a GPU connects the GPUs of all ranks."""
-        if device not in self._ways:
-            store = dist.PrefixStore(f"nccl {len(self._ways)}", self._store)
-            group = open_nccl(store, self._control, device, self._timeout)
-            gpu = Gpu(device, self._timeout, partial(require_healthy, group))
-            self._ways[device] = _Way(gpu, NcclTransport(self._control, group, device))
-        return self._ways[device]
-
-    def _break(self, call: Call, error: BaseException) -> None:
-        """Refuse further calls and close the connections, so that peers that wait for us notice."""
-        if self._broken is None:
-            self._broken = error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}")
-            ways = list(self._ways.values())
-            self._ways.clear()
-            del self._control
-            for way in ways:
-                way.transport.abort(error)
-
 
 def _parts(
     collective: str, tensor: Tensor, name: str | None, parts: Sequence[ParameterSlice] | None
 ) -> Sequence[ParameterSlice]:
-    """What a tensor consists of: one part, called `name`, unless told."""
+    """What a tensor consists of: one parameter, called `name`, unless told."""
     if parts is None:
         return [ParameterSlice(name, tensor.numel())]
     if name is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from .runtime.worker import Handle
+from .runtime.handle import Handle
 from .training.policy import ParameterSlice
 
 
@@ -33,20 +34,18 @@ def regrouped(
     return Regrouped(under_way)
 
 
-class Regrouped:
+class Regrouped(Handle):
     """The handle of reductions whose results go where they belong when they are waited for."""
 
     def __init__(self, under_way: list[tuple]):
         self._under_way = under_way
+        self._error: Exception | None = None
 
-    def wait(self, *timeout) -> bool:
-        """Block until all results are in place. Raises what went wrong."""
-        self._put_back(lambda handle: handle.wait(*timeout))
+    def wait(self, timeout=None) -> bool:
+        self._put_back(lambda handle: handle.wait() if timeout is None else handle.wait(timeout))
         return True
 
-    def block_current_stream(self, timeout: float | None = None) -> None:
-        """Hold up the current CUDA stream, and not the host, until all results are in place: see `Handle`."""
-
+    def block_current_stream(self, timeout=None) -> None:
         def hold_up(handle) -> None:
             if isinstance(handle, Handle):
                 handle.block_current_stream(timeout)
@@ -56,15 +55,28 @@ class Regrouped:
         self._put_back(hold_up)
 
     def is_completed(self) -> bool:
-        """True once all results are in place."""
-        if all(handle.is_completed() for handle, _, _ in self._under_way):
-            self.wait()
-        return not self._under_way
+        if self._error is None and all(handle.is_completed() for handle, _, _ in self._under_way):
+            with suppress(Exception):  # `exception` tells it
+                self.wait()
+        return self._error is not None or not self._under_way
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
 
     def _put_back(self, wait: Callable[[object], object]) -> None:
+        if self._error is not None:
+            raise self._error
         while self._under_way:
             handle, together, pieces = self._under_way[0]
-            wait(handle)
+            try:
+                wait(handle)
+            except Exception as error:
+                if handle.is_completed():  # else it was only not waited for long enough
+                    self._error = error
+                raise
             for piece, result in zip(pieces, together.split([piece.numel() for piece in pieces])):
                 piece.copy_(result)
             del self._under_way[0]

@@ -18,7 +18,7 @@ from ..core.errors import ConfigError
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
 from ..core.transport.link_speed import gloo_link_gbps
-from ..core.tuning import choices as tuning
+from ..core.tuning.tuning_file import apply_tuning_file
 
 ENVIRONMENT = "NCZ_CONFIG"  # a configuration file, for NCZ without settings of its own
 
@@ -33,7 +33,7 @@ class Tagged:
 
     tensor: Tensor
     compressor: NCZ
-    owner: NCZ | OfOneOptimizer
+    owner: NCZ | OptimizerCompressor
 
 
 class _OnClassOrInstance:
@@ -66,16 +66,16 @@ class NCZ(Compressor):
     The class itself can be passed too and then means its default instance, `NCZ.default()`.
     """
 
-    # Of single tensors, as `OfOneOptimizer` has them.
+    # Of single tensors, as `OptimizerCompressor` has them.
     label = "allreduce/"
     knows_names = True
-    places: Mapping[str, int] = {}
+    positions: Mapping[str, int] = {}
 
     def __init__(self, source=None, **sections):
         if source is not None and sections:
             raise ConfigError(f"NCZ takes a configuration or sections of one, not both ({', '.join(sections)})")
         source = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
-        self.training = Training(_settled(source))
+        self.training = Training(_resolved(source))
         self._is_optimizers = False
         self._first_parameters: list[weakref.ref[Tensor]] = []  # of each optimizer
 
@@ -92,7 +92,7 @@ class NCZ(Compressor):
 
     @config.setter
     def config(self, source) -> None:
-        self.training.config = _settled(source)
+        self.training.config = _resolved(source)
 
     @property
     def stats(self) -> Statistics:
@@ -113,7 +113,7 @@ class NCZ(Compressor):
     @_OnClassOrInstance
     def state_dict(self) -> dict:
         """What this rank needs to go on like a run that was not stopped: see `Training.state_dict`."""
-        self._know_place()
+        self._update_rank()
         return self.training.state_dict()
 
     @_OnClassOrInstance
@@ -122,12 +122,12 @@ class NCZ(Compressor):
 
         Ranks that load nothing take the step from those that do, and begin with nothing kept by error feedback.
         """
-        self._know_place()
+        self._update_rank()
         self.training.load_state_dict(state)
 
     def begin(self) -> None:
         """Get ready to reduce; find now what can be found wrong before. Raises ConfigError."""
-        self._know_place()
+        self._update_rank()
         transport = self.config.transport
         link_gbps = transport.link_gbps or (gloo_link_gbps() if transport.schedule == "ring" else None) or 1
         self.training.begin(ranks=hvd.size(), backend="horovod", link_gbps=link_gbps)
@@ -140,12 +140,12 @@ class NCZ(Compressor):
         """
         return sum(first() is not None for first in self._first_parameters) == 1
 
-    def end_reduction(self, owner: NCZ | OfOneOptimizer) -> None:
+    def end_reduction(self, owner: NCZ | OptimizerCompressor) -> None:
         """What `owner` had to reduce is reduced: a step is over, unless optimizers tell steps and it is none."""
         if owner is not self or not self._is_optimizers:
             self.training.end_step()
 
-    def held_by(self, optimizer: Optimizer, knows_names: bool, takes_part: bool) -> OfOneOptimizer:
+    def held_by(self, optimizer: Optimizer, knows_names: bool, takes_part: bool) -> OptimizerCompressor:
         """This compressor in the hands of an optimizer.
 
         One that is made anew for the same parameters goes on with what error feedback kept.
@@ -160,24 +160,24 @@ class NCZ(Compressor):
         number = next(known, len(self._first_parameters))
         if number == len(self._first_parameters):
             self._first_parameters.append(weakref.ref(first))
-        return OfOneOptimizer(self, f"optimizer {number + 1}/" if number else "", knows_names)
+        return OptimizerCompressor(self, f"optimizer {number + 1}/" if number else "", knows_names)
 
-    def _know_place(self) -> None:
+    def _update_rank(self) -> None:
         """Tell the training which rank this is.
 
         Elastic training may have changed that: what is known from before is then like a checkpoint from another rank.
         """
-        training, place = self.training, (hvd.rank(), hvd.size())
+        training, now = self.training, (hvd.rank(), hvd.size())
         before = training.rank, training.world_size
-        if place == before:
+        if now == before:
             return
         state = training.state_dict()
-        training.rank, training.world_size = place
+        training.rank, training.world_size = now
         if None not in before:
             training.load_state_dict(state)
 
 
-class OfOneOptimizer(Compressor):
+class OptimizerCompressor(Compressor):
     """An NCZ in the hands of one optimizer, which may share it with others.
 
     That a gradient never fires is known only when its own optimizer synchronizes. Until then ranks may differ in
@@ -185,14 +185,14 @@ class OfOneOptimizer(Compressor):
 
     Attributes:
         label: what error feedback puts before the names of its parameters, as other optimizers may have the same.
-        knows_names: whether it was told names; else Horovod names its parameters by their places in it.
-        places: of its parameters in the model, by name, as far as that is known.
+        knows_names: whether it was told names; else Horovod names its parameters by their positions in it.
+        positions: of its parameters in the model, by name, as far as that is known.
     """
 
     def __init__(self, compressor: NCZ, label: str, knows_names: bool):
         self.label = label
         self.knows_names = knows_names
-        self.places: Mapping[str, int] = {}
+        self.positions: Mapping[str, int] = {}
         self._compressor = compressor
         self._names_in_group: dict[str, list[str]] = {}
 
@@ -204,7 +204,7 @@ class OfOneOptimizer(Compressor):
 
     def learn_names(self, names: list[str], groups: list[list[str]]) -> None:
         """Take note of the names of its parameters, in their order, and of those that are reduced as a group."""
-        self.places = {name: place for place, name in enumerate(names)}
+        self.positions = {name: position for position, name in enumerate(names)}
         self._names_in_group = {names[0]: names for names in groups}
 
     def names_in_group(self, first: str) -> list[str]:
@@ -221,7 +221,7 @@ def as_instance(compression) -> NCZ | None:
     return None
 
 
-def _settled(source) -> Config:
+def _resolved(source) -> Config:
     """The configuration that `source` describes, in which nothing is left open. Raises ConfigError."""
     config = Config.load(source)
     if config.roles != ("gradient",):
@@ -233,8 +233,8 @@ def _settled(source) -> Config:
             f"transport.hierarchy: {config.transport.hierarchy}: under Horovod every rank stands for itself, as "
             "its runtime has no way between chosen ranks; allowed: auto, off"
         )
-    config = tuning.settle(config, hvd.size() if hvd.is_initialized() else None)
-    if tuning.is_open(config):
+    config = apply_tuning_file(config, hvd.size() if hvd.is_initialized() else None)
+    if config.needs_measuring:
         raise ConfigError(
             "transport: frame_bytes and min_bytes: auto: Horovod's ranks can't measure as they start; run "
             "`horovodrun -np N ncz tune --output tuned.json` and name that file in transport.tuning"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedError
 from .compressor import NCZ, as_instance
-from .reduction import Pending, submit
+from .pending import Pending
+from .reduction import submit
 
 
 def allreduce_async(

@@ -17,7 +17,7 @@ from ..core.errors import UnsupportedError
 from ..version import __version__
 from . import elastic, functions, reduction
 from .compressor import Tagged, as_instance
-from .reduction import Pending
+from .pending import Pending
 
 _installed = False
 
@@ -95,7 +95,7 @@ def _takes_tagged_group(original):
 
 def _takes_pending(original):
     def synchronize(handle):
-        return handle() if isinstance(handle, Pending) else original(handle)
+        return reduction.wait_for(handle) if isinstance(handle, Pending) else original(handle)
 
     return synchronize
 
@@ -104,7 +104,9 @@ def _polls_pending(original):
     def poll(handle):
         if not isinstance(handle, Pending):
             return original(handle)
-        handle()  # what no plan covers is not begun before it is waited for: a loop that only polls would never end
+        reduction.wait_for(
+            handle
+        )  # what no plan covers is not begun before it is waited for: a loop that only polls would never end
         return True
 
     return poll

@@ -1,8 +1,8 @@
 """Two ways for frames to travel between Horovod's ranks.
 
-`HorovodTransport` goes over Horovod's own runtime, so that process sets, elastic training and the timeline keep
-working. Horovod has no point-to-point messages. The direct schedule needs none: its frames to all peers are collected
-until it waits for one from a peer, and then travel together in one `alltoall` with uneven splits.
+`HorovodTransport` uses Horovod's own runtime, so that process sets, elastic training and the timeline keep working.
+Horovod has no point-to-point messages. The direct schedule does without: the frames to all peers are collected until
+the schedule waits for one from a peer, and then travel together in one `alltoall` with uneven splits.
 
 `open_ring` opens the core's own connections beside Horovod, for the ring schedule.
 """
@@ -19,63 +19,81 @@ from functools import partial
 import horovod.torch as hvd
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..core.errors import FrameError
+from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
-from ..core.transport.gloo import Connections, Transport
+from ..core.transport.base import Agreement, FrameStream, PlainCollectives, Transport, Work
+from ..core.transport.gloo import Connections, GlooTransport
 from ..core.transport.handshake import open_store
 
 _RING_TIMEOUT = timedelta(minutes=5)
-_PATIENCE = 2e-4  # seconds between looks at an operation, which takes a millisecond or more
+_POLL_SECONDS = 2e-4  # an operation takes a millisecond or more
+_OPS = {dist.ReduceOp.SUM: hvd.Sum, dist.ReduceOp.AVG: hvd.Average, dist.ReduceOp.MAX: hvd.Max}
 
 
 def result_of(handle):
-    """What `hvd.synchronize` returns, without the core that it keeps busy meanwhile by calling sched_yield in a loop.
+    """Wait for one of Horovod's operations and return its result.
 
-    Where ranks share cores, Linux lets a thread that has yielded so often wait for seconds once it has work to do.
+    `hvd.synchronize` alone would keep a core busy: it calls sched_yield in a loop. Where ranks share cores, Linux lets
+    a thread that has yielded so often wait for seconds once it has work to do.
     """
     while not hvd.poll(handle):
-        time.sleep(_PATIENCE)
+        time.sleep(_POLL_SECONDS)
     return hvd.synchronize(handle)
 
 
-class HorovodTransport:
-    """One call's messages over one process set.
+class HorovodTransport(Transport):
+    """Frames, agreements and plain all-reduces of one call over one process set, in host memory.
+
+    Owns no connections: Horovod ends its own when a rank fails.
 
     Args:
-        name: the call's own; Horovod matches operations over ranks by name.
+        process_set: one of Horovod's, which this rank is in.
+        name: the call's own. Horovod matches operations over ranks by name.
     """
 
-    link_gbps = None  # Horovod does not tell what it goes over
+    link_gbps = None  # Horovod does not tell which link it uses
+    overlaps = False  # its operations take all frames at once
 
     def __init__(self, process_set, name: str):
+        self.rank = process_set.rank()
+        self.world_size = process_set.size()
+        self.plain = HorovodCollectives(process_set, f"{name}.plain")
         self._process_set = process_set
         self._name = name
         self._operations = 0
-        self.rank = process_set.rank()
-        self.world_size = process_set.size()
         self._outgoing: dict[int, list[Tensor]] = {peer: [] for peer in range(self.world_size)}
         self._incoming: dict[int, deque[Tensor]] = {peer: deque() for peer in range(self.world_size)}
 
-    def start_max(self, tensor: Tensor, counters: Counters) -> _Agreement:
-        """Begin to replace `tensor` by its element-wise maximum over ranks."""
+    def start_max(self, tensor: Tensor, counters: Counters) -> HorovodAgreement:
         counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         handle = hvd.allreduce_async_(tensor, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
-        return _Agreement(handle, counters)
+        return HorovodAgreement(handle, counters)
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
-    ) -> list[_Stream]:
-        """Frames to and from the same peer each, as the direct schedule has it."""
-        return [_Stream(self, peer, frame_capacity, counters) for peer, _ in peers]
+    ) -> list[HorovodStream]:
+        if any(to != source for to, source in peers):
+            raise UnsupportedError(
+                "Horovod carries frames of the direct schedule only, to and from the same rank each: use "
+                "transport.schedule: ring with `open_ring`"
+            )
+        return [HorovodStream(self, peer, frame_capacity, counters) for peer, _ in peers]
+
+    def close(self) -> None:
+        pass
+
+    def abort(self, error: BaseException) -> None:
+        pass
 
     def _next_name(self) -> str:
         self._operations += 1
         return f"{self._name}.{self._operations}"
 
     def _exchange(self, frame_capacity: int, counters: Counters) -> None:
-        """Send all collected frames and receive those of all peers. Every rank of the schedule gets here alike."""
+        """Send all collected frames and receive those of all peers. All ranks do so at the same points."""
         pieces = [_packed(self._outgoing[peer]) for peer in range(self.world_size)]
         splits = torch.tensor([piece.numel() for piece in pieces], dtype=torch.int32)
         own_and_peers = torch.cat(pieces)
@@ -90,7 +108,13 @@ class HorovodTransport:
                 self._incoming[peer].extend(_unpacked(piece, peer, frame_capacity))
 
 
-class _Agreement:
+class HorovodAgreement(Agreement):
+    """An element-wise maximum over ranks, under way over Horovod.
+
+    Args:
+        handle: what Horovod returned for it.
+    """
+
     def __init__(self, handle, counters: Counters):
         self._handle = handle
         self._counters = counters
@@ -101,36 +125,93 @@ class _Agreement:
         self._counters.wait_seconds += time.perf_counter() - started
 
 
-class _Stream:
-    """What the direct schedule sees of one peer."""
+class HorovodStream(FrameStream):
+    """Frames to and from one peer during one all-reduce by the direct schedule."""
 
     def __init__(self, transport: HorovodTransport, peer: int, frame_capacity: int, counters: Counters):
+        self.to = self.source = peer
         self._transport = transport
-        self._peer = peer
         self._capacity = frame_capacity
         self._counters = counters
 
+    def send(self, frame: Tensor) -> None:
+        raise UnsupportedError("Horovod has no messages from one rank to another: frames can only be exchanged")
+
     def exchange(self, frame: Tensor) -> None:
-        self._transport._outgoing[self._peer].append(frame)
+        self._transport._outgoing[self.to].append(frame)
 
     def receive(self) -> Tensor:
-        incoming = self._transport._incoming[self._peer]
+        incoming = self._transport._incoming[self.source]
         if not incoming:
             self._transport._exchange(self._capacity, self._counters)
         return incoming.popleft()
 
     def finish(self) -> None:
-        """Nothing to wait for: the all-reduce ends with a receive from every peer."""
+        pass  # nothing to wait for: the all-reduce ends with a receive from every peer
+
+
+class HorovodCollectives(PlainCollectives):
+    """Uncompressed all-reduces over one process set, in host memory.
+
+    Args:
+        process_set: one of Horovod's, which this rank is in.
+        name: begins the name of each operation. Horovod matches operations over ranks by name, and caches by it, so use
+            the same names in every training step.
+    """
+
+    def __init__(self, process_set, name: str):
+        self._process_set = process_set
+        self._name = name
+        self._operations = 0
+
+    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
+        """See `PlainCollectives.all_reduce`.
+
+        Args:
+            op: SUM, AVG or MAX.
+            scale: what Horovod multiplies each rank's values by before it sums them.
+        """
+        self._operations += 1
+        # Horovod can't add bfloat16; float32 holds it exactly.
+        wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        handle = hvd.allreduce_async_(
+            wide,
+            name=f"{self._name}.{self._operations}",
+            op=_OPS[op],
+            prescale_factor=scale,
+            process_set=self._process_set,
+        )
+        return _HorovodWork(handle, wide, tensor)
+
+
+class _HorovodWork:
+    """An all-reduce of `wide` under way, whose result goes to `tensor`, which may be the same."""
+
+    def __init__(self, handle, wide: Tensor, tensor: Tensor):
+        self._handle = handle
+        self._wide = wide
+        self._tensor = tensor
+
+    def wait(self, *timeout) -> bool:
+        if self._handle is not None:
+            result_of(self._handle)
+            self._handle = None
+            if self._wide is not self._tensor:
+                self._tensor.copy_(self._wide)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._handle is None or hvd.poll(self._handle)
 
 
 def _packed(frames: list[Tensor]) -> Tensor:
-    """The number of frames and their sizes as 64-bit numbers, then the frames."""
+    """The number of frames and the size of each in bytes, as 64-bit numbers, then the frames."""
     sizes = np.array([len(frames), *(frame.numel() for frame in frames)], dtype="<i8")
     return torch.cat([torch.from_numpy(sizes.view(np.uint8)), *frames]) if frames else torch.empty(0, dtype=torch.uint8)
 
 
 def _unpacked(piece: Tensor, peer: int, frame_capacity: int) -> list[Tensor]:
-    """The frames of `_packed`; nothing in it is believed before it is checked."""
+    """The frames that `_packed` joined. They come from the network, so nothing is believed before it is checked."""
     words = piece[: piece.numel() // 8 * 8].numpy().view("<i8")
     count = int(words[0]) if words.size else -1
     if 0 < count < words.size:
@@ -143,12 +224,21 @@ def _unpacked(piece: Tensor, peer: int, frame_capacity: int) -> list[Tensor]:
     )
 
 
-def open_ring(process_set, timeout_seconds: float | None) -> Transport:
-    """Connect the ranks of a process set by gloo; all of them must call this. They meet through Horovod."""
+def open_ring(process_set, timeout_seconds: float | None) -> GlooTransport:
+    """Connect the ranks of a process set by gloo; all of them must call this. They meet through Horovod.
+
+    The transport owns its connections, and with them the store at which the ranks have met: `close` and `abort` end
+    both.
+
+    Args:
+        timeout_seconds: how long to wait for a peer; None for five minutes.
+
+    Raises PeerError if a rank does not come.
+    """
     rank, world_size = process_set.rank(), process_set.size()
     timeout = _RING_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     first = process_set.ranks[0] if process_set.ranks else 0
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
     store = open_store(rank, world_size, timeout, host, broadcast)
-    return Transport(Connections(store, rank, world_size, timeout))
+    return GlooTransport(Connections(store, rank, world_size, timeout))

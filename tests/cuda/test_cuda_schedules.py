@@ -5,8 +5,9 @@ import torch
 from emulator import EmulatedLauncher
 from ranks import play
 
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.collective import Call, run
+from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Host
@@ -34,15 +35,16 @@ def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage
             damage(device)
         call = Call(
             "all_reduce",
+            config,
             Layout.split(NUMEL, world_size, CHUNK, 0),
             source=Window(tensor),
             output=Window(tensor),
             measured=range(world_size),
             schedule=SCHEDULES[schedule].all_reduce,
-            plain=lambda: pytest.fail("the call went plain"),
+            plain=lambda _: pytest.fail("the call went plain"),
             addends=world_size,
         )
-        run(call, 1, transport, device, config)
+        run(call, device, transport)
         return tensor
 
     return play(world_size, body, in_rounds=True)

@@ -13,7 +13,7 @@ import pytest
 from processes import results, run
 
 from ncz_plugins.core.config import FRAME_BYTES, Config
-from ncz_plugins.core.tuning.choices import Tuning
+from ncz_plugins.core.tuning.tuning_file import Tuning
 
 NCZ = [sys.executable, "-m", "ncz_plugins"]
 

@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ncz_plugins.core.transport.gloo import Connections, Transport
+from ncz_plugins.core.transport.base import Transport
+from ncz_plugins.core.transport.gloo import Connections, GlooTransport
 from ncz_plugins.core.transport.nccl import NcclTransport
 
 _SECONDS = 60
@@ -26,12 +27,12 @@ def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool =
 
     def run(rank: int) -> None:
         try:
-            control = Connections(store, rank, world_size, timeout)
+            connections = Connections(store, rank, world_size, timeout)
             if in_rounds:
                 frames = dist.ProcessGroupGloo(dist.PrefixStore("frames", store), rank, world_size, timeout)
-                results[rank] = body(NcclTransport(control, frames, torch.device("cpu")))
+                results[rank] = body(NcclTransport(connections, frames, torch.device("cpu")))
             else:
-                results[rank] = body(Transport(control))
+                results[rank] = body(GlooTransport(connections))
         except BaseException as error:
             errors.append((rank, error))
 

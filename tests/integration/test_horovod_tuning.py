@@ -6,7 +6,7 @@ import pytest
 from launch import WORKERS, horovodrun, launch, needs_horovod
 
 from ncz_plugins import Config
-from ncz_plugins.core.tuning.choices import Tuning
+from ncz_plugins.core.tuning.tuning_file import Tuning
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 

@@ -21,7 +21,7 @@ from ncz_plugins import Config, ConfigError, FrameError, NczError
 from ncz_plugins.cli.perf import gather
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport.handshake import open_store
-from ncz_plugins.core.tuning.choices import Tuning
+from ncz_plugins.core.tuning.tuning_file import Tuning
 from ncz_plugins.kernels import cache
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 
@@ -147,7 +147,7 @@ def test_an_absurd_size_sent_ahead_is_refused(size):
 
     def body(transport) -> None:
         (stream,) = transport.streams([(1 - transport.rank,) * 2], 1, 4096, Counters())
-        transport._control.send([torch.tensor([size])], 1 - transport.rank, 1).wait()
+        transport._connections.send(torch.tensor([size]), 1 - transport.rank, 1).wait()
         with pytest.raises(FrameError, match=f"announced a frame of {size} bytes"):
             stream.next_frame()
 
@@ -305,7 +305,7 @@ def test_the_cache_of_horovods_wheel_is_private(careless, monkeypatch):
 def test_ranks_meet_at_the_store_of_the_first_one():
     def body(transport) -> tuple[dist.Store, bytes]:
         def broadcast(address: torch.Tensor) -> torch.Tensor:
-            transport.group.broadcast([address], dist.BroadcastOptions()).wait()
+            transport.plain.broadcast(address, 0).wait()
             return address
 
         store = open_store(transport.rank, 3, timedelta(seconds=30), "localhost", broadcast)

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...core.codec.quantize import Bypass, bypass_by_size
+from ...core.bypass import by_dtype, by_role, by_size
 from ...core.config import Config, Policy
 from ...core.training.policy import ParameterSlice, Policies, Treatment
-from ...kernels.format import DTYPES
 
 ROLE = "gradient"
 
@@ -88,9 +87,8 @@ def matches(model: nn.Module, config: Config) -> list[Match]:
 
 
 def _treatment(policies: Policies, config: Config, part: ParameterSlice, dtype: torch.dtype, step: int) -> Treatment:
-    for applies, bypass in ((ROLE not in config.roles, Bypass.ROLE), (dtype not in DTYPES, Bypass.DTYPE)):
-        if applies:
-            return Treatment(config.quantizer, bypass, bypass.value)
+    if bypass := by_role(ROLE, config) or by_dtype(dtype):
+        return Treatment(config.quantizer, bypass, bypass.value)
     return policies.treatment(part, dtype, ROLE, step)
 
 
@@ -103,7 +101,7 @@ def _with_what_is_too_small(found: list[Row], config: Config) -> list[Row]:
         together[row.treatment, row.dtype] = together.get((row.treatment, row.dtype), 0) + row.nbytes
     changed = []
     for row in found:
-        bypass = bypass_by_size(together[row.treatment, row.dtype], config)
+        bypass = by_size(together[row.treatment, row.dtype], config)
         if bypass and row.treatment and not row.treatment.bypass:
             because = f"{row.treatment.because}, {bypass.value}"
             row = row._replace(treatment=row.treatment._replace(bypass=bypass, because=because))

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.bypass import Bypass, scales_or_bypass
 from ...core.codec import container
 from ...core.codec.layout import Layout, Window
-from ...core.codec.quantize import Bypass, derive, measure, smallest_bound
-from ...core.codec.tensor_codec import QuantizingCodec, TensorCodec, codec_for
+from ...core.codec.quantize import measure, smallest_bound
+from ...core.codec.tensor_codec import CodedTensor, QuantizingCodec, TensorCodec, codec_for
 from ...core.config import Config, QuantizerConfig
 from ...core.errors import UnsupportedError
 from ...core.runtime.device import Host
@@ -121,7 +122,7 @@ def run(array: np.ndarray, config: Config) -> Trial:
     data = container.compress(tensor, config)
     found = container.contents_of(data)
     layout, frames, quantizer = found.layout, found.frames, config.quantizer
-    codec = codec_for(config, Host(), layout, found.scales, source=Window(tensor.reshape(-1)))
+    codec = codec_for(config, Host(), CodedTensor(layout, source=Window(tensor.reshape(-1))), found.scales)
     quantized = isinstance(codec, QuantizingCodec)
     bounded = quantizer.kind != "lossless" and array.size > 0
     block = quantizer.block_in_effect if bounded else 0
@@ -130,7 +131,7 @@ def run(array: np.ndarray, config: Config) -> Trial:
     for index, frame in enumerate(frames):
         elements = layout.frame(0, index)
         own = codec.source[elements]
-        codec.output = Window(torch.empty_like(own), elements.start)
+        codec.tensor = codec.tensor._replace(output=Window(torch.empty_like(own), elements.start))
         codec.decode(0, index, frame)
         errors[layout.frame_chunks(0, index)] = chunk_errors(own.numpy(), codec.output.data.numpy())
         if quantized:
@@ -230,7 +231,7 @@ class Occurrences:
 def _why_lossless(codec: TensorCodec, quantizer: QuantizerConfig) -> str:
     layout, source = codec.layout, codec.source
     measured = measure(codec.backend, source, layout, range(1), quantizer)
-    return _WHY_LOSSLESS[derive(measured, layout, quantizer, source.data.dtype, addends=1)]
+    return _WHY_LOSSLESS[scales_or_bypass(measured, layout, quantizer, source.data.dtype, addends=1)]
 
 
 def _counts(values: Iterable[IntEnum]) -> dict[str, int]:

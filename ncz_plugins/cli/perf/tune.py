@@ -25,8 +25,8 @@ from rich.text import Text
 from ...core.communicator import Communicator
 from ...core.config import Config, format_size
 from ...core.errors import ConfigError, NczError, UnsupportedError
-from ...core.tuning.choices import Tuning
-from ...core.tuning.measure import OfCommunicator, Subject, measure
+from ...core.tuning.measure import Subject, measure
+from ...core.tuning.tuning_file import Tuning
 from . import launch
 from .command import ranks_of, started_by
 from .link import link
@@ -133,8 +133,8 @@ def _of_torch(config: Config) -> Iterator[Subject]:
     join(timedelta(seconds=_START_SECONDS))
     try:
         _demand_several(dist.get_world_size())
-        with Communicator(config.settled()) as communicator, OfCommunicator(communicator, config) as subject:
-            yield subject
+        with Communicator(config.resolved()) as communicator:
+            yield communicator.measured_ranks(config)
         dist.barrier()  # so that nobody's connections go while another still ends
     finally:
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...core.config.documents import shorten
+from ...core.config import shorten
 from ...core.errors import ConfigError
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]

@@ -37,8 +37,8 @@ from ..config import Config, QuantizerConfig
 from ..errors import BoundError, FrameError, UnsupportedError
 from ..runtime.device import Host
 from .layout import Layout, Window
-from .quantize import Bypass, Scales, derive, measure, smallest_value, work_dtype
-from .tensor_codec import codec_for
+from .quantize import Scales, derive, measure, smallest_value, work_dtype
+from .tensor_codec import CodedTensor, codec_for
 
 _MAGIC = 0x435A434E  # "NCZC", little endian
 _VERSION = 1
@@ -69,12 +69,12 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
     Raises BoundError if the bound is too fine for 32-bit codes and a larger one is not,
     UnsupportedError for other tensors, ConfigError.
     """
-    config = Config.load(config).settled()
+    config = Config.load(config).resolved()
     flat = _flat(tensor)
     device = Host()
     layout = Layout.of([flat.numel()], config.transport.frame_bytes // flat.element_size())
     scales = _scales(device.backend, flat, layout, config)
-    codec = codec_for(config, device, layout, scales, source=Window(flat))
+    codec = codec_for(config, device, CodedTensor(layout, source=Window(flat)), scales)
     frames = _in_threads(threads, lambda index: codec.encode(0, index), range(layout.frames))
     pieces = [_head(device.backend, tensor, config.quantizer, layout, scales)]
     for frame in frames:
@@ -95,7 +95,7 @@ def decompress(data: Tensor, *, threads: int = 1) -> Tensor:
     found = contents_of(data.contiguous())
     flat = torch.empty(found.layout.numel, dtype=found.dtype)
     # Frames say how they were written, so that the configuration does not matter.
-    codec = codec_for(Config(), Host(), found.layout, found.scales, output=Window(flat))
+    codec = codec_for(Config(), Host(), CodedTensor(found.layout, output=Window(flat)), found.scales)
     _in_threads(threads, lambda index: codec.decode(0, index, found.frames[index]), range(found.layout.frames))
     return flat.view(found.shape)
 
@@ -157,8 +157,8 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
     if quantizer.kind == "lossless" or not flat.numel():
         return None
     measured = measure(backend, Window(flat), layout, range(1), quantizer)
-    scales = derive(measured, layout, quantizer, flat.dtype, addends=1)
-    if scales is Bypass.CODE_OVERFLOW:
+    derived = derive(measured, layout, quantizer, flat.dtype, addends=1)
+    if derived.finite and derived.scales is None:
         smallest = smallest_value(measured, quantizer, flat.dtype)
         if smallest is not None:
             raise BoundError(
@@ -166,7 +166,7 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
                 f"for 32-bit codes of this {flat.dtype} tensor; the smallest that will do is {smallest * 1.006:.3g}. "
                 "Use that or more, or quantizer.kind: lossless"
             )
-    return None if isinstance(scales, Bypass) else scales
+    return derived.scales if derived.is_worthwhile(flat.dtype) else None
 
 
 def _head(

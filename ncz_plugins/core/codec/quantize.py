@@ -8,14 +8,14 @@ is exact, so the outcome does not depend on the order in which ranks are combine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.backend import Backend
-from ..config import Config, QuantizerConfig
+from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
 
@@ -24,32 +24,8 @@ from .layout import Layout, Window
 # measuring and here. Reserving them keeps the bound strict; naive code exceeds it by 2% at a bound of 1e-6.
 _ROUNDINGS = 6
 _MAX_CODE = 2**31 - 2**10  # the sum of all ranks' codes; less than int32 holds, as products are rounded
+_WORTHWHILE = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
 _STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
-_WORTH = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
-
-
-class Bypass(str, Enum):
-    """Why a call went the plain way."""
-
-    ONE_RANK = "one rank"
-    ROLE = "role not enabled"
-    POLICY = "policy"
-    WARM_UP = "warm-up"
-    DTYPE = "dtype"
-    OP = "reduce op"
-    TOO_SMALL = "too small"
-    FAST_LINK = "link too fast"  # as measured: compression would lose time, whatever the size
-    NON_FINITE = "non-finite"  # a value is, or a result could become so
-    CODE_OVERFLOW = "code overflow"
-    NOT_WORTH = "not worth it"
-
-
-def bypass_by_size(nbytes: int, config: Config) -> Bypass | None:
-    """The reason why a tensor of so many bytes goes plain, if there is one. `config` is a settled one."""
-    least = config.transport.min_bytes
-    if least == "never":
-        return Bypass.FAST_LINK
-    return Bypass.TOO_SMALL if nbytes < max(least, 1) else None
 
 
 @dataclass(frozen=True)
@@ -71,6 +47,24 @@ class Scales:
     def to(self, device: torch.device) -> Scales:
         """The same in the memory of `device`."""
         return Scales(self.inverse_steps.to(device), self.scales.to(device))
+
+
+class Derived(NamedTuple):
+    """What follows from the measurements that all ranks agreed on.
+
+    Attributes:
+        scales: None where values or results are not finite, or codes of the bound asked for would overflow 32 bits.
+        finite: whether all values are, and every result must be.
+        bits_per_value: roughly what a coded value will take; 0 without scales.
+    """
+
+    scales: Scales | None
+    finite: bool = True
+    bits_per_value: float = 0.0
+
+    def is_worthwhile(self, dtype: torch.dtype) -> bool:
+        """Whether codes will take noticeably fewer bits than values of `dtype` do."""
+        return self.bits_per_value <= _WORTHWHILE * 8 * dtype.itemsize
 
 
 def work_dtype(dtype: torch.dtype) -> type[np.floating]:
@@ -141,8 +135,8 @@ def joined(pieces: list[tuple[range, Tensor]], layout: Layout, block: int) -> Te
 
 def derive(
     agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1
-) -> Scales | Bypass:
-    """The steps that follow from the agreed vector, or the reason to go the plain way.
+) -> Derived:
+    """The quantization steps that follow from the agreed vector, and how many bits codes will take.
 
     Args:
         agreed: element-wise maximum over ranks of what `measure` returned.
@@ -150,14 +144,14 @@ def derive(
         divisor: what a sum is divided by (the world size for an average).
     """
     if torch.isposinf(agreed).any():
-        return Bypass.NON_FINITE
+        return Derived(None, finite=False)
     work = work_dtype(dtype)
     info, final = np.finfo(work), torch.finfo(dtype)
     with np.errstate(over="ignore"):
         relative_to, largest, typical = _blocks(agreed, quantizer)
         bound = quantizer.value * relative_to
         if ((largest + bound) * (addends / divisor) > final.max).any():
-            return Bypass.NON_FINITE
+            return Derived(None, finite=False)
     bound = np.maximum(bound, smallest_bound(dtype, divisor))
     too_fine = bound < _finest(largest, quantizer, work, addends)
     usable = bound - _reserved(work) * (largest + bound)
@@ -173,16 +167,15 @@ def derive(
         step = np.where(single, largest, step).astype(work)
         too_fine &= ~single
     if too_fine.any():
-        return Bypass.CODE_OVERFLOW
+        return Derived(None)
     blocks = layout.chunks_per_block(quantizer.block_in_effect)
     bits = np.log2(2 * typical / step.astype(np.float64) + 1) + 1
-    if len(bits) and np.average(bits, weights=np.maximum(blocks, 1)) > _WORTH * 8 * dtype.itemsize:
-        return Bypass.NOT_WORTH
     per_chunk = np.repeat(step, blocks)
-    return Scales(
+    scales = Scales(
         inverse_steps=torch.from_numpy(work(1) / per_chunk),
         scales=torch.from_numpy(per_chunk / work(divisor)),
     )
+    return Derived(scales, bits_per_value=float(np.average(bits, weights=np.maximum(blocks, 1))) if len(bits) else 0.0)
 
 
 def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtype) -> float | None:

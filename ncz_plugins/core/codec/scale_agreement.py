@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.format import CHUNK
 from ..config import Config
 from .layout import Layout
-from .quantize import Bypass, Scales, joined
+from .quantize import Scales, joined
 
 _FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
 _FAST_GBPS = 2.5  # from here on the ranks wait for each other, once more for every piece, and not for the link
@@ -61,10 +61,10 @@ class ScaleAgreement:
         block: int,
         measure: Callable[[range], Tensor],
         agree: Callable[[Tensor], Callable[[], None]],
-        derive: Callable[[Tensor, Layout], Scales | Bypass],
+        derive: Callable[[Tensor, Layout], Scales | object],
     ):
         self.scales: Scales | None = None
-        self.bypass: Bypass | None = None
+        self.bypass: object | None = None
         self._layout = layout
         self._pieces = pieces
         self._block = block
@@ -126,7 +126,7 @@ class ScaleAgreement:
         """A piece may be worse than the whole; and the reason to go plain must not depend on how the tensor is cut."""
         pieces = list(zip(self._pieces, self._measured))
         found = self._derive(joined(pieces, self._layout, self._block), self._layout)
-        if isinstance(found, Bypass):
+        if not isinstance(found, Scales):
             self.bypass = found
         elif self.scales is None:
             self.scales = found

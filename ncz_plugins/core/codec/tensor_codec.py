@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +26,34 @@ from ...kernels.format import (
 from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
 from ..config import Config
 from ..errors import FrameError
-from ..runtime.device import Gpu, Host
+from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .layout import Layout, Window
-from .quantize import Bypass, Scales
+from .quantize import Scales
 from .scale_agreement import ScaleAgreement
 
 
-def coding(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
+class CodedTensor(NamedTuple):
+    """A tensor that frames are made of, and one that they are decoded into.
+
+    Attributes:
+        layout: how it is cut.
+        source: this rank's values; None where nothing is encoded.
+        output: where decoded frames go; it may be the memory of `source`. None where nothing is decoded.
+    """
+
+    layout: Layout
+    source: Window | None = None
+    output: Window | None = None
+
+    def part(self, segments: range) -> CodedTensor:
+        """Some neighbouring segments by themselves, which are numbered from 0."""
+        start = self.layout.elements(segments).start
+        return CodedTensor(self.layout.part(segments), self.source.counted_from(start), self.output.counted_from(start))
+
+
+def coding_for(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
     """How `config` wants codes to be written.
 
     Args:
@@ -54,19 +74,29 @@ class TensorCodec(ABC):
 
     Attributes:
         device: where all of these tensors live.
-        source: this rank's values.
-        output: where decoded frames go; it may be the memory of `source`.
+        tensor: what is encoded and decoded.
+        coding: how codes are written.
         checksum: whether frames get a checksum, and must come with one.
         counters: takes the seconds spent in coding.
     """
 
-    device: Host | Gpu
-    layout: Layout
+    device: Device
+    tensor: CodedTensor
     coding: Coding
-    source: Window
-    output: Window
     checksum: bool
     counters: Counters
+
+    @property
+    def layout(self) -> Layout:
+        return self.tensor.layout
+
+    @property
+    def source(self) -> Window:
+        return self.tensor.source
+
+    @property
+    def output(self) -> Window:
+        return self.tensor.output
 
     @property
     def backend(self) -> Backend:
@@ -78,8 +108,8 @@ class TensorCodec(ABC):
         """Bytes that no frame of this tensor can exceed."""
 
     @property
-    def bypass(self) -> Bypass | None:
-        """Why the call must go plain after all, if it turned out that it must."""
+    def bypass(self) -> object | None:
+        """The reason why the call must go plain after all, if it turned out that it must."""
         return None
 
     def encode(self, segment: int, index: int) -> Tensor:
@@ -112,7 +142,7 @@ class TensorCodec(ABC):
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         """Write the values of a finished frame to the output, where they stand once `finish` returns."""
-        self.device.beside(partial(self._decode, segment, index, frame))
+        self.device.submit(partial(self._decode, segment, index, frame))
 
     def _decode(self, segment: int, index: int, frame: Tensor) -> None:
         with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
@@ -121,15 +151,13 @@ class TensorCodec(ABC):
 
     def finish(self) -> None:
         """Return once all that was asked for is done. Raises FrameError for damage that did not show before."""
-        self.device.settle()
+        self.device.synchronize()
         with _naming("a frame"):
             self.backend.check()
 
     def part(self, segments: range) -> TensorCodec:
         """The codec of some neighbouring segments by themselves, which are numbered from 0."""
-        start = self.layout.elements(segments).start
-        source, output = self.source.counted_from(start), self.output.counted_from(start)
-        return replace(self, layout=self.layout.part(segments), source=source, output=output)
+        return replace(self, tensor=self.tensor.part(segments))
 
     @abstractmethod
     def _write_sum(self, segment: int, index: int, frames: list[Tensor], buffer: Tensor) -> int:
@@ -158,18 +186,19 @@ class TensorCodec(ABC):
 class QuantizingCodec(TensorCodec):
     """Adds codes, as integers.
 
-    Where ranks agree on the steps meanwhile, it may turn out that the call must go plain. From then on this writes
-    empty frames and reads none, so that the schedule comes to its end, on all ranks alike, and the output is as it was.
+    Ranks may still be agreeing on scales while the first frames travel, and then find that the call must go plain. From
+    then on this codec writes empty frames and reads none. So the schedule comes to its end on all ranks alike, and the
+    output stays as it was.
 
     Attributes:
-        scales: the steps that all ranks share.
+        scales: the quantization steps that all ranks share.
         noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
-        steps: fills in `scales`; None where all are there.
+        agreement: fills in `scales`; None where all are there.
     """
 
     scales: Scales
     noise: Noise | None = None
-    steps: ScaleAgreement | None = None
+    agreement: ScaleAgreement | None = None
 
     def __post_init__(self):
         self._codes: Tensor | None = None
@@ -179,8 +208,8 @@ class QuantizingCodec(TensorCodec):
         return max_frame_bytes(self.layout.frame_elements)
 
     @property
-    def bypass(self) -> Bypass | None:
-        return self.steps and self.steps.bypass
+    def bypass(self) -> object | None:
+        return self.agreement and self.agreement.bypass
 
     def sum(self, segment: int, index: int, frames: list[Tensor]) -> Tensor:
         self._require_scales(index + 1)
@@ -216,9 +245,9 @@ class QuantizingCodec(TensorCodec):
         return self.source[elements], self.scales.inverse_steps[self.layout.frame_chunks(segment, index)], noise
 
     def _require_scales(self, frames: int) -> None:
-        if self.steps is not None and not self.steps.complete:
+        if self.agreement is not None and not self.agreement.complete:
             with span("agree", self.source.data.nbytes, self.counters):
-                self.steps.require(frames)
+                self.agreement.require(frames)
 
     def _write_sum(self, segment, index, frames, buffer):
         x, inverse_steps, noise = self._own(segment, index)
@@ -287,39 +316,41 @@ class LosslessCodec(TensorCodec):
 
 def codec_for(
     config: Config,
-    device: Host | Gpu,
-    layout: Layout,
-    scales: Scales | None,
-    source: Window | None = None,
-    output: Window | None = None,
-    counters: Counters | None = None,
+    device: Device,
+    tensor: CodedTensor,
+    scales: Scales | ScaleAgreement | None,
     *,
-    draw: int = 0,
-    rank: int = 0,
+    counters: Counters | None = None,
     link_gbps: float | None = None,
+    noise: Noise | None = None,
     divisor: float = 1,
-    steps: ScaleAgreement | None = None,
 ) -> TensorCodec:
     """The codec of one tensor, as `config` wants it.
 
     Args:
-        scales: the steps; None for one that keeps floats as they are.
-        steps: see QuantizingCodec.
-        source, output, counters: see TensorCodec. A codec that only writes needs no output, and one that only reads
-            no source.
-        draw, rank: whose random numbers a stochastic quantizer takes.
-        link_gbps: see `coding`.
+        scales: the quantization steps, or what fills them in, whose first frames have theirs; None for a codec that
+            keeps floats as they are.
+        link_gbps: see `coding_for`.
+        noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0 on rank 0.
         divisor: see LosslessCodec; `scales` are divided already.
     """
-    how = coding(config, device.backend, link_gbps)
-    checksum = config.entropy.checksum
-    common = (device, layout, how, source, output, checksum, Counters() if counters is None else counters)
+    counters = Counters() if counters is None else counters
+    common = (device, tensor, coding_for(config, device.backend, link_gbps), config.entropy.checksum, counters)
     if scales is None:
         return LosslessCodec(*common, divisor)
-    noise = None
-    if config.quantizer.kind == "stochastic":
-        noise = Noise(config.quantizer.seed, draw % 2**32, rank)
-    return QuantizingCodec(*common, scales, noise, steps)
+    noise = noise_for(config, call=0, rank=0) if noise is None else noise
+    if isinstance(scales, ScaleAgreement):
+        there = scales.scales.to(tensor.source.data.device)
+        return QuantizingCodec(*common, there, noise, scales)
+    return QuantizingCodec(*common, scales, noise)
+
+
+def noise_for(config: Config, call: int, rank: int) -> Noise | None:
+    """The random numbers that a stochastic quantizer rounds by, other ones in each call and on each rank.
+
+    None for other quantizers.
+    """
+    return Noise(config.quantizer.seed, call % 2**32, rank) if config.quantizer.kind == "stochastic" else None
 
 
 @contextmanager

@@ -1,28 +1,40 @@
-"""The configuration: what may be set, what it means, and how it is read."""
+"""The configuration: what may be set, what it means, and how it is read.
 
-from .model import (
+fields          types of the settings, and sizes in bytes
+section         what all sections have in common: checks, error messages, the list of settings
+sections        the sections: quantizer, entropy, transport, ...
+model           `Config`, which holds them, and how it is loaded
+deepspeed_file  our key in a DeepSpeed configuration
+documents       YAML and JSON files, read strictly
+
+Others import from this package, not from its modules. Nothing here imports torch, so that checking a file is quick.
+"""
+
+from .deepspeed_file import DEEPSPEED_KEY, find_in_deepspeed, is_deepspeed
+from .documents import read_document, shorten
+from .fields import (
     CHUNK,
-    DEEPSPEED_KEY,
     FRAME_BYTES,
     MIN_BYTES,
-    SHORT_FORM,
     Allowed,
-    CoderCosts,
-    Config,
     Integer,
     KiB,
     MiB,
     Number,
+    format_size,
+    size_type,
+)
+from .model import SHORT_FORM, Config, json_schema, settings
+from .section import Section
+from .sections import (
+    CoderCosts,
+    EntropyConfig,
+    GuardConfig,
     Policy,
     QuantizerConfig,
-    Section,
     StatisticsConfig,
-    find_in_deepspeed,
-    format_size,
-    is_deepspeed,
-    json_schema,
-    settings,
-    size_type,
+    StepsConfig,
+    TransportConfig,
 )
 
 __all__ = [
@@ -32,8 +44,10 @@ __all__ = [
     "MIN_BYTES",
     "SHORT_FORM",
     "Allowed",
-    "Config",
     "CoderCosts",
+    "Config",
+    "EntropyConfig",
+    "GuardConfig",
     "Integer",
     "KiB",
     "MiB",
@@ -42,10 +56,14 @@ __all__ = [
     "QuantizerConfig",
     "Section",
     "StatisticsConfig",
+    "StepsConfig",
+    "TransportConfig",
     "find_in_deepspeed",
     "format_size",
     "is_deepspeed",
     "json_schema",
+    "read_document",
     "settings",
+    "shorten",
     "size_type",
 ]

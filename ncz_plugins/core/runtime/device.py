@@ -1,12 +1,13 @@
-"""Where tensors live: the kernels that serve them there, memory for frames, and what "done" means."""
+"""Devices that tensors live on: the kernels for them, memory for frames, and when work counts as done."""
 
 from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import kernels
+from ...kernels.backend import Backend
 from ...kernels.scratch import Scratch
 from ..config import Config
 from ..errors import PeerError, UnsupportedError
@@ -44,27 +46,74 @@ def require_kernels(device: torch.device, config: Config) -> None:
         raise UnsupportedError(f"device {device}: {error}; or {remedy}") from error
 
 
-def moment(device: torch.device) -> torch.cuda.Event | None:
-    """What the caller has asked `device` for so far, for `after`. Nothing on a CPU, where all of it is done."""
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Mark what the caller has queued on its current stream so far, for `Device.after`. None on a CPU: all is done."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def has_spare_core() -> bool:
     """Whether this process may use a second core, if the cores of this machine are shared among the ranks on it."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # As torchrun and DeepSpeed's launcher set it; where nobody tells, the rank is taken to be alone.
+    # torchrun and DeepSpeed's launcher set these. Where neither is set, the rank is taken to be alone.
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     return not ranks.isdigit() or usable >= 2 * int(ranks)
 
 
-class Host:
-    """Host memory: whatever was called is done when it returns, but for what goes on `beside`.
+class Device(ABC):
+    """One device that tensors of a call live on. Host and Gpu implement it.
 
-    Args:
-        two_threads: whether there is a core for a second thread.
+    One thread uses a device at a time: the one that runs collectives. It does so inside `after`.
 
     Attributes:
-        backend: the kernels.
+        backend: the kernels for this device.
+    """
+
+    backend: Backend
+
+    @abstractmethod
+    def after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
+        """A context whose work on this device begins after `event`, which is what `record_event` gave the caller."""
+
+    @abstractmethod
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory to write one frame to, uint8, [nbytes]. It is valid until the next call of `buffer`."""
+
+    @abstractmethod
+    def trimmed(self, buffer: Tensor, size) -> Tensor:
+        """The first `size` bytes of `buffer`, which were just written, in memory that the caller keeps.
+
+        Args:
+            size: an integer, or on a GPU a `cuda.DeviceSize`, whose value the host does not know yet.
+        """
+
+    @abstractmethod
+    def seen(self, tensor: Tensor) -> Tensor:
+        """The same values in host memory, once they have been computed."""
+
+    @abstractmethod
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job whose result nothing needs before `synchronize`. Jobs run in the order of submission.
+
+        A job may raise here or in `synchronize`.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return once all work of this device's collective is done. Raises what the first failing job raised.
+
+        On a GPU, raises PeerError if the work takes longer than the time-out, since it waits for frames of peers.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """After a failure, return once no job writes to the caller's memory any more. Raises nothing."""
+
+
+class Host(Device):
+    """Host memory. Everything is done when the call returns, except submitted jobs.
+
+    Args:
+        two_threads: run submitted jobs on a second thread; worth it where there is a core for it.
     """
 
     def __init__(self, two_threads: bool = False):
@@ -72,50 +121,43 @@ class Host:
         self._second = ThreadPoolExecutor(1, "ncz-decoder") if two_threads else None
         self._jobs: list[Future] = []
 
-    def after(self, asked: None):
-        """A context whose work begins when all that stood before the `moment` called `asked` is done."""
+    def after(self, event: None) -> AbstractContextManager:
         return nullcontext()
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory to write a frame to, uint8, [nbytes], until `trimmed` is called."""
         return _scratch.of("frame", nbytes, torch.uint8)
 
     def trimmed(self, buffer: Tensor, size) -> Tensor:
-        """The first `size` bytes of `room`, which were just written, to keep."""
-        return buffer[:size].clone()  # most frames are much smaller than the room they may need
+        return buffer[:size].clone()  # most frames are much smaller than the buffer
 
     def seen(self, tensor: Tensor) -> Tensor:
-        """The same in host memory, for the host to look at."""
         return tensor
 
-    def beside(self, job: Callable[[], None]) -> None:
-        """Do what nothing waits for before `settle`: in the order asked for, on a thread of its own if there is one."""
+    def submit(self, job: Callable[[], None]) -> None:
         if self._second is None:
             job()
         else:
             self._jobs.append(self._second.submit(job))
 
-    def settle(self) -> None:
-        """Return once all work is done. Raises what the first job `beside` that failed did."""
+    def synchronize(self) -> None:
         jobs, self._jobs = self._jobs, []
         errors = [job.exception() for job in jobs]  # waits for each
         for error in filter(None, errors):
             raise error
 
     def abandon(self) -> None:
-        """After a failure: return once nothing writes to the caller's memory any more."""
         wait(self._jobs)
         self._jobs.clear()
 
 
-class Gpu:
+class Gpu(Device):
     """The memory of one CUDA device. Work is queued on a stream of its own, beside the caller's.
 
     Args:
-        timeout: how long the device may take, which waits for the frames of peers.
-        demand_health: raises PeerError if those frames may not come any more.
+        timeout: how long queued work may take, since it waits for frames of peers.
+        require_healthy: raises PeerError if those frames may not come any more.
 
-    Raises ImportError where there are no kernels for it, saying why.
+    Raises ImportError where there are no kernels for the device, saying why.
     """
 
     def __init__(self, device: torch.device, timeout: timedelta, require_healthy: Callable[[], None]):
@@ -126,9 +168,9 @@ class Gpu:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
-    def after(self, asked: torch.cuda.Event):
+    def after(self, event: torch.cuda.Event):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            while not asked.query():  # however long it takes: the time-out is for peers
+            while not event.query():  # however long it takes: the time-out is for peers
                 time.sleep(_POLL_SECONDS)
             yield
 
@@ -136,27 +178,27 @@ class Gpu:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def trimmed(self, buffer: Tensor, size) -> Tensor:
-        self.settle()  # the host must know the size, as NCCL does
+        self.synchronize()  # the host must know the size, and so must NCCL
         return buffer[:size]
 
     def seen(self, tensor: Tensor) -> Tensor:
-        self.settle()  # copying it waits without a limit
+        self.synchronize()  # copying alone would wait without a limit
         return tensor.cpu()
 
-    def beside(self, job: Callable[[], None]) -> None:
-        job()  # which only asks for work, in the order of the stream
+    def submit(self, job: Callable[[], None]) -> None:
+        job()  # it only queues work on the stream
 
-    def abandon(self) -> None:
-        """Nothing to do: work that waits for a dead peer would not end."""
-
-    def settle(self) -> None:
-        # Not by synchronizing: a peer that died would leave us waiting for ever.
+    def synchronize(self) -> None:
+        # Not torch's synchronize: if a peer has died, that would wait for ever.
         done = torch.cuda.current_stream(self._device).record_event()
         poll(done.query, self._require_healthy, self._timeout, f"{self._device}")
 
+    def abandon(self) -> None:
+        pass  # queued work that waits for a dead peer would not end
+
 
 def poll(is_done: Callable[[], bool], require_healthy: Callable[[], None], timeout: timedelta, what: str) -> None:
-    """Return once `is_done`. Raises PeerError if `what` is not done in time, and what `demand_health` raises."""
+    """Return once `is_done` is true. Raises PeerError if `what` takes longer, and what `require_healthy` raises."""
     deadline = time.monotonic() + timeout.total_seconds()
     while not is_done():
         require_healthy()
@@ -166,4 +208,4 @@ def poll(is_done: Callable[[], bool], require_healthy: Callable[[], None], timeo
                 "or not answered; look at its log, and raise transport.timeout_seconds if it was only slow."
             )
         time.sleep(_POLL_SECONDS)
-    require_healthy()  # work that was given up is done, too
+    require_healthy()  # work that was given up counts as done, too

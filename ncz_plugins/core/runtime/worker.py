@@ -11,17 +11,17 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PeerError, UnsupportedError
+from .handle import Handle
 
 
-class Handle:
-    """What an asynchronous collective returns; stands in for torch.distributed's Work."""
+class FutureHandle(Handle):
+    """The handle of a job that the background thread runs."""
 
     def __init__(self, future: concurrent.futures.Future):
         self._future = future
         self._late: PeerError | None = None  # a stream was let go before the result was there
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until the result is in place. Raises what went wrong; PeerError after `timeout` seconds."""
+    def wait(self, timeout=None) -> bool:
         try:
             self._future.result(None if timeout is None else _seconds(timeout))
         except concurrent.futures.TimeoutError as error:
@@ -32,13 +32,9 @@ class Handle:
             raise self._late
         return True
 
-    def block_current_stream(self, timeout: float | None = None) -> None:
-        """Hold up the current CUDA stream, and not the host, until the result is in place or the collective has failed.
-
-        By torch's means for collectives that hosts carry: a kernel of one thread looks at a word in host memory.
-        docs/gpu.md says what that asks of a program. After `timeout` seconds the stream is let go; `wait` raises
-        PeerError then. Raises UnsupportedError where there is no such stream, or torch is too old.
-        """
+    def block_current_stream(self, timeout=None) -> None:
+        # By torch's means for collectives that hosts carry: a kernel of one thread polls a word in host memory.
+        # docs/gpu.md says what that asks of a program.
         from torch._C._distributed_c10d import _create_work_from_future  # not there in a torch without distributed
 
         there = torch.futures.Future()
@@ -68,27 +64,24 @@ class Handle:
         self._future.add_done_callback(lambda _: release())
 
     def is_completed(self) -> bool:
-        """True once the result is in place or the collective has failed."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """True once the result is in place."""
         return self._future.done() and self._future.exception() is None and self._late is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, once completed."""
         return (self._future.exception() or self._late) if self._future.done() else None
 
 
 def _seconds(timeout) -> float:
-    """torch.distributed takes a timedelta; seconds do as well."""
+    """A time-out in seconds. torch.distributed passes a timedelta."""
     return timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
 
 
 class Worker:
-    """A daemon thread: a hung peer must not keep the interpreter from ending.
+    """A thread that runs jobs in order. It is a daemon: a hung peer must not keep the interpreter from ending.
 
-    A fork of this process has no such thread; there, `demand_own_process` and `submit` raise UnsupportedError.
+    A fork of this process has no such thread; there, `require_own_process` and `submit` raise UnsupportedError.
     """
 
     def __init__(self, name: str):
@@ -97,15 +90,15 @@ class Worker:
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> Handle:
-        """Run `job` after all earlier ones."""
+    def submit(self, job: Callable[[], None]) -> FutureHandle:
+        """Run `job` after all earlier ones. Raises UnsupportedError in a fork."""
         self.require_own_process()
         future: concurrent.futures.Future = concurrent.futures.Future()
         self._jobs.put((job, future))
-        return Handle(future)
+        return FutureHandle(future)
 
     def require_own_process(self) -> None:
-        """Raise UnsupportedError in a fork of the process that this belongs to, where what is asked for never ends."""
+        """Raise UnsupportedError in a fork of the process that this belongs to: there a job would never run."""
         if os.getpid() != self._process:
             raise UnsupportedError(
                 f"process {os.getpid()} is a fork of process {self._process}, which has the threads and connections of "
@@ -117,7 +110,7 @@ class Worker:
         self._jobs.put(None)  # nobody can submit any more, so the thread may end
 
     def close(self, timeout: float) -> bool:
-        """End after the jobs asked for so far; False if that takes longer than `timeout` seconds."""
+        """End the thread after the jobs submitted so far. Returns False if that takes longer than `timeout` seconds."""
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)

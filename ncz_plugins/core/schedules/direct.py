@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from ..codec.tensor_codec import TensorCodec
 from ..runtime.statistics import Counters
-from ..transport.gloo import Stream, Transport
+from ..transport.base import FrameStream, FrameTransport
 
 
-def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' segment `rank`."""
     streams = _peers(transport, codec, 1, counters)
     for index, frame in _reduced(transport, codec, streams):
@@ -20,7 +20,7 @@ def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters)
     _finish(streams)
 
 
-def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output every rank's own segment."""
     streams = _peers(transport, codec, 1, counters)
     for index in range(codec.layout.frames):
@@ -29,7 +29,7 @@ def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> 
     _finish(streams)
 
 
-def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' values."""
     streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
@@ -38,7 +38,7 @@ def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> 
     _finish(streams)
 
 
-def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root: int) -> None:
+def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
     """Decode to the output the values of rank `root`, which sends them to each peer."""
     sends = transport.rank == root
     peers = [(root + i) % transport.world_size for i in range(1, transport.world_size)] if sends else [root]
@@ -52,20 +52,20 @@ def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root
     _finish(streams)
 
 
-def _peers(transport: Transport, codec: TensorCodec, segments: int, counters: Counters) -> dict[int, Stream]:
+def _peers(transport: FrameTransport, codec: TensorCodec, segments: int, counters: Counters) -> dict[int, FrameStream]:
     """A stream to and from every other rank; each rank begins with its right neighbor, to spread the load."""
     n, rank = transport.world_size, transport.rank
     return _open(transport, codec, [(rank + i) % n for i in range(1, n)], segments, counters)
 
 
-def _open(transport: Transport, codec: TensorCodec, peers: list[int], segments: int, counters: Counters):
+def _open(transport: FrameTransport, codec: TensorCodec, peers: list[int], segments: int, counters: Counters):
     """A stream to and from each peer, by rank. So many segments will come from it."""
     incoming = segments * codec.layout.frames
     streams = transport.streams([(peer, peer) for peer in peers], incoming, codec.frame_capacity, counters)
     return dict(zip(peers, streams))
 
 
-def _reduced(transport: Transport, codec: TensorCodec, streams: dict[int, Stream]):
+def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream]):
     """Yield (index, frame) of the finished frames of this rank's own segment."""
     for index in range(codec.layout.frames):
         for peer, stream in streams.items():
@@ -75,20 +75,20 @@ def _reduced(transport: Transport, codec: TensorCodec, streams: dict[int, Stream
         yield index, codec.sum(transport.rank, index, frames)
 
 
-def _publish(transport: Transport, codec: TensorCodec, streams: dict[int, Stream], index: int, frame) -> None:
+def _publish(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream], index: int, frame) -> None:
     """Send a finished frame of our own segment to all, each of whom sends one of theirs."""
     for stream in streams.values():
         stream.exchange(frame)
     codec.decode(transport.rank, index, frame)
 
 
-def _collect(codec: TensorCodec, streams: dict[int, Stream]) -> None:
+def _collect(codec: TensorCodec, streams: dict[int, FrameStream]) -> None:
     """Decode the finished frames of all other segments."""
     for index in range(codec.layout.frames):
         for peer, stream in streams.items():
             codec.decode(peer, index, stream.receive())
 
 
-def _finish(streams: dict[int, Stream]) -> None:
+def _finish(streams: dict[int, FrameStream]) -> None:
     for stream in streams.values():
         stream.finish()

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.scratch import Scratch
+from ..call import Call, plain_wire_bytes
 from ..codec.layout import Layout, Window
 from ..codec.tensor_codec import TensorCodec
-from ..collective import Call, plain_wire_bytes
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from ..transport.gloo import Transport
+from ..transport.base import Transport
 from ..transport.intra_node import exchange
 from ..transport.topology import Nodes
 
@@ -48,11 +48,11 @@ def in_nodes(call: Call, nodes: Nodes, block: int) -> Call:
 
 def _all_reduce(call: Call, nodes: Nodes) -> Call:
     pieces = _pieces(nodes)
-    own = pieces[nodes.place]
+    own = pieces[nodes.local_rank]
 
-    def inside(transport: Transport, counters: Counters) -> Window:
-        def part(place: int) -> Tensor:
-            return call.source[call.layout.elements(pieces[place])]
+    def within_node(transport: Transport, counters: Counters) -> Window:
+        def part(local_rank: int) -> Tensor:
+            return call.source[call.layout.elements(pieces[local_rank])]
 
         return _node_sum(call, nodes, transport, part, counters)
 
@@ -60,19 +60,19 @@ def _all_reduce(call: Call, nodes: Nodes) -> Call:
         _between(call, nodes, transport, codec, own, counters)
         _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
 
-    return replace(call, measured=own, inside=inside, schedule=schedule, addends=nodes.count)
+    return replace(call, measured=own, within_node=within_node, schedule=schedule, addends=nodes.count)
 
 
 def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
-    """A piece is made of the parts of those ranks that have its place, so that each ends with its own part."""
-    own = _pieces(nodes)[nodes.place]
+    """A piece is made of the parts of the ranks with one local rank, so that each ends with its own part."""
+    own = _pieces(nodes)[nodes.local_rank]
 
-    def inside(transport: Transport, counters: Counters) -> Window:
+    def within_node(transport: Transport, counters: Counters) -> Window:
         by_rank = call.source.data.view(nodes.count * nodes.size, -1)
         buffer = _buffer("part", call.source.data, nodes.count * by_rank.shape[1])
 
-        def part(place: int) -> Tensor:
-            ranks = torch.tensor(_having(nodes, place), device=buffer.device)
+        def part(local_rank: int) -> Tensor:
+            ranks = torch.tensor(_having(nodes, local_rank), device=buffer.device)
             return torch.index_select(by_rank, 0, ranks, out=buffer.view(nodes.count, -1)).view(-1)
 
         return _node_sum(call, nodes, transport, part, counters)
@@ -81,25 +81,26 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
         _between(call, nodes, transport, codec, own, counters)
 
     output = Window(call.output.data, call.layout.segment(own[nodes.node]).start)
-    order = [rank for place in range(nodes.size) for rank in _having(nodes, place)]
+    order = [rank for local_rank in range(nodes.size) for rank in _having(nodes, local_rank)]
     feedback = call.feedback and call.feedback.in_order(order, of=nodes.count * nodes.size)
     call = replace(call, feedback=feedback, addends=nodes.count)
-    return replace(call, output=output, measured=own, inside=inside, schedule=schedule)
+    return replace(call, output=output, measured=own, within_node=within_node, schedule=schedule)
 
 
 def _all_gather(call: Call, nodes: Nodes) -> Call:
     """As above: a piece is made of the parts of those ranks that have its place."""
-    own = _pieces(nodes)[nodes.place]
+    own = _pieces(nodes)[nodes.local_rank]
     segment = own[nodes.node]
 
     def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
         elements = call.layout.elements(own)
         mine = _buffer("part", call.output.data, elements.stop - elements.start)
-        _between(call, nodes, transport, replace(codec, output=Window(mine, elements.start)), own, counters)
+        own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
+        _between(call, nodes, transport, own_codec, own, counters)
         by_rank = call.output.data.view(nodes.count * nodes.size, -1)
-        by_rank[_having(nodes, nodes.place)] = mine.view(nodes.count, -1)
+        by_rank[_having(nodes, nodes.local_rank)] = mine.view(nodes.count, -1)
         ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
-        for to, source in _rounds(nodes):
+        for to, source in _turns(nodes):
             exchange(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
             by_rank[_having(nodes, source)] = received.view(nodes.count, -1)
 
@@ -111,15 +112,15 @@ def _all_gather(call: Call, nodes: Nodes) -> Call:
 def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
     """The root's node deals out the pieces, each goes to all nodes, and there to all ranks. A piece is one segment."""
     layout = Layout.split(call.layout.numel, nodes.size, call.layout.frame_elements, block)
-    own = range(nodes.place, nodes.place + 1)
+    own = range(nodes.local_rank, nodes.local_rank + 1)
     root = next(node for node, ranks in enumerate(nodes.ranks) if call.root in ranks)
     at_root = nodes.node == root
 
     def parts(whole: Window) -> list[Tensor]:
-        return [whole[layout.segment(place)] for place in range(nodes.size)]
+        return [whole[layout.segment(i)] for i in range(nodes.size)]
 
-    def inside(transport: Transport, counters: Counters) -> Window:
-        mine = parts(call.source)[nodes.place]
+    def within_node(transport: Transport, counters: Counters) -> Window:
+        mine = parts(call.source)[nodes.local_rank]
         if at_root:
             mine = _dealt(nodes, transport, call.root, parts(call.source), counters)
         return Window(mine, layout.elements(own).start)
@@ -129,17 +130,17 @@ def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
         _share(nodes, transport, parts(call.output), counters)
 
     measured = own if at_root else range(0)
-    return replace(call, layout=layout, measured=measured, inside=inside, schedule=schedule)
+    return replace(call, layout=layout, measured=measured, within_node=within_node, schedule=schedule)
 
 
 def _pieces(nodes: Nodes) -> list[range]:
-    """The segments of each place's piece: one for each node."""
-    return [range(place * nodes.count, (place + 1) * nodes.count) for place in range(nodes.size)]
+    """The segments of each local rank's piece: one for each node."""
+    return [range(i * nodes.count, (i + 1) * nodes.count) for i in range(nodes.size)]
 
 
-def _having(nodes: Nodes, place: int) -> list[int]:
-    """The ranks that have a place, one of each node."""
-    return [ranks[place] for ranks in nodes.ranks]
+def _having(nodes: Nodes, local_rank: int) -> list[int]:
+    """The ranks with this local rank, one of each node."""
+    return [ranks[local_rank] for ranks in nodes.ranks]
 
 
 def _between(
@@ -158,31 +159,31 @@ def _between(
 def _node_sum(
     call: Call, nodes: Nodes, transport: Transport, part: Callable[[int], Tensor], counters: Counters
 ) -> Window:
-    """The sum over the ranks of this node of the piece that goes with this rank's place, in the tensors' own dtype.
+    """The sum over the ranks of this node of the piece of this rank, in the tensors' own dtype.
 
     Args:
-        part: what this rank adds to the piece of a place; may use the same memory each time.
+        part: what this rank adds to the piece of a local rank; may use the same memory each time.
     """
-    ranks, elements = nodes.ranks[nodes.node], call.layout.elements(_pieces(nodes)[nodes.place])
+    ranks, elements = nodes.ranks[nodes.node], call.layout.elements(_pieces(nodes)[nodes.local_rank])
     count = elements.stop - elements.start
     total = _buffer("sum", call.source.data, count)
-    for step, (to, source) in enumerate(_rounds(nodes)):
-        received = _buffer("received", total, count) if step else total
+    for turn, (to, source) in enumerate(_turns(nodes)):
+        received = _buffer("received", total, count) if turn else total
         exchange(nodes, transport, [(ranks[to], part(to))], [(ranks[source], received)], counters)
         with span("local", total.nbytes, counters):
-            total += received if step else part(nodes.place)
+            total += received if turn else part(nodes.local_rank)
     return Window(total, elements.start)
 
 
-def _rounds(nodes: Nodes) -> list[tuple[int, int]]:
-    """The place to send to and the place to receive from, so that each place meets every other and all are busy."""
-    return [((nodes.place + i) % nodes.size, (nodes.place - i) % nodes.size) for i in range(1, nodes.size)]
+def _turns(nodes: Nodes) -> list[tuple[int, int]]:
+    """The local ranks to send to and to receive from in turn, so that each meets every other and all are busy."""
+    return [((nodes.local_rank + i) % nodes.size, (nodes.local_rank - i) % nodes.size) for i in range(1, nodes.size)]
 
 
 def _dealt(nodes: Nodes, transport: Transport, root: int, parts: list[Tensor], counters: Counters) -> Tensor:
-    """The part that goes with this rank's place, of those that the rank `root` of this node holds."""
-    ranks, own = nodes.ranks[nodes.node], parts[nodes.place]
-    if ranks[nodes.place] == root:
+    """The part of this rank, of those that the rank `root` of this node holds."""
+    ranks, own = nodes.ranks[nodes.node], parts[nodes.local_rank]
+    if ranks[nodes.local_rank] == root:
         exchange(nodes, transport, [(rank, part) for rank, part in zip(ranks, parts) if rank != root], [], counters)
         return own
     part = _buffer("part", own, own.numel())
@@ -192,7 +193,7 @@ def _dealt(nodes: Nodes, transport: Transport, root: int, parts: list[Tensor], c
 
 def _share(nodes: Nodes, transport: Transport, parts: list[Tensor], counters: Counters) -> None:
     """Fill in the parts that the other ranks of this node have finished."""
-    own = parts[nodes.place]
+    own = parts[nodes.local_rank]
     others = [(rank, part) for rank, part in zip(nodes.ranks[nodes.node], parts) if part is not own]
     exchange(nodes, transport, [(rank, own) for rank, _ in others], others, counters)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from ..codec.tensor_codec import TensorCodec
 from ..runtime.statistics import Counters
-from ..transport.gloo import Stream, Transport
+from ..transport.base import FrameStream, FrameTransport
 
 
-def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' segment `rank`."""
     stream = _neighbors(transport, codec, transport.world_size - 1, counters)
     for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=False):
@@ -20,7 +20,7 @@ def reduce_scatter(transport: Transport, codec: TensorCodec, counters: Counters)
     stream.finish()
 
 
-def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output every rank's own segment."""
     stream = _neighbors(transport, codec, transport.world_size - 1, counters)
     for index in range(codec.layout.frames):
@@ -31,7 +31,7 @@ def all_gather(transport: Transport, codec: TensorCodec, counters: Counters) -> 
     stream.finish()
 
 
-def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode to the output the sum of all ranks' values."""
     stream = _neighbors(transport, codec, 2 * (transport.world_size - 1), counters)
     for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=True):
@@ -40,7 +40,7 @@ def all_reduce(transport: Transport, codec: TensorCodec, counters: Counters) -> 
     stream.finish()
 
 
-def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root: int) -> None:
+def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
     """Decode to the output the values of rank `root`: a chain of ranks, the root first."""
     first = transport.rank == root
     last = (transport.rank + 1) % transport.world_size == root
@@ -53,7 +53,7 @@ def broadcast(transport: Transport, codec: TensorCodec, counters: Counters, root
     stream.finish()
 
 
-def _neighbors(transport: Transport, codec: TensorCodec, hops: int, counters: Counters) -> Stream:
+def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counters: Counters) -> FrameStream:
     """To the right, and from the left, whence a segment comes in each of `hops`."""
     n, rank = transport.world_size, transport.rank
     incoming = hops * codec.layout.frames
@@ -61,7 +61,7 @@ def _neighbors(transport: Transport, codec: TensorCodec, hops: int, counters: Co
     return stream
 
 
-def _reduced(transport: Transport, codec: TensorCodec, stream: Stream, last_hop_is_sent: bool):
+def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream, last_hop_is_sent: bool):
     """Yield (index, frame) of the finished frames of this rank's own segment."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for index in range(frames):
@@ -75,7 +75,7 @@ def _reduced(transport: Transport, codec: TensorCodec, stream: Stream, last_hop_
                 yield index, frame
 
 
-def _forward(transport: Transport, codec: TensorCodec, stream: Stream) -> None:
+def _forward(transport: FrameTransport, codec: TensorCodec, stream: FrameStream) -> None:
     """The all-gather's receiving half: every rank's own frames have been sent to the right already."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for hop in range(1, n):

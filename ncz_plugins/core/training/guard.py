@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.model import GuardConfig
+from ..config import GuardConfig
 from ..errors import AccuracyError
 from ..runtime.statistics import Counters
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..codec.quantize import Bypass
+from ..bypass import Bypass, by_policy, by_warm_up
 from ..config import Config, Policy, QuantizerConfig
 
 
@@ -78,10 +78,9 @@ class Policies:
             step: counted from 0.
             tightening: what its bound is multiplied by on top of the configuration's schedule.
         """
-        steps = self._config.steps
-        if step < steps.warmup:
-            return Treatment(self._config.quantizer, Bypass.WARM_UP, "warm-up")
-        key = (self.fitting(part, dtype, role), steps.bounds_times(step) * tightening)
+        if bypass := by_warm_up(step, self._config):
+            return Treatment(self._config.quantizer, bypass, bypass.value)
+        key = (self.fitting(part, dtype, role), self._config.steps.bounds_times(step) * tightening)
         if key not in self._treatments:
             self._treatments[key] = self._made(*key)
         return self._treatments[key]
@@ -99,8 +98,7 @@ class Policies:
         if at is not None:
             policy = self._config.policies[at]
             quantizer, because = policy.quantizer.applied_to(quantizer), f"policies[{at}]"
-            if policy.action == "skip":
-                bypass = Bypass.POLICY
+            bypass = by_policy(policy)
         return Treatment(quantizer.times(times), bypass, because)
 
 

@@ -6,67 +6,22 @@ Adapters own a `Training` and hand it to their communicators; a communicator by 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ...version import __version__
-from ..collective import BypassBackoff, Call, run
 from ..config import Config
 from ..errors import ConfigError
-from ..runtime.device import Gpu, Host
 from ..runtime.statistics import Counters, Statistics
-from ..runtime.worker import Handle
 from .error_feedback import Residuals
-from .guard import Guard
+from .group import GroupState
 from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
+from .records import Records
 
 _FORMAT = 1  # of state_dict
-
-
-class Group:
-    """What the ranks of one group have in common over the steps.
-
-    Attributes:
-        calls: compressed collectives asked for so far; also where the next one's random numbers begin.
-        patience: which kinds of calls go plain without being measured.
-        guard: verifies sums.
-    """
-
-    def __init__(self, config: Config):
-        self.calls = 0
-        self.patience = BypassBackoff()
-        self.guard = Guard(config.guard)
-        self._sums = 0  # compressed ones asked for in this step
-        self._awaited: list[Handle] = []
-
-    def picks(self, step: int) -> bool:
-        """Whether the compressed sum that is asked for now is to be verified. Asked once for each."""
-        self._sums += 1
-        return self.guard.picks(step, self._sums - 1)
-
-    def await_at_end_of_step(self, handle: Handle) -> None:
-        """A call that verifies, or that the host does not wait for: the step is not over before it is."""
-        self._awaited = [each for each in self._awaited if not each.is_success()]
-        self._awaited.append(handle)
-
-    def settle(self) -> None:
-        """Return once the calls that this step awaits are over. Raises what went wrong with them."""
-        self._sums = 0
-        awaited, self._awaited = self._awaited, []
-        for handle in awaited:
-            handle.wait()
-
-    def state_dict(self) -> dict:
-        return {"calls": self.calls, "patience": self.patience.state_dict(), "guard": self.guard.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.calls = state["calls"]
-        self.patience.load_state_dict(state["patience"])
-        self.guard.load_state_dict(state["guard"])
 
 
 class Training:
@@ -85,18 +40,16 @@ class Training:
     """
 
     def __init__(self, config=None):
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], GroupState] = {}
         self.config = Config.load(config)
         self.stats = Statistics(self.config.statistics.history)
         self.step = 0
         self.residuals = Residuals()
-        self.metrics = Metrics(self.config.statistics)
+        self._records = Records(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
-        self._header: dict | None = None
-        self._ended: float | None = None
 
     @property
     def config(self) -> Config:
@@ -109,11 +62,16 @@ class Training:
         for group in self._groups.values():
             group.guard.settings = config.guard
 
-    def of_group(self, ranks: Sequence[int]) -> Group:
-        """What goes with the group of these global ranks."""
+    @property
+    def metrics(self) -> Metrics:
+        """Where the records of steps go."""
+        return self._records.metrics
+
+    def of_group(self, ranks: Sequence[int]) -> GroupState:
+        """The state of the group of these global ranks."""
         key = tuple(ranks)
         if key not in self._groups:
-            group = self._groups[key] = Group(self.config)
+            group = self._groups[key] = GroupState(self.config.guard)
             group.guard.tightening = self._tightening
             if key in self._loaded:
                 group.load_state_dict(self._loaded.pop(key))
@@ -144,37 +102,6 @@ class Training:
             alike.setdefault(how, []).append(at)
         return list(alike.items())
 
-    # ---------------------------------------------------------------- running
-
-    def run(
-        self,
-        call: Call,
-        number: int,
-        transport,
-        device: Host | Gpu,
-        config: Config,
-        group: Group,
-        verify: str | None,
-        patience: BypassBackoff | None = None,
-    ) -> None:
-        """Run a call to its end on this rank, count it, and verify it where that is asked for. See `collective.run`.
-
-        Args:
-            group: the ranks that take part.
-            verify: what to call the sum that the guard is to compare with the uncompressed one; None: it is not to.
-        """
-        contribution = None if verify is None else call.source.data.clone()
-        done = run(call, number, transport, device, config, patience)
-        self.stats.record(done)
-        if contribution is None or not done.compressed_calls:
-            return
-        exact = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
-        call.plain_sum(exact)
-        exact /= call.divisor
-        start, result = call.output.start, call.output.data
-        whole = call.collective == "all_reduce"
-        group.guard.verify(verify or None, result, exact[start : start + result.numel()], whole, transport)
-
     # ---------------------------------------------------------------- steps
 
     def begin(self, **header) -> None:
@@ -183,10 +110,8 @@ class Training:
         Args:
             header: what is to be said besides. Nothing happens if it is what was said before.
         """
-        if self._my_rank() != 0 or header == self._header:
-            return
-        self._header = header
-        self.metrics.begin({"ncz_plugins": __version__, "config": self.config.model_dump(mode="json"), **header})
+        if self._my_rank() == 0:
+            self._records.begin(self.config, header)
 
     def end_step(self) -> Counters:
         """Close a step, all of whose results have been waited for, and return what was counted in it.
@@ -196,32 +121,27 @@ class Training:
         """
         groups = list(self._groups.values())
         for group in groups:
-            group.settle()
+            group.wait_for_pending()
         done = self.stats.end_step()
         self.step += 1
         if self._my_rank() == 0:
-            if self._header is None:
-                self.begin()
-            self.metrics.write(self._record(done))
-            every = self.config.statistics.report_every
-            if every and self.step % every == 0:
-                print(f"ncz_plugins: step {self.step}: {done.describe()}", flush=True)
-        self._ended = time.monotonic()
+            self._record(done)
+        self._records.end_step()
         for group in groups:
             group.guard.end_step()
         return done
 
-    def _record(self, done: Counters) -> dict:
-        findings = [finding._asdict() for group in self._groups.values() for finding in group.guard.findings]
-        tightening = min((group.guard.tightening for group in self._groups.values()), default=self._tightening)
-        return {
-            "step": self.step,
-            "time": time.time(),
-            "step_seconds": None if self._ended is None else time.monotonic() - self._ended,
-            **done.to_dict(),
-            "bound_times": self.config.steps.bounds_times(self.step - 1) * tightening,
-            **({"guard": findings} if findings else {}),
-        }
+    def _record(self, done: Counters) -> None:
+        """Write what a step was, and print it where that is wanted."""
+        if not self._records.begun:
+            self.begin()
+        guards = [group.guard for group in self._groups.values()]
+        tightening = min((guard.tightening for guard in guards), default=self._tightening)
+        bound_times = self.config.steps.bounds_times(self.step - 1) * tightening
+        self._records.write(self.step, done, bound_times, [finding for guard in guards for finding in guard.findings])
+        every = self.config.statistics.report_every
+        if every and self.step % every == 0:
+            print(f"ncz_plugins: step {self.step}: {done.describe()}", flush=True)
 
     def _my_rank(self) -> int:
         return self.rank if self.rank is not None else dist.get_rank() if dist.is_initialized() else 0

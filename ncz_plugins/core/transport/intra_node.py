@@ -1,4 +1,4 @@
-"""Tensors from one rank of a node to another: out of its memory where Linux allows it, else by messages."""
+"""Tensors from one rank of a node to another: read from its memory where Linux allows it, else sent as messages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from ..errors import PeerError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from . import process_memory as memory
-from .gloo import Transport, peer_errors, start_exchange
+from .base import Transport, peer_errors
 from .topology import Nodes
-
-_TAG = 3  # beside those of transport.py, over the same connections
 
 
 def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
-    """The same nodes, with `processes` where every rank can read its neighbors' memory.
+    """The same nodes, with `processes` if every rank can read its neighbors' memory.
 
-    All ranks must call this; they try it on a random number that each holds ready. Raises PeerError.
+    All ranks must call this. Each holds a random number, which its neighbors try to read. Raises PeerError.
     """
     held = torch.randint(2**63 - 1, [1])
     mine = torch.tensor([os.getpid(), held.data_ptr(), held.item()])
@@ -36,7 +34,7 @@ def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
         except OSError:
             pass
         failed += found != number
-    transport.start_max(failed, Counters()).wait()  # none lets go of its number before all have tried
+    transport.start_max(failed, Counters()).wait()  # no rank frees its number before all have tried
     if failed.item():
         return nodes
     return replace(nodes, processes={rank: process.item() for rank, (process, *_) in received})
@@ -49,7 +47,14 @@ def exchange(
     receives: list[tuple[int, Tensor]],
     counters: Counters,
 ) -> None:
-    """Send tensors to neighbors and receive some, of sizes that both sides know; those of no elements are left out."""
+    """Send tensors to neighbors and receive tensors from them, of sizes that both sides know. Empty ones are left out.
+
+    Args:
+        sends, receives: pairs of a rank and a tensor.
+        counters: take the bytes sent and the seconds spent.
+
+    Raises PeerError.
+    """
     sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
     receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
     sent = sum(tensor.nbytes for _, tensor in sends)
@@ -64,7 +69,7 @@ def exchange(
 def _by_memory(
     processes: dict[int, int], transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
 ) -> None:
-    """Each tells where its tensors are, reads those of the others, and waits until its own were read."""
+    """Tell the others where the tensors are, read those of the others, and wait until one's own have been read."""
     addresses = [(rank, torch.tensor([tensor.data_ptr()])) for rank, tensor in sends]
     received = [(rank, torch.empty(1, dtype=torch.int64)) for rank, _ in receives]
     _by_messages(transport, addresses, received)
@@ -79,5 +84,5 @@ def _by_memory(
 def _by_messages(transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
     if not sends and not receives:
         return
-    for work in start_exchange(transport.group, sends, receives, _TAG):
+    for work in transport.plain.exchange(sends, receives):
         work.wait()

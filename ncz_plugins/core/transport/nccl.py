@@ -1,16 +1,17 @@
 """Frames between GPUs: NCCL carries them, gloo their sizes.
 
-A send or receive of NCCL holds up the stream that it is on until the peer's counterpart runs. Two ranks that both send
-first would wait for ever; so what ranks exchange goes in rounds, in which sends and receives are fused (NCCL's group
-calls) and which all ranks complete in the same order. A round is complete once every stream of a collective has a frame
-to send. Its sizes travel on the host while the next frames are coded.
+A send or receive of NCCL holds up its CUDA stream until the peer's counterpart runs. Two ranks that both send first
+would wait for ever. So what ranks exchange goes in rounds: a round fuses sends and receives (NCCL's group calls), and
+all ranks start their rounds in the same order. A round is complete once every stream of a collective has a frame to
+send. Its sizes travel between the hosts while the next frames are coded.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -21,23 +22,31 @@ from torch import Tensor
 from ..errors import FrameError, PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from .gloo import Connections, Transport, keep_in_forks, peer_errors, start_exchange
+from .base import Agreement, FrameStream, Transport, Work, peer_errors
+from .gloo import Connections, keep_in_forks
+from .link_speed import gloo_link_gbps
+from .plain import TorchCollectives, start_exchange
 
 _FRAME_TAG, _SIZE_TAG = 0, 1
 _ROUNDS_AHEAD = 1  # rounds whose sizes are still on their way while the next one is coded
-# A thread of torch's watches each NCCL group, and ends the process a minute after an error or a time-out. With ours it
-# is only to notice: `demand_health` raises an error, and sooner. What it is to do it reads when a group is made.
+# A thread of torch's watches each NCCL group and ends the process a minute after an error or a time-out. For our group
+# it must not: `require_healthy` raises an error instead, and sooner. Torch reads these settings when a group is made.
 _WATCH = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # leave process and group as they are
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # and don't wait for a dump of what went on
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # and do not wait for a dump of what went on
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _WATCH_LONGER = timedelta(minutes=1)  # than we wait ourselves
 _ABORT_WITHIN = timedelta(seconds=10)
 
 
-def open_nccl(store: dist.Store, control: Connections, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """A NCCL process group of our own over the ranks of `control`, which meet at `store`."""
+def open_nccl(
+    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """An NCCL process group of our own between ranks that meet at `store`. All of them must call this.
+
+    Raises UnsupportedError where torch has no NCCL, and PeerError if the other ranks don't come.
+    """
     if not dist.is_nccl_available():
         raise UnsupportedError("torch was built without NCCL, which carries compressed CUDA tensors")
     options = dist.ProcessGroupNCCL.Options()
@@ -45,18 +54,19 @@ def open_nccl(store: dist.Store, control: Connections, device: torch.device, tim
     options.is_high_priority_stream = True
     with peer_errors("connecting to the other GPUs"):
         with _environment(_WATCH):
-            group = dist.ProcessGroupNCCL(store, control.rank(), control.size(), options)
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         keep_in_forks(group)
-        # NCCL connects in the first operation, which all ranks must take part in: not so in a broadcast's first.
+        # NCCL connects in the first operation, in which all ranks must take part. The first frame of a broadcast is not
+        # such an operation.
         group.allreduce([torch.zeros(1, device=device)]).wait()
     return group
 
 
 def require_healthy(group: dist.ProcessGroup) -> None:
-    """Raise PeerError if NCCL has failed: what a stream waited for may then never come, or not all of it.
+    """Raise PeerError if NCCL has failed: what a stream waited for may then be incomplete or never come.
 
-    NCCL tells that of a peer that died, but not of one that is silent. torch 2.6 can't be asked; there, the time-out
-    shows it.
+    NCCL reports a peer that died, but not one that is silent. torch 2.6 can't be asked at all. There only the time-out
+    notices either.
     """
     if hasattr(group, "get_error") and (error := group.get_error()).value:
         raise PeerError(f"NCCL failed: {error.name}. A peer has died or left; look at its log")
@@ -64,7 +74,7 @@ def require_healthy(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """With these environment variables, and then with those of before."""
+    """Set these environment variables, and restore the earlier ones afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -78,48 +88,79 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 class NcclTransport(Transport):
-    """As `Transport`, for frames in the memory of one GPU.
+    """Frames, agreements and plain collectives for tensors in the memory of one GPU.
 
     Args:
-        control: for agreements and sizes.
-        group: a NCCL process group over the same ranks. Nothing else sends through either.
+        connections: for agreements and for the sizes of frames. They belong to somebody else, who closes them.
+        group: an NCCL process group over the same ranks, which nothing else sends through. It ends with this transport.
         device: where received frames go.
 
-    Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.settle` for the time-out.
+    Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.synchronize` for the time-out.
     """
 
-    def __init__(self, control: Connections, group: dist.ProcessGroup, device: torch.device):
-        super().__init__(control)
-        self.group = group
+    def __init__(self, connections: Connections, group: dist.ProcessGroup, device: torch.device):
+        self.rank = connections.rank
+        self.world_size = connections.world_size
+        self.link_gbps = gloo_link_gbps()
+        self.plain = TorchCollectives(self._open_group)
+        self._connections = connections
         self._device = device
-
-    def abort(self, error: BaseException) -> None:
-        self.group._set_default_timeout(_ABORT_WITHIN)  # that of aborting, from here on
-        with suppress(RuntimeError):  # what matters is `error`
-            self.group.abort()
-        super().abort(error)
-
-    def close(self) -> None:
-        # With the last reference to a group it is aborted, which peers that still receive would notice.
-        shutdown = getattr(self.group, "shutdown", None) or self.group._shutdown  # its name in torch 2.6
-        shutdown()
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._group: dist.ProcessGroup | None = group
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
-    ) -> list[_NcclStream]:
-        rounds = _Rounds(self.group, len(peers))
+    ) -> list[NcclStream]:
+        rounds = _Rounds(self._open_group, len(peers))
         return [
-            _NcclStream(self._control, rounds, self._device, to, source, incoming, frame_capacity, counters)
+            NcclStream(self._connections, rounds, self._device, to, source, incoming, frame_capacity, counters)
             for to, source in peers
         ]
 
+    def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
+        return self._connections.start_max(tensor, counters)
 
-class _NcclStream:
-    """As `transport.Stream`, by NCCL, which needs the exact size of what it receives: sizes travel ahead, over gloo."""
+    def close(self) -> None:
+        group = self._taken_group()
+        if group is not None:
+            # Without this, the last reference to the group would abort it, which peers that still receive would notice.
+            shutdown = getattr(group, "shutdown", None) or group._shutdown  # its name in torch 2.6
+            shutdown()
+
+    def abort(self, error: BaseException) -> None:
+        group = self._taken_group()
+        if group is not None:
+            group._set_default_timeout(_ABORT_WITHIN)  # from here on the time-out of aborting
+            with suppress(RuntimeError):  # what matters is `error`
+                group.abort()
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise PeerError("these connections between GPUs are closed")
+        return self._group
+
+    def _taken_group(self) -> dist.ProcessGroup | None:
+        """The group, for whoever ends it: None if somebody has, or in a fork, which has no part in it."""
+        if os.getpid() != self._process:
+            return None
+        with self._lock:
+            group, self._group = self._group, None
+        return group
+
+
+class NcclStream(FrameStream):
+    """Frames by NCCL, which needs the exact size of what it receives: sizes travel ahead, over gloo.
+
+    Args:
+        rounds: what this stream shares with the others of its collective.
+        device: where received frames go.
+        to, source, incoming, frame_capacity, counters: see `FrameTransport.streams`.
+    """
 
     def __init__(
         self,
-        control: Connections,
+        connections: Connections,
         rounds: _Rounds,
         device: torch.device,
         to: int,
@@ -128,17 +169,17 @@ class _NcclStream:
         frame_capacity: int,
         counters: Counters,
     ):
-        self._control = control
+        self._connections = connections
         self._rounds = rounds
         self._device = device
         self.to = to
         self.source = source
-        self._due = incoming  # frames for whose size no receive waits yet
+        self._due = incoming  # frames for whose size no receive is posted yet
         self._capacity = frame_capacity
         self._counters = counters
-        self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._sizes: deque[tuple[dist.Work, Tensor]] = deque()
-        self._frames: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: list[tuple[Work, Tensor]] = []
+        self._sizes: deque[tuple[Work, Tensor]] = deque()
+        self._frames: deque[tuple[Work, Tensor]] = deque()
         for _ in range(_ROUNDS_AHEAD + 2):
             self._expect()
 
@@ -169,21 +210,21 @@ class _NcclStream:
                 work.wait()
         self._sending.clear()
 
-    def sent(self, work: dist.Work, frame: Tensor) -> None:
+    def sent(self, work: Work, frame: Tensor) -> None:
         """A round began to send this frame."""
         self._sending.append((work, frame))
 
-    def receiving(self, work: dist.Work, frame: Tensor) -> None:
+    def receiving(self, work: Work, frame: Tensor) -> None:
         """A round began to receive this frame."""
         self._frames.append((work, frame))
 
     def next_frame(self) -> Tensor:
-        """Memory for the next frame, once its size has come."""
+        """Wait for the size of the next frame, and return memory for it."""
         work, size = self._sizes.popleft()
         self._expect()
         with span("wait", size.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
-        # The size comes from the network: check it before memory is taken for it.
+        # The size comes from the network: check it before taking memory for it.
         if not 0 < size.item() <= self._capacity:
             raise FrameError(
                 f"rank {self.source} announced a frame of {size.item()} bytes; between 1 and {self._capacity} "
@@ -198,31 +239,35 @@ class _NcclStream:
         self._due -= 1
         size = torch.empty(1, dtype=torch.int64)
         with peer_errors(f"receiving from rank {self.source}"):
-            self._sizes.append((self._control.recv([size], self.source, _SIZE_TAG), size))
+            self._sizes.append((self._connections.receive(size, self.source, _SIZE_TAG), size))
 
     def _announce(self, frame: Tensor) -> None:
         """Tell the peer how large the frame is that it will get."""
         size = torch.tensor([frame.numel()])
         with peer_errors(f"sending to rank {self.to}"):
-            self._sending.append((self._control.send([size], self.to, _SIZE_TAG), size))
+            self._sending.append((self._connections.send(size, self.to, _SIZE_TAG), size))
         self._counters.wire_bytes += size.nbytes + frame.nbytes
 
 
 class _Rounds:
     """What the streams of one collective send and receive together.
 
+    Args:
+        group: gives the NCCL group.
+        streams: how many streams there are.
+
     Attributes:
         waiting: rounds that are filled but not yet started, oldest first.
     """
 
-    def __init__(self, group: dist.ProcessGroup, streams: int):
+    def __init__(self, group: Callable[[], dist.ProcessGroup], streams: int):
         self._group = group
         self._streams = streams
-        self._filling: list[tuple[_NcclStream, Tensor]] = []
-        self.waiting: deque[list[tuple[_NcclStream, Tensor]]] = deque()
+        self._filling: list[tuple[NcclStream, Tensor]] = []
+        self.waiting: deque[list[tuple[NcclStream, Tensor]]] = deque()
 
-    def add(self, stream: _NcclStream, frame: Tensor) -> None:
-        """A frame to send, whose counterpart is received in the same round."""
+    def add(self, stream: NcclStream, frame: Tensor) -> None:
+        """Put a frame into the current round, which receives its counterpart as well."""
         self._filling.append((stream, frame))
         if len(self._filling) == self._streams:
             self.waiting.append(self._filling)
@@ -231,11 +276,11 @@ class _Rounds:
             self.complete()
 
     def complete(self) -> None:
-        """Start the oldest round that waits."""
+        """Start the oldest round in `waiting`."""
         sends = self.waiting.popleft()
         self.run(sends, [stream for stream, _ in sends])
 
-    def run(self, sends: list[tuple[_NcclStream, Tensor]], receives: list[_NcclStream]) -> None:
+    def run(self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream]) -> None:
         """Start sends and receives that belong together."""
         arriving = [(stream, stream.next_frame()) for stream in receives]  # waits for the peers' hosts
         with span("send", sum(frame.nbytes for _, frame in sends)), peer_errors("exchanging frames"):

@@ -1,52 +1,95 @@
-"""The uncompressed collectives that a call falls back to.
+"""Uncompressed collectives by a process group of torch.distributed.
 
-They call the process group itself, not torch.distributed's functions, because those refuse a group
-that torch did not register, such as the communicator's own.
+They call the process group itself, not torch.distributed's functions, because those refuse a group that torch did not
+register, such as our own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
+from .base import PlainCollectives, Work
 
-def all_reduce(tensor: Tensor, op, group):
-    """Sum, or another op, over ranks in place. Returns the work under way."""
-    options = dist.AllreduceOptions()
-    options.reduceOp, divisor = _without_average(op, tensor, group)
-    return _Division(group.allreduce([tensor], options), tensor, divisor)
+_TAG = 4  # of messages; gloo.py and nccl.py have the others
 
 
-def reduce_scatter_tensor(output: Tensor, input: Tensor, op, group):
-    """Sum, or another op, over ranks; rank i gets the i-th part. Returns the work under way."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp, divisor = _without_average(op, input, group)
-    return _Division(group._reduce_scatter_base(output, input, options), output, divisor)
+def untracked(work: dist.Work) -> Work:
+    """The work as it is."""
+    return work
 
 
-def all_gather_into_tensor(output: Tensor, input: Tensor, group):
-    """Every rank's input in rank order. Returns the work under way."""
-    return group._allgather_base(output, input)
+class TorchCollectives(PlainCollectives):
+    """Collectives of a torch.distributed process group.
+
+    Args:
+        group: gives the process group, each time one is needed. Nothing here keeps it, so that its owner can close it.
+        track: takes each work that was started and returns what callers get; the group's owner may keep account of it.
+    """
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup], track: Callable[[dist.Work], Work] = untracked):
+        self._group = group
+        self._track = track
+
+    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp, divisor = self._without_average(op, tensor)
+        return _Divided(self._track(self._group().allreduce([tensor], options)), tensor, divisor / scale)
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, divisor = self._without_average(op, input)
+        return _Divided(self._track(self._group()._reduce_scatter_base(output, input, options)), output, divisor)
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+        return self._track(self._group()._allgather_base(output, input))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._track(self._group().broadcast([tensor], options))
+
+    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Work]:
+        return start_exchange(self._group, sends, receives, _TAG, self._track)
+
+    def _without_average(self, op, tensor: Tensor):
+        """AVG of floats as SUM and a division: the backends for CPU tensors have no AVG."""
+        if op == dist.ReduceOp.AVG and tensor.is_floating_point() and tensor.device.type == "cpu":
+            return dist.ReduceOp.SUM, self._group().size()
+        return op, 1
 
 
-def broadcast(tensor: Tensor, root: int, group):
-    """What rank `root` of the group holds. Returns the work under way."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root, 0
-    return group.broadcast([tensor], options)
+def start_exchange(
+    group: Callable[[], dist.ProcessGroup],
+    sends: list[tuple[int, Tensor]],
+    receives: list[tuple[int, Tensor]],
+    tag: int,
+    track: Callable[[dist.Work], Work] = untracked,
+) -> list[Work]:
+    """Start to send tensors to ranks and to receive some: see `PlainCollectives.exchange`.
+
+    With NCCL all of it is one operation. Otherwise ranks that all send first would wait for each other's receives.
+
+    Args:
+        group, track: as in TorchCollectives.
+        tag: tells these messages from others between the same ranks.
+    """
+    fused = dist.is_nccl_available() and isinstance(group(), dist.ProcessGroupNCCL)
+    if fused:
+        group()._start_coalescing()
+    works = [track(group().send([tensor], rank, tag)) for rank, tensor in sends]
+    works += [track(group().recv([tensor], rank, tag)) for rank, tensor in receives]
+    if fused:
+        works = [track(group()._end_coalescing())] * len(works)
+    return works
 
 
-def _without_average(op, tensor: Tensor, group):
-    """AVG of floats as SUM and a division: the backends for CPU tensors have no AVG."""
-    if op == dist.ReduceOp.AVG and tensor.is_floating_point() and tensor.device.type == "cpu":
-        return dist.ReduceOp.SUM, group.size()
-    return op, 1
+class _Divided:
+    """A sum under way that is divided when it is waited for."""
 
-
-class _Division:
-    """A sum under way that is divided once waited for."""
-
-    def __init__(self, work: dist.Work, tensor: Tensor, divisor: int):
+    def __init__(self, work: Work, tensor: Tensor, divisor: int):
         self._work = work
         self._tensor = tensor
         self._divisor = divisor

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .gloo import Stream, Transport, peer_errors
+from ..runtime.statistics import Counters
+from .base import FrameStream, FrameTransport, peer_errors
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,21 @@ class Nodes:
     """Which ranks share a node, as one of them sees it.
 
     Attributes:
-        ranks: those of each node, [nodes][places]; all nodes have equally many.
-        node, place: where this rank stands in `ranks`.
-        processes: each neighbor's process, where their memory can be read; else None.
+        ranks: the ranks of each node, [nodes][local ranks]; all nodes have equally many.
+        node: the node of this rank.
+        local_rank: this rank's position among the ranks of its node.
+        processes: the process id of each neighbor if this rank can read their memory, else None.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     node: int
-    place: int
+    local_rank: int
     processes: dict[int, int] | None = None
 
     @property
     def neighbors(self) -> list[int]:
         """The other ranks of this node."""
-        return [rank for place, rank in enumerate(self.ranks[self.node]) if place != self.place]
+        return [rank for local_rank, rank in enumerate(self.ranks[self.node]) if local_rank != self.local_rank]
 
     @property
     def count(self) -> int:
@@ -45,30 +47,32 @@ class Nodes:
         """How many ranks a node has."""
         return len(self.ranks[0])
 
-    def between(self, transport: Transport) -> Between:
-        """`transport` as the nodes see it."""
+    def between(self, transport: FrameTransport) -> FrameTransport:
+        """Frames between nodes, over a transport between all ranks: see `Between`."""
         return Between(transport, self)
 
 
-class Between:
-    """A transport whose ranks are the nodes: each stands for its rank that has the same place as this one."""
+class Between(FrameTransport):
+    """Frames between nodes: its rank i is the rank of node i that has the same local rank as this one."""
 
-    def __init__(self, transport: Transport, nodes: Nodes):
+    def __init__(self, transport: FrameTransport, nodes: Nodes):
         self.rank = nodes.node
         self.world_size = nodes.count
         self._transport = transport
-        self._counterparts = [ranks[nodes.place] for ranks in nodes.ranks]
+        self._counterparts = [ranks[nodes.local_rank] for ranks in nodes.ranks]
 
-    def streams(self, peers: list[tuple[int, int]], *how) -> list[Stream]:
-        """As `Transport.streams`."""
-        return self._transport.streams([tuple(self._counterparts[node] for node in pair) for pair in peers], *how)
+    def streams(
+        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+    ) -> list[FrameStream]:
+        pairs = [(self._counterparts[to], self._counterparts[source]) for to, source in peers]
+        return self._transport.streams(pairs, incoming, frame_capacity, counters)
 
 
 def find_nodes(setting: int | str, store: dist.Store, rank: int, world_size: int) -> Nodes | None:
-    """The nodes that `transport.hierarchy` asks for; None where every rank is to stand for itself.
+    """The nodes that `transport.hierarchy` asks for; None where every rank stands for itself.
 
-    All ranks that share `store` must call this. Raises ConfigError on all of them for a number of ranks per node that
-    can't be, and PeerError if one does not say in time where it runs.
+    All ranks that share `store` must call this. Raises ConfigError on all of them if the number of ranks per node is
+    impossible, and PeerError if a rank does not say in time where it runs.
     """
     if setting == "off":
         return None
@@ -89,7 +93,7 @@ def find_nodes(setting: int | str, store: dist.Store, rank: int, world_size: int
 
 
 def _this_host() -> dict[str, str]:
-    """What tells hosts apart. Containers and network namespaces count as hosts, since a link is between them."""
+    """What tells hosts apart. Containers and network namespaces count as hosts, since a link connects them."""
     name = socket.gethostname()
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -105,7 +109,7 @@ def _hosts(store: dist.Store, world_size: int) -> list[dict[str, str]]:
 
 
 def _by_host(hosts: list[dict[str, str]]) -> list[list[int]]:
-    """The ranks of each host; hosts in the order of their first ranks."""
+    """The ranks of each host; hosts are in the order of their first ranks."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(json.dumps(host), []).append(rank)

@@ -21,15 +21,20 @@ from torch import Tensor
 from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Predictor, chunks_of, max_frame_bytes
 from ...version import __version__
-from ..collective import layout_of_sum
+from ..call import Request
+from ..call_queue import CallQueue
+from ..collective import Collectives, layout_of_sum
 from ..config import FRAME_BYTES, CoderCosts, Config, KiB, MiB, format_size
 from ..errors import UnsupportedError
 from ..runtime.device import Host
 from ..runtime.statistics import Counters
+from ..schedules.choice import schedule_for
+from ..training.policy import ParameterSlice
 from ..training.state import Training
-from ..transport import plain
-from . import choices as tuning
-from .choices import SpeedComparison, Trial, Tuning
+from ..transport.base import PlainCollectives
+from ..transport.topology import Nodes
+from .decisions import best, crossover, rans_costs
+from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
@@ -77,32 +82,40 @@ class Subject(ABC):
         """The compressed all-reduce, in place."""
 
 
-class OfCommunicator(Subject):
-    """A communicator's ranks. What it remembers of its calls, and its configuration, are as before when the block ends.
+class TorchRanks(Subject):
+    """The ranks of a communicator.
 
     Args:
-        config: see Subject; None for that of the communicator.
+        queue: runs compressed calls.
+        plain: the uncompressed collectives of the group that the communicator was made for.
+        config: see Subject.
+        ranks: global ranks of the group; `rank` is this one's number among them.
+        nodes: which of them share a node; None where every rank stands for itself.
     """
 
-    def __init__(self, communicator, config: Config | None = None):
-        self._communicator = communicator
-        self._everyone = communicator.transport
-        self._between = communicator.nodes.between(self._everyone) if communicator.nodes else self._everyone
-        self.config = communicator.config if config is None else config
-        self.rank = communicator.rank
-        self.world_size = communicator.world_size
+    def __init__(
+        self,
+        queue: CallQueue,
+        plain: PlainCollectives,
+        config: Config,
+        ranks: Sequence[int],
+        rank: int,
+        nodes: Nodes | None,
+    ):
+        self._queue = queue
+        self._plain = plain
+        self._ranks = ranks
+        self._nodes = nodes
+        self._everyone = queue.routes.host.transport
+        self._between = nodes.between(self._everyone) if nodes else self._everyone
+        # What calls of measuring leave behind is no concern of the training that follows.
+        self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
+        self.config = config
+        self.rank = rank
+        self.world_size = len(ranks)
         self.exchanging = self._between.world_size
-        ordinary = tuning.schedule_for(self.exchanging)
+        ordinary = schedule_for(self.exchanging)
         self.schedules = sorted(("ring", "direct"), key=lambda name: name != ordinary)
-
-    def __enter__(self) -> OfCommunicator:
-        self._before = {name: getattr(self._communicator, name) for name in ("config", "training")}
-        self._communicator.training = Training(Config(quantizer=self.config.quantizer.changed(error_feedback=False)))
-        return self
-
-    def __exit__(self, *_) -> None:
-        for name, value in self._before.items():
-            setattr(self._communicator, name, value)
 
     def highest(self, numbers):
         joined = torch.tensor(numbers, dtype=torch.float64)
@@ -120,26 +133,31 @@ class OfCommunicator(Subject):
             stream.finish()
 
     def plain(self, tensor):
-        plain.all_reduce(tensor, dist.ReduceOp.SUM, self._communicator.group).wait()
+        self._plain.all_reduce(tensor, dist.ReduceOp.SUM).wait()
 
     def compressed(self, tensor, config):
-        self._communicator.config = config
-        self._communicator.all_reduce(tensor)
+        collectives = Collectives(self._training, config, self._ranks, self.rank, self._nodes)
+        parts = [ParameterSlice(None, tensor.numel())]
+        request = Request("all_reduce", tensor, tensor, dist.ReduceOp.SUM, parts=parts)
+        config, bypass = collectives.decide(request)
+        if bypass is not None:
+            self.plain(tensor)
+        else:
+            self._queue.submit(collectives, collectives.prepare(request, config)).wait()
 
 
-def settle(communicator) -> Config:
-    """The configuration of a communicator that has just been opened, with what it leaves open measured, and said.
+def measure_open_settings(subject: TorchRanks, group: dist.ProcessGroup) -> Config:
+    """The configuration of ranks that have just connected, with what it leaves open measured, and said by rank 0.
 
-    Raises UnsupportedError where the communicator's tensors would be on GPUs.
+    Raises UnsupportedError where the tensors of `group` would be on GPUs.
     """
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(communicator.group):
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
         raise UnsupportedError(
             "transport: frame_bytes and min_bytes: auto is measured with tensors in host memory over gloo, not over "
             "NCCL; name sizes, such as 4MiB and 64KiB"
         )
-    with OfCommunicator(communicator) as subject:
-        tuned = measure(subject, OPENING_SECONDS)
-    if communicator.rank == 0:
+    tuned = measure(subject, OPENING_SECONDS)
+    if subject.rank == 0:
         print(f"ncz_plugins: measured {tuned.describe()}", flush=True)
     return tuned.fill_in(subject.config)
 
@@ -158,10 +176,10 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     link_gbps = _link_gbps(subject, backend, seconds / 100)
     tell("coders")
     costs = _costs(subject, backend)
-    config = subject.config.settled(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
+    config = subject.config.resolved(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
     data = _Data(subject.rank)
     trials = _trials(subject, config, data, clock, tell)
-    chosen = tuning.best(trials)
+    chosen = best(trials)
     config = config.with_transport(schedule=chosen.schedule, frame_bytes=chosen.frame_bytes)
     comparisons = _comparisons(subject, config, data, clock, tell)
     return Tuning(
@@ -169,7 +187,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
         world_size=subject.world_size,
         schedule=chosen.schedule,
         frame_bytes=chosen.frame_bytes,
-        min_bytes=tuning.crossover(comparisons),
+        min_bytes=crossover(comparisons),
         link_gbps=link_gbps,
         costs=costs,
         latency_seconds=latency,
@@ -250,7 +268,7 @@ def _costs(subject: Subject, backend: Backend) -> CoderCosts:
     rounds = [sorted(_timed(subject, partial(code, *case)) for _ in range(_CODING_ROUNDS)) for case in cases]
     # Not the median: a round is so short that others' turns on the CPU would fill many of them.
     picoseconds = [1e12 * each / _TILE for each in subject.highest([taken[_CODING_ROUNDS // 4] for taken in rounds])]
-    rans = tuning.rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
+    rans = rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
     return CoderCosts(**dict(zip(CoderCosts.model_fields, map(round, [*picoseconds[:3], *rans]))))
 
 

@@ -12,11 +12,11 @@ from common import attempt, leave, start
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import kernels
-from ncz_plugins.core.transport.gloo import Stream
+from ncz_plugins.core.transport.gloo import GlooStream
 
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
 rank, world_size = start()
-encode, send = kernels.cpu_backend().encode, Stream.send
+encode, send = kernels.cpu_backend().encode, GlooStream.send
 outcomes = {}
 
 
@@ -59,7 +59,7 @@ def broken(case: str, misbehave, seconds: float = LONG, **how) -> None:
     else:
         how = {}
     outcomes[case] = [attempt(lambda number=number: step(trained, number, **how)) for number in (1, 2)]
-    kernels.cpu_backend().encode, Stream.send = encode, send
+    kernels.cpu_backend().encode, GlooStream.send = encode, send
     leave(outcomes)
 
 
@@ -69,7 +69,7 @@ def flip_a_bit() -> None:
         damaged[-1] ^= 4
         send(stream, damaged)
 
-    Stream.send = damaging_send
+    GlooStream.send = damaging_send
 
 
 def fail() -> None:

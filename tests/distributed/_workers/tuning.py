@@ -16,7 +16,7 @@ from common import digest, finish, start, values
 
 from ncz_plugins import Communicator, Config, NczError
 from ncz_plugins.core.config import CoderCosts
-from ncz_plugins.core.tuning.choices import SpeedComparison, Trial, Tuning
+from ncz_plugins.core.tuning.tuning_file import SpeedComparison, Trial, Tuning
 
 OPEN = {"frame_bytes": "auto", "min_bytes": "auto"}
 ELEMENTS = 1 << 20

@@ -18,9 +18,9 @@ from horovod_common import own_values, save, sha256
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
-from ncz_plugins.core.transport.gloo import Stream
-from ncz_plugins.horovod import NCZ, reduction
-from ncz_plugins.horovod.transport import _Stream
+from ncz_plugins.core.transport.gloo import GlooStream
+from ncz_plugins.horovod import NCZ, process_set
+from ncz_plugins.horovod.transport import HorovodStream
 
 SIZE = 300_000
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
@@ -91,18 +91,18 @@ def living() -> None:
     expected = reduce(ncz)
     results["size"] = attempt(lambda: reduce(ncz, SIZE - rank))
     results["config"] = attempt(lambda: reduce(NCZ(quantizer={"value": [0.25, 0.125][rank]})))
-    reduction.__version__ = ["0.1", "0.0"][rank]
+    process_set.__version__ = ["0.1", "0.0"][rank]
     results["version"] = attempt(lambda: reduce(ncz))
-    reduction.__version__ = "0.1"
+    process_set.__version__ = "0.1"
     results["fork"] = in_fork(lambda: reduce(ncz))
 
     on_ring = compressor("ring")
-    exchange = Stream.exchange
+    exchange = GlooStream.exchange
     results["opened again"] = [sha256([reduce(on_ring)]) == sha256([expected])]
     if rank == last:
-        Stream.exchange = damaging(exchange)
+        GlooStream.exchange = damaging(exchange)
     results["flipped, ring"] = attempt(lambda: reduce(on_ring))
-    Stream.exchange = exchange
+    GlooStream.exchange = exchange
     results["opened again"].append(sha256([reduce(on_ring)]) == sha256([expected]))
     if rank == last:
         kernels.cpu_backend().encode = failing
@@ -111,7 +111,7 @@ def living() -> None:
     results["opened again"].append(sha256([reduce(on_ring)]) == sha256([expected]))
 
     if rank == last:
-        _Stream.exchange = damaging(_Stream.exchange)
+        HorovodStream.exchange = damaging(HorovodStream.exchange)
     results["flipped, direct"] = attempt(lambda: reduce(ncz))
     hvd.shutdown()  # as at the end of a process, which tells the others
 

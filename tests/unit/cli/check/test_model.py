@@ -15,7 +15,7 @@ from ncz_plugins import ConfigError
 from ncz_plugins.cli import main as cli
 from ncz_plugins.cli.check import treatments
 from ncz_plugins.cli.check.model import load_model
-from ncz_plugins.core.codec.quantize import Bypass
+from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
 
 GPT = ROOT / "examples" / "gpt.py"

@@ -15,7 +15,7 @@ from ncz_plugins.cli.report.read import read
 from ncz_plugins.cli.report.summary import LATE, summarize
 from ncz_plugins.cli.report.units import duration, size
 from ncz_plugins.cli.report.verdict import ADVICE, verdict
-from ncz_plugins.core.codec.quantize import Bypass
+from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.errors import ConfigError
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.training.guard import Finding

@@ -7,8 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ncz_plugins import BoundError, compress, decompress, kernels
+from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.codec.quantize import Bypass, Scales, bypass_by_size, derive, measure, smallest_value
+from ncz_plugins.core.codec.quantize import Scales, measure, smallest_value
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import CHUNK, Noise
 
@@ -24,7 +25,7 @@ MODES = ["abs", "rel", "rms", "range"]
 def agree(tensors: list[torch.Tensor], quantizer: QuantizerConfig, divisor: int = 1) -> Scales | Bypass:
     layout = Layout.split(tensors[0].numel(), 1, 1 << 20, quantizer.block_in_effect)
     agreed = torch.stack([measure(BACKEND, Window(t), layout, range(1), quantizer) for t in tensors]).amax(0)
-    return derive(agreed, layout, quantizer, tensors[0].dtype, len(tensors), divisor)
+    return scales_or_bypass(agreed, layout, quantizer, tensors[0].dtype, len(tensors), divisor)
 
 
 def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: QuantizerConfig | None = None) -> torch.Tensor:
@@ -286,7 +287,7 @@ def test_in_mode_range_a_rank_says_nothing_of_what_others_measure():
     both = measure(BACKEND, Window(whole), layout, range(2), quantizer)
     assert torch.equal(torch.maximum(*parts), both)
     nobody = measure(BACKEND, Window(whole), layout, range(0), quantizer)
-    scales = derive(torch.maximum(parts[0], nobody), layout, quantizer, torch.float32, addends=1)
+    scales = scales_or_bypass(torch.maximum(parts[0], nobody), layout, quantizer, torch.float32, addends=1)
     codes = torch.empty(CHUNK, dtype=torch.int32)
     BACKEND.quantize(torch.zeros(CHUNK), scales.inverse_steps[1:], codes)
     assert not codes.any()
@@ -303,7 +304,7 @@ def test_the_smallest_value_is_that(kind, mode, dtype):
     smallest = smallest_value(measured, QuantizerConfig(kind=kind, mode=mode), dtype)
     for factor, works in ((1.001, True), (0.999, False)):
         quantizer = QuantizerConfig(kind=kind, mode=mode, value=factor * smallest)
-        scales = derive(measured, layout, quantizer, dtype, addends=1)
+        scales = scales_or_bypass(measured, layout, quantizer, dtype, addends=1)
         assert (scales is not Bypass.CODE_OVERFLOW) == works
 
 
@@ -320,7 +321,7 @@ def test_the_smallest_steps_and_scales_have_all_their_digits(average_of, dtype, 
         # The larger the values beside the bound, the smaller are the steps, until it is too fine.
         for largest in tiny * average_of * np.geomspace(0.01, 2.0**36, 150):
             measured = measure(BACKEND, Window(torch.tensor([largest], dtype=dtype)), layout, range(1), quantizer)
-            scales = derive(measured, layout, quantizer, dtype, addends=average_of, divisor=average_of)
+            scales = scales_or_bypass(measured, layout, quantizer, dtype, addends=average_of, divisor=average_of)
             if scales is Bypass.CODE_OVERFLOW:
                 too_fine += 1
             else:
@@ -337,7 +338,7 @@ def test_the_finest_bound_leaves_a_quarter_to_the_step(kind, mode):
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     smallest = smallest_value(measured, quantizer, tensor.dtype)
     quantizer = quantizer.model_copy(update={"value": 1.0001 * smallest})
-    step = derive(measured, layout, quantizer, tensor.dtype, addends=1).scales[0].double()
+    step = scales_or_bypass(measured, layout, quantizer, tensor.dtype, addends=1).scales[0].double()
     whole = {"error_bound": 2, "stochastic": 1}[kind] * float(per_element([tensor], quantizer)[0])
     assert 0.25 <= step / whole < 0.251
 
@@ -347,7 +348,7 @@ def test_where_no_value_will_do_there_is_no_smallest():
     tensor[::2] = 1000.0001  # one unit in the last place
     layout, quantizer = Layout.split(5000, 1, 1 << 20, CHUNK), QuantizerConfig(mode="range", value=0.1)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
-    assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
+    assert scales_or_bypass(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
     assert smallest_value(measured, quantizer, torch.float32) is None
 
 
@@ -355,7 +356,7 @@ def test_the_smallest_value_does_not_mind_blocks_of_one_value():
     tensor = torch.cat([torch.full((CHUNK,), 7.0), torch.randn(CHUNK)])
     layout, quantizer = Layout.split(2 * CHUNK, 1, 1 << 20, CHUNK), QuantizerConfig(mode="range", value=1e-9)
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
-    assert derive(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
+    assert scales_or_bypass(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
     assert 1e-9 < smallest_value(measured, quantizer, torch.float32) < 1e-6
 
 
@@ -380,4 +381,4 @@ def test_a_root_mean_square_is_never_measured_too_large(exponent):
     ],
 )
 def test_a_size_may_be_a_reason_to_go_plain(nbytes, least, reason):
-    assert bypass_by_size(nbytes, Config(transport={"min_bytes": least})) is reason
+    assert by_size(nbytes, Config(transport={"min_bytes": least})) is reason

@@ -1,20 +1,20 @@
 """Large tensors are measured in pieces while their first frames travel: that changes no bit and no decision."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import play, same_bits
 
+from ncz_plugins.core.bypass import BypassBackoff
+from ncz_plugins.core.call import Call, Request
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.scale_agreement import pieces_of
-from ncz_plugins.core.collective import BypassBackoff, Call, run
+from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
-from ncz_plugins.core.transport import plain
 from ncz_plugins.kernels.format import CHUNK
 
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -34,29 +34,28 @@ def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * scales).to(dtype)
 
 
-def call(transport, collective: str, schedule, tensor: torch.Tensor, **more) -> tuple[Call, torch.Tensor]:
+def call(
+    transport, config: Config, collective: str, schedule, tensor: torch.Tensor, **more
+) -> tuple[Call, torch.Tensor]:
     """A call on a tensor of which every segment has FRAMES frames but for the last, and where its result will be."""
     rank, n, numel = transport.rank, transport.world_size, tensor.numel()
     flat = Window(tensor)
     if collective == "broadcast":
         layout, measured, output = Layout.of([numel], CHUNK), range(1 if rank == 0 else 0), flat
         more |= {"root": 0, "schedule": lambda *args: schedule.broadcast(*args, root=0)}
-        work = partial(plain.broadcast, tensor, 0, transport.group)
     elif collective == "all_reduce":
         layout, measured, output = Layout.split(numel, n, CHUNK, 0), range(n), flat
         more |= {"addends": n, "schedule": schedule.all_reduce}
-        work = partial(plain.all_reduce, tensor, dist.ReduceOp.SUM, transport.group)
     elif collective == "reduce_scatter_tensor":
         layout, measured = Layout.of([numel // n] * n, CHUNK), range(n)
         output = Window(tensor[layout.segment(rank)], layout.segment(rank).start)  # in place, as far as that goes
         more |= {"addends": n, "schedule": schedule.reduce_scatter}
-        work = partial(plain.reduce_scatter_tensor, output.data, tensor, dist.ReduceOp.SUM, transport.group)
     else:
         layout, measured, output = Layout.of([numel // n] * n, CHUNK), range(rank, rank + 1), flat
         flat = Window(tensor[layout.segment(rank)], layout.segment(rank).start)
         more |= {"schedule": schedule.all_gather}
-        work = partial(plain.all_gather_into_tensor, tensor, flat.data, transport.group)
-    made = Call(collective, layout, flat, output, measured, plain=lambda: work().wait(), **more)
+    request = Request(collective, flat.data, output.data, dist.ReduceOp.SUM)
+    made = Call(collective, config, layout, flat, output, measured, plain=request.start_plain, **more)
     return made, output.data
 
 
@@ -87,9 +86,9 @@ def test_pieces_change_no_bit(mode, block, schedule, collective):
 
         def body(transport, in_pieces=in_pieces):
             tensor = values(transport.rank, numel)
-            made, result = call(transport, collective, SCHEDULES[schedule], tensor, in_pieces=in_pieces)
+            made, result = call(transport, config, collective, SCHEDULES[schedule], tensor, in_pieces=in_pieces)
             assert len(pieces_of(made.layout, config)) >= 3
-            counters = run(made, 1, transport, Host(two_threads=True), config)
+            counters = run(made, Host(two_threads=True), transport)
             assert counters.compressed_calls == 1
             return result
 
@@ -112,25 +111,25 @@ def test_what_is_found_late_leaves_everything_as_it_was(schedule, collective, in
             tensor[numel // world_size - 3] = float("nan")  # in the last frame of the first segment
             tensor[-3] = float("nan")
         kept = tensor.clone()
-        made, result = call(transport, collective, SCHEDULES[schedule], tensor)
+        made, result = call(transport, config, collective, SCHEDULES[schedule], tensor)
         go_plain = made.plain
 
-        def checked_plain():
+        def checked_plain(plain):
             assert same_bits([kept, tensor])
-            go_plain()
+            return go_plain(plain)
 
-        counters = run(replace(made, plain=checked_plain), 1, transport, Host(two_threads=True), config)
+        counters = run(replace(made, plain=checked_plain), Host(two_threads=True), transport)
         assert counters.bypasses == {"non-finite": 1} and counters.compressed_calls == 0 and not counters.coders
         frames = counters.wire_bytes - counters.plain_bytes
         assert 0 < frames < 0.6 * counters.plain_bytes
         again = values(transport.rank, numel)
-        made, after = call(transport, collective, SCHEDULES[schedule], again)
-        assert run(made, 2, transport, Host(two_threads=True), config).compressed_calls == 1
+        made, after = call(transport, config, collective, SCHEDULES[schedule], again, number=2)
+        assert run(made, Host(two_threads=True), transport).compressed_calls == 1
         return result, after
 
     def untroubled(transport):
-        made, result = call(transport, collective, SCHEDULES[schedule], values(transport.rank, numel))
-        run(made, 1, transport, Host(), config)
+        made, result = call(transport, config, collective, SCHEDULES[schedule], values(transport.rank, numel))
+        run(made, Host(), transport)
         return result
 
     results, after = zip(*play(world_size, body, in_rounds))
@@ -158,11 +157,12 @@ def test_the_reason_is_that_of_the_whole_tensor():
         tensor[:CHUNK] = 1e-9
         tensor[0] = 1.0
         reasons = []
-        patience = BypassBackoff()
+        config, backoff = config_of("rms", 1e-8), BypassBackoff()
         for last in (float("inf"), 1.0, 1.0):
             tensor[-1] = last
-            made, _ = call(transport, "all_reduce", ring, tensor.clone())
-            counters = run(made, len(reasons) + 1, transport, Host(), config_of("rms", 1e-8), patience)
+            number = len(reasons) + 1
+            made, _ = call(transport, config, "all_reduce", ring, tensor.clone(), number=number)
+            counters = run(made, Host(), transport, backoff)
             reasons += counters.bypasses
             sent = counters.wire_bytes - counters.plain_bytes
             assert sent == 0 if len(reasons) == 3 else 0 < sent < 20_000  # agreements, no frame
@@ -182,8 +182,8 @@ def test_a_piece_that_is_not_worth_it_does_not_decide_for_the_whole(block):
         tensor[:, noisy.start : noisy.stop] = values(transport.rank, numel).view(2, FRAMES, CHUNK)[
             :, noisy.start : noisy.stop
         ]
-        made, result = call(transport, "all_reduce", ring, tensor.view(-1).half(), in_pieces=in_pieces)
-        counters = run(made, 1, transport, Host(), config)
+        made, result = call(transport, config, "all_reduce", ring, tensor.view(-1).half(), in_pieces=in_pieces)
+        counters = run(made, Host(), transport)
         return result, counters.bypasses
 
     for noisy, bypasses in ((range(2), {}), (range(3, 7), {}), (range(9), {"not worth it": 1})):
@@ -222,8 +222,8 @@ def kernels_used(poisoned: bool) -> list[list[str]]:
         tensor = values(transport.rank, 2 * FRAMES * CHUNK)
         if poisoned:
             tensor[-1] = float("inf")
-        made, _ = call(transport, "all_reduce", ring, tensor)
-        run(made, 1, transport, device, config_of())
+        made, _ = call(transport, config_of(), "all_reduce", ring, tensor)
+        run(made, device, transport)
         return used
 
     return play(2, body)

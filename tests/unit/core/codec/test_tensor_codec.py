@@ -8,7 +8,13 @@ import torch
 from ncz_plugins import kernels
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales
-from ncz_plugins.core.codec.tensor_codec import LosslessCodec, QuantizingCodec, TensorCodec, coding
+from ncz_plugins.core.codec.tensor_codec import (
+    CodedTensor,
+    LosslessCodec,
+    QuantizingCodec,
+    TensorCodec,
+    coding_for,
+)
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Host
@@ -25,22 +31,22 @@ BACKEND = kernels.cpu_backend()
     [(None, None, 8000), (None, 10.0, 800), (100, 10.0, 80), (0.001, None, 8_000_000), (1e4, None, 1), (3, None, 2667)],
 )
 def test_a_byte_costs_what_the_link_says(configured, known, picoseconds):
-    costs = coding(Config(transport={"link_gbps": configured}), BACKEND, known).costs
+    costs = coding_for(Config(transport={"link_gbps": configured}), BACKEND, known).costs
     assert costs == BACKEND.costs._replace(link=picoseconds)
 
 
 def test_coding_costs_what_the_configuration_says_on_cpus_only():
     costs = {"raw": 1, "fixed": 2, "huffman": 3, "rans": 4, "rans_rest": 5}
     config = Config(entropy={"costs": costs})
-    assert coding(config, BACKEND).costs._asdict() == costs | {"link": 8000}
+    assert coding_for(config, BACKEND).costs._asdict() == costs | {"link": 8000}
     gpu = SimpleNamespace(name="cuda", costs=Costs(raw=7))
-    assert coding(config, gpu).costs == gpu.costs
+    assert coding_for(config, gpu).costs == gpu.costs
 
 
 @pytest.mark.parametrize("coder", ["auto", "raw", "fixed", "huffman", "rans"])
 @pytest.mark.parametrize("predictor", ["auto", "none", "delta"])
 def test_coders_and_predictors_are_known_by_their_names(coder, predictor):
-    how = coding(Config(entropy={"coder": coder, "predictor": predictor}), BACKEND)
+    how = coding_for(Config(entropy={"coder": coder, "predictor": predictor}), BACKEND)
     assert (how.coder.name.lower(), how.predictor.name.lower()) == (coder, predictor)
     assert how.coder in Coder and how.predictor in Predictor
 
@@ -51,7 +57,8 @@ def test_coders_and_predictors_are_known_by_their_names(coder, predictor):
 def codec(lossless: bool, checksum: bool, numel: int = 20) -> TensorCodec:
     ones = torch.ones(1)
     window, output = Window(torch.arange(float(numel))), Window(torch.full((numel,), -1.0))
-    common = (Host(), Layout.of([numel], CHUNK), Coding(), window, output, checksum, Counters())
+    tensor = CodedTensor(Layout.of([numel], CHUNK), window, output)
+    common = (Host(), tensor, Coding(), checksum, Counters())
     return LosslessCodec(*common) if lossless else QuantizingCodec(*common, Scales(ones, ones))
 
 

@@ -18,10 +18,20 @@ from hypothesis import strategies as st
 from repository import ROOT
 
 from ncz_plugins.cli import main as cli
-from ncz_plugins.core.config import CoderCosts, Config, QuantizerConfig, find_in_deepspeed, format_size, settings
-from ncz_plugins.core.config import model as configuration
-from ncz_plugins.core.config.documents import read_document
-from ncz_plugins.core.config.model import EntropyConfig, TransportConfig
+from ncz_plugins.core.config import (
+    CHUNK,
+    CoderCosts,
+    Config,
+    EntropyConfig,
+    QuantizerConfig,
+    TransportConfig,
+    find_in_deepspeed,
+    format_size,
+    is_deepspeed,
+    json_schema,
+    read_document,
+    settings,
+)
 from ncz_plugins.core.errors import ConfigError, NczError
 from ncz_plugins.kernels import format as frame_format
 
@@ -303,17 +313,17 @@ def test_a_tuning_file_is_looked_for_beside_the_file_that_names_it(tmp_path):
     assert Config.load(file).transport.tuning == "/elsewhere/tuned.json"
 
 
-def test_settling_fills_in_only_what_is_left_open():
+def test_resolving_fills_in_only_what_is_left_open():
     values = {"schedule": "direct", "frame_bytes": 1 << 18, "min_bytes": "never", "link_gbps": 3.0}
     left_open = Config.load({"transport": {"frame_bytes": "auto", "min_bytes": "auto", "tuning": "tuned.json"}})
-    settled = left_open.settled(**values, costs=CoderCosts(**COSTS))
-    assert settled.transport == TransportConfig(**values)
-    assert settled.entropy == EntropyConfig(costs=COSTS)
+    resolved = left_open.resolved(**values, costs=CoderCosts(**COSTS))
+    assert resolved.transport == TransportConfig(**values)
+    assert resolved.entropy == EntropyConfig(costs=COSTS)
     named = Config.load(
         {"transport": {"schedule": "ring", "min_bytes": 0, "link_gbps": 9}, "entropy": {"costs": COSTS}}
     )
-    assert named.settled(**values, costs=CoderCosts(**dict.fromkeys(COSTS, 7))) == named
-    assert left_open.settled().transport == TransportConfig()
+    assert named.resolved(**values, costs=CoderCosts(**dict.fromkeys(COSTS, 7))) == named
+    assert left_open.resolved().transport == TransportConfig()
 
 
 def test_the_limit_of_value_depends_on_the_mode():
@@ -563,7 +573,7 @@ def test_a_block_takes_effect_where_there_are_scales_that_differ(kind, mode):
 
 
 def test_block_is_counted_in_the_kernels_chunks():
-    assert configuration.CHUNK == frame_format.CHUNK
+    assert CHUNK == frame_format.CHUNK
 
 
 # ------------------------------------------------------------------ inside a DeepSpeed configuration
@@ -619,7 +629,7 @@ def test_a_misplaced_key_is_an_error():
 def test_a_deepspeed_file_is_not_taken_for_one_of_ours():
     assert "this is a DeepSpeed configuration" in message(DEEPSPEED_DOCUMENT)
     assert "this is a DeepSpeed configuration" in message(DEEPSPEED[0])
-    assert not configuration.is_deepspeed(SOME)
+    assert not is_deepspeed(SOME)
 
 
 # ------------------------------------------------------------------ the files that ship
@@ -629,7 +639,7 @@ def test_a_deepspeed_file_is_not_taken_for_one_of_ours():
 def test_our_files_are_valid(file):
     jsonschema = pytest.importorskip("jsonschema")
     Config.load(file)
-    jsonschema.validate(read_document(file), configuration.json_schema())
+    jsonschema.validate(read_document(file), json_schema())
 
 
 @pytest.mark.parametrize("name", ["ncclz.yaml", "ncclz.json"])
@@ -682,12 +692,12 @@ def test_deepspeed_itself_accepts_the_deepspeed_files():
     tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 10), reason="older pydantic words the same schema otherwise"
 )
 def test_the_committed_schema_is_the_models():
-    assert json.loads((CONFIGS / "ncclz.schema.json").read_text()) == configuration.json_schema()
+    assert json.loads((CONFIGS / "ncclz.schema.json").read_text()) == json_schema()
 
 
 def test_the_schema_agrees_with_the_model():
     jsonschema = pytest.importorskip("jsonschema")
-    validator = jsonschema.Draft202012Validator(configuration.json_schema())
+    validator = jsonschema.Draft202012Validator(json_schema())
     jsonschema.Draft202012Validator.check_schema(validator.schema)
     for section, values in GOOD:
         assert validator.is_valid({section: values})

@@ -10,7 +10,7 @@ import torch
 from ncz_plugins import kernels
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import PeerError, UnsupportedError
-from ncz_plugins.core.runtime.device import Host, moment, poll, require_kernels
+from ncz_plugins.core.runtime.device import Host, poll, record_event, require_kernels
 
 CUDA = torch.device("cuda", 0)
 
@@ -25,7 +25,7 @@ def without_cached_backend():
 def test_the_cpu_is_served():
     require_kernels(torch.device("cpu"), Config())
     require_kernels(torch.device("cpu"), Config(quantizer={"kind": "lossless"}))
-    assert moment(torch.device("cpu")) is None
+    assert record_event(torch.device("cpu")) is None
 
 
 def test_other_devices_are_refused():

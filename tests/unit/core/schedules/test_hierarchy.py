@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from ranks import play, same_bits, values
 
+from ncz_plugins.core.call import Call, plain_wire_bytes
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.collective import Call, layout_of_sum, plain_wire_bytes, run
+from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError, MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.schedules.hierarchy import in_nodes
-from ncz_plugins.core.transport import plain
 from ncz_plugins.core.transport import process_memory as memory
 from ncz_plugins.core.transport.intra_node import with_memory
 from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_nodes
@@ -58,10 +58,10 @@ def go(transport, shape: str, config: Config, call: Call, number: int = 1, by_me
         nodes = with_memory(nodes, transport)
         assert nodes.processes == dict.fromkeys(nodes.neighbors, os.getpid())
     call = in_nodes(call, nodes, config.quantizer.block_in_effect)
-    return run(call, number, transport, Host(two_threads=True), config)
+    return run(replace(call, number=number), Host(two_threads=True), transport)
 
 
-def never_plain():
+def never_plain(_):
     raise AssertionError("the call went plain")
 
 
@@ -70,7 +70,7 @@ def sum_of(tensor, transport, config: Config, schedule, divisor: int = 1, plain=
     flat = Window(tensor)
     layout = layout_of_sum(tensor, n, config)
     reduce = schedule.all_reduce
-    return Call("all_reduce", layout, flat, flat, range(n), reduce, plain, addends=n, divisor=divisor)
+    return Call("all_reduce", config, layout, flat, flat, range(n), reduce, plain, addends=n, divisor=divisor)
 
 
 def equal_parts(numel: int, transport) -> Layout:
@@ -119,6 +119,7 @@ def test_reduce_scatter(schedule, shape, name):
         output = torch.full((part,), float("nan"))
         call = Call(
             "reduce_scatter_tensor",
+            config,
             layout,
             Window(whole),
             Window(output, layout.segment(transport.rank).start),
@@ -154,6 +155,7 @@ def test_all_gather(schedule, shape, name):
         own.copy_(values(rank, part))
         call = Call(
             "all_gather_into_tensor",
+            config,
             layout,
             Window(own, layout.segment(rank).start),
             Window(output),
@@ -185,6 +187,7 @@ def test_broadcast(schedule, shape, name):
         tensor = values(transport.rank, numel)
         call = Call(
             "broadcast",
+            config,
             Layout.of([numel], 4 * CHUNK),
             Window(tensor),
             Window(tensor),
@@ -272,10 +275,12 @@ def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison,
         if transport.rank == 2:
             tensor[place] = poison
 
-        def run_plain():
-            plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait()
-
-        counters = go(transport, "2x2", config, sum_of(tensor, transport, config, ring, plain=run_plain))
+        counters = go(
+            transport,
+            "2x2",
+            config,
+            sum_of(tensor, transport, config, ring, plain=lambda plain: plain.all_reduce(tensor)),
+        )
         assert counters.bypasses == {"non-finite": 1} and not counters.compressed_calls
         assert counters.wire_bytes > counters.plain_bytes == plain_wire_bytes("all_reduce", tensor.nbytes, 4)
         return tensor
@@ -321,11 +326,11 @@ def test_different_calls_are_refused_before_anything_is_exchanged():
         tensor = values(transport.rank, 50_000 + (transport.rank == 3))
         call = in_nodes(sum_of(tensor, transport, config, ring), nodes_of("2x2", transport.rank), 0)
 
-        def inside(*_):
+        def within_node(*_):
             raise AssertionError("something was exchanged")
 
         with pytest.raises(MismatchError, match="elements"):
-            run(replace(call, inside=inside), 1, transport, Host(), config)
+            run(replace(call, within_node=within_node), Host(), transport)
 
     play(4, body)
 

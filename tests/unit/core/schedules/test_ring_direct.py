@@ -4,20 +4,20 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import play, same_bits, values
 
 from ncz_plugins import kernels
+from ncz_plugins.core.bypass import BypassBackoff, scales_or_bypass
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.codec.quantize import derive, measure
-from ncz_plugins.core.codec.tensor_codec import LosslessCodec
-from ncz_plugins.core.collective import BypassBackoff, Call, run
+from ncz_plugins.core.codec.quantize import measure
+from ncz_plugins.core.codec.tensor_codec import CodedTensor, LosslessCodec
+from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, ring
-from ncz_plugins.core.transport import plain
 from ncz_plugins.kernels.format import (
     CHUNK,
     HAS_CHECKSUM,
@@ -53,10 +53,10 @@ WORLD_SIZES = (2, 3, 4, 8)  # one rank never gets as far as a schedule
 def go(transport, config: Config, number: int = 1, device: Host | None = None, **call) -> Counters:
     """Run a call that must not go plain."""
 
-    def plain():
+    def plain(_):
         raise AssertionError("the call went plain")
 
-    return run(Call(plain=plain, **call), number, transport, device or Host(), config)
+    return run(Call(plain=plain, config=config, number=number, **call), device or Host(), transport)
 
 
 def expected_sum(world_size: int, numel: int) -> torch.Tensor:
@@ -202,7 +202,7 @@ def summed_codes(world_size: int, numel: int, config: Config, number: int) -> to
         measure(backend, Window(values(rank, numel)), layout, range(world_size), config.quantizer)
         for rank in range(world_size)
     ]
-    scales = derive(torch.stack(measured).amax(0), layout, config.quantizer, torch.float32, world_size)
+    scales = scales_or_bypass(torch.stack(measured).amax(0), layout, config.quantizer, torch.float32, world_size)
     codes = torch.zeros(numel, dtype=torch.int32)
     for rank in reversed(range(world_size)):
         own = torch.empty_like(codes)
@@ -301,7 +301,7 @@ def test_a_lossless_owner_adds_in_rank_order(segment):
 
     def codec(rank: int) -> LosslessCodec:
         window = Window(parts[rank].repeat(4))
-        return LosslessCodec(Host(), layout, Coding(), window, Window(torch.zeros(40)), False, counters)
+        return LosslessCodec(Host(), CodedTensor(layout, window, Window(torch.zeros(40))), Coding(), False, counters)
 
     owner = codec(segment)
     frame = owner.sum(segment, 0, [codec((segment + i) % 4).encode(segment, 0) for i in (1, 2, 3)])
@@ -426,7 +426,7 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
 
     def body(transport):
         if transport.rank == 1:
-            transport._control.send([torch.tensor([announced])], 0, 1).wait()
+            transport._connections.send(torch.tensor([announced]), 0, 1).wait()
             return
         [stream] = transport.streams([(1, 1)], incoming=1, frame_capacity=1000, counters=Counters())
         with pytest.raises(FrameError, match=f"{announced} bytes"):
@@ -540,26 +540,25 @@ def test_hopeless_calls_are_measured_less_and_less_often():
     """A bound that 32 bits can't hold: 1, 2, 4, ... calls of the same kind go plain unmeasured, others are not hit."""
 
     def body(transport):
-        patience = BypassBackoff()
+        backoff = BypassBackoff()
 
         def call(numel: int, scale: float) -> Counters:
             tensor = values(transport.rank, numel) * scale
             return run(
                 Call(
                     "all_reduce",
+                    CONFIG,
                     Layout.split(numel, 2, CHUNK, 0),
                     source=Window(tensor),
                     output=Window(tensor),
                     measured=range(2),
                     schedule=ring.all_reduce,
-                    plain=lambda: plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait(),
+                    plain=lambda plain: plain.all_reduce(tensor),
                     addends=2,
                 ),
-                1,
-                transport,
                 Host(),
-                CONFIG,
-                patience,
+                transport,
+                backoff,
             )
 
         hopeless = [call(5000, 1e12) for _ in range(150)]

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import play
 
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Window
-from ncz_plugins.core.collective import Call, layout_of_sum, run
+from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training.error_feedback import Feedback, Residuals
 from ncz_plugins.core.training.policy import ParameterSlice
-from ncz_plugins.core.transport import plain
 
 SCHEDULES = {"ring": ring, "direct": direct}
 NUMEL = 20_011
@@ -39,20 +38,20 @@ def reduce(transport, tensor, residuals, config, number=1, divisor=1, parts=PART
     return run(
         Call(
             "all_reduce",
+            config,
             layout_of_sum(tensor, transport.world_size, config),
             source=Window(tensor),
             output=Window(tensor),
             measured=range(transport.world_size),
             schedule=SCHEDULES[schedule].all_reduce,
-            plain=lambda: plain.all_reduce(tensor, dist.ReduceOp.SUM, transport.group).wait(),
+            plain=lambda plain: plain.all_reduce(tensor),
+            number=number,
             addends=transport.world_size,
             divisor=divisor,
             feedback=Feedback(residuals, parts) if residuals else None,
         ),
-        number,
-        transport,
         Host(),
-        config,
+        transport,
     )
 
 

@@ -13,7 +13,7 @@ from repository import ROOT
 
 from benchmarks import guard as benchmark
 from ncz_plugins import AccuracyError
-from ncz_plugins.core.config.model import GuardConfig
+from ncz_plugins.core.config import GuardConfig
 from ncz_plugins.core.training import guard
 from ncz_plugins.core.training.guard import Guard
 

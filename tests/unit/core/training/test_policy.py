@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins.core.codec.quantize import Bypass
+from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.training.policy import ParameterSlice, Policies, named
 

@@ -5,10 +5,10 @@ import torch
 
 from ncz_plugins.core.collective import layout_of_sum
 from ncz_plugins.core.config import FRAME_BYTES, Config
-from ncz_plugins.core.tuning import measure as probe
+from ncz_plugins.core.tuning.measure import Subject, measure
 
 
-class Instant(probe.Subject):
+class Instant(Subject):
     """Two ranks to which nothing takes time."""
 
     schedules = ("ring", "direct")
@@ -35,7 +35,7 @@ def cuts_of(trial):
 
 @pytest.mark.parametrize("seconds", [0.2, 3.0])
 def test_ways_that_do_the_same_are_not_told_apart_by_noise(seconds):
-    tuned = probe.measure(Instant(), seconds)
+    tuned = measure(Instant(), seconds)
     done = {(trial.schedule, cuts_of(trial)) for trial in tuned.trials}
     assert len(done) == len(tuned.trials)
     assert {trial.schedule for trial in tuned.trials} == {"ring", "direct"}

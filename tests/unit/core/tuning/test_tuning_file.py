@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ncz_plugins.cli import main as cli
 from ncz_plugins.core.config import CoderCosts, Config, KiB, MiB
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.tuning import choices as tuning
-from ncz_plugins.core.tuning.choices import SpeedComparison, Trial, Tuning, best, crossover, rans_costs, settle
+from ncz_plugins.core.tuning.decisions import WORTH, best, crossover, rans_costs
+from ncz_plugins.core.tuning.tuning_file import SpeedComparison, Trial, Tuning, apply_tuning_file
 
 COSTS = CoderCosts(raw=600, fixed=500, huffman=2300, rans=1200, rans_rest=3500)
 OPEN = {"frame_bytes": "auto", "min_bytes": "auto"}
@@ -96,7 +96,7 @@ def test_the_fastest_is_chosen_and_the_ordinary_one_if_it_is_as_good():
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4))
 def test_what_is_chosen_is_hardly_slower_than_the_fastest(seconds):
-    assert best(trials(*seconds)).seconds * tuning.WORTH <= min(seconds)
+    assert best(trials(*seconds)).seconds * WORTH <= min(seconds)
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 0.4), st.floats(0.5, 1))
@@ -108,11 +108,6 @@ def test_costs_of_rans_are_found_in_two_sums(per_value, per_rest, few, many):
 def test_costs_of_rans_are_not_negative():
     assert rans_costs((1.0, 2.0), (0.7, 0.05)) == (1.0, 0.0)
     assert rans_costs((100.0, 1.0), (0.7, 0.05))[0] == 0.0
-
-
-@pytest.mark.parametrize("ranks, schedule", [(2, "ring"), (3, "direct"), (8, "direct"), (9, "ring"), (64, "ring")])
-def test_the_schedule_without_measurements_follows_from_the_number_of_ranks(ranks, schedule):
-    assert tuning.schedule_for(ranks) == schedule
 
 
 # ------------------------------------------------------------------ the file
@@ -177,44 +172,44 @@ def test_a_missing_file_is_named_with_the_remedy(tmp_path):
 
 def test_a_configuration_takes_from_its_file_what_it_leaves_open(tmp_path):
     config = Config(transport={"tuning": str(written(tmp_path)), **OPEN})
-    settled = settle(config, world_size=4)
-    assert settled == found().fill_in(config)
-    own = settled.transport
+    resolved = apply_tuning_file(config, world_size=4)
+    assert resolved == found().fill_in(config)
+    own = resolved.transport
     assert (own.schedule, own.frame_bytes, own.min_bytes, own.link_gbps) == ("direct", 256 * KiB, 2 * MiB, 0.5)
-    assert settled.entropy.costs == COSTS
-    assert own.tuning is None and not tuning.is_open(settled)
+    assert resolved.entropy.costs == COSTS
+    assert own.tuning is None and not resolved.needs_measuring
 
 
 def test_what_is_named_stays(tmp_path):
     named = {"schedule": "ring", "frame_bytes": 4 * MiB, "min_bytes": 0, "link_gbps": 7.0}
-    settled = settle(Config(transport={"tuning": str(written(tmp_path)), **named}), world_size=4)
-    assert settled.transport == Config(transport=named).transport
+    resolved = apply_tuning_file(Config(transport={"tuning": str(written(tmp_path)), **named}), world_size=4)
+    assert resolved.transport == Config(transport=named).transport
 
 
 def test_a_file_of_other_ranks_is_used_with_a_warning_but_for_the_schedule(tmp_path):
     config = Config(transport={"tuning": str(written(tmp_path)), **OPEN})
     with pytest.warns(RuntimeWarning, match="was measured with 4 ranks, not 2: .* `ncz tune` measures anew"):
-        settled = settle(config, world_size=2)
-    assert settled.transport.schedule == "auto" and settled.transport.frame_bytes == 256 * KiB
+        resolved = apply_tuning_file(config, world_size=2)
+    assert resolved.transport.schedule == "auto" and resolved.transport.frame_bytes == 256 * KiB
 
 
 def test_a_file_of_another_quantizer_is_used_with_a_warning(tmp_path):
     config = Config(transport={"tuning": str(written(tmp_path)), **OPEN}, quantizer={"value": 0.1})
     with pytest.warns(RuntimeWarning, match="with quantizer error bound rms:0.25 .*, not error bound rms:0.1 "):
-        assert settle(config, world_size=4).transport.schedule == "direct"
+        assert apply_tuning_file(config, world_size=4).transport.schedule == "direct"
 
 
-def test_without_a_file_nothing_is_settled_and_nothing_said():
+def test_without_a_file_nothing_changes_and_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for config in (Config(), Config(transport=OPEN)):
-            assert settle(config, world_size=4) is config
+            assert apply_tuning_file(config, world_size=4) is config
 
 
 @pytest.mark.parametrize("left_open", [{"frame_bytes": "auto"}, {"min_bytes": "auto"}, OPEN])
 def test_sizes_may_be_open(left_open):
-    assert tuning.is_open(Config(transport=left_open))
-    assert not tuning.is_open(Config(transport=left_open).settled())
+    assert Config(transport=left_open).needs_measuring
+    assert not Config(transport=left_open).resolved().needs_measuring
 
 
 def test_it_says_what_was_chosen_and_why():
@@ -241,6 +236,6 @@ def test_the_file_is_checked_with_the_configuration_that_names_it(tmp_path, caps
 
 
 def test_checking_a_file_does_not_take_torch():
-    code = "import sys; from ncz_plugins.core import tuning; print('torch' in sys.modules)"
+    code = "import sys; from ncz_plugins.core.tuning import decisions; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -1,7 +1,6 @@
-"""What was measured about the link and the codec, what follows from it, and the file that keeps both.
+"""The tuning file, which `ncz tune` writes and `transport.tuning` names: what was measured, and what was chosen.
 
-`Tuning` is the model of the file that `ncz tune` writes and `transport.tuning` names. The decisions are functions of
-numbers that all ranks have in common, so that all decide alike. `probe.py` measures; nothing here imports torch.
+`measure` measures, `decisions` chooses. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,19 +9,24 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import MIN_BYTES, Allowed, CoderCosts, Config, Integer, KiB, MiB, Number, Section, format_size, size_type
-from ..config.documents import read_document
+from ..config import (
+    Allowed,
+    CoderCosts,
+    Config,
+    Integer,
+    KiB,
+    MiB,
+    Number,
+    Section,
+    format_size,
+    read_document,
+    size_type,
+)
 from ..errors import ConfigError
-
-WORTH = 0.97  # of the plain time: what takes longer than this gains too little to be told from noise
-_LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
-_NEXT = 4  # times a size
-_DIRECT_RANKS = range(3, 9)  # 2 ranks send the same either way; with many, all-to-all opens too many paths
 
 FrameBytes = size_type(16 * KiB, 64 * MiB, (), "bytes from 16 KiB to 64 MiB")
 MinBytes = size_type(0, math.inf, ("never",), "never, or bytes, 0 or more")
@@ -32,7 +36,7 @@ Count = Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")]
 
 
 class SpeedComparison(Section):
-    """How long one all-reduce of `nbytes` takes plain and compressed: medians, of the slowest rank each time."""
+    """How long an all-reduce of `nbytes` takes plain and compressed: medians of the slowest rank's times."""
 
     nbytes: Count
     plain_seconds: Seconds
@@ -44,7 +48,7 @@ class SpeedComparison(Section):
 
 
 class Trial(Section):
-    """How long one compressed all-reduce takes with a schedule and a frame size, likewise."""
+    """How long a compressed all-reduce of `nbytes` takes with a schedule and a frame size: a median, likewise."""
 
     schedule: Literal["ring", "direct"]
     frame_bytes: FrameBytes
@@ -53,7 +57,7 @@ class Trial(Section):
 
 
 class Tuning(Section):
-    """What the tuning file holds: the choices first, then what they follow from."""
+    """The contents of the tuning file: first what was chosen, then what was measured."""
 
     format: Literal[1]
     world_size: Annotated[Integer, Field(ge=2), Allowed("an integer, 2 or more")]
@@ -90,8 +94,8 @@ class Tuning(Section):
         )
 
     def fill_in(self, config: Config, with_schedule: bool = True) -> Config:
-        """`config`, with these choices for what it leaves open."""
-        return config.settled(
+        """`config`, with these values for the settings that it leaves open."""
+        return config.resolved(
             schedule=self.schedule if with_schedule else "auto",
             frame_bytes=self.frame_bytes,
             min_bytes=self.min_bytes,
@@ -120,63 +124,12 @@ class Tuning(Section):
             raise ConfigError(f"transport.tuning: {error}; `ncz tune --output {os.fspath(path)}` writes it") from None
 
 
-# ------------------------------------------------------------------ what follows from numbers
-
-
-def schedule_for(ranks: int) -> str:
-    """The schedule for so many ranks that exchange frames, where nothing was measured."""
-    return "direct" if ranks in _DIRECT_RANKS else "ring"
-
-
-def best(trials: Sequence[Trial]) -> Trial:
-    """The fastest, or the first of those that are as good as that one: the ordinary choice stands first."""
-    fastest = min(trial.seconds for trial in trials)
-    return next(trial for trial in trials if trial.seconds * WORTH <= fastest)
-
-
-def crossover(comparisons: Sequence[SpeedComparison]) -> int | str:
-    """The smallest size from which compression gains at every size that was measured.
-
-    If it does not gain at the largest one, that is "never". But where there was no time for a large one, it is the next
-    size, and no less than the default: what is not known is tried.
+def apply_tuning_file(config: Config, world_size: int | None = None) -> Config:
+    """`config` with the values of its tuning file for the settings that it leaves open, if it names a file.
 
     Args:
-        comparisons: by size, the smallest first.
-    """
-    largest = comparisons[-1].nbytes
-    least: int | str = "never" if largest >= _LARGE_BYTES else max(_NEXT * largest, MIN_BYTES)
-    for comparison in reversed(comparisons):
-        if comparison.compressed_seconds > WORTH * comparison.plain_seconds:
-            break
-        least = comparison.nbytes
-    return least
-
-
-def rans_costs(costs: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:
-    """What RANS costs per value and, in addition, per value other than the most frequent one.
-
-    Args:
-        costs: per value, of two arrays.
-        rests: the share of values other than the most frequent one, in each.
-    """
-    per_rest = max(0.0, (costs[0] - costs[1]) / (rests[0] - rests[1]))
-    return max(0.0, costs[0] - per_rest * rests[0]), per_rest
-
-
-# ------------------------------------------------------------------ from a file to a configuration
-
-
-def is_open(config: Config) -> bool:
-    """Whether there are sizes to be measured."""
-    return "auto" in (config.transport.frame_bytes, config.transport.min_bytes)
-
-
-def settle(config: Config, world_size: int | None = None) -> Config:
-    """The configuration with what its tuning file says, if it names one.
-
-    Args:
-        world_size: how many ranks there are, if that is known. A file that was measured with another number is used
-            with a warning, and but for the schedule, which depends on it most.
+        world_size: number of ranks, if it is known. A file that was measured with another number still applies, with a
+            warning, except for the schedule, which depends on the number of ranks most.
 
     Raises ConfigError if the file is missing or damaged.
     """

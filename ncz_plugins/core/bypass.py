@@ -1,0 +1,165 @@
+"""Why a call goes plain. Every reason is here, and so is every rule that finds one.
+
+A call is looked at three times: when it is asked for (`before_call`), by what became of similar calls before
+(`BypassBackoff`), and once its values are measured (`scales_or_bypass`). No rule looks at anything in which ranks could
+differ, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.format import DTYPES
+from .codec.layout import Layout
+from .codec.quantize import Scales, derive
+from .config import Config, Policy, QuantizerConfig
+
+_COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+class Bypass(str, Enum):
+    """Why a call went plain."""
+
+    ONE_RANK = "one rank"
+    ROLE = "role not enabled"
+    POLICY = "policy"
+    WARM_UP = "warm-up"
+    DTYPE = "dtype"
+    OP = "reduce op"
+    TOO_SMALL = "too small"
+    FAST_LINK = "link too fast"  # as measured: compression would lose time, whatever the size
+    NON_FINITE = "non-finite"  # a value is, or a result could become so
+    CODE_OVERFLOW = "code overflow"
+    NOT_WORTH = "not worth it"
+
+
+# ------------------------------------------------------------------ when a call is asked for
+
+
+def before_call(
+    config: Config, world_size: int, role: str | None, op: dist.ReduceOp | None, dtypes: tuple[torch.dtype, ...]
+) -> Bypass | None:
+    """The reason that does not depend on which parameters a tensor holds, nor on its size.
+
+    Args:
+        role: what the tensor is; None where compression is wanted whatever it is.
+        op: of a sum; None for gathers and broadcasts.
+        dtypes: of all tensors of the call.
+    """
+    if world_size == 1:
+        return Bypass.ONE_RANK
+    return by_role(role, config) or by_op(op) or by_dtype(*dtypes)
+
+
+def by_role(role: str | None, config: Config) -> Bypass | None:
+    """Roles that the configuration does not enable go plain."""
+    return Bypass.ROLE if role is not None and role not in config.roles else None
+
+
+def by_op(op: dist.ReduceOp | None, scale: float = 1.0) -> Bypass | None:
+    """Only sums and averages can be formed of codes.
+
+    Args:
+        scale: what the result is multiplied by.
+    """
+    return Bypass.OP if (op is not None and op not in _COMPRESSED_OPS) or scale <= 0 else None
+
+
+def by_dtype(*dtypes: torch.dtype) -> Bypass | None:
+    """Only floats of 16 bits and more are quantized, and all tensors of a call must have the same dtype."""
+    return Bypass.DTYPE if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES else None
+
+
+def by_warm_up(step: int, config: Config) -> Bypass | None:
+    """The first steps of a training go plain, if the configuration says so. `step` is counted from 0."""
+    return Bypass.WARM_UP if step < config.steps.warmup else None
+
+
+def by_policy(policy: Policy) -> Bypass | None:
+    """A policy may leave its parameters uncompressed."""
+    return Bypass.POLICY if policy.action == "skip" else None
+
+
+def by_size(nbytes: int, config: Config) -> Bypass | None:
+    """Small tensors go plain, as latency is what they cost. `config` is a resolved one."""
+    least = config.transport.min_bytes
+    if least == "never":
+        return Bypass.FAST_LINK
+    return Bypass.TOO_SMALL if nbytes < max(least, 1) else None
+
+
+# ------------------------------------------------------------------ once the values are measured
+
+
+def scales_or_bypass(
+    agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1
+) -> Scales | Bypass:
+    """The quantization steps that follow from what the ranks agreed on, or the reason to go plain.
+
+    Args:
+        agreed, layout, quantizer, dtype, addends, divisor: see `quantize.derive`.
+    """
+    derived = derive(agreed, layout, quantizer, dtype, addends, divisor)
+    if not derived.finite:
+        return Bypass.NON_FINITE
+    if derived.scales is None:
+        return Bypass.CODE_OVERFLOW
+    if not derived.is_worthwhile(dtype):
+        return Bypass.NOT_WORTH
+    return derived.scales
+
+
+# ------------------------------------------------------------------ by what became of similar calls
+
+
+class BypassBackoff:
+    """Which calls go plain without being measured, because measuring has shown that calls of their kind are hopeless.
+
+    After such a call the next one of its kind goes plain, then the next 2, 4, ... 64, until one is compressed. All
+    ranks make the same calls and learn the same of them, so they decide alike.
+    """
+
+    _HOPELESS = (Bypass.NOT_WORTH, Bypass.CODE_OVERFLOW)
+    _LONGEST = 64
+
+    def __init__(self):
+        self._kinds: dict[str, _Hopeless] = {}
+
+    def next(self, kind: str) -> Bypass | None:
+        """The reason why the call of this kind that comes now goes plain at once, if there is one."""
+        hopeless = self._kinds.get(kind)
+        if hopeless is None or not hopeless.left:
+            return None
+        hopeless.left -= 1
+        return hopeless.reason
+
+    def learn(self, kind: str, bypass: Bypass | None) -> None:
+        """What became of a call that was measured: it was compressed (None), or went plain for this reason."""
+        if bypass in self._HOPELESS:
+            hopeless = self._kinds.setdefault(kind, _Hopeless())
+            hopeless.reason = bypass
+            hopeless.length = hopeless.left = min(2 * hopeless.length or 1, self._LONGEST)
+        else:
+            self._kinds.pop(kind, None)
+
+    def state_dict(self) -> dict[str, list]:
+        """Numbers and strings, for a checkpoint."""
+        return {kind: [each.reason.value, each.left, each.length] for kind, each in self._kinds.items()}
+
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        """Take over what `state_dict` gave."""
+        self._kinds = {kind: _Hopeless(Bypass(reason), *numbers) for kind, (reason, *numbers) in state.items()}
+
+
+@dataclass
+class _Hopeless:
+    """Calls of one kind: why they go plain, how many more will without being measured, and out of how many."""
+
+    reason: Bypass | None = None
+    left: int = 0
+    length: int = 0

@@ -1,0 +1,151 @@
+"""What a collective is before it runs: what was asked for (`Request`), and how it will be carried out (`Call`)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.format import DTYPES
+from .codec.layout import Layout, Window
+from .config import Config
+from .runtime.statistics import Counters
+from .training.error_feedback import Feedback
+from .training.policy import ParameterSlice
+from .transport.base import PlainCollectives
+
+# Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
+_PLAIN_BYTES = {
+    "all_reduce": lambda nbytes, n: 2 * nbytes * (n - 1) // n,
+    "reduce_scatter_tensor": lambda nbytes, n: nbytes * (n - 1) // n,
+    "all_gather_into_tensor": lambda nbytes, n: nbytes * (n - 1),
+    "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
+}
+
+
+def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
+    """What each rank sends, on average, when the collective runs plain on `nbytes` of input."""
+    return _PLAIN_BYTES[collective](nbytes, world_size)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective as its caller asks for it.
+
+    Attributes:
+        collective: its name in torch.distributed: all_reduce, reduce_scatter_tensor, all_gather_into_tensor, broadcast.
+        input: what this rank contributes, of any shape.
+        output: where the result goes, of any shape; the same tensor where the collective works in place.
+        op: torch.distributed's, of a sum; None for gathers and broadcasts.
+        scale: what a sum is multiplied by, on top of what `op` says.
+        root: the rank within the group that a broadcast starts from.
+        role: what the tensor is: "gradient", "parameter" or "activation"; None: compress it whatever it is.
+        parts: what the larger of both tensors consists of, for policies.
+        residual_parts: the same by the names that error feedback knows them by, if these are others.
+    """
+
+    collective: str
+    input: Tensor
+    output: Tensor
+    op: dist.ReduceOp | None = None
+    scale: float = 1.0
+    root: int = 0
+    role: str | None = None
+    parts: Sequence[ParameterSlice] = ()
+    residual_parts: Sequence[ParameterSlice] | None = None
+
+    @property
+    def larger(self) -> Tensor:
+        """The tensor that holds what all ranks contribute or get."""
+        return self.output if self.collective == "all_gather_into_tensor" else self.input
+
+    def start_plain(self, plain: PlainCollectives):
+        """Start the uncompressed collective. Returns its work, which has `wait`."""
+        match self.collective:
+            case "all_reduce":
+                return plain.all_reduce(self.output, self.op, self.scale)
+            case "reduce_scatter_tensor":
+                return plain.reduce_scatter_tensor(self.output, self.input, self.op)
+            case "all_gather_into_tensor":
+                return plain.all_gather_into_tensor(self.output, self.input)
+            case _:
+                return plain.broadcast(self.output, self.root)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, ready to run.
+
+    Attributes:
+        collective: its name in torch.distributed.
+        config: the settings of this call.
+        layout: how the whole tensor is cut, of which `source` and `output` hold parts.
+        source: what this rank contributes.
+        output: where the result goes; may be the memory of `source`.
+        measured: segments of `source` that count in the agreement on quantization steps.
+        schedule: takes the transport, the codec and the counters.
+        plain: starts the uncompressed collective, for when it turns out that compression can't serve: takes
+            `PlainCollectives`, and returns a work.
+        number: how many compressed calls the ranks have made, this one included. A stochastic quantizer draws its
+            random numbers by it.
+        within_node: what the ranks of a node do among themselves first, once it is sure that all ranks make
+            the same call: takes the transport and the counters, and returns what is contributed in place of `source`.
+        addends: ranks whose values are summed.
+        divisor: what the sum is divided by.
+        root: rank that a broadcast starts from.
+        feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
+        in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
+        verify_as: what to call this sum when the guard compares it with the uncompressed one; None: it does not.
+    """
+
+    collective: str
+    config: Config
+    layout: Layout
+    source: Window
+    output: Window
+    measured: range
+    schedule: Callable
+    plain: Callable[[PlainCollectives], object]
+    number: int = 1
+    within_node: Callable[..., Window] | None = None
+    addends: int = 1
+    divisor: float = 1
+    root: int = 0
+    feedback: Feedback | None = None
+    in_pieces: bool = True
+    verify_as: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """What calls must have in common to be expected to go alike."""
+        quantizer = self.config.quantizer
+        bound = f"{quantizer.kind} {quantizer.mode} {quantizer.value}"
+        dtype = self.source.data.dtype
+        return f"{self.collective} {self.layout.lengths} {dtype} {self.root} {self.divisor} {bound}"
+
+    def described(self) -> dict[str, int]:
+        """What all ranks must have in common."""
+        return {
+            "number of the call": self.number,
+            "collective": list(_PLAIN_BYTES).index(self.collective),
+            "elements": self.layout.numel,
+            "dtype": DTYPES.index(self.source.data.dtype),
+            "checksum of the divisor": zlib.crc32(repr(float(self.divisor)).encode()),
+            "source rank": self.root,
+            "checksum of the configuration": checksum_of(self.config),
+        }
+
+    def counters(self, world_size: int) -> Counters:
+        """Those of a call that begins."""
+        nbytes = self.source.data.nbytes
+        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_wire_bytes(self.collective, nbytes, world_size))
+
+
+@lru_cache
+def checksum_of(config: Config) -> int:
+    """A number by which ranks tell whether their configurations differ; found once for each, as calls are many."""
+    return zlib.crc32(config.canonical().encode())

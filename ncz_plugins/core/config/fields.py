@@ -1,0 +1,93 @@
+"""The types of the settings, what each of them allows, and sizes in bytes. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+CHUNK = 4096  # as kernels.format.CHUNK, repeated here because importing that imports torch
+
+KiB, MiB = 1 << 10, 1 << 20
+FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
+_SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a field accepts, in the words that error messages and the documentation use."""
+
+    text: str
+
+
+def size_type(minimum: int, maximum: float, words: tuple[str, ...], allowed: str) -> Any:
+    """The type of a number of bytes, which may be written as a string such as "64KiB", or of one of `words`."""
+
+    def parse(value: object) -> int | str:
+        if value in words:
+            return value
+        match = _SIZE.match(value) if isinstance(value, str) else None
+        size = int(match[1]) * _UNITS[match[2]] if match else value
+        if type(size) is not int or not minimum <= size <= maximum:  # a bool is an int, but not a size
+            raise ValueError(allowed)
+        return size
+
+    integer = {"type": "integer", "minimum": minimum} | ({"maximum": maximum} if maximum < math.inf else {})
+    text = {"type": "string", "pattern": _SIZE.pattern}
+    schema = {"anyOf": [integer, text, {"enum": list(words)}]}
+    return Annotated[int | str, PlainValidator(parse), WithJsonSchema(schema), Allowed(allowed)]
+
+
+_HIERARCHY = "auto, off, or an integer, 2 or more"
+
+
+def _parse_hierarchy(value: object) -> int | str:
+    if value is False:  # what YAML makes of a bare off
+        return "off"
+    if value in ("auto", "off") or (type(value) is int and value >= 2):
+        return value
+    raise ValueError(_HIERARCHY)
+
+
+# Strict: a boolean or a string is not a number. An integer does pass for a float.
+Integer = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+FrameBytes = size_type(
+    16 * KiB, 64 * MiB, ("auto",), "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
+)
+MinBytes = size_type(
+    0, math.inf, ("auto", "never"), "auto, never, or bytes, 0 or more: an integer, or a string such as '64KiB'"
+)
+Hierarchy = Annotated[
+    int | str,
+    PlainValidator(_parse_hierarchy),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "off", False]}, {"type": "integer", "minimum": 2}]}),
+    Allowed(_HIERARCHY),
+]
+Flag = Annotated[bool, Field(strict=True)]
+NonEmptyText = Annotated[str, Field(strict=True, min_length=1)]
+OptionalPath = Annotated[NonEmptyText | None, Allowed("null, or a path")]
+Role = Literal["gradient", "parameter", "activation"]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+StepNumber = Annotated[Integer, Field(ge=0), Allowed("an integer, 0 or more")]
+
+# Of the quantizer, for which policies can change them.
+Kind = Literal["error_bound", "stochastic", "lossless"]
+Mode = Literal["abs", "rel", "rms", "range"]
+BoundValue = Annotated[Number, Field(gt=0)]
+Block = Annotated[Integer, Field(ge=0, multiple_of=CHUNK)]
+BOUND_VALUE = Allowed("a finite number above 0; with mode rel or range below 1; with mode rms at most 10")
+BLOCK = Allowed(f"0, or a positive multiple of {CHUNK}")
+FLAG = Allowed("true, false")
+
+
+def format_size(size: int) -> str:
+    """Bytes in the largest binary unit that holds them evenly: 1048576 is "1 MiB"."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]} {unit}"
+    return f"{size} B"

@@ -1,0 +1,338 @@
+"""The sections of the configuration.
+
+A field's description, default and `Allowed` text are the single source of the error messages, of
+configs/ncclz.schema.json and of the tables in the documentation. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from .fields import (
+    BLOCK,
+    BOUND_VALUE,
+    CHUNK,
+    FLAG,
+    FRAME_BYTES,
+    MIN_BYTES,
+    Allowed,
+    Block,
+    BoundValue,
+    Dtype,
+    Flag,
+    FrameBytes,
+    Hierarchy,
+    Integer,
+    Kind,
+    MinBytes,
+    Mode,
+    NonEmptyText,
+    Number,
+    OptionalPath,
+    Role,
+    StepNumber,
+)
+from .section import Section
+
+
+class QuantizerConfig(Section):
+    """How values become integers: the only step that loses anything."""
+
+    kind: Kind = Field(
+        default="error_bound",
+        description="error_bound: rounds to the nearest, every element's error stays below the bound; "
+        "stochastic: rounds up or down at random, so that the mean error is zero, below the same bound; "
+        "lossless: keeps every bit and takes none of the settings below.",
+    )
+    mode: Mode = Field(
+        default="rms",
+        description="The unit of value. abs: the tensor's own unit; rel: the largest magnitude of a block; "
+        "rms: the root mean square of a block; range: highest less lowest value of a block. "
+        "For rel, rms and range the ranks agree on the largest one (MAX).",
+    )
+    value: Annotated[BoundValue, BOUND_VALUE] = Field(
+        default=0.25,
+        description="The error bound of one rank's contribution, in the unit that mode names. "
+        "Smaller is more exact, larger compresses more.",
+    )
+    block: Annotated[Block, BLOCK] = Field(
+        default=CHUNK,
+        description="Elements that share one scale; 0: the whole tensor is one block. Without effect in mode abs.",
+    )
+    seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
+        default=0,
+        description="Where the random numbers of kind stochastic begin: the same seed gives the same results.",
+    )
+    error_feedback: Annotated[Flag, FLAG] = Field(
+        default=False,
+        description="Whether what a sum loses of a parameter's gradient is added to the next one. Takes 4 bytes per "
+        "element on every rank (8 for float64). Without effect for kind lossless.",
+    )
+
+    @field_validator("value")
+    @classmethod
+    def _within_the_modes_range(cls, value: float, info: ValidationInfo) -> float:
+        mode = info.data.get("mode")
+        if (mode in ("rel", "range") and value >= 1) or (mode == "rms" and value > 10):
+            raise ValueError(f"too large for mode {mode}")
+        return value
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether sums keep what they lose: nothing is lost by kind lossless."""
+        return self.error_feedback and self.kind != "lossless"
+
+    def times(self, factor: float) -> QuantizerConfig:
+        """A copy whose bound is `factor` times as large."""
+        return self if factor == 1 else self.changed(value=self.value * factor)
+
+    def changed(self, **values: Any) -> QuantizerConfig:
+        """A copy with other values. Raises ConfigError."""
+        return type(self)(**self.model_dump() | values)
+
+    @property
+    def block_in_effect(self) -> int:
+        """`block`, or 0 where one scale serves the whole tensor or none is needed."""
+        return 0 if self.kind == "lossless" or self.mode == "abs" else self.block
+
+    def describe(self) -> str:
+        """A few words for people."""
+        if self.kind == "lossless":
+            return "lossless"
+        per = "" if self.mode == "abs" else f" per {self.block} elements" if self.block else " per tensor"
+        feedback = ", error feedback" if self.error_feedback else ""
+        return f"{self.kind.replace('_', ' ')} {self.mode}:{self.value:g}{per}{feedback}"
+
+
+Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer, 0 or more, below 10^9")]
+
+
+class CoderCosts(Section):
+    """What coding one value costs here, in picoseconds, encoding and decoding together."""
+
+    raw: Picoseconds
+    fixed: Picoseconds
+    huffman: Picoseconds
+    rans: Picoseconds
+    rans_rest: Picoseconds  # per value other than the most frequent one
+
+
+class EntropyConfig(Section):
+    """How the integers are written: lossless."""
+
+    coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
+        default="auto",
+        description="auto: the one with the least time to code and to send, by a sample of each frame; "
+        "raw: 8, 16 or 32 bits per code; fixed: each 32 codes at the width that their largest needs; "
+        "huffman: short bit strings for frequent codes; "
+        "rans: fractions of a bit, for data in which most codes are the same.",
+    )
+    predictor: Literal["auto", "none", "delta"] = Field(
+        default="auto",
+        description="What is subtracted from a code first. auto: whichever pays more, by a sample of each frame; "
+        "none: nothing; delta: the code before it, which pays for smooth data.",
+    )
+    checksum: Annotated[Flag, FLAG] = Field(
+        default=False,
+        description="Whether every frame carries a checksum that its receiver verifies, "
+        "against errors that the network and the memory do not notice themselves.",
+    )
+    costs: Annotated[
+        CoderCosts | None,
+        Allowed(f"null, or a mapping of {', '.join(CoderCosts.model_fields)} to integers, 0 or more, below 10^9"),
+    ] = Field(
+        default=None,
+        description="For coder auto on CPUs: picoseconds to encode and decode a value with each coder, rans_rest for a "
+        "value other than the most frequent one; null: as measured where something is, else what was measured "
+        "beforehand for these kernels.",
+    )
+
+
+class TransportConfig(Section):
+    """How frames travel between the ranks."""
+
+    schedule: Literal["auto", "ring", "direct"] = Field(
+        default="auto",
+        description="auto: as measured where tuning is set or frame_bytes or min_bytes is auto, else chosen from the "
+        "number of ranks; ring: neighbours only, for many ranks; "
+        "direct: every rank to every other, for few ranks. The results are the same to the bit "
+        "(with kind lossless, but for the rounding of sums).",
+    )
+    frame_bytes: FrameBytes = Field(
+        default=FRAME_BYTES,
+        description="Input bytes per frame. Smaller frames overlap coding and transfer better, "
+        "larger ones have less overhead. auto: as measured.",
+    )
+    min_bytes: MinBytes = Field(
+        default=MIN_BYTES,
+        description="Tensors smaller than this go uncompressed, as latency and not size is what they cost. "
+        "auto: as measured; never: nothing is compressed, which is what auto comes to where the link is too fast.",
+    )
+    hierarchy: Hierarchy = Field(
+        default="auto",
+        description="Whether ranks of one node add up uncompressed, so that only what goes between nodes is "
+        "compressed. auto: where there are several nodes with equally many, at least 2, ranks each; off: never; "
+        "an integer: so many consecutive ranks form a node.",
+    )
+    tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
+        default=None,
+        description="Where schedule, frame_bytes and min_bytes take the value of auto from, and link_gbps and "
+        "entropy.costs that of null. null: what is auto is measured at the start, if frame_bytes or min_bytes is. "
+        "In a file, a relative path starts at that file's folder.",
+    )
+    link_gbps: Annotated[
+        Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
+        Allowed("null, or a number from 0.001 to 10000"),
+    ] = Field(
+        default=None,
+        description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more time "
+        "coding may take; null: as measured where something is; else what Linux states for the network interface that "
+        "gloo uses, or else 1. From 2.5 on, also large tensors are measured as a whole before their first frame goes.",
+    )
+    timeout_seconds: Annotated[
+        Annotated[Number, Field(gt=0)] | None,
+        Allowed("null, or a finite number above 0"),
+    ] = Field(
+        default=None,
+        description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
+    )
+    wait: Literal["host", "stream"] = Field(
+        default="host",
+        description="On a GPU, what a call that is not asynchronous holds up until its result is there. stream: the "
+        "current CUDA stream alone, so that the host goes on; what goes wrong shows at the next call, or when the step "
+        "ends. docs/gpu.md says what that asks of a program.",
+    )
+
+
+class QuantizerOverrides(Section):
+    """Settings of `quantizer` that differ for some tensors; null: as there."""
+
+    kind: Annotated[Kind | None, Allowed(f"null, or one of {', '.join(get_args(Kind))}")] = Field(
+        default=None, description="In place of quantizer.kind."
+    )
+    mode: Annotated[Mode | None, Allowed(f"null, or one of {', '.join(get_args(Mode))}")] = Field(
+        default=None, description="In place of quantizer.mode."
+    )
+    value: Annotated[BoundValue | None, BOUND_VALUE] = Field(default=None, description="In place of quantizer.value.")
+    block: Annotated[Block | None, BLOCK] = Field(default=None, description="In place of quantizer.block.")
+    error_feedback: Annotated[Flag | None, FLAG] = Field(
+        default=None, description="In place of quantizer.error_feedback."
+    )
+
+    def applied_to(self, quantizer: QuantizerConfig) -> QuantizerConfig:
+        """`quantizer` with these settings. Raises ConfigError for a bound that the mode does not allow."""
+        return quantizer.changed(**self.model_dump(exclude_none=True))
+
+
+class Policy(Section):
+    """What is done with tensors of a kind. All that is given must fit; what is null fits everything."""
+
+    name: Annotated[
+        NonEmptyText | Annotated[tuple[NonEmptyText, ...], Field(min_length=1)] | None,
+        Allowed("null, or a pattern such as '*.bias', or a list of patterns"),
+    ] = Field(
+        default=None,
+        description="Names of parameters, as patterns of the shell: * stands for any characters, ? for one, "
+        "[ab] for one of these.",
+    )
+    min_elements: Annotated[StepNumber | None, Allowed("null, or an integer, 0 or more")] = Field(
+        default=None, description="The whole parameter has at least so many elements."
+    )
+    max_elements: Annotated[StepNumber | None, Allowed("null, or an integer, 0 or more")] = Field(
+        default=None, description="The whole parameter has at most so many elements."
+    )
+    dtype: Annotated[Dtype | None, Allowed(f"null, or one of {', '.join(get_args(Dtype))}")] = Field(
+        default=None, description="What is reduced or gathered has this dtype."
+    )
+    role: Annotated[Role | None, Allowed(f"null, or one of {', '.join(get_args(Role))}")] = Field(
+        default=None, description="What the tensor is."
+    )
+    action: Literal["compress", "skip"] = Field(default="compress", description="skip: it goes uncompressed.")
+    quantizer: QuantizerOverrides = QuantizerOverrides()
+
+    def describe(self) -> str:
+        """A few words for people."""
+        given = self.model_dump(exclude_none=True, exclude={"action", "quantizer"})
+        names = given.pop("name", ())
+        fits = [" or ".join([names] if isinstance(names, str) else names)] if names else []
+        fits += [f"{key} {value}" for key, value in given.items()]
+        changes = [f"{key} {value}" for key, value in self.quantizer.model_dump(exclude_none=True).items()]
+        return f"{', '.join(fits) or 'all'}: {self.action}{': ' if changes else ''}{', '.join(changes)}"
+
+
+class Bounds(Section):
+    """How much larger or smaller every bound is from a step on."""
+
+    step: StepNumber = Field(description="The first step, counted from 0.")
+    times: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
+        description="What every bound is multiplied by from then on."
+    )
+
+    def describe(self) -> str:
+        """A few words for people."""
+        return f"from step {self.step} on times {self.times:g}"
+
+
+class StepsConfig(Section):
+    """What changes in the course of a training."""
+
+    warmup: StepNumber = Field(default=0, description="So many steps at the beginning go uncompressed.")
+    bounds: Annotated[
+        tuple[Bounds, ...], Allowed("a list of mappings with the keys step and times, in the order of their steps")
+    ] = Field(
+        default=(),
+        description="From `step` on, every bound is `times` as large as it would be. Before the first, as it is.",
+    )
+
+    @field_validator("bounds")
+    @classmethod
+    def _in_order(cls, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...]:
+        steps = [each.step for each in bounds]
+        if steps != sorted(set(steps)):
+            raise ValueError("not in order")
+        return bounds
+
+    def bounds_times(self, step: int) -> float:
+        """What every bound is multiplied by in a step, counted from 0."""
+        return next((each.times for each in reversed(self.bounds) if each.step <= step), 1.0)
+
+
+class GuardConfig(Section):
+    """Whether compressed sums are compared with uncompressed ones in the course of a training."""
+
+    every: StepNumber = Field(
+        default=0, description="Steps between verifications of one compressed sum each; 0: never."
+    )
+    max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
+        default=0.5,
+        description="Alarm if the difference is more than this, as a share of the uncompressed sum (both in L2).",
+    )
+    min_cosine: Annotated[Annotated[Number, Field(ge=-1, le=1)], Allowed("a number from -1 to 1")] = Field(
+        default=0.8, description="Alarm if the cosine between both is less than this."
+    )
+    on_alarm: Literal["warn", "tighten", "stop"] = Field(
+        default="warn",
+        description="warn: one line on rank 0; tighten: also halve all bounds from the next step on; "
+        "stop: AccuracyError on all ranks.",
+    )
+
+
+class StatisticsConfig(Section):
+    """What is counted and reported."""
+
+    report_every: StepNumber = Field(default=0, description="Steps between report lines on rank 0; 0: no report.")
+    history: Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")] = Field(
+        default=1000, description="Steps whose statistics are kept in memory."
+    )
+    jsonl: OptionalPath = Field(
+        default=None,
+        description="Path of a file to which rank 0 appends one line of JSON per step, for `ncz report`; null: none. "
+        "Relative to the working directory.",
+    )
+    tensorboard: OptionalPath = Field(
+        default=None,
+        description="Folder in which rank 0 writes the same as scalars for TensorBoard; null: none. "
+        "Needs pip install 'ncz_plugins[tensorboard]'.",
+    )

@@ -1,0 +1,10 @@
+"""Which schedule `transport.schedule: auto` means where nothing was measured."""
+
+from __future__ import annotations
+
+_DIRECT_RANKS = range(3, 9)  # 2 ranks send the same either way; with many, all-to-all opens too many paths
+
+
+def schedule_for(ranks: int) -> str:
+    """The schedule for so many ranks that exchange frames: "ring" or "direct"."""
+    return "direct" if ranks in _DIRECT_RANKS else "ring"

@@ -1,0 +1,64 @@
+"""The records of a training: a header, and what each step was, from rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ...version import __version__
+from ..config import Config
+from ..runtime.statistics import Counters
+from .guard import Finding
+from .metrics import Metrics
+
+
+class Records:
+    """Writes the records of one training.
+
+    Args:
+        config: `statistics` says where records go, and how often a line is printed.
+
+    Attributes:
+        metrics: hands each record to files and other sinks.
+    """
+
+    def __init__(self, config: Config):
+        self.metrics = Metrics(config.statistics)
+        self._header: dict | None = None
+        self._ended: float | None = None  # when the step before was written
+
+    @property
+    def begun(self) -> bool:
+        """Whether a header was written."""
+        return self._header is not None
+
+    def begin(self, config: Config, header: dict) -> None:
+        """Open the files and write a header, unless it is the one that was written last. Raises ConfigError."""
+        if header == self._header:
+            return
+        self._header = header
+        self.metrics.begin({"ncz_plugins": __version__, "config": config.model_dump(mode="json"), **header})
+
+    def write(self, step: int, done: Counters, bound_times: float, findings: Iterable[Finding]) -> None:
+        """Write what a step was.
+
+        Args:
+            step: its number, from 1.
+            bound_times: what its bounds were multiplied by.
+            findings: of the guard.
+        """
+        found = [finding._asdict() for finding in findings]
+        self.metrics.write(
+            {
+                "step": step,
+                "time": time.time(),
+                "step_seconds": None if self._ended is None else time.monotonic() - self._ended,
+                **done.to_dict(),
+                "bound_times": bound_times,
+                **({"guard": found} if found else {}),
+            }
+        )
+
+    def end_step(self) -> None:
+        """The time of the next step begins."""
+        self._ended = time.monotonic()

@@ -1,0 +1,208 @@
+"""The interface of every transport: what carries frames, agreements and uncompressed collectives between ranks.
+
+gloo.py, nccl.py and horovod/transport.py implement it side by side. What they all have in common:
+
+- A frame is a tensor of uint8, [nbytes], contiguous, on the device that the transport serves: host memory for gloo and
+  Horovod, one GPU for NCCL. A transport does not look into frames any further than it must to learn their size.
+- Ranks count from 0 to `world_size - 1` within the transport's own group.
+- All ranks make the same calls in the same order. Nothing else may use the connections beneath.
+- What comes over the network is not believed before it is checked: FrameError says what can't be.
+- Every method that waits raises PeerError when a peer is dead, has closed its connections, or was silent for longer
+  than the group's time-out. After any error the transport is of no use: its owner calls `abort`.
+- One thread makes the calls of one transport. `close` and `abort` may come from any thread.
+- Whoever sends counts the bytes in `Counters.wire_bytes`, and the seconds spent on waiting in `Counters.wait_seconds`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PeerError, UnsupportedError
+from ..runtime.statistics import Counters
+
+
+class Work(Protocol):
+    """An operation that was started and may still be under way. torch.distributed's `Work` is one."""
+
+    def wait(self, *timeout) -> bool:
+        """Return True once the operation is over. Raises RuntimeError if it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over; `wait` must still be called."""
+
+
+class Agreement(ABC):
+    """An element-wise maximum over ranks that is under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the tensor given to `start_max` holds the maximum. Called once. Raises PeerError."""
+
+
+class FrameStream(ABC):
+    """The frames that one collective sends to one rank and receives from one rank.
+
+    Attributes:
+        to: the rank that frames go to.
+        source: the rank that frames come from; often the same one.
+    """
+
+    to: int
+    source: int
+
+    @abstractmethod
+    def send(self, frame: Tensor) -> None:
+        """Start to send a frame that has no counterpart: not every rank sends at this point of the schedule.
+
+        Never waits until the peer receives, so a schedule may send any number of frames before it receives one. The
+        frame must not change until `finish` returns.
+        """
+
+    @abstractmethod
+    def exchange(self, frame: Tensor) -> None:
+        """Start to send a frame where every rank sends one on each of its streams, and receives one in return later.
+
+        A transport may collect such frames, and send and receive those of all streams in one operation. Otherwise as
+        `send`.
+        """
+
+    @abstractmethod
+    def receive(self) -> Tensor:
+        """Wait for the next frame and return it. Frames arrive in the order in which the peer sent them.
+
+        On a GPU this holds up the current CUDA stream, not the host. The memory is the caller's.
+
+        Raises FrameError if the peer's frame is larger than this call allows or is no frame, and PeerError.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all frames have left this rank, so that their memory may go. Each schedule ends with this."""
+
+
+class FrameTransport(ABC):
+    """Frames between ranks: all of a transport that a schedule needs.
+
+    Attributes:
+        rank: this rank.
+        world_size: the number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def streams(
+        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+    ) -> list[FrameStream]:
+        """Open all streams of one collective on this rank.
+
+        Args:
+            peers: the ranks (to, source) of each stream.
+            incoming: how many frames each source will send.
+            frame_capacity: the bytes of the largest possible frame.
+            counters: take the bytes sent and the seconds waited.
+
+        Returns: one stream for each pair of `peers`, in this order.
+        """
+
+
+class PlainCollectives(ABC):
+    """The uncompressed collectives of the runtime beneath, over the same ranks.
+
+    Each method starts one and returns its work, which the caller must wait for. Not every runtime has all of them: one
+    that is missing raises UnsupportedError. Tensors are contiguous and on one device.
+    """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
+        """Replace `tensor` on every rank by the sum over ranks, or what another op of torch.distributed gives.
+
+        Args:
+            scale: what the result is multiplied by.
+        """
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
+        """Leave part `rank` of the sum over ranks of `input` in `output`, which has 1 / world_size of its elements."""
+        raise self._missing("reduce_scatter_tensor")
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+        """Put every rank's `input` into `output`, which has world_size times as many elements, in rank order."""
+        raise self._missing("all_gather_into_tensor")
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Replace `tensor` on every rank by that of rank `root`."""
+        raise self._missing("broadcast")
+
+    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Work]:
+        """Start to send tensors to ranks and to receive tensors from ranks, of sizes that both sides know.
+
+        Args:
+            sends: pairs of the rank that gets a tensor, and the tensor, which must not change meanwhile.
+            receives: pairs of the rank that a tensor comes from, and the tensor to fill.
+
+        Returns: the works of all sends, then those of all receives.
+        """
+        raise self._missing("point-to-point messages")
+
+    def _missing(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{type(self).__name__} has no {what}: its runtime offers all_reduce only")
+
+
+class Transport(FrameTransport):
+    """Frames, agreements and plain collectives between the ranks of one group, for tensors on one device.
+
+    Attributes:
+        link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states it; else None.
+        overlaps: whether frames travel while others are coded.
+        plain: the uncompressed collectives.
+    """
+
+    link_gbps: float | None
+    overlaps: bool = True
+    plain: PlainCollectives
+
+    @abstractmethod
+    def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
+        """Begin to replace `tensor` by its element-wise maximum over ranks.
+
+        Args:
+            tensor: in host memory, contiguous, without NaN, of at most a few numbers for each block. All ranks pass
+                equally many of the same dtype. Nobody else may read or write it until `Agreement.wait` returns.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what this transport owns, when nothing is under way any more. What was sent still arrives.
+
+        All ranks do so, but they need not wait for each other. Safe to call twice, and after `abort`.
+        """
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """After `error`, close at once what this transport owns, so that peers that wait for this rank get an error.
+
+        Args:
+            error: what went wrong here, which whoever still uses the transport is told.
+        """
+
+
+@contextmanager
+def peer_errors(doing: str):
+    """Turns the RuntimeError of a backend into PeerError.
+
+    Args:
+        doing: what is being done, as the message's first words.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{doing} failed: {error}. A peer has died, left, or not answered within the time-out; "
+            "look at its log, and raise transport.timeout_seconds if it was only slow."
+        ) from error

@@ -1,0 +1,52 @@
+"""What follows from measurements: the schedule, the frame size, and from which size on compression gains.
+
+All ranks pass the same numbers to these functions, so that all decide alike. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import MIN_BYTES
+from .tuning_file import SpeedComparison, Trial
+
+WORTH = 0.97  # of the plain time: what takes longer than this gains too little to be told from noise
+_LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
+_NEXT = 4  # times a size
+
+
+def best(trials: Sequence[Trial]) -> Trial:
+    """The first trial that is about as fast as the fastest one. The usual choice comes first in `trials`."""
+    fastest = min(trial.seconds for trial in trials)
+    return next(trial for trial in trials if trial.seconds * WORTH <= fastest)
+
+
+def crossover(comparisons: Sequence[SpeedComparison]) -> int | str:
+    """The smallest size in bytes from which compression gains at every size that was measured.
+
+    Returns "never" if compression does not gain at the largest size measured, and that size is large. If there was no
+    time to measure a large one, returns the next size, but at least the default: an unknown size is tried.
+
+    Args:
+        comparisons: in order of size, the smallest first.
+    """
+    largest = comparisons[-1].nbytes
+    least: int | str = "never" if largest >= _LARGE_BYTES else max(_NEXT * largest, MIN_BYTES)
+    for comparison in reversed(comparisons):
+        if comparison.compressed_seconds > WORTH * comparison.plain_seconds:
+            break
+        least = comparison.nbytes
+    return least
+
+
+def rans_costs(costs: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:
+    """What RANS costs per value and, in addition, per value other than the most frequent one.
+
+    Args:
+        costs: cost per value in two arrays, in any unit.
+        rests: share of values other than the most frequent one in each of these arrays.
+
+    Returns both costs in the unit of `costs`, 0 or more.
+    """
+    per_rest = max(0.0, (costs[0] - costs[1]) / (rests[0] - rests[1]))
+    return max(0.0, costs[0] - per_rest * rests[0]), per_rest

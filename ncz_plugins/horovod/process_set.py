@@ -1,0 +1,270 @@
+"""Buckets are reduced over one process set, by a thread of its own, once all ranks have agreed on them."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+
+from ..core.bypass import BypassBackoff
+from ..core.call import Request, checksum_of
+from ..core.collective import Collectives
+from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
+from ..core.runtime.device import Host
+from ..core.runtime.handle import Handle
+from ..core.runtime.worker import Worker
+from ..core.training.group import GroupState
+from ..core.transport.base import Transport
+from ..core.transport.handshake import RankComparison, described, differences
+from ..version import __version__
+from .bucket_plan import BucketPlan
+from .compressor import NCZ, OptimizerCompressor
+from .fusion import copy_back, flattened, fused
+from .pending import UNNAMED, PendingTensor
+from .transport import HorovodCollectives, HorovodTransport, open_ring, result_of
+
+TORCH_OPS = {hvd.Average: dist.ReduceOp.AVG, hvd.Sum: dist.ReduceOp.SUM}  # those that can be compressed
+
+_COUNT = "number of tensors to reduce"
+_BLOCKING = "whether the program waits for them"
+
+
+class Job(NamedTuple):
+    """For whom tensors are reduced, and by which plan."""
+
+    compressor: NCZ
+    owner: NCZ | OptimizerCompressor
+    plan: BucketPlan
+    process_set: hvd.ProcessSet
+
+
+class ProcessSetReducer:
+    """Reduces buckets over the ranks of one process set, on a thread of its own.
+
+    Each process set has its own, as ranks may come to the sets that they share in different orders.
+    """
+
+    def __init__(self):
+        self._worker = Worker("ncz_plugins horovod")
+        self._ring: Transport | None = None
+
+    def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
+        """Begin to reduce a bucket ahead of the program, if all ranks are about to; else they stop the plan.
+
+        Args:
+            number: of the bucket.
+        """
+        return self._worker.submit(partial(self._reduce_ahead, job, number, tensors))
+
+    def reduce(self, job: Job, tensors: list[PendingTensor]) -> None:
+        """Reduce what the program waits for. Raises MismatchError on every rank if programs wait for other things."""
+        self._worker.submit(partial(self._reduce_rest, job, tensors)).wait()
+
+    def close(self, seconds: float) -> None:
+        """End the thread, after at most so many seconds for what it is at."""
+        self._worker.close(seconds)
+
+    # ---------------------------------------------------------------- on the thread
+
+    def _reduce_ahead(self, job: Job, number: int, tensors: list[PendingTensor]) -> None:
+        reduced = False
+        try:
+            if not job.plan.stopped and agree(job, tensors, blocking=False):
+                self._reduce_bucket(job, number, tensors)
+                reduced = True
+        finally:
+            if not reduced:
+                job.plan.stop()
+
+    def _reduce_rest(self, job: Job, tensors: list[PendingTensor]) -> None:
+        while not agree(job, tensors, blocking=True):
+            pass  # some ranks are ahead with a bucket, which they leave now
+        for number, bucket in job.plan.buckets(tensors):
+            self._reduce_bucket(job, number, bucket)
+
+    def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor]) -> None:
+        _require_names(job.compressor, job.owner)
+        for index, together in enumerate(fused(tensors, job.compressor.training, job.process_set.ranks)):
+            # The same in every step, as Horovod caches by name.
+            name = f"ncz.{job.process_set.process_set_id}.{number}.{index}"
+            self._reduce_together(job, together, name)
+        for pending in tensors:
+            pending.reduced = True
+
+    def _reduce_together(self, job: Job, tensors: list[PendingTensor], name: str) -> None:
+        """Reduce tensors of one kind that are treated alike.
+
+        Args:
+            name: of Horovod's operations, together with what each is for.
+        """
+        training, config, process_set = job.compressor.training, job.compressor.config, job.process_set
+        kind, flat = tensors[0].kind, flattened(tensors)
+        plain = HorovodCollectives(process_set, f"{name}.plain")
+        # Horovod's own operations carry the direct schedule only.
+        collectives = Collectives(training, config, process_set.ranks, process_set.rank(), auto_schedule="direct")
+        request = Request(
+            "all_reduce",
+            flat,
+            flat,
+            TORCH_OPS[kind.op],
+            kind.scale,
+            role="gradient",
+            parts=[pending.parameter for pending in tensors],
+            residual_parts=[pending.residual for pending in tensors],
+        )
+        config, bypass = collectives.decide(request)
+        if bypass is not None:
+            request.start_plain(plain).wait()
+            collectives.count_plain(request, bypass)
+        else:
+            if config.quantizer.feeds_back:
+                _require_unique_names(tensors)
+            # What goes plain in the end is reduced by Horovod as well where frames go round a ring.
+            call = replace(collectives.prepare(request, config), plain=lambda _: request.start_plain(plain))
+            if config.transport.schedule == "ring":
+                self._on_ring(process_set, config.transport.timeout_seconds, partial(_run, collectives, call))
+            else:
+                _run(collectives, call, HorovodTransport(process_set, name))
+        copy_back(flat, tensors)
+
+    def _on_ring(self, process_set, timeout_seconds: float | None, run: Callable[[Transport], None]) -> None:
+        """Run a call over connections of our own. A failure closes them, so that other ranks need not time out."""
+        if self._ring is None:
+            self._ring = open_ring(process_set, timeout_seconds)
+        try:
+            run(self._ring)
+        except BaseException as error:
+            ring, self._ring = self._ring, None
+            ring.abort(error)
+            raise
+
+
+def _run(collectives: Collectives, call, transport: Transport) -> None:
+    try:
+        with memory_errors(call.collective):
+            collectives.run(call, Host(), transport)
+    except PeerError as error:
+        raise hvd.HorovodInternalError(str(error)) from error  # what elastic training recovers from
+
+
+# ------------------------------------------------------------------ what ranks agree on before each bucket
+
+
+def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
+    """Whether all ranks of a process set are about to reduce the same.
+
+    Without that some could wait for ever: for what others send uncompressed, say, with another configuration.
+
+    Args:
+        blocking: whether the program waits for `tensors`, or they are reduced ahead of it.
+
+    Returns False where they are not, and some ranks are ahead. Raises MismatchError on every rank where the
+    programs wait for different things.
+    """
+    compressor, process_set = job.compressor, job.process_set
+    described_tensors = [
+        ("" if each.name.startswith(UNNAMED) else each.name, each.parameter.name, each.kind, each.tensor.numel())
+        for each in tensors
+    ]
+    comparison = RankComparison(
+        {
+            "version": zlib.crc32(__version__.encode()),
+            "configuration": checksum_of(compressor.config),
+            _COUNT: len(tensors),
+            "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(
+                repr(described_tensors).encode()
+            ),
+            _BLOCKING: int(blocking),
+        }
+    )
+    progress = _Progress(compressor, process_set)
+    highest = torch.cat([comparison.tensor, progress.tensor])
+    comparison.tensor, progress.tensor = highest.split([comparison.tensor.numel(), progress.tensor.numel()])
+    name = f"ncz.{process_set.process_set_id}.compare"
+    result_of(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
+    differing = comparison.differing()
+    if differing.get(_COUNT, (1, 1))[0] == 0:  # Horovod lets a rank that has joined take part with zeros
+        raise MismatchError(
+            f"a rank has called hvd.join and can't take part in the compressed reduction of {tensors[0].name} "
+            f"(on rank {hvd.rank()}). Give every rank the same number of steps"
+        )
+    if differing and (not blocking or _BLOCKING in differing):
+        return False
+    if differing:
+        settings = _differences(compressor, process_set)
+        raise MismatchError(
+            f"ranks {', '.join(map(str, process_set.ranks))} differ in: {'; '.join(differing)}. "
+            f"{settings and f'By their place in that list: {settings}. '}All must run the same version with the "
+            f"same configuration and make the same calls. On rank {hvd.rank()}, {len(tensors)} are to be reduced, "
+            f"the first is {tensors[0].name}"
+        )
+    progress.follow()
+    return True
+
+
+class _Progress:
+    """How far a training is. Ranks that came later (elastic training), or that loaded no checkpoint, follow the others.
+
+    Attributes:
+        tensor: int64, to be replaced by its maximum over ranks before `follow`.
+    """
+
+    def __init__(self, compressor: NCZ, process_set: hvd.ProcessSet):
+        self._training = compressor.training
+        self._state: GroupState = compressor.training.of_group(process_set.ranks)
+        state, guard = self._state, self._state.guard.state_dict()
+        backoff = zlib.crc32(repr(state.backoff.state_dict()).encode())
+        halvings = round(-math.log2(guard["tightening"]))
+        numbers = [self._training.step, guard["calls"], halvings, state.calls, state.sums, backoff, -backoff]
+        self.tensor = torch.tensor(numbers)
+
+    def follow(self) -> None:
+        """Go on from where the rank is that is farthest."""
+        self._training.step, calls, halvings, self._state.calls, self._state.sums, *backoff = self.tensor.tolist()
+        self._state.guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
+        if sum(backoff):  # ranks remember different calls, and would not go plain alike
+            self._state.backoff = BypassBackoff()
+
+
+def _differences(compressor: NCZ, process_set: hvd.ProcessSet) -> str:
+    """How the versions and settings of a process set's ranks differ. All of them must call this."""
+    text = json.dumps(described(compressor.config)).encode()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    name = f"ncz.{process_set.process_set_id}.settings"
+    sizes = hvd.allgather(torch.tensor([len(text)]), name=f"{name}.sizes", process_set=process_set)
+    texts = hvd.allgather(mine, name=name, process_set=process_set).split(sizes.tolist())
+    return differences([json.loads(text.numpy().tobytes()) for text in texts])
+
+
+def _require_names(compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:
+    """Raise UnsupportedError if policies go by names that an optimizer was not told."""
+    for at, policy in enumerate(compressor.config.policies):
+        if policy.name is not None and not owner.knows_names:
+            raise UnsupportedError(
+                f"policies[{at}].name: {policy.name!r}: this optimizer does not know the names of its parameters; "
+                "make it with hvd.DistributedOptimizer(..., named_parameters=model.named_parameters())"
+            )
+
+
+def _require_unique_names(tensors: list[PendingTensor]) -> None:
+    """Raise UnsupportedError unless error feedback can tell the tensors apart."""
+    names = Counter(pending.residual.name for pending in tensors)
+    if None in names:
+        raise UnsupportedError(
+            "quantizer.error_feedback is on, and a tensor has no name to keep by what it loses: pass name= to allreduce"
+        )
+    name, times = names.most_common(1)[0]
+    if times > 1:
+        raise UnsupportedError(
+            f"quantizer.error_feedback is on, and {times} tensors that wait for their reduction have the name {name}: "
+            "give each one of its own"
+        )

@@ -1,0 +1,82 @@
+"""Which gradients make a bucket, and when it is complete."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("horovod.torch")
+
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.horovod import bucket_plan
+from ncz_plugins.horovod.bucket_plan import BucketPlan
+from ncz_plugins.horovod.pending import Kind, PendingTensor
+
+ELEMENTS = [3000, 5, 9000, 100, 4000, 70, 1, 6000]  # of float32
+NAMES = [f"layer{at}" for at in (5, 0, 3, 7, 1, 6, 2, 4)]  # not in the order of the alphabet
+POSITIONS = {name: position for position, name in enumerate(NAMES)}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(bucket_plan, "BUCKET_BYTES", 16_000)
+
+
+def tensors(numels=ELEMENTS) -> list[PendingTensor]:
+    kind = Kind(0, 1.0, "torch.float32")
+    return [
+        PendingTensor(kind, name, 0, torch.zeros(numel), ParameterSlice(name, numel), ParameterSlice(name, numel))
+        for name, numel in zip(NAMES, numels)
+    ]
+
+
+def in_order(some) -> list[PendingTensor]:
+    return sorted(some, key=lambda piece: -POSITIONS[piece.name])
+
+
+def test_buckets_are_neighbours_from_the_end_of_the_model():
+    mine = tensors()
+    buckets = [in_order(some) for _, some in BucketPlan(mine, POSITIONS).buckets(mine)]
+    assert [piece for some in buckets for piece in some] == mine[::-1]
+    for some in buckets[:-1]:
+        assert sum(p.tensor.nbytes for p in some) >= bucket_plan.BUCKET_BYTES > sum(p.tensor.nbytes for p in some[:-1])
+    assert len(buckets) == 4
+
+
+@given(order=st.permutations(range(len(ELEMENTS))))
+def test_buckets_come_in_their_order_once_they_are_complete_whatever_comes_first(order):
+    mine = tensors()
+    made = BucketPlan(mine, POSITIONS)
+    expected = [in_order(some) for _, some in made.buckets(mine)]
+    for _ in range(2):  # steps
+        there, came = set(), []
+        for at in order:
+            there.add(mine[at])
+            came += [in_order(some) for _, some in made.complete([mine[at]])]
+            complete = next((n for n, some in enumerate(expected) if not there.issuperset(some)), len(expected))
+            assert came == expected[:complete]
+        assert came == expected
+        made.begin()
+
+
+def test_nothing_comes_any_more_once_it_is_stopped():
+    mine = tensors()
+    made = BucketPlan(mine, POSITIONS)
+    assert list(made.complete(mine[-1:])) == [(0, mine[-1:])]
+    made.stop()
+    assert list(made.complete(mine)) == []
+    made.begin()
+    assert len(list(made.complete(mine))) == 4
+
+
+def test_tensors_that_it_was_not_made_for():
+    mine, others = tensors(), tensors([*ELEMENTS[:-1], ELEMENTS[-1] + 1])
+    made = BucketPlan(mine, POSITIONS)
+    assert made.covers(reversed(tensors()))
+    assert not made.covers(mine[1:]) and not made.covers(others) and not made.covers([*mine, others[-1]])
+    assert list(made.complete(others[-1:])) == []
+
+
+def test_without_positions_all_is_one_bucket():
+    mine = tensors()
+    assert [len(some) for _, some in BucketPlan(mine, {}).buckets(mine)] == [len(mine)]
