@@ -1,4 +1,4 @@
-# Everything starts with one of these; the first use also makes .venv with all that is needed (Python 3.10 to 3.13).
+# Everything starts with one of these; the first use also makes .venv with what is needed (Python 3.10 to 3.13).
 #
 #   PYTHON=python3.12        the interpreter that .venv is made from
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
@@ -16,7 +16,7 @@ export TORCH_INDEX_URL
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench gpu convergence fuzz soak clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -24,17 +24,35 @@ help:   ## this list
 setup:  ## make .venv and build the native library (done by the others when needed)
 	@$(PYTHON) tools/bootstrap.py
 
-demo: setup  ## train a small GPT with DeepSpeed, plain and compressed, and compare
+setup-demo:
+	@$(PYTHON) tools/bootstrap.py demo
+
+setup-tools:  # all but Horovod, whose compilation takes longer than the rest
+	@$(PYTHON) tools/bootstrap.py tools
+
+demo: setup-demo  ## train a small GPT with DeepSpeed, plain and compressed, and compare
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: setup  ## all tests
+quick: setup-tools  ## the tests that start no processes, in less than 2 minutes
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes" tests/unit $(ARGS)
+
+test: setup  ## all tests, in 15 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)
 
-lint: setup  ## style of all Python files
+# The processes that tests start are measured as well (patch in .coveragerc), wherever they run: so an absolute path.
+coverage: export COVERAGE_FILE := $(CURDIR)/.cache/coverage/data
+coverage: setup  ## all tests, and which lines of ncz_plugins they run: .cache/coverage/html (30 minutes)
+	@rm -rf .cache/coverage && mkdir -p .cache/coverage
+	@$(BIN)/coverage run -m pytest -n 2 --dist loadscope --no-loadscope-reorder --timeout 600 $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage html --quiet --directory .cache/coverage/html
+	@$(BIN)/coverage report --skip-covered
+
+lint: setup-tools  ## style of all Python files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-bench: setup  ## speed of the coders beside memcpy
+bench: setup-tools  ## speed of the coders beside memcpy
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
 
 gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
@@ -43,10 +61,10 @@ gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORC
 convergence: setup ## train small models plain and compressed, 3 seeds: docs/convergence.md (15 minutes)
 	@$(BIN)/python tests/convergence/suite.py $(ARGS)
 
-fuzz: setup  ## fuzz the native library for SECONDS (3600), two processes
+fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)
 
-soak: setup  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/soak.md
+soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/soak.md
 	@$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
 
 clean:  ## remove .venv, build products and results

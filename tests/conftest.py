@@ -1,8 +1,14 @@
-"""How `make test` shares the tests out between two processes."""
+"""How `make test` shares the tests out between two processes, and what all tests may rely on."""
 
+import signal
 from pathlib import PurePath
 
 import pytest
+
+# Under nohup, in a script's background and in some CI systems SIGINT is ignored, and children inherit that. Tests that
+# interrupt a command would then wait for ever. Python's handler in this process gives children the system's default.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They start processes of their own, as many as there are cores or more, so that they run one after the other.
 STARTING_PROCESSES = {"convergence", "distributed", "fuzz", "integration", "soak"}

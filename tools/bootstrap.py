@@ -1,4 +1,9 @@
-"""Make .venv with everything the project needs, unless that has been done already.
+"""Make .venv with what the project needs, unless that has been done already.
+
+    python tools/bootstrap.py [demo | tools | all]
+
+A profile says how much is installed: `demo` what `make demo` runs, `tools` all but Horovod, which takes longest as it
+is compiled, and `all` (the default) that too. Each includes the ones before it.
 
 Called by the Makefile with any Python 3.10 to 3.13; uses the standard library only. Environment: TORCH_INDEX_URL (a
 package index for torch alone), what horovod_wheel.py reads, and pip's own variables.
@@ -21,11 +26,15 @@ import horovod_wheel
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "setup-stamp"
 LOG = ROOT / ".cache" / "setup.log"
 KERNELS = ROOT / "ncz_plugins" / "kernels"
 NATIVE = KERNELS / "cpu"  # where the native library is built
-EXTRAS = "deepspeed,dev,plot,tensorboard,compare,peers,cuda"
+# The extras of setup.cfg that each profile installs, from the smallest profile to the largest.
+PROFILES = {
+    "demo": "deepspeed,plot",
+    "tools": "deepspeed,dev,plot,tensorboard,compare,peers,cuda",
+    "all": "deepspeed,dev,plot,tensorboard,compare,peers,cuda",  # and Horovod, by horovod_wheel.py
+}
 LOG_TAIL = 25  # lines shown when a stage fails
 
 # What a failed stage's output says, and what to do about it.
@@ -51,11 +60,27 @@ def fingerprint() -> str:
     inputs.append(Path(horovod_wheel.__file__))
     folders = (NATIVE, KERNELS / "common")
     inputs += sorted(path for folder in folders for path in folder.iterdir() if path.suffix in {".cpp", ".h"})
-    digest = hashlib.sha256(f"{sys.version} {ROOT} {EXTRAS}".encode())
+    digest = hashlib.sha256(f"{sys.version} {ROOT} {PROFILES}".encode())
     for path in inputs:
         if path.exists():
             digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def stamp(profile: str) -> Path:
+    """The file that holds the fingerprint with which `profile` was installed last."""
+    return VENV / f"setup-stamp-{profile}"
+
+
+def is_ready(profile: str) -> bool:
+    return stamp(profile).exists() and stamp(profile).read_text() == fingerprint()
+
+
+def mark_ready(profile: str):
+    """Remember that `profile` is installed, and with it the smaller ones."""
+    names = list(PROFILES)
+    for name in names[: names.index(profile) + 1]:
+        stamp(name).write_text(fingerprint())
 
 
 def check_machine():
@@ -155,11 +180,12 @@ def same_python() -> bool:
     return made_by.stdout.strip() == sys.version
 
 
-def install(stages: Stages):
+def install(stages: Stages, profile: str):
     pip_install = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", "constraints.txt"]
     torch_index = os.environ.get("TORCH_INDEX_URL")
 
-    STAMP.unlink(missing_ok=True)
+    for name in PROFILES:
+        stamp(name).unlink(missing_ok=True)
     if same_python():
         stages.run("use the environment in .venv", [PYTHON, "--version"])
     else:
@@ -172,36 +198,39 @@ def install(stages: Stages):
     for library in NATIVE.glob("*.so"):
         library.unlink()
     stages.run(
-        "build ncz_plugins, install tools",
+        "build ncz_plugins, install tools" if profile != "demo" else "build ncz_plugins",
         [*pip_install, "setuptools"],
-        [*pip_install, "--verbose", "--no-build-isolation", "--editable", f".[{EXTRAS}]"],
+        [*pip_install, "--verbose", "--no-build-isolation", "--editable", f".[{PROFILES[profile]}]"],
     )
     if not any(NATIVE.glob("*.so")):
         raise SetupError(f"The native library did not compile; the compiler's messages are in {LOG}")
-    # Last, so that all else is ready should it fail.
-    stages.run(
-        "install Horovod (compiled the first time: 2 to 5 minutes)", [PYTHON, ROOT / "tools" / "horovod_wheel.py"]
-    )
+    if profile == "all":
+        # Last, so that all else is ready should it fail.
+        stages.run(
+            "install Horovod (compiled the first time: 2 to 5 minutes)", [PYTHON, ROOT / "tools" / "horovod_wheel.py"]
+        )
 
 
-def main() -> int:
-    current = fingerprint()
-    if STAMP.exists() and STAMP.read_text() == current:
+def main(profile: str = "all") -> int:
+    if profile not in PROFILES:
+        print(f"Set-up failed. {profile!r} is not a profile; there are {', '.join(PROFILES)}", file=sys.stderr)
+        return 2
+    if is_ready(profile):
         return 0
     for cause in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(cause, signal.default_int_handler)
     try:
         check_machine()
-        install(Stages(5))
+        install(Stages(5 if profile == "all" else 4), profile)
     except SetupError as error:
         print(f"Set-up failed. {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nSet-up interrupted; the next make takes it up again.", file=sys.stderr)
         return 130
-    STAMP.write_text(current)
+    mark_ready(profile)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

@@ -1,7 +1,10 @@
 """Starts one real process per rank and never waits for ever."""
 
+import contextlib
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,43 +30,80 @@ WORKERS = Path(__file__).with_name("_workers")
 class Finished:
     """One rank's process: its exit code, what it printed, and the JSON it left (None if it left none)."""
 
-    returncode: int
+    returncode: int | None
     output: str
     result: object
 
 
 def run(
-    worker: str, world_size: int, tmp_path: Path, *arguments: str, seconds: float = 120, nodes: Sequence[Node] = ()
+    worker: str,
+    world_size: int,
+    folder: Path,
+    *arguments: str,
+    seconds: float = 120,
+    imports: str = "ncz_plugins.core.communicator",
+    environment: dict[str, str] | None = None,
 ) -> list[Finished]:
     """Run `_workers/WORKER.py` once per rank; every process is gone when this returns.
 
-    Args:
-        nodes: machines of a laboratory on which the ranks run, equally many on each; by default all run here.
+    The ranks are forks of one process, so that what takes long to import is imported once.
 
     A worker finds its rank, the world size and the meeting point in the environment, as under any
     launcher, and the file to write its result to in NCZ_TEST_RESULT.
+
+    Args:
+        imports: modules that the worker will import, none of which may start a thread.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    script = [str(WORKERS / "fork.py"), str(world_size), str(folder), str(WORKERS / f"{worker}.py")]
+    settings = _meeting(world_size) | {
+        "NCZ_TEST_IMPORTS": imports,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join([str(WORKERS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    with open(folder / "fork.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *script, *arguments],
+            env={**os.environ, **settings, **(environment or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    exits = folder / "exits.json"
+    codes = json.loads(exits.read_text()) if exits.exists() else [None] * world_size
+    finished = []
+    for rank, code in enumerate(codes):
+        log = folder / f"rank{rank}.log"
+        output = log.read_text(errors="replace") if log.exists() else (folder / "fork.log").read_text()
+        finished.append(Finished(code, output, _result(folder, rank)))
+    assert not late, f"not done within {seconds} s:\n" + report(finished)
+    return finished
+
+
+def run_in_nodes(
+    worker: str, world_size: int, folder: Path, *arguments: str, nodes: Sequence[Node], seconds: float = 120
+) -> list[Finished]:
+    """As `run`, on machines of a laboratory, equally many ranks on each."""
     started = []
     for rank in range(world_size):
-        environment = os.environ | {
+        environment = _meeting(world_size) | {
+            "MASTER_ADDR": nodes[0].address,
+            "GLOO_SOCKET_IFNAME": nodes[0].interface,
             "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "NCCL_HOSTID": f"host-{rank}",  # as if on hosts of their own: several ranks may then share one GPU
-            "NCZ_TEST_RESULT": str(tmp_path / f"rank{rank}.json"),
+            "NCZ_TEST_RESULT": str(folder / f"rank{rank}.json"),
         }
-        if nodes:
-            environment |= {"MASTER_ADDR": nodes[0].address, "GLOO_SOCKET_IFNAME": nodes[0].interface}
-        log = open(tmp_path / f"rank{rank}.log", "w+")
+        log = open(folder / f"rank{rank}.log", "w+")
         command = [sys.executable, "-u", str(WORKERS / f"{worker}.py"), *arguments]
-        if nodes:
-            command = nodes[rank * len(nodes) // world_size].command(command)
-        started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
+        command = nodes[rank * len(nodes) // world_size].command(command)
+        started.append((subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log), log))
     deadline = time.monotonic() + seconds
     late = []
     for rank, (process, _) in enumerate(started):
@@ -77,13 +117,28 @@ def run(
     finished = []
     for rank, (process, log) in enumerate(started):
         log.seek(0)
-        result = tmp_path / f"rank{rank}.json"
-        finished.append(
-            Finished(process.returncode, log.read(), json.loads(result.read_text()) if result.exists() else None)
-        )
+        finished.append(Finished(process.returncode, log.read(), _result(folder, rank)))
         log.close()
     assert not late, f"ranks {late} did not end within {seconds} s:\n" + report(finished)
     return finished
+
+
+def _meeting(world_size: int) -> dict[str, str]:
+    """What ranks find in their environment about where they meet."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _result(folder: Path, rank: int) -> object:
+    file = folder / f"rank{rank}.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def report(finished: list[Finished]) -> str:
@@ -95,3 +150,19 @@ def results(finished: list[Finished]) -> list:
     """Every rank's result, once it is sure that all ended well."""
     assert all(f.returncode == 0 for f in finished), report(finished)
     return [f.result for f in finished]
+
+
+def names(worker: str) -> list[str]:
+    """The checks of a worker (see `_workers/checks.py`), which can't be imported without ranks to run it."""
+    return re.findall(r"^@check\ndef (\w+)", (WORKERS / f"{worker}.py").read_text(), re.MULTILINE)
+
+
+def passed(finished: list[Finished], name: str) -> None:
+    """Fail unless the check of that name has run and passed on every rank; says what failed on which."""
+    wrong = []
+    for rank, each in enumerate(finished):
+        if not isinstance(each.result, dict) or name not in each.result:
+            wrong.append(f"--- rank {rank} exited with {each.returncode} and did not finish it\n{each.output}")
+        elif each.result[name]:
+            wrong.append(f"--- rank {rank}\n{each.result[name]}")
+    assert not wrong, "\n".join(wrong)

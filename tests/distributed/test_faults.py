@@ -3,8 +3,7 @@
 import signal
 
 import pytest
-from forked import run
-from processes import DEVICES, report
+from processes import DEVICES, report, run
 
 SOON = 60.0  # for a busy machine; half of the time-out of what must end before it
 

@@ -1,8 +1,7 @@
 """Bits that flip in a frame on its way: found with checksums, and harmless to everything but the result without."""
 
 import pytest
-from forked import run
-from processes import results
+from processes import results, run
 
 CODERS = ["raw", "fixed", "huffman", "rans", "lossless"]
 DAMAGES = 24 + 12  # one in each byte of the header, and others

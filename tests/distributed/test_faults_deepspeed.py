@@ -4,8 +4,7 @@ import importlib.util
 import signal
 
 import pytest
-from forked import run
-from processes import report
+from processes import report, run
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,8 +1,7 @@
 """Forks, process groups that end and begin again, and memory that runs out: errors instead of hangs, and no leaks."""
 
 import pytest
-from forked import run
-from processes import results
+from processes import results, run
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from links import needs_links
-from processes import report, results, run
+from processes import report, results, run_in_nodes
 
 from ncz_plugins.cli.perf.link import link
 
@@ -16,7 +16,7 @@ SLACK = 15.0  # for a busy machine
 
 def test_only_what_is_compressed_leaves_a_node(tmp_path):
     with link(2, "1gbit") as nodes:
-        outcomes = results(run("hierarchy", 4, tmp_path, str(1 << 20), nodes=nodes))
+        outcomes = results(run_in_nodes("hierarchy", 4, tmp_path, str(1 << 20), nodes=nodes))
         crossed = [node.bytes_sent() for node in nodes]
     assert all(outcome["nodes"] == [[0, 1], [2, 3]] and outcome["by memory"] for outcome in outcomes)
     for name in outcomes[0]["digests"]:
@@ -35,7 +35,7 @@ def test_only_what_is_compressed_leaves_a_node(tmp_path):
 @pytest.mark.parametrize("case", ["killed", "left"])
 def test_a_dead_rank_is_noticed_on_both_nodes(case, tmp_path):
     with link(2, "1gbit") as nodes:
-        finished = run("faults_between_nodes", 4, tmp_path, case, seconds=90, nodes=nodes)
+        finished = run_in_nodes("faults_between_nodes", 4, tmp_path, case, seconds=90, nodes=nodes)
     assert finished[1].returncode == (-signal.SIGKILL if case == "killed" else 0), report(finished)
     for rank in (0, 2, 3):
         first, second = finished[rank].result
@@ -45,7 +45,7 @@ def test_a_dead_rank_is_noticed_on_both_nodes(case, tmp_path):
 
 def test_different_calls_are_refused_on_both_nodes(tmp_path):
     with link(2, "1gbit") as nodes:
-        finished = run("faults_between_nodes", 4, tmp_path, "size", seconds=90, nodes=nodes)
+        finished = run_in_nodes("faults_between_nodes", 4, tmp_path, "size", seconds=90, nodes=nodes)
     for outcome in finished:
         assert outcome.result[0]["error"] == "MismatchError", report(finished)
         assert "ranks differ in elements" in outcome.result[0]["message"]

@@ -90,7 +90,7 @@ def soak(seconds: float, ranks: int, seed: int, folder: Path, **options) -> list
 
 def _watch(running: list[subprocess.Popen], logs: list[Path], seconds: float) -> str:
     """Wait until all ranks have ended; else say why that is not worth waiting for any longer."""
-    columns = [*Progress.get_default_columns()[:2], TimeElapsedColumn(), TextColumn("{task.fields[told]}")]
+    columns = [*Progress.get_default_columns()[:2], TimeElapsedColumn(), TextColumn("{task.fields[received]}")]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("soak", total=seconds, received="")
         begun = time.monotonic()

@@ -23,7 +23,7 @@ for rank in range(world_size):
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "NCCL_HOSTID": f"host-{rank}",  # as in processes.py
+            "NCCL_HOSTID": f"host-{rank}",  # as if on hosts of their own: several ranks may then share one GPU
             "NCZ_TEST_RESULT": str(folder / f"rank{rank}.json"),
         }
         log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

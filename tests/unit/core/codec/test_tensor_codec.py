@@ -1,4 +1,4 @@
-"""What the codecs are told: coders, prices, checksums; and what ranks compare."""
+"""What the codecs are told: coders, prices, checksums."""
 
 from types import SimpleNamespace
 
@@ -19,8 +19,6 @@ from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.core.transport import link_speed
-from ncz_plugins.core.transport.handshake import RankComparison
 from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor, SelectorCosts
 
 BACKEND = kernels.cpu_backend()
@@ -96,59 +94,3 @@ def test_sums_of_frames(lossless):
         assert torch.equal(one.output.data, factor * one.source.data)
     one.decode(0, 0, one.reduce(0, 0, frame))
     assert torch.equal(one.output.data, 2 * one.source.data)
-
-
-# ---------------------------------------------------------------- what ranks compare
-
-
-def test_numbers_that_differ_are_found_with_their_ends():
-    ranks = [RankComparison({"a": 5, "b": -7, "c": 0}), RankComparison({"a": 5, "b": 3, "c": 1 << 40})]
-    joined = torch.stack([each.tensor for each in ranks]).amax(0)
-    for each in ranks:
-        each.tensor.copy_(joined)
-        assert each.differing() == {"b": (-7, 3), "c": (0, 1 << 40)}
-    assert RankComparison({"a": 5, "b": -7}).differing() == {}
-
-
-# ---------------------------------------------------------------- the network interface
-
-
-@pytest.fixture
-def interfaces(tmp_path, monkeypatch):
-    """Makes up what Linux states: interface -> content of its file."""
-    monkeypatch.setattr(link_speed, "Path", lambda path: tmp_path / path.removeprefix("/"))
-    link_speed.gloo_link_gbps.cache_clear()
-
-    def write(**speeds):
-        for name, speed in speeds.items():
-            (tmp_path / "sys/class/net" / name).mkdir(parents=True)
-            (tmp_path / "sys/class/net" / name / "speed").write_text(speed)
-
-    yield write
-    link_speed.gloo_link_gbps.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "stated, gbps",
-    [("10000\n", 10), ("100\n", 0.1), ("-1\n", None), ("4294967295\n", None), ("", None), ("0\n", None), (None, None)],
-)
-def test_the_speed_of_the_interface_that_gloo_uses(interfaces, monkeypatch, stated, gbps):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "fast0,slow0")
-    interfaces(slow0="10\n", **({} if stated is None else {"fast0": stated}))
-    assert link_speed.gloo_link_gbps() == gbps
-
-
-def test_without_a_setting_it_is_the_interface_of_the_hosts_name(interfaces, monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(link_speed.socket, "gethostbyname", lambda _: "127.0.0.1")
-    interfaces(lo="7000\n")
-    assert link_speed.gloo_link_gbps() == 7
-
-
-def test_an_unknown_host_has_no_speed(interfaces, monkeypatch):
-    def unknown(_):
-        raise OSError("Name or service not known")
-
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(link_speed.socket, "gethostbyname", unknown)
-    assert link_speed.gloo_link_gbps() is None

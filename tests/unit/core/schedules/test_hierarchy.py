@@ -1,27 +1,23 @@
 """Plain inside nodes, compressed between them, over real gloo with all ranks in one process."""
 
-import multiprocessing
 import os
-import warnings
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.call import Call, plain_wire_bytes
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import ConfigError, MismatchError
+from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.schedules.hierarchy import in_nodes
-from ncz_plugins.core.transport import process_memory as memory
 from ncz_plugins.core.transport.intra_node import with_memory
-from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_nodes
+from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.format import CHUNK
 
 SHAPES = {  # nodes x ranks of each
@@ -368,84 +364,3 @@ def test_bytes_are_counted_apart():
         assert 0 < counters.wire_bytes < counters.plain_bytes
         assert counters.local_seconds > 0
         assert "inside nodes" in counters.describe()
-
-
-# ---------------------------------------------------------------- which ranks share a node
-
-
-def host(name: str, network: str = "net:[1]") -> dict[str, str]:
-    return {"name": name, "machine": f"boot of {name}", "network": network}
-
-
-def test_ranks_of_one_host_are_found_in_any_order():
-    assert _by_host([host("a"), host("b"), host("a"), host("b")]) == [[0, 2], [1, 3]]
-    assert _by_host([host("a"), host("a", "net:[2]"), host("a")]) == [[0, 2], [1]]
-
-
-def test_a_node_on_several_machines_is_warned_of():
-    with pytest.warns(UserWarning, match="0 on a, 1 on b"):
-        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("b"), host("a"), host("b")])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("a", "net:[2]"), host("b"), host("b")])
-
-
-def found(setting, world_size: int) -> list[Nodes | None]:
-    store = dist.HashStore()
-    return play(world_size, lambda transport: find_nodes(setting, store, transport.rank, world_size))
-
-
-def test_consecutive_ranks_form_nodes_where_a_number_says_so():
-    assert found(2, 4) == [Nodes(((0, 1), (2, 3)), rank // 2, rank % 2) for rank in range(4)]
-    assert found(3, 6)[4] == Nodes(((0, 1, 2), (3, 4, 5)), 1, 1)
-
-
-def test_ranks_of_one_host_stand_for_themselves_with_auto():
-    assert found("auto", 4) == found("off", 4) == [None] * 4
-
-
-@pytest.mark.parametrize(("setting", "world_size"), [(2, 3), (3, 4), (4, 4), (8, 4), (2, 2)])
-def test_a_number_that_makes_no_nodes_is_refused(setting, world_size):
-    with pytest.raises(ConfigError, match=f"hierarchy: {setting}: {world_size} ranks"):
-        found(setting, world_size)
-
-
-# ---------------------------------------------------------------- memory of other processes
-
-
-def test_memory_is_read_from_another_process():
-    held = torch.arange(100_000)
-    ready, done = multiprocessing.Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=_read_it, args=(os.getpid(), held.data_ptr(), done))
-    reader.start()
-    assert ready.poll(60) and ready.recv() == held.sum().item()
-    reader.join(60)
-    assert reader.exitcode == 0
-
-
-def _read_it(process: int, address: int, answer) -> None:
-    found = torch.zeros(100_000, dtype=torch.int64)
-    memory.read(process, address, found)
-    answer.send(found.sum().item())
-
-
-@pytest.mark.parametrize(("process", "address"), [(os.getpid(), 8), (2**30, 4096)], ids=["own", "none"])
-def test_memory_that_is_not_there_is_an_error(process, address):
-    with pytest.raises(OSError, match=f"memory of process {process}"):
-        memory.read(process, address, torch.zeros(10))
-
-
-def test_where_memory_can_not_be_read_pieces_go_by_messages(monkeypatch):
-    """As where Linux forbids it."""
-    refused = []
-
-    def refuse(*_):
-        refused.append(1)
-        raise OSError("not permitted")
-
-    monkeypatch.setattr(memory, "read", refuse)
-
-    def body(transport):
-        return with_memory(nodes_of("2x2", transport.rank), transport).processes
-
-    assert play(4, body) == [None] * 4 and refused

@@ -1,0 +1,47 @@
+"""Which ranks share a node."""
+
+import warnings
+
+import pytest
+import torch.distributed as dist
+from ranks import play
+
+from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_nodes
+
+
+def host(name: str, network: str = "net:[1]") -> dict[str, str]:
+    return {"name": name, "machine": f"boot of {name}", "network": network}
+
+
+def test_ranks_of_one_host_are_found_in_any_order():
+    assert _by_host([host("a"), host("b"), host("a"), host("b")]) == [[0, 2], [1, 3]]
+    assert _by_host([host("a"), host("a", "net:[2]"), host("a")]) == [[0, 2], [1]]
+
+
+def test_a_node_on_several_machines_is_warned_of():
+    with pytest.warns(UserWarning, match="0 on a, 1 on b"):
+        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("b"), host("a"), host("b")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("a", "net:[2]"), host("b"), host("b")])
+
+
+def found(setting, world_size: int) -> list[Nodes | None]:
+    store = dist.HashStore()
+    return play(world_size, lambda transport: find_nodes(setting, store, transport.rank, world_size))
+
+
+def test_consecutive_ranks_form_nodes_where_a_number_says_so():
+    assert found(2, 4) == [Nodes(((0, 1), (2, 3)), rank // 2, rank % 2) for rank in range(4)]
+    assert found(3, 6)[4] == Nodes(((0, 1, 2), (3, 4, 5)), 1, 1)
+
+
+def test_ranks_of_one_host_stand_for_themselves_with_auto():
+    assert found("auto", 4) == found("off", 4) == [None] * 4
+
+
+@pytest.mark.parametrize(("setting", "world_size"), [(2, 3), (3, 4), (4, 4), (8, 4), (2, 2)])
+def test_a_number_that_makes_no_nodes_is_refused(setting, world_size):
+    with pytest.raises(ConfigError, match=f"hierarchy: {setting}: {world_size} ranks"):
+        found(setting, world_size)
