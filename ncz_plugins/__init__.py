@@ -32,15 +32,21 @@ if TYPE_CHECKING:
     from .core.codec.container import compress, decompress
     from .core.communicator import Communicator
     from .core.config import Config
+    from .core.runtime.trace import recording
+    from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
+    from .core.training.state import Training
 
 _LAZY = {
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
     "Part": ".core.training.policy",  # what ParameterSlice was called before
+    "Training": ".core.training.state",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
+    "recording": ".core.runtime.trace",
+    "scalars": ".core.training.metrics",
 }
 
 __all__ = [
@@ -55,10 +61,13 @@ __all__ = [
     "OutOfMemoryError",
     "ParameterSlice",
     "PeerError",
+    "Training",
     "UnsupportedError",
     "__version__",
     "compress",
     "decompress",
+    "recording",
+    "scalars",
 ]
 
 

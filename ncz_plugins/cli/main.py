@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     schema = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
-    schema.add_argument("--markdown", action="store_true", help="the table of docs/configuration.md instead")
+    schema.add_argument("--markdown", action="store_true", help="the table of docs/reference/configuration.md instead")
     schema.add_argument("--output", metavar="FILE", help="write to this file instead of the terminal")
     schema.set_defaults(run=_schema)
     return parser

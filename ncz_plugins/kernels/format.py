@@ -1,6 +1,6 @@
 """The layout of a frame, as constants: everything that all kernels must agree on.
 
-docs/wire-format.md explains the format; `reference.py` is its executable specification.
+docs/reference/wire-format.md explains the format; `reference.py` is its executable specification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floats bit for bit: the SPLIT frames of docs/wire-format.md, made of frames of codes.
+"""Floats bit for bit: the SPLIT frames of docs/reference/wire-format.md, made of frames of codes.
 
 Torch operations on the floats' bits around a backend's `encode_codes` and `decode_codes`. Shapes and dtypes are those
 of backend.py.

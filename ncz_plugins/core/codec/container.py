@@ -15,7 +15,7 @@ All numbers are little endian. The head:
 | 24 | 8 per dimension | shape | |
 | | 4 or 8 per block | steps | float64 if dtype is, else float32; none if kind is lossless |
 
-Then every frame of docs/wire-format.md, its size as a 64-bit number before it. The tensor counts as flat.
+Then every frame of docs/reference/wire-format.md, its size as a 64-bit number before it. The tensor counts as flat.
 """
 
 from __future__ import annotations

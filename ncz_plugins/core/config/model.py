@@ -2,7 +2,7 @@
 
 `Config` is the one model. Its fields' descriptions, defaults and `Allowed` texts are the single
 source of the error messages, of configs/ncclz.schema.json and of the tables in
-docs/configuration.md. Nothing here imports torch, so that checking a file is quick.
+docs/reference/configuration.md. Nothing here imports torch, so that checking a file is quick.
 """
 
 from __future__ import annotations
@@ -269,9 +269,9 @@ class TransportConfig(Section):
     )
     tuning: Annotated[Text | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,
-        description="Where schedule, frame_bytes and min_bytes take the value of auto from, and link_gbps and "
-        "entropy.costs that of null. null: what is auto is measured at the start, if frame_bytes or min_bytes is. "
-        "In a file, a relative path starts at that file's folder.",
+        description="A file with measured values. They replace auto in schedule, frame_bytes and min_bytes, and null "
+        "in link_gbps and entropy.costs. null: no file; if frame_bytes or min_bytes is auto, the ranks measure at the "
+        "start. In a file, a relative path starts at that file's folder.",
     )
     link_gbps: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
@@ -293,7 +293,7 @@ class TransportConfig(Section):
         default="host",
         description="On a GPU, what a call that is not asynchronous holds up until its result is there. stream: the "
         "current CUDA stream alone, so that the host goes on; what goes wrong shows at the next call, or when the step "
-        "ends. docs/gpu.md says what that asks of a program.",
+        "ends. docs/guides/gpus.md says what that asks of a program.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Where time goes in a collective: counted, shown as ranges in Nsight Systems, and recorded (see docs/profiling.md).
+"""Where time goes in a collective: counted, shown in Nsight Systems, and recorded (see docs/guides/profiling.md).
 
     with recording() as events:
         communicator.all_reduce(tensor)

@@ -36,8 +36,8 @@ class Handle:
         """Hold up the current CUDA stream, and not the host, until the result is in place or the collective has failed.
 
         By torch's means for collectives that hosts carry: a kernel of one thread looks at a word in host memory.
-        docs/gpu.md says what that asks of a program. After `timeout` seconds the stream is let go; `wait` raises
-        PeerError then. Raises UnsupportedError where there is no such stream, or torch is too old.
+        docs/guides/gpus.md says what that asks of a program. After `timeout` seconds the stream is let go; `wait`
+        raises PeerError then. Raises UnsupportedError where there is no such stream, or torch is too old.
         """
         from torch._C._distributed_c10d import _create_work_from_future  # not there in a torch without distributed
 
@@ -58,8 +58,8 @@ class Handle:
         if timeout is not None:
             late = PeerError(
                 f"the collective held up a CUDA stream for {_seconds(timeout):g} s. What stands behind it went on "
-                "without its result. Its thread may have waited for the device, which waited for it: see docs/gpu.md, "
-                "and transport.wait: host"
+                "without its result. Its thread may have waited for the device, which waited for it: see "
+                "docs/guides/gpus.md, and transport.wait: host"
             )
             timer = threading.Timer(_seconds(timeout), release, [late])
             timer.daemon = True

@@ -1,7 +1,7 @@
 """What each step was, for files and for whoever else wants to know: JSON lines, TensorBoard, and any callable.
 
 A step's record is a mapping of plain numbers, strings, and mappings and lists of these, with "step" among them
-(docs/metrics.md lists its keys). Keeping records must never end a training that runs: what can't be set up is an
+(docs/guides/metrics.md lists its keys). Keeping records must never end a training that runs: what can't be set up is an
 error at the start, what fails later is said once on stderr and then left out.
 """
 

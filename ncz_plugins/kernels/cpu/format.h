@@ -1,5 +1,5 @@
-// The layout of a frame, as constants and what follows from them: the twin of ../format.py. docs/wire-format.md
-// explains it. The CUDA kernels include it, too.
+// The layout of a frame, as constants and what follows from them: the twin of ../format.py. The CUDA kernels include
+// it, too. docs/reference/wire-format.md explains it.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without

@@ -1,4 +1,4 @@
-"""The executable specification of every kernel, in numpy: docs/wire-format.md as a program.
+"""The executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
 
 Slow and plain on purpose: the C++ and CUDA kernels must produce the same bytes. Where no compiled
 library loads, this is what runs. The modules work on numpy arrays; `ReferenceBackend` wraps torch
