@@ -4,8 +4,8 @@
 
 Two processes train a GPT, a CNN and an MLP as data parallelism does, from the same weights on the same batches, with
 gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). Runs
-that are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that
-file to repeat them. Ends with a table, and writes benchmarks/results/convergence.json, docs/images/convergence.png and the
+that are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that file to
+repeat them. Ends with a table, and writes benchmarks/results/convergence.json, docs/images/convergence.png and the
 table in docs/results/convergence.md.
 """
 
