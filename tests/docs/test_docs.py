@@ -157,6 +157,8 @@ def test_files_that_a_page_names_exist(page):
     folders = "tests|ncz_plugins|benchmarks|configs|examples|tools|docs"
     for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", prose(page)):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:core|kernels|deepspeed|horovod|cli)/[\w./-]*)`", prose(page)):
+        assert (ROOT / "ncz_plugins" / path).exists(), path
     if page.parent.name == "results":
         for name in re.findall(r"`([\w-]+\.json)`", prose(page)):
             assert (ROOT / "benchmarks" / "results" / name).is_file(), name
