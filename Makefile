@@ -14,9 +14,10 @@ SECONDS ?=
 export TORCH_INDEX_URL
 
 BIN := .venv/bin
+DOCS_PACKAGES := mkdocs mkdocs-material mkdocstrings-python  # the extra `docs`, without building the package anew
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -58,16 +59,21 @@ bench: setup-tools  ## speed of the coders beside memcpy
 gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-convergence: setup ## train small models plain and compressed, 3 seeds: docs/convergence.md (15 minutes)
+convergence: setup ## train small models plain and compressed, 3 seeds: docs/results/convergence.md (15 minutes)
 	@$(BIN)/python tests/convergence/suite.py $(ARGS)
 
 fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)
 
-soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/soak.md
+soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/results/soak.md
 	@$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
 
+docs: setup-tools  ## the documentation as a site in site/, with every link checked
+	@$(BIN)/python -c "import mkdocs, material, mkdocstrings_handlers.python" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(DOCS_PACKAGES)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 clean:  ## remove .venv, build products and results
-	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache
+	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache site
 	find ncz_plugins -name '*.so' -delete
 	find ncz_plugins examples benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -37,7 +37,7 @@ from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, SelectorCost
 from ncz_plugins.kernels.reference.symbols import predict
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKDOWN = ROOT / "docs" / "codec-results.md"
+MARKDOWN = ROOT / "docs" / "results" / "codec.md"
 RESULTS = ROOT / "benchmarks" / "results" / "codec-data.json"
 
 WHOLE, PER_BLOCK = 0, 4096  # elements that share a scale
@@ -138,47 +138,47 @@ def frame_costs(made: RoundTrip, costs: SelectorCosts) -> list[float]:
 
 PAGE = """# Codec: results
 
-What the data of [benchmarks/data](../benchmarks/data) compresses to, beside other compressors. {where}. Repeat with
+How much the data sets in `benchmarks/data` shrink, with our coders and with other compressors. {where}. Repeat with
 
 ```sh
 .venv/bin/python -m benchmarks.codec_table --write
 ```
 
-All figures, also the errors that each compressor leaves, are in
-[benchmarks/results/codec-data.json](../benchmarks/results/codec-data.json).
+`benchmarks/results/codec-data.json` holds all figures, with the errors that each compressor leaves.
 
-Bounds are relative to the whole tensor, or, where it says so, to each block of 4,096 elements (`quantizer.block`).
-zstd, lz4 and blosc2 get the same codes as our coders, zfp and SZ3 the floats and the bound (where blocks have bounds of
-their own, the floats in units of these), so that all have the same guarantee. All run with their own default settings.
-zfp and SZ3 see an array in its shape, in up to three dimensions. Our frames hold flat data, each is decoded alone, and
-their codes can be added up, which no other output here can.
+Bounds are relative to the whole tensor. Where a row says "per block", they are relative to each block of 4,096
+elements (`quantizer.block`). All compressors have the same guarantee: zstd, lz4 and blosc2 get the same codes as our
+coders; zfp and SZ3 get the floats and the bound. Where each block has its own bound, their floats are divided by it.
+All run with their default settings. zfp and SZ3 see an array in its shape, in up to three dimensions. Our frames hold
+flat data. Each frame decodes alone, and only our codes can be added without decoding to floats.
 
 ## Size
 
-Ratios to float32; more is better. **entropy** is that of order 0 of the codes, in bits: 32 / entropy is what a coder
-without a predictor can reach. **bits** is what `auto` takes per value at 1 Gbit/s, all counted. **best** is the coder
-and the predictor that make the smallest result when forced on all frames.
+Ratios to float32; higher is better. **entropy** is the order-0 entropy of the codes in bits: a coder without a
+predictor can reach a ratio of 32 / entropy. **bits** is the size per value that `auto` reaches at 1 Gbit/s,
+everything counted. **best** is the coder and predictor that give the smallest result when forced on all frames.
 
 {sizes}
 
 ## Speed
 
-Encoding / decoding, as ratio to memcpy of the same bytes on the same core in the same run (memcpy: {memcpy}).
+Encoding / decoding speed as a multiple of memcpy of the same bytes, on the same core in the same run (memcpy:
+{memcpy}).
 
 {speeds}
 
 ## Selector
 
-What the choices of `auto` cost more than the best coder and predictor for the whole array, in the selector's own
-reckoning (sending and coding), for links of {links} Gbit/s. Below zero: frames differ, and each got its own. The aim is
-at most {target:.0%}. **Selector: at most {worst:.1f} % over the best.**
+How much more the choices of `auto` cost than the best single coder and predictor for the whole array. The cost is the
+selector's own estimate of sending and coding time, for links of {links} Gbit/s. It can be below zero, because each
+frame gets its own choice. The target is at most {target:.0%}. **Selector: at most {worst:.1f} % over the best.**
 
 {choices}
 """
 
 
 def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """docs/codec-results.md."""
+    """docs/results/codec.md."""
     names = [name for name in (library.name for library in LIBRARIES) if any(name in row["peers"] for row in rows)]
     sizes = [["data", "bound", "entropy", "bits", "auto", "best", "", *names]]
     speeds = [["data", "bound", "auto", "best", "", *names]]

@@ -100,7 +100,7 @@ def _row(bound: float, feedback: bool, findings: list, ratio: float) -> dict:
 
 
 def show(rows: list[dict]) -> None:
-    """The table of docs/policies.md: without / with error feedback."""
+    """The table of docs/guides/policies.md: without / with error feedback."""
     print("| `quantizer.value` | relative error | largest | cosine | smallest | ratio |\n|---|---|---|---|---|---|")
     for plain, fed in zip(rows[::2], rows[1::2]):
         cells = (

@@ -12,7 +12,7 @@ from .output import write_text, yaml_value
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
-    parser.add_argument("--markdown", action="store_true", help="the table of docs/configuration.md instead")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/reference/configuration.md instead")
     parser.add_argument("--output", metavar="FILE", help="write to this file instead of the terminal")
     parser.set_defaults(run=run)
 

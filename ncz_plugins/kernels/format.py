@@ -1,7 +1,7 @@
 """The layout of a frame: constants and types that all kernels must agree on.
 
-common/format.h holds the same for C++ and CUDA. docs/wire-format.md explains the format; the package `reference` is its
-executable specification.
+common/format.h holds the same for C++ and CUDA. docs/reference/wire-format.md explains the format; the package
+`reference` is its executable specification.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lossless coding of floats: the SPLIT frames of docs/wire-format.md, which consist of frames of codes.
+"""Lossless coding of floats: the SPLIT frames of docs/reference/wire-format.md, which consist of frames of codes.
 
 Torch operations split the floats' bits into planes; a backend's `encode_codes` and `decode_codes` do the rest. Shapes
 and dtypes are those of backend.py.

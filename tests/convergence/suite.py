@@ -3,10 +3,10 @@
     make convergence                 or: .venv/bin/python tests/convergence/suite.py [--seeds 3] [--report]
 
 Two processes train a GPT, a CNN and an MLP as data parallelism does, from the same weights on the same batches, with
-gradients averaged by torch.distributed or by a Communicator (docs/convergence.md says what is trained). Runs that are
-done are kept in results/convergence.jsonl, so that an interrupted suite goes on where it was; remove that file to
+gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). Runs
+that are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that file to
 repeat them. Ends with a table, and writes benchmarks/results/convergence.json, docs/images/convergence.png and the
-table in docs/convergence.md.
+table in docs/results/convergence.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ncz_plugins.version import __version__
 WORKER = Path(__file__).with_name("worker.py")
 NUMBERS = plan.ROOT / "benchmarks" / "results" / "convergence.json"
 PICTURE = plan.ROOT / "docs" / "images" / "convergence.png"
-MARKDOWN = plan.ROOT / "docs" / "convergence.md"
+MARKDOWN = plan.ROOT / "docs" / "results" / "convergence.md"
 KEPT = plan.ROOT / "results" / "convergence.jsonl"
 START_SECONDS, JOB_SECONDS = 120, 600  # allowed for starting the processes, and for each training
 

@@ -1,4 +1,4 @@
-"""Builds the fuzz targets with sanitizers and runs them side by side. docs/fuzzing.md says what they check.
+"""Builds the fuzz targets with sanitizers and runs them side by side. docs/results/fuzzing.md says what they check.
 
     python tests/fuzz/run.py [--seconds 20] [--folder build/fuzz] [--compiler clang++] [--without-libfuzzer]
 

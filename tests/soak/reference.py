@@ -1,7 +1,7 @@
 """What a call has to give, computed on every rank from the seeds of all, and how far off it may be.
 
-It shares no code with ncz_plugins: bounds follow from docs/how-it-works.md. All is computed in windows of about a
-million elements, as the largest tensors would not fit into the memory in float64 several times.
+It shares no code with ncz_plugins: bounds follow from docs/reference/how-it-works.md. All is computed in windows of
+about a million elements, as the largest tensors would not fit into the memory in float64 several times.
 """
 
 from __future__ import annotations

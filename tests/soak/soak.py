@@ -1,4 +1,4 @@
-"""Random collectives on real ranks for a long time, each checked on every rank. docs/soak.md says what is checked.
+"""Random collectives on real ranks for a long time, each checked on every rank (docs/results/soak.md).
 
     python tests/soak/soak.py [--seconds 1800] [--ranks 4] [--seed N] [--first SESSION --sessions 1]
 

@@ -1,4 +1,4 @@
-"""What docs/security.md promises: nothing foreign is run, or believed unchecked, or kept where others can write."""
+"""docs/reference/security.md: nothing foreign is run, or believed unchecked, or kept where others can write."""
 
 from __future__ import annotations
 

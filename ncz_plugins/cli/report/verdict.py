@@ -1,4 +1,4 @@
-"""What limited a run, in words: docs/metrics.md states the same rules for people.
+"""What limited a run, in words: docs/guides/metrics.md states the same rules for people.
 
 Every figure is rank 0's, and one that a sentence rests on stands in the sentence.
 """

@@ -205,7 +205,7 @@ class TransportConfig(Section):
         default="host",
         description="On a GPU: what a call that is not asynchronous blocks until its result is there. host: the "
         "host; stream: the current CUDA stream only, so that the host goes on, and errors show at the "
-        "next call or at the end of the step. docs/gpu.md says what that asks of a program.",
+        "next call or at the end of the step. docs/guides/gpus.md says what that asks of a program.",
     )
 
 

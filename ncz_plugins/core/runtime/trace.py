@@ -1,4 +1,6 @@
-"""Where a collective spends its time: counted, shown as ranges in Nsight Systems, and recorded (docs/profiling.md).
+"""Where a collective spends its time: counted, shown as ranges in Nsight Systems, and recorded.
+
+See docs/guides/profiling.md.
 
     with recording() as events:
         communicator.all_reduce(tensor)

@@ -34,7 +34,7 @@ class FutureHandle(Handle):
 
     def block_current_stream(self, timeout=None) -> None:
         # By torch's means for collectives that hosts carry: a kernel of one thread polls a word in host memory.
-        # docs/gpu.md says what that asks of a program.
+        # docs/guides/gpus.md says what that asks of a program.
         from torch._C._distributed_c10d import _create_work_from_future  # not there in a torch without distributed
 
         there = torch.futures.Future()
@@ -54,8 +54,8 @@ class FutureHandle(Handle):
         if timeout is not None:
             late = PeerError(
                 f"the collective held up a CUDA stream for {_seconds(timeout):g} s. What stands behind it went on "
-                "without its result. Its thread may have waited for the device, which waited for it: see docs/gpu.md, "
-                "and transport.wait: host"
+                "without its result. Its thread may have waited for the device, which waited for it: see "
+                "docs/guides/gpus.md, and transport.wait: host"
             )
             timer = threading.Timer(_seconds(timeout), release, [late])
             timer.daemon = True

@@ -1,5 +1,5 @@
 // The layout of a frame: its constants, and what follows from them. ../format.py holds the same for Python, and
-// docs/wire-format.md explains it. The kernels of all processors include this file.
+// docs/reference/wire-format.md explains it. The kernels of all processors include this file.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without

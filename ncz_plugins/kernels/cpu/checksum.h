@@ -1,4 +1,4 @@
-// The checksum of a frame. docs/wire-format.md specifies it.
+// The checksum of a frame. docs/reference/wire-format.md specifies it.
 #pragma once
 
 #include "../common/format.h"

@@ -1,5 +1,5 @@
 // Decoding HUFFMAN: several symbols with one look into a table where none has extra bits, else one.
-// docs/wire-format.md specifies the coder.
+// docs/reference/wire-format.md specifies the coder.
 #pragma once
 
 #include "bits.h"

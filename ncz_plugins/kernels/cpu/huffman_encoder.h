@@ -1,5 +1,5 @@
 // Encoding HUFFMAN: what a symbol is written as is looked up, where that pays of two at once.
-// docs/wire-format.md specifies the coder.
+// docs/reference/wire-format.md specifies the coder.
 #pragma once
 
 #include "bits.h"

@@ -1,5 +1,5 @@
 // Random numbers for stochastic rounding: Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-// (2011). docs/wire-format.md says which of them belong to an element.
+// (2011). docs/reference/wire-format.md says which of them belong to an element.
 //
 // Needs Wide, one 64-bit number or a vector of them, and multiply_low_halves of the file that includes this.
 #pragma once

@@ -1,5 +1,5 @@
 // The coder RANS: masks of eight symbols, tokens for those that differ from the mode, both by range asymmetric numeral
-// systems (Duda 2009; Giesen, "Interleaved entropy coders", 2014). docs/wire-format.md specifies it.
+// systems (Duda 2009; Giesen, "Interleaved entropy coders", 2014). docs/reference/wire-format.md specifies it.
 //
 // Needs bytes_of_mask, compact_bytes and expand_bytes of the file that includes this.
 #pragma once

@@ -1,5 +1,5 @@
 // The coder HUFFMAN: a canonical code of at most 11 bits for each token, the same for a whole frame.
-// docs/wire-format.md specifies it; ../cpu/huffman_*.h are the same for host memory.
+// docs/reference/wire-format.md specifies it; ../cpu/huffman_*.h are the same for host memory.
 //
 //     ncz_huffman_count     a block for each chunk   counts tokens; the last block makes the code and writes it
 //     ncz_huffman_encode    a block for each chunk   makes a chunk's lanes in shared memory and finds their place

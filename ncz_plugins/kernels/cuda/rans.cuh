@@ -1,5 +1,5 @@
 // The coder RANS: masks of eight symbols, tokens for those that differ from the mode, both by range asymmetric numeral
-// systems. docs/wire-format.md specifies it; ../cpu/rans.h is the same for host memory.
+// systems. docs/reference/wire-format.md specifies it; ../cpu/rans.h is the same for host memory.
 //
 //     ncz_rans_collect   a block for each page   masks, tokens and extra bits, and their counts; the last block makes
 //                                                all frequencies and writes them

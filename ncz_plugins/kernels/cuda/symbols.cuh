@@ -1,4 +1,4 @@
-// Codes to symbols (zigzag) to tokens, and back. docs/wire-format.md specifies them.
+// Codes to symbols (zigzag) to tokens, and back. docs/reference/wire-format.md specifies them.
 #pragma once
 
 #include "block.cuh"

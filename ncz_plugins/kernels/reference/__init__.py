@@ -1,4 +1,4 @@
-"""The executable specification of every kernel, in numpy: docs/wire-format.md as a program.
+"""The executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
 
 Slow and plain on purpose: the C++ and CUDA kernels must produce the same bytes. It also runs where no compiled library
 loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch tensors. numpy lacks bfloat16, so bfloat16 is

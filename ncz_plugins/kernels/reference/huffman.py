@@ -63,7 +63,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
 
 
 def lengths_of(counts: np.ndarray) -> np.ndarray:
-    """Bits of the code of each token (int64, 0 where `counts` is), as docs/wire-format.md makes them."""
+    """Bits of the code of each token (int64, 0 where `counts` is), as docs/reference/wire-format.md makes them."""
     lengths = np.zeros(TOKENS, dtype=np.int64)
     order = sorted(np.flatnonzero(counts).tolist(), key=lambda token: (counts[token], token))
     if len(order) == 1:

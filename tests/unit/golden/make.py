@@ -4,7 +4,7 @@
 
 `codes.npz` holds codes and, for each coder and predictor, the frame they give; `floats.npz` holds floats, inverse
 steps, the codes (rounded to nearest, and at random) and the statistics they give. Run it again only together with a
-change of docs/wire-format.md. The numbers come from a formula, so that no library's random numbers are pinned.
+change of docs/reference/wire-format.md. The numbers come from a formula: no library's random numbers are pinned.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def test_a_step_without_a_model_is_refused(check):
 
 # ------------------------------------------------------------------ the documentation
 
-POLICIES_MD = (ROOT / "docs" / "policies.md").read_text()
+POLICIES_MD = (ROOT / "docs" / "guides" / "policies.md").read_text()
 
 
 def blocks(kind):

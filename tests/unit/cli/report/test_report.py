@@ -322,7 +322,7 @@ def test_there_is_advice_for_every_reason():
 
 
 def test_the_documentation_explains_every_limit_and_every_key():
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "guides" / "metrics.md").read_text()
     limits = {limit.partition(":")[0] for limit, _ in (*TIMES.values(), *RATIOS.values())} | {"lossless", "alarms"}
     missing = [name for name in (*limits, *record(guard=[Finding("a", 0.1, 0.9, False)])) if f"`{name}" not in text]
     assert not missing

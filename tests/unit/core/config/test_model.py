@@ -716,13 +716,13 @@ def test_every_setting_is_described():
 
 
 def test_the_reference_in_the_documentation_is_the_models():
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     table = text.split("<!-- settings -->\n")[1].split("\n<!-- end of settings -->")[0]
-    assert table == settings_table(), "run `ncz schema --markdown` and paste it into docs/configuration.md"
+    assert table == settings_table(), "run `ncz schema --markdown` and paste it into docs/reference/configuration.md"
 
 
 def test_the_errors_in_the_documentation_are_real(tmp_path):
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     assert message({"quantizer": {"bound_mode": "rms", "value": -1}}) in text
     with pytest.raises(ConfigError) as caught:
         find_in_deepspeed({"zero_optimization": {"communication_compression": "ncclz"}})
@@ -730,7 +730,7 @@ def test_the_errors_in_the_documentation_are_real(tmp_path):
 
 
 def test_every_file_that_the_documentation_names_exists():
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     named = set(re.findall(r"`((?:ncclz|deepspeed_)[a-z0-9_.]*\.(?:yaml|json))`", text))
     assert named - {"ncclz.yaml"} and all((CONFIGS / name).is_file() for name in named)
     assert {file.name for file in CONFIGS.iterdir()} <= named

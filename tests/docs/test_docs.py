@@ -1,0 +1,402 @@
+"""The documentation is true: its links lead somewhere, its names exist, its snippets and commands run.
+
+The Python blocks of a page are one program, which runs on as many ranks as the page says. YAML and JSON blocks are
+valid configurations. Commands are checked against the real command line, and those marked `run` are executed. Comments
+in a page say what differs; a reader of the site does not see them:
+
+    <!-- test: ranks 2 -->          for the page: its program runs in 2 processes, as under torchrun
+    <!-- test: code
+    assert total > 0                Python that belongs to the program
+    -->
+    <!-- test: file ds.json -->     before a block: programs and commands of the page find it as this file
+    <!-- test: run -->              before a block of commands: they are executed
+    <!-- test: compile, WHY -->     before a block: it is Python, but does not run here
+    <!-- test: skip, WHY -->        before a block: nothing is checked
+"""
+
+import ast
+import configparser
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+
+from ncz_plugins import Config
+from ncz_plugins.cli import main as cli
+from ncz_plugins.core.config import find_in_deepspeed, is_deepspeed
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FRAMEWORKS = "deepspeed", "horovod"
+PROGRAM_SECONDS = 200  # they take seconds on an idle machine
+
+FENCE = re.compile(
+    r"<!-- test: (?P<word>\w+),?(?P<rest>.*?)-->\n?|^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Block(NamedTuple):
+    """A block of code, or a hidden piece of the page's program."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    word: str  # of the comment before it, "" without one
+    rest: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def name_of(value: object) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+
+
+@cache
+def blocks(page: Path) -> list[Block]:
+    """All blocks of a page, in order."""
+    text = page.read_text()
+    found, word, rest = [], "", ""
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        if match["word"] == "code":
+            found.append(Block(page, line, "python", match["rest"], "code", ""))
+        elif match["word"]:
+            word, rest = match["word"], match["rest"].strip()
+            if word == "ranks":
+                found.append(Block(page, line, "", "", word, rest))
+                word, rest = "", ""
+        else:
+            found.append(Block(page, line, match["language"], match["text"], word, rest))
+            word, rest = "", ""
+    assert not word, f"{page}: a comment '{word}' stands before no block"
+    return found
+
+
+def of_language(pages: list[Path], *languages: str) -> list[Block]:
+    return [block for page in pages for block in blocks(page) if block.language in languages and block.word != "skip"]
+
+
+def test_every_comment_is_known_and_every_exception_has_a_reason():
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.word in ("", "ranks", "code", "file", "run", "compile", "skip"), block
+            assert block.rest or block.word not in ("compile", "skip", "file", "ranks"), block
+
+
+# ------------------------------------------------------------------ links
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may name, as MkDocs and GitHub make it."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        given = re.search(r"\{ *#([\w-]+) *\}", heading)
+        text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).lower()
+        found.add(given[1] if given else re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip()))
+    if ":::" in prose(page):
+        found |= {"errors"}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_pictures_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), f"{target}: no such file"
+        if page != README:
+            assert not path or (ROOT / "docs") in file.parents, f"{target} leads out of docs, where the site ends"
+        assert not anchor or anchor in anchors(file), f"{target}: {file.name} has no such heading"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    class Loader(yaml.SafeLoader):
+        pass
+
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    listed = set(re.findall(r"[\w/-]+\.md", json.dumps(site["nav"])))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_every_page_that_is_named_elsewhere_exists():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git repository")
+    for name in listed.stdout.splitlines():
+        file = ROOT / name
+        if not file.is_file() or file.suffix in {".png", ".npz", ".npy", ".bin"}:
+            continue
+        for path in re.findall(r"\bdocs/[\w./-]+\.(?:md|png)\b", file.read_text(errors="replace")):
+            assert (ROOT / path).is_file() or "/" + path in name, f"{name} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page):
+    folders = "tests|ncz_plugins|benchmarks|configs|examples|tools|docs"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", prose(page)):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:core|kernels|deepspeed|horovod|cli)/[\w./-]*)`", prose(page)):
+        assert (ROOT / "ncz_plugins" / path).exists(), path
+    if page.parent.name == "results":
+        for name in re.findall(r"`([\w-]+\.json)`", prose(page)):
+            assert (ROOT / "benchmarks" / "results" / name).is_file(), name
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
+
+
+# ------------------------------------------------------------------ names
+
+
+def imported_names() -> set[tuple[str, str]]:
+    """(module, name) of all that Python blocks import from this package, and (module, "") of modules."""
+    found = set()
+    for block in of_language(PAGES, "python"):
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ncz_plugins":
+                found |= {(node.module, alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "ncz_plugins"}
+    return found
+
+
+def test_names_that_the_documentation_imports_are_public():
+    names = imported_names()
+    # Identifiers of the API page, and what prose calls by its full name.
+    for page in PAGES:
+        for module, name in re.findall(r"(?:^::: |`)(ncz_plugins(?:\.\w+)*)\.(\w+)\(?", page.read_text(), re.MULTILINE):
+            names.add((module, name))
+    assert {("ncz_plugins", name) for name in ("Communicator", "ParameterSlice", "Training", "recording")} <= names
+    absent = [f"ncz_plugins.{name}" for name in FRAMEWORKS if find_spec(name) is None]
+    names = {each for each in names if each[0] not in absent and ".".join(each) not in absent}
+    program = f"""
+import importlib
+for module, name in {sorted(names)!r}:
+    if name:
+        try:
+            found = importlib.import_module(module)
+            getattr(found, name)
+        except AttributeError:
+            importlib.import_module(module + "." + name)  # a module
+        else:
+            public = module == "ncz_plugins.core.runtime.statistics" or name in getattr(found, "__all__", [name])
+            assert public, f"{{module}}.{{name}} is not in __all__"
+    else:
+        importlib.import_module(module)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=PROGRAM_SECONDS)
+    allowed = {"ncz_plugins", "ncz_plugins.deepspeed", "ncz_plugins.horovod"}
+    assert {module for module, _ in imported_names()} <= allowed, "what users import is exported at the top"
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+# ------------------------------------------------------------------ programs
+
+
+def files_of(page: Path, folder: Path) -> None:
+    """Write what the page's blocks marked `file` hold."""
+    for block in blocks(page):
+        if block.word == "file":
+            (folder / block.rest).write_text(block.text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if of_language([page], "python")], ids=name_of)
+def test_python_compiles(page):
+    for block in of_language([page], "python"):
+        compile(block.text, str(block), "exec")
+
+
+WITH_PROGRAMS = [page for page in PAGES if any(block.word == "ranks" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
+def test_programs_run(page, tmp_path):
+    if page.stem in FRAMEWORKS and find_spec(page.stem) is None:
+        pytest.skip(f"{page.stem} is not installed")
+    files_of(page, tmp_path)
+    program = tmp_path / "program.py"
+    lines: list[str] = []
+    for block in of_language([page], "python"):
+        if block.word in ("", "code"):
+            lines += [""] * (block.line - len(lines))  # so that errors name lines of the page
+            lines += block.text.strip("\n").splitlines()
+    program.write_text("\n".join(lines) + "\n")
+    (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    started = []
+    for rank in range(ranks):  # as torchrun does it, which takes seconds more
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        with open(tmp_path / f"rank{rank}.log", "w") as log:
+            each = environment() | (meeting | place if ranks > 1 else {})
+            command = [sys.executable, str(program)]
+            started.append(subprocess.Popen(command, cwd=tmp_path, env=each, stdout=log, stderr=log))
+    deadline = time.monotonic() + PROGRAM_SECONDS
+    try:
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-4000:] for rank in range(ranks))
+    assert codes == [0] * ranks, f"{page.name}\n{logs}"
+
+
+def test_every_python_block_of_the_guides_runs_or_says_why_not():
+    for page in GUIDES:
+        for block in of_language([page], "python"):
+            assert page in WITH_PROGRAMS or block.word == "compile", block
+
+
+def test_the_snippets_of_the_readme_stand_in_a_guide():
+    guides = "\n".join(page.read_text() for page in GUIDES)
+    for block in of_language([README, ROOT / "docs" / "index.md"], "python"):
+        for paragraph in block.text.strip().split("\n\n"):
+            assert paragraph in guides, block
+
+
+# ------------------------------------------------------------------ configurations
+
+
+@pytest.mark.parametrize("block", of_language(PAGES, "yaml", "json"), ids=str)
+def test_configurations_are_valid(block):
+    document = yaml.safe_load(block.text) if block.language == "yaml" else json.loads(block.text)
+    if is_deepspeed(document):
+        document = find_in_deepspeed(document)
+        assert document is not None
+    Config.load(document)
+
+
+# ------------------------------------------------------------------ commands
+
+
+def commands() -> list[tuple[Block, list[str]]]:
+    """The words of every command, without `$`, sudo, variables and comments."""
+    found = []
+    for block in of_language(PAGES, "sh"):
+        for line in block.text.splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
+                del words[0]
+            if words:
+                found.append((block, words))
+    return found
+
+
+def of_ncz(words: list[str]) -> list[str] | None:
+    """The arguments of `ncz` in a command, also behind a launcher; None for another program."""
+    if "ncz" in words:
+        return words[words.index("ncz") + 1 :]
+    for at, word in enumerate(words):
+        if word == "-m" and words[at + 1 : at + 2] == ["ncz_plugins"]:
+            return words[at + 2 :]
+    return None
+
+
+def check(words: list[str]) -> None:
+    """Whether a command that is not ours has what it names."""
+    program, *rest = words
+    if program == "make":
+        targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert {word for word in rest if "=" not in word} <= targets
+        for variable in (word.partition("=")[0] for word in rest if "=" in word):
+            assert re.search(rf"^{variable} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE), variable
+    elif program == "pip":
+        settings = configparser.ConfigParser()
+        settings.read(ROOT / "setup.cfg")
+        for extra in re.findall(r"\[(\w+)\]", " ".join(rest)):
+            assert extra in settings["options.extras_require"]
+    elif program.endswith("python"):
+        name = rest[1].replace(".", "/") + ".py" if rest[0] == "-m" else rest[0]
+        assert (ROOT / name).is_file()
+    elif program == "deepspeed":
+        assert rest[:2] == ["--module", "ncz_plugins.deepspeed.launch"]
+        assert (ROOT / "ncz_plugins" / "deepspeed" / "launch.py").is_file()
+    else:
+        assert program == "horovodrun", f"how is {program} to be tested?"
+
+
+@pytest.mark.parametrize("block,words", commands(), ids=lambda value: " ".join(value) if type(value) is list else None)
+def test_commands_exist(block, words, capsys):
+    arguments = of_ncz(words)
+    if arguments is None:
+        check(words)
+        return
+    try:
+        cli._parser().parse_args(arguments)
+    except SystemExit:
+        pytest.fail(f"{block}: {capsys.readouterr().err}")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where commands find the files that the pages name: some gradients, records of a training, configurations."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    generator = np.random.default_rng(0)
+    np.save("gradients.npy", generator.standard_normal(50_000, dtype=np.float32))
+    from ncz_plugins import Training
+    from ncz_plugins.core.runtime.statistics import Counters
+
+    training = Training({"statistics": {"jsonl": "run.jsonl"}})
+    training.begin(ranks=2, backend="gloo", link_gbps=1)
+    for _ in range(4):
+        training.stats.record(Counters(1, 1, 1000, 1000, 100, seconds=0.1, wait_seconds=0.08, coders={"fixed": 1}))
+        training.end_step()
+    training.metrics.close()
+    return tmp_path
+
+
+RUN = [(block, words) for block, words in commands() if block.word == "run"]
+
+
+@pytest.mark.parametrize("block,words", RUN, ids=lambda value: " ".join(value) if type(value) is list else None)
+def test_commands_run(block, words, folder, capsys):
+    files_of(block.page, folder)
+    assert cli.main(of_ncz(words)) == 0, capsys.readouterr().err
+    named = words[words.index("--plot") + 1] if "--plot" in words else None
+    assert named is None or (folder / named).stat().st_size
+    output = capsys.readouterr().out
+    if "--json" in words:
+        json.loads(output)
+
+
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        text = page.read_text()
+        assert not re.search(r"<(?:script|img)[^>]+src=\"?https?:|<link[^>]+stylesheet[^>]+href=\"?https?:", text), page
