@@ -55,6 +55,20 @@ def test_what_is_not_finite_comes_out_where_it_was_on_every_rank(ranks):
         assert result["counts"] == [{"calls": 1, "compressed": 0, "bypasses": {"non-finite": 1}}, COMPRESSED_ONCE]
 
 
+def test_the_transport_reduces_uncompressed_and_agrees(ranks):
+    n = len(ranks)
+    total = n * (n + 1) / 2
+    for rank in ranks:
+        result = rank["transport"]
+        for name, expected in {"sum": total, "average": total / n, "maximum": n}.items():
+            for dtype in ("float32", "bfloat16"):
+                assert result[f"{name} torch.{dtype}"] == [expected]
+        assert result["scaled"] == [total / 2]
+        assert result["highest"] == [n, -1]
+        broadcast, ring, message = result["refused"]
+        assert "no broadcast" in broadcast and "direct schedule only" in ring and "only be exchanged" in message
+
+
 def test_a_model_below_min_bytes_goes_plain_and_counted(ranks):
     for rank in ranks:
         result = rank["tiny"]

@@ -5,6 +5,7 @@ from functools import partial
 
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 from horovod_common import (
     INPUTS,
     OUTPUTS,
@@ -22,7 +23,10 @@ from torch import nn
 
 import ncz_plugins.horovod
 from ncz_plugins import ConfigError
+from ncz_plugins.core.errors import UnsupportedError
+from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.horovod import NCZ
+from ncz_plugins.horovod.transport import HorovodTransport
 
 BOUND = 2e-4
 POISONED_RANK = 1
@@ -245,6 +249,37 @@ def average_of_a_metric() -> dict:
     }
 
 
+def transport() -> dict:
+    """What the transport over Horovod's own runtime offers beside frames, and what it refuses."""
+    opened = HorovodTransport(hvd.global_process_set, "transport")
+    share = float(1 + hvd.rank())
+    ops = {"sum": dist.ReduceOp.SUM, "average": dist.ReduceOp.AVG, "maximum": dist.ReduceOp.MAX}
+    result = {}
+    for name, op in ops.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.full((1000,), share, dtype=dtype)
+            work = opened.plain.all_reduce(tensor, op)
+            assert work.wait() and work.wait() and work.is_completed()
+            result[f"{name} {dtype}"] = tensor.unique().tolist()
+    scaled = torch.full((1000,), share)
+    opened.plain.all_reduce(scaled, scale=0.5).wait()
+    result["scaled"] = scaled.unique().tolist()
+    highest = torch.tensor([share, -share])
+    opened.start_max(highest, Counters()).wait()
+    result["highest"] = highest.tolist()
+    result["refused"] = []
+    for call in (
+        lambda: opened.plain.broadcast(scaled, 0),
+        lambda: opened.streams([(0, 1)], 1, 4096, Counters()),
+        lambda: opened.streams([(0, 0)], 1, 4096, Counters())[0].send(scaled),
+    ):
+        try:
+            call()
+        except UnsupportedError as error:
+            result["refused"].append(str(error))
+    return result
+
+
 def process_sets() -> dict:
     """The optimizer on ranks 0 and 2; single tensors on overlapping sets; a set whose number is used again."""
     compressor = NCZ(bounded())
@@ -317,6 +352,7 @@ results = {
     "schedule": schedule(),
     "two optimizers": two_optimizers(),
     "average of a metric": average_of_a_metric(),
+    "transport": transport(),
 }
 if hvd.size() == 3:
     results["process sets"] = process_sets()
