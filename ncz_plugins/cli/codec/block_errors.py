@@ -25,7 +25,7 @@ def largest_of_blocks(of_chunks: np.ndarray, layout: Layout, block: int) -> np.n
 
 
 def block_bounds(codec: TensorCodec, quantizer: QuantizerConfig) -> np.ndarray:
-    """The bound of each block, [blocks], float64, from the values themselves, without the roundings of the steps."""
+    """The bound of each block, [blocks], float64, computed from the values, so without the rounding of scales."""
     if quantizer.mode == "abs":
         return np.array([quantizer.value])
     lengths = codec.layout.block_lengths(quantizer.block)

@@ -1,7 +1,7 @@
 """Other compressors beside ours: `ncz codec --compare` and benchmarks/codec_table.py.
 
-The lossless ones get our codes (the floats where there are none), the lossy ones the floats and the bound. All run on
-one thread, with the settings that their users normally take. Each is imported when it is used;
+Lossless libraries get our codes (or the floats, if there are no codes); lossy ones get the floats and the bound. All
+run on one thread, with the settings that their users normally take. Each is imported when it is used;
 `pip install 'ncz_plugins[compare]'` installs all of them.
 """
 

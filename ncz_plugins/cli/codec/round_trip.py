@@ -39,13 +39,14 @@ class RoundTrip:
 
     Attributes:
         array: C-contiguous, of one of DTYPES.
-        codec, frames: how to make the frames again, and the frames.
-        bytes_out: of `compress(array)`: all frames with their headers, the steps, and a head.
+        codec, frames: the frames, and the codec that makes and reads them.
+        bytes_out: of `compress(array)`: all frames with their headers, the scales, and a head.
         entropy_bits: order-0 entropy of the codes of the whole array, per code; None if there are no codes.
         block: elements that share a bound; 0: all of them.
-        bounds: of each block, [blocks], float64; 0 if the quantizer is lossless, not finite if the block isn't.
-        errors: the largest of each block, [blocks], float64.
-        coders, predictors: how many frames got which, the most frequent first.
+        bounds: error bound of each block, [blocks], float64; 0 if the quantizer is lossless, not finite if the block
+            isn't.
+        errors: the largest error of each block, [blocks], float64.
+        coders, predictors: number of frames by coder and by predictor, the most frequent first.
         lossless_because: why the array was not quantized although the configuration asks for it; else None.
     """
 

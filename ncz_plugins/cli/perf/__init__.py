@@ -1,9 +1,10 @@
 """`ncz perf`: collectives timed beside other ways to exchange a tensor, over links as slow as wanted.
 
 command     the options, and the run from start to output
-request     what the options ask for, as jobs
+request     from the options to jobs
 job         one job: what all ranks measure
-launch      one process per rank, on this machine; rendezvous, for Horovod's ranks
+run_jobs    runs the jobs, on a launcher's ranks or on new ones
+launch      one process per rank, on this machine; rendezvous, where Horovod's ranks meet
 ranks       which ranks there are, or are to be started
 link        network namespaces joined by links of a given rate
 rank        what one rank does

@@ -19,20 +19,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         epilog="data: " + "; ".join(f"{name}: {what}" for name, what in DATA.items()),
     )
     parser.add_argument("collective", choices=COLLECTIVES)
-    parser.add_argument("--ranks", metavar="N", help="processes to start, 2 unless told; a launcher's ranks are taken")
+    parser.add_argument("--ranks", metavar="N", help="ranks to start, 2 by default; under a launcher, its ranks")
     parser.add_argument("--sizes", metavar="FROM:TO", default="64K:64M:4", help="64K:256M, 64K:64M:4 (steps) or 64K,1M")
     parser.add_argument(
         "--link", metavar="RATE", help="links of 1gbit, 100mbit, unlimited, or a list of these; as root"
     )
-    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share a link, 1 unless told")
+    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share a link, 1 by default")
     parser.add_argument("--peers", metavar="NAMES", default="none", help="a,b,c, all or none, beside plain and ncz")
     parser.add_argument("--data", metavar="NAME", default="gradient", help=f"{', '.join(DATA)} or FILE.npy; see below")
     parser.add_argument(
         "--bound", metavar="MODE:VALUE", help="error bound: rms:0.25, rel:1e-3, range:1e-4, abs:0.01 ..."
     )
-    parser.add_argument("--config", metavar="FILE", help="take the settings from here; --bound goes first")
+    parser.add_argument("--config", metavar="FILE", help="take the settings from this file; --bound overrides it")
     parser.add_argument(
-        "--repeat", metavar="N", help="rounds that are timed; unless told, what 2 seconds hold, 5 to 100"
+        "--repeat", metavar="N", help="timed rounds; by default as many as fit into 2 seconds, 5 to 100"
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw speed-up against size and link")

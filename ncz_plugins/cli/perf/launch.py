@@ -1,6 +1,6 @@
 """Starts the ranks of a job on this machine, as a launcher would on several, and never waits for ever.
 
-A rank is told who it is by the variables of torchrun and, where asked for, of horovodrun. All ranks are gone when a
+Each rank gets the environment variables of torchrun and, if asked for, of horovodrun. All ranks are gone when a
 function of this module returns or raises, and the kernel ends them if this process itself is killed.
 """
 
@@ -128,11 +128,11 @@ def emitter() -> Callable[[dict[str, Any]], None]:
     return emit
 
 
-# ------------------------------------------------------------------ what launchers tell a rank
+# ------------------------------------------------------------------ the environment of a rank
 
 
 def _meeting_point(nodes: list[Node] | None) -> dict[str, str]:
-    """What all ranks are told alike, in torchrun's words."""
+    """The environment variables that are the same for all ranks, as torchrun sets them."""
     if nodes:
         address, port, interface = nodes[0].address, _PORT, nodes[0].interface
     else:

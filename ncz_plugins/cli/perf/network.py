@@ -14,8 +14,8 @@ _COUNTERS = Path("/proc/net/dev")
 def sent_bytes() -> int | None:
     """Bytes sent since the start, headers included, by every process in this network namespace.
 
-    They are those of the interface that gloo is told to use (GLOO_SOCKET_IFNAME), or else of all interfaces with the
-    loopback. None where Linux does not count, or no such interface is there.
+    Counts the interface that GLOO_SOCKET_IFNAME names for gloo, or else all interfaces with the loopback. None if Linux
+    does not count, or if there is no such interface.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     wanted = set(names.split(",")) if names else None

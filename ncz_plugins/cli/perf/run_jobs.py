@@ -44,10 +44,10 @@ def run_jobs(request: Request) -> tuple[list[dict[str, Any]], Any]:
 
 
 def _run(job: Job, request: Request, take: Callable[[dict[str, Any]], None]) -> None:
-    if request.ranks.launcher:
+    ranks = request.ranks
+    if ranks.launcher:
         rank.take_part(job, take)
         return
-    ranks = request.ranks
     with ExitStack() as stack:
         nodes = stack.enter_context(link(ranks.count // ranks.per_node, job.link)) if job.link else None
         launch.run_ranks(

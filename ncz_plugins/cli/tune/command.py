@@ -17,13 +17,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser("tune", help="measure link and codec, and write a file that a configuration can name")
     parser.add_argument("--output", metavar="FILE.json", required=True, help="the file to write")
-    parser.add_argument("--ranks", metavar="N", help="processes to start, 2 unless told; a launcher's ranks are taken")
+    parser.add_argument("--ranks", metavar="N", help="ranks to start, 2 by default; under a launcher, its ranks")
     parser.add_argument(
         "--link", metavar="RATE", help="a link of 1gbit, 100mbit ... between the ranks, to try; as root"
     )
-    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share such a link, 1 unless told")
-    parser.add_argument("--config", metavar="FILE", help="for the quantizer, the coder and the hierarchy of this one")
-    parser.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 unless told")
+    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share such a link, 1 by default")
+    parser.add_argument("--config", metavar="FILE", help="take quantizer, coder and hierarchy from this file")
+    parser.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 by default")
     parser.set_defaults(run=run)
 
 

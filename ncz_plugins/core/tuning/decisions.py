@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..config import MIN_BYTES
 from .tuning_file import SpeedComparison, Trial
 
-WORTH = 0.97  # of the plain time: what takes longer than this gains too little to be told from noise
+WORTH = 0.97  # of the plain time: a smaller gain can't be distinguished from noise
 _LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
 _NEXT = 4  # times a size
 

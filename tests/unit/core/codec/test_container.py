@@ -264,10 +264,10 @@ def test_a_head_that_can_not_be_is_refused():
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_step_that_can_not_be_is_refused(step):
+def test_a_scale_that_can_not_be_is_refused(step):
     data = compress(randn(40), FINE)
     data[HEAD.size + 8 :][:4] = torch.tensor([step]).view(torch.uint8)
-    refused(sealed(data, 1, 4), "a step is not")
+    refused(sealed(data, 1, 4), "a scale is not")
 
 
 @pytest.mark.parametrize("config", [LOSSLESS, FINE])
