@@ -35,7 +35,7 @@ demo: setup-demo  ## train a small GPT with DeepSpeed, plain and compressed, and
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 quick: setup-tools  ## the tests that start no processes, in less than 2 minutes
-	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes" tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes and not slow" tests/unit $(ARGS)
 
 test: setup  ## all tests, in 15 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)

@@ -10,19 +10,23 @@ import pytest
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# They start processes of their own, as many as there are cores or more, so that they run one after the other.
-STARTING_PROCESSES = {"convergence", "distributed", "fuzz", "integration", "soak"}
+# They start processes of their own, as many as there are cores or more, and some of them measure how long something
+# takes. So they run one after the other.
+ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which one process does not need
 def pytest_xdist_make_scheduler(config, log):
-    """One process takes all that start processes, meanwhile the other takes the rest, file by file."""
+    """One process begins with what must not run side by side; the other takes the rest, file by file, and both end it.
+
+    So the launchers of DeepSpeed and Horovod, which wait for each other more than they compute, fill the gaps.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = PurePath(nodeid.partition("::")[0])
             folder = file.parts[1]
-            return "processes" if folder in STARTING_PROCESSES else "cuda" if folder == "cuda" else str(file)
+            return "processes" if folder in ONE_AFTER_THE_OTHER else "cuda" if folder == "cuda" else str(file)
 
     return ByFolder(config, log)

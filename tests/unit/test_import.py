@@ -37,6 +37,7 @@ else:
 """
 
 
+@pytest.mark.processes
 def test_import_needs_none_of_the_optional_packages():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(optional=OPTIONAL)],

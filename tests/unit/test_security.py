@@ -218,6 +218,7 @@ print(given)
 """
 
 
+@pytest.mark.processes
 def test_hostile_heads_take_no_memory_out_of_proportion():
     """`decompress` within a limit of the operating system's; an allocation above it would not be a FrameError."""
     done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=240)

@@ -333,6 +333,7 @@ def test_one_thread_gives_the_others_back():
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.processes
 def test_the_command_lists_all_sets_from_the_repositorys_root():
     run = subprocess.run([sys.executable, "-m", "benchmarks.data", "--list"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -214,6 +214,7 @@ def start(*arguments, **options):
     )
 
 
+@pytest.mark.processes
 def test_python_m_is_the_same_command():
     process = start("-m", "ncz_plugins", "check", "nowhere.yaml")
     out, err = process.communicate(timeout=60)
@@ -221,6 +222,7 @@ def test_python_m_is_the_same_command():
     assert (out, err) == ("", "ncz: error: nowhere.yaml: cannot be read: No such file or directory\n")
 
 
+@pytest.mark.processes
 def test_check_imports_no_torch_nor_any_framework():
     code = (
         "import sys; from ncz_plugins.cli.main import main\n"
@@ -232,6 +234,7 @@ def test_check_imports_no_torch_nor_any_framework():
     assert process.returncode == 0, err
 
 
+@pytest.mark.processes
 def test_ctrl_c_and_a_closed_pipe_leave_no_traceback(tmp_path):
     pipe = tmp_path / "c.yaml"
     os.mkfifo(pipe)

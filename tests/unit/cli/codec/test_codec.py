@@ -429,6 +429,7 @@ def test_compare_shows_what_is_there_and_says_what_is_missing(ncz, saved, monkey
     assert "dodo is not installed: pip install 'ncz_plugins[compare]'" in out
 
 
+@pytest.mark.processes
 def test_without_compare_none_of_them_is_imported(saved):
     code = (
         "import sys; from ncz_plugins.cli.main import main\n"

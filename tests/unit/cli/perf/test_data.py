@@ -62,6 +62,7 @@ def test_gradients_are_those_of_the_model():
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
+@pytest.mark.slow
 def test_training_learns_the_text():
     tokens, targets = data._batch(data._text(), "unseen")
 

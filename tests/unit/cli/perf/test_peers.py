@@ -56,6 +56,7 @@ def test_names_are_unique_and_described():
         assert contender.needs_horovod == name.startswith("horovod")
 
 
+@pytest.mark.processes
 def test_without_any_library_the_others_remain():
     missing = json.loads(output(WITHOUT, *LIBRARIES.values()))
     assert {name for name, lacking in missing.items() if lacking is None} == set(CONTENDERS) - {*LIBRARIES, "nccl"}
@@ -84,6 +85,7 @@ def test_a_contender_refuses_collectives_that_it_lacks():
                 contender.open(context)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CONTENDERS["horovod"].missing() is not None, reason="Horovod is not installed")
 def test_horovod_refuses_ranks_that_horovodrun_did_not_start():
     message = output(NOT_UNDER_HOROVODRUN)

@@ -335,6 +335,7 @@ assert peak() - before - data.nbytes - out.nbytes < 1.2 * tensor.nbytes
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(kernels.cpu_backend().name == "reference", reason="numpy takes what it likes")
 @pytest.mark.parametrize("kind", ["error_bound", "lossless"])
 def test_no_more_memory_is_taken_than_promised(kind):

@@ -663,6 +663,7 @@ def test_the_deepspeed_files_show_the_short_form_and_a_mapping():
     assert {type(source) for source in sources} == {str, dict}
 
 
+@pytest.mark.processes
 def test_deepspeed_itself_accepts_the_deepspeed_files():
     pytest.importorskip("deepspeed")
     code = (

@@ -191,6 +191,7 @@ def test_scalars_are_the_numbers_of_a_record_and_the_worst_of_the_guards():
     assert dict(scalars({"step": 1, "guard": unknown})) == {"ncz/guard/alarm": 0}
 
 
+@pytest.mark.processes
 def test_tensorboard_is_imported_only_where_it_is_asked_for():
     program = "import sys, ncz_plugins.core.training.metrics; raise SystemExit('tensorboard' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

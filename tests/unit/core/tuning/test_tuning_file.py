@@ -235,6 +235,7 @@ def test_the_file_is_checked_with_the_configuration_that_names_it(tmp_path, caps
     assert found().describe() in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_checking_a_file_does_not_take_torch():
     code = "import sys; from ncz_plugins.core.tuning import decisions; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
