@@ -304,7 +304,7 @@ def commands() -> list[tuple[Block, list[str]]]:
     """The words of every command, without `$`, sudo, variables and comments."""
     found = []
     for block in of_language(PAGES, "sh"):
-        for line in block.text.splitlines():
+        for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
             while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
                 del words[0]
@@ -353,7 +353,7 @@ def test_commands_exist(block, words, capsys):
         check(words)
         return
     try:
-        cli._parser().parse_args(arguments)
+        cli.build_parser().parse_args(arguments)
     except SystemExit:
         pytest.fail(f"{block}: {capsys.readouterr().err}")
 

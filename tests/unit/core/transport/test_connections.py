@@ -86,9 +86,12 @@ def test_a_peer_notices_at_once_although_the_exception_is_kept(fail):
 
 
 def test_what_is_used_after_closing_says_why():
+    opened = threading.Barrier(2)
+
     def body(transport):
         stream = stream_of(transport)
         pending = transport._connections.receive(torch.zeros(3), 1 - transport.rank, TAG)
+        opened.wait(60)
         transport.abort(FrameError("a frame is damaged"))
         transport.close()  # too late to matter
         for use in (
