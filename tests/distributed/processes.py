@@ -93,8 +93,9 @@ def run_in_nodes(
 ) -> list[Finished]:
     """As `run`, on machines of a laboratory, equally many ranks on each."""
     started = []
+    meeting = _meeting(world_size)
     for rank in range(world_size):
-        environment = _meeting(world_size) | {
+        environment = meeting | {
             "MASTER_ADDR": nodes[0].address,
             "GLOO_SOCKET_IFNAME": nodes[0].interface,
             "RANK": str(rank),
