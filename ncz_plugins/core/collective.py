@@ -28,7 +28,7 @@ from .training.error_feedback import Feedback
 from .training.group import GroupState
 from .training.policy import named
 from .training.state import Training
-from .transport.base import Transport
+from .transport.base import Transport, peer_errors
 from .transport.handshake import RankComparison
 from .transport.topology import Nodes
 
@@ -184,7 +184,8 @@ class Collectives:
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
         """Let the guard compare the result with the uncompressed sum of what the ranks contributed."""
         exact = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
-        transport.plain.all_reduce(exact, torch.distributed.ReduceOp.SUM).wait()
+        with peer_errors("the uncompressed sum that verifies a compressed one"):
+            transport.plain.all_reduce(exact, torch.distributed.ReduceOp.SUM).wait()
         device.synchronize()
         exact /= call.divisor
         start, result = call.output.start, call.output.data
@@ -241,7 +242,7 @@ def run(call: Call, device: Device, transport: Transport, backoff: BypassBackoff
     if bypass is None:
         counters.compressed_calls = 1
     else:
-        with span("plain", call.source.data.nbytes, counters):
+        with span("plain", call.source.data.nbytes, counters), peer_errors("the plain collective"):
             call.plain(transport.plain).wait()
             device.synchronize()
         counters.wire_bytes += plain_bytes

@@ -1,4 +1,4 @@
-"""Parts of one tensor that are reduced in different ways."""
+"""Slices of one tensor that are reduced in calls of their own, because policies treat them differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one DeepSpeed engine needs to compress its gradients."""
+"""The compressed gradient reductions of one DeepSpeed engine, and what its configuration may ask for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GradientCompression:
 
     Attributes:
         config: the settings in force.
-        training: what is known over the steps; one step is one optimizer step.
+        training: what lasts from step to step; a step is an optimizer step.
     """
 
     def __init__(self, config: Config):
@@ -110,7 +110,7 @@ def _read(deepspeed_config) -> Config | None:
     except ConfigError as error:
         raise ConfigError(f"{DEEPSPEED_KEY}: {error}") from None
     if config is not None:
-        _refuse_what_goes_round(deepspeed_config, config)
+        _refuse_unsupported_options(deepspeed_config, config)
     return config
 
 
@@ -122,7 +122,7 @@ def describe(compression: GradientCompression, zero_stage: int) -> str:
     )
 
 
-def _refuse_what_goes_round(deepspeed_config, config: Config) -> None:
+def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
     """Options with which gradients would not pass through our hands: an error beats a silent plain run."""
     zero = deepspeed_config.zero_config
     if config.roles != ("gradient",):

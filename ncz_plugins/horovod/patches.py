@@ -104,9 +104,8 @@ def _polls_pending(original):
     def poll(handle):
         if not isinstance(handle, Pending):
             return original(handle)
-        reduction.wait_for(
-            handle
-        )  # what no plan covers is not begun before it is waited for: a loop that only polls would never end
+        # Without a plan a reduction begins when it is waited for. A loop that only polls would never end.
+        reduction.wait_for(handle)
         return True
 
     return poll

@@ -1,8 +1,7 @@
-"""From what a tensor holds to the quantization step that all ranks share.
+"""From the values of a tensor to the quantization step that all ranks share.
 
-Every rank measures its own values, their element-wise maximum over ranks joins the measurements, and
-from the joined vector each rank derives the same steps, or the same reason not to compress. A maximum
-is exact, so the outcome does not depend on the order in which ranks are combined.
+Every rank measures its own values. The ranks agree on the element-wise maximum of these measurements, and each derives
+the same quantization steps from it. A maximum is exact, so the order in which ranks are combined does not matter.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def work_dtype(dtype: torch.dtype) -> type[np.floating]:
 
 
 def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
-    """Bounds below this are not told apart: neither steps nor the scales of an average would have all their digits."""
+    """Smaller bounds count as this one. Below it quantization steps and scales of averages would lose digits."""
     # A quarter of the bound is left to the step, see `_finest`, and that divided makes the scale.
     return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 

@@ -1,8 +1,8 @@
-"""The steps that all ranks share for one call: measured and agreed on in pieces, ahead of the frames.
+"""The quantization steps that all ranks share for one call, measured and agreed on piece by piece.
 
-To measure a tensor is a pass over it at the speed of memory, during which nothing would cross the link. So of a large
-tensor some frames of every segment are measured and agreed on first; they travel while the others are measured. That
-changes no step, as each block's follow from what was measured of it alone.
+Measuring a tensor takes a pass over it, during which nothing would cross the link. So a large tensor is measured in
+pieces: some frames of every segment first, which then travel while the next piece is measured. The pieces change no
+quantization step, because the step of a block depends on that block alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FAST_GBPS = 2.5  # from here on the ranks wait for each other, once more for ev
 
 
 def pieces_of(layout: Layout, config: Config) -> list[range]:
-    """The pieces that a tensor is measured in, as frames of every segment: one where scales are not per block.
+    """The pieces that a tensor is measured in, as frames of every segment. One piece if scales are not per block.
 
-    Each is as long as all before it, the last one longer: as measuring is a few times as fast as a slow link, that has
-    enough to carry meanwhile.
+    Each piece is as long as all before it, and the last one may be longer. Measuring is a few times as fast as a slow
+    link, so the link has enough to carry meanwhile.
     """
     frames, block = layout.frames, config.quantizer.block_in_effect
     fast = config.transport.link_gbps is not None and config.transport.link_gbps >= _FAST_GBPS
@@ -39,19 +39,21 @@ def pieces_of(layout: Layout, config: Config) -> list[range]:
 
 
 class ScaleAgreement:
-    """Quantization steps of one call. The first piece is measured at once; nothing is sent before the first `demand`.
+    """The quantization steps of one call, on which the ranks agree piece by piece.
+
+    The first piece is measured at once. Nothing is sent before the first `require`.
 
     Args:
         layout: how the tensor is cut.
         pieces: its frames, see `pieces_of`.
         block: elements that share a scale.
         measure: returns what this rank measured of some frames, see `quantize.measure`.
-        agree: begins to replace that by its maximum over ranks, and returns what waits for it.
-        derive: takes such a maximum, and the layout that it belongs to; see `quantize.derive`.
+        agree: begins to replace that by its maximum over ranks, and returns a function that waits for it.
+        derive: takes such a maximum and the layout that it belongs to. Returns scales, or the reason to go plain.
 
     Attributes:
-        scales: of the whole tensor, in host memory; only those of frames that were demanded are filled in.
-        bypass: why the call must go plain; None as long as no reason is known.
+        scales: of the whole tensor, in host memory. Only those of required frames are filled in.
+        bypass: the reason why the call must go plain; None as long as there is none.
     """
 
     def __init__(
@@ -78,14 +80,14 @@ class ScaleAgreement:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are filled in, or there is a `bypass`."""
+        """Whether all scales are filled in, or there is a `bypass`."""
         return self._agreed == len(self._pieces)
 
     def require(self, frames: int) -> None:
-        """Return once the steps of so many frames of every segment are filled in, or there is a `bypass`.
+        """Return once the scales of the first `frames` frames of every segment are filled in, or there is a `bypass`.
 
-        All ranks must demand the same, in the same order relative to their other agreements. Before the last frame of a
-        piece is used, the next piece is measured and on its way, so that it has not to wait behind that frame.
+        All ranks must require the same, in the same order relative to their other agreements. Before the last frame of
+        a piece is used, the next piece is measured and its agreement begins: it need not queue behind that frame.
         """
         while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
             self._begin()

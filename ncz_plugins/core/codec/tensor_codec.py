@@ -161,7 +161,7 @@ class TensorCodec(ABC):
 
     @abstractmethod
     def _write_sum(self, segment: int, index: int, frames: list[Tensor], buffer: Tensor) -> int:
-        """As `sum`, into `room`, of which the size is returned. Raises DamagedFrame."""
+        """As `sum`, written to `buffer`. Returns the size of the frame in bytes. Raises DamagedFrame."""
 
     @abstractmethod
     def _read(self, segment: int, index: int, frame: Tensor) -> None:

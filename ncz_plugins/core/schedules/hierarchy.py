@@ -30,7 +30,7 @@ _scratch = Scratch()
 
 
 def in_nodes(call: Call, nodes: Nodes, block: int) -> Call:
-    """The same call in three steps: inside the nodes, between them, inside them again.
+    """The same call in three stages: inside the nodes, between them, inside them again.
 
     Args:
         call: as it would run flat.
@@ -88,7 +88,7 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
 
 
 def _all_gather(call: Call, nodes: Nodes) -> Call:
-    """As above: a piece is made of the parts of those ranks that have its place."""
+    """A piece is made of the parts of the ranks with one local rank, as in `_reduce_scatter`."""
     own = _pieces(nodes)[nodes.local_rank]
     segment = own[nodes.node]
 

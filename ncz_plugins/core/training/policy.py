@@ -39,7 +39,7 @@ class ParameterSlice(NamedTuple):
         return self.start + self.length if self.numel is None else self.numel
 
 
-Part = ParameterSlice  # its name until 0.2, kept for programs that import it
+Part = ParameterSlice  # its old name, for programs that import it
 
 
 class Treatment(NamedTuple):
