@@ -32,7 +32,7 @@ def received(tmp_path: Path, ranks: int) -> list[dict]:
 
 
 def test_ranks_of_one_host_are_told_who_they_are(tmp_path):
-    launched("told", tmp_path, ranks=3, standard_input='{"size": 1}')
+    launched("received", tmp_path, ranks=3, standard_input='{"size": 1}')
     for rank, found in enumerate(received(tmp_path, 3)):
         assert found["RANK"] == found["LOCAL_RANK"] == str(rank)
         assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
@@ -43,7 +43,7 @@ def test_ranks_of_one_host_are_told_who_they_are(tmp_path):
 @needs_links
 def test_ranks_of_several_nodes_are_told_who_they_are(tmp_path):
     with link(2) as nodes:
-        launched("told", tmp_path, ranks=4, nodes=nodes, ranks_per_node=2, environment={"OMP_NUM_THREADS": "2"})
+        launched("received", tmp_path, ranks=4, nodes=nodes, ranks_per_node=2, environment={"OMP_NUM_THREADS": "2"})
     for rank, found in enumerate(received(tmp_path, 4)):
         assert (found["RANK"], found["WORLD_SIZE"]) == (str(rank), "4")
         assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
