@@ -17,7 +17,7 @@ from .codec.quantize import Scales, measure
 from .codec.scale_agreement import ScaleAgreement, pieces_of
 from .codec.tensor_codec import CodedTensor, TensorCodec, codec_for, noise_for
 from .config import Config
-from .errors import MismatchError, UnsupportedError
+from .errors import MismatchError, UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels
 from .runtime.statistics import Counters
 from .runtime.trace import span
@@ -137,10 +137,11 @@ class Collectives:
             layout = _equal_segments(request.input, n, config)
             source = Window(source.data, layout.segment(rank).start)
             return call(layout, source, output, range(rank, rank + 1), schedule.all_gather)
+        divisor = n if request.op == torch.distributed.ReduceOp.AVG else 1
         call = partial(
             call,
             addends=n,
-            divisor=(n if request.op == torch.distributed.ReduceOp.AVG else 1) / request.scale,
+            divisor=divisor if request.scale == 1 else divisor / request.scale,
             feedback=feedback,
             verify_as=(named(request.parts) or "") if self.state.picks(self.training.step) else None,
         )
@@ -242,8 +243,9 @@ def run(call: Call, device: Device, transport: Transport, backoff: BypassBackoff
     if bypass is None:
         counters.compressed_calls = 1
     else:
-        with span("plain", call.source.data.nbytes, counters), peer_errors("the plain collective"):
-            call.plain(transport.plain).wait()
+        with span("plain", call.source.data.nbytes, counters):
+            with peer_errors("the plain collective"), memory_errors(call.collective):
+                call.plain(transport.plain).wait()
             device.synchronize()
         counters.wire_bytes += plain_bytes
         counters.bypasses[bypass.value] = 1

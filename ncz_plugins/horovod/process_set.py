@@ -25,6 +25,7 @@ from ..core.runtime.worker import Worker
 from ..core.training.group import GroupState
 from ..core.transport.base import Transport
 from ..core.transport.handshake import RankComparison, described, differences
+from ..core.transport.routes import forget_tensors
 from ..version import __version__
 from .bucket_plan import BucketPlan
 from .compressor import NCZ, OptimizerCompressor
@@ -70,8 +71,10 @@ class ProcessSetReducer:
         self._worker.submit(partial(self._reduce_rest, job, tensors)).wait()
 
     def close(self, seconds: float) -> None:
-        """End the thread, after at most so many seconds for what it is at."""
+        """End the thread, after at most so many seconds for what it is at, and close its connections."""
         self._worker.close(seconds)
+        if self._ring is not None:
+            self._ring.close()
 
     # ---------------------------------------------------------------- on the thread
 
@@ -88,8 +91,13 @@ class ProcessSetReducer:
     def _reduce_rest(self, job: Job, tensors: list[PendingTensor]) -> None:
         while not agree(job, tensors, blocking=True):
             pass  # some ranks are ahead with a bucket, which they leave now
-        for number, bucket in job.plan.buckets(tensors):
-            self._reduce_bucket(job, number, bucket)
+        try:
+            for number, bucket in job.plan.buckets(tensors):
+                self._reduce_bucket(job, number, bucket)
+        except BaseException:
+            # The step is given up. When elastic training repeats it, its sums are counted from the first again.
+            job.compressor.training.of_group(job.process_set.ranks).sums = 0
+            raise
 
     def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor]) -> None:
         _require_names(job.compressor, job.owner)
@@ -145,6 +153,7 @@ class ProcessSetReducer:
         except BaseException as error:
             ring, self._ring = self._ring, None
             ring.abort(error)
+            forget_tensors(error)
             raise
 
 

@@ -60,7 +60,7 @@ class HorovodTransport(Transport):
     def __init__(self, process_set, name: str):
         self.rank = process_set.rank()
         self.world_size = process_set.size()
-        self.plain = HorovodCollectives(process_set, f"{name}.plain")
+        self.plain = HorovodCollectives(process_set, f"{name}.exact")
         self._process_set = process_set
         self._name = name
         self._operations = 0

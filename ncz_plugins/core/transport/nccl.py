@@ -102,12 +102,16 @@ class NcclTransport(Transport):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
-        self.plain = TorchCollectives(self._open_group)
         self._connections = connections
         self._device = device
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._group: dist.ProcessGroup | None = group
+
+    @property
+    def plain(self) -> TorchCollectives:
+        # Made each time: kept here, it would refer back to this object, and keep its connections open.
+        return TorchCollectives(self._open_group)
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters

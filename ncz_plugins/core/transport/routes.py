@@ -26,6 +26,14 @@ class Route(NamedTuple):
     transport: Transport
 
 
+def forget_tensors(error: BaseException) -> None:
+    """Clear the frames that an exception went through: who keeps it must not keep the tensors of the call."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+
+
 class Routes:
     """The connections of one group's ranks, and a route for each torch device. It owns all of them.
 
@@ -83,10 +91,7 @@ class Routes:
         with ExitStack() as stack:
             for route in self._taken():
                 stack.callback(route.transport.abort, error)
-        cause: BaseException | None = error
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
+        forget_tensors(error)
 
     def _taken(self) -> list[Route]:
         """All routes, for whoever closes them; none once that was done."""
