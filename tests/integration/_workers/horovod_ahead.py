@@ -15,10 +15,10 @@ from horovod_common import loss_of, new_model, own_values, save, sha256, wrapped
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
-from ncz_plugins.horovod import NCZ, plan
+from ncz_plugins.horovod import NCZ, bucket_plan
 
 STEPS = 4
-plan.ROUND_BYTES = 32 << 10  # so that the small model has several rounds
+bucket_plan.BUCKET_BYTES = 32 << 10  # so that the small model has several buckets
 CONFIG = {"quantizer": {"mode": "abs", "value": 2e-4}, "transport": {"min_bytes": 0}}
 hvd.init(process_sets="dynamic")
 rank, last = hvd.rank(), hvd.size() - 1
