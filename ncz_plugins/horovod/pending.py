@@ -70,7 +70,7 @@ class Pending:
         names: of each tensor, None for those that have none.
         op, scale: see Kind.
         grouped: whether the result is a list.
-        reduce: reduces everything that is pending for the owner.
+        process_set: the ranks that reduce them.
     """
 
     def __init__(
