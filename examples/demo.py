@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.version import __version__
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -88,12 +88,6 @@ def parse_arguments():
 
 
 # ------------------------------------------------------------------------------------------------ running
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

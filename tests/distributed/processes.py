@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.cli.perf.link import Node
 
 # Where tensors may be. A GPU is shared by all ranks; machines of CI have none, `make gpu` is for those that do.
@@ -126,13 +126,10 @@ def run_in_nodes(
 
 def _meeting(world_size: int) -> dict[str, str]:
     """What ranks find in their environment about where they meet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     return {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
 

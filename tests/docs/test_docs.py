@@ -20,10 +20,8 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +33,7 @@ import yaml
 
 from ncz_plugins import Config
 from ncz_plugins.cli import main as cli
+from ncz_plugins.cli.perf.launch import run
 from ncz_plugins.core.config import find_in_deepspeed, is_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,7 +238,7 @@ WITH_PROGRAMS = [page for page in PAGES if any(block.word == "ranks" for block i
 
 
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
-def test_programs_run(page, tmp_path):
+def test_programs_run(page, tmp_path, monkeypatch):
     if page.stem in FRAMEWORKS and find_spec(page.stem) is None:
         pytest.skip(f"{page.stem} is not installed")
     files_of(page, tmp_path)
@@ -251,25 +250,8 @@ def test_programs_run(page, tmp_path):
             lines += block.text.strip("\n").splitlines()
     program.write_text("\n".join(lines) + "\n")
     (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    started = []
-    for rank in range(ranks):  # as torchrun does it, which takes seconds more
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        with open(tmp_path / f"rank{rank}.log", "w") as log:
-            each = environment() | (meeting | place if ranks > 1 else {})
-            command = [sys.executable, str(program)]
-            started.append(subprocess.Popen(command, cwd=tmp_path, env=each, stdout=log, stderr=log))
-    deadline = time.monotonic() + PROGRAM_SECONDS
-    try:
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-4000:] for rank in range(ranks))
-    assert codes == [0] * ranks, f"{page.name}\n{logs}"
+    monkeypatch.chdir(tmp_path)
+    run([sys.executable, str(program)], ranks, tmp_path / "records", environment=environment(), timeout=PROGRAM_SECONDS)
 
 
 def test_every_python_block_of_the_guides_runs_or_says_why_not():

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from repository import ROOT
+
+from ncz_plugins.cli.perf.launch import free_port
 
 WORKERS = Path(__file__).resolve().parent / "_workers"
 BIN = Path(sys.executable).parent
@@ -92,9 +93,3 @@ def launch(
 def _end_of(log: Path, lines: int = 60) -> str:
     """The end of a log, and where all of it is."""
     return "\n".join([f"{log}:", *log.read_text(errors="replace").splitlines()[-lines:]])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

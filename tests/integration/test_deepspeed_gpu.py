@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from launch import WORKERS, free_port, launch, torchrun
+from launch import WORKERS, launch, torchrun
 from test_deepspeed_zero import (  # noqa: F401
     BOUND,
     CASES,
@@ -18,6 +18,8 @@ from test_deepspeed_zero import (  # noqa: F401
     test_replicas_are_identical,
     test_the_loss_follows_the_plain_run,
 )
+
+from ncz_plugins.cli.perf.launch import free_port
 
 DEVICE = os.environ.get("NCZ_TEST_DEVICE", "cuda")  # cpu, to try this file where there is no GPU
 pytestmark = [

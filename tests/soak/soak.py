@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from ncz_plugins.cli.perf.launch import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -42,9 +43,6 @@ def soak(seconds: float, ranks: int, seed: int, folder: Path, **options) -> list
     """
     defaults = {"first": 0, "sessions": 10**9, "largest": 1 << 26, "warm_up": 50}
     job = defaults | options | {"seconds": seconds, "seed": seed, "results": str(folder)}
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
     running: list[subprocess.Popen] = []
     try:
@@ -53,7 +51,7 @@ def soak(seconds: float, ranks: int, seed: int, folder: Path, **options) -> list
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(free_port()),
                 "OMP_NUM_THREADS": "1",
                 "NCZ_CPU_KERNELS": KERNELS[rank % 2],
                 # Else glibc keeps up to 64 MiB of free memory for each of 16 arenas, as threads come and go.

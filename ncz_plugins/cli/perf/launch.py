@@ -6,9 +6,9 @@ function of this module returns or raises, and the kernel ends them if this proc
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ _POLL_SECONDS = 0.1
 _LOG_LINES = 20  # of a failed rank's log, shown in the error
 _RENDEZVOUS_SECONDS = 60
 _PORT = 29500  # for ranks with nodes of their own, where every port is free
+_FIRST_PORT = 10_000  # below are those of well-known services
 
 
 def run_ranks(
@@ -136,7 +137,7 @@ def _meeting_point(nodes: list[Node] | None) -> dict[str, str]:
     if nodes:
         address, port, interface = nodes[0].address, _PORT, nodes[0].interface
     else:
-        address, port, interface = "127.0.0.1", _free_port(), "lo"
+        address, port, interface = "127.0.0.1", free_port(), "lo"
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -179,10 +180,23 @@ def _horovodrun(ranks: int, nodes: list[Node] | None, per_node: int) -> Iterator
         yield [meeting | gloo | rank for rank in received["ranks"]]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A TCP port on which nothing listens here, for ranks to meet at.
+
+    The system hands out ports from a range of its own to every connection and every listener that names none, and
+    seconds pass before the first rank listens. So the port is from below that range, where there is room.
+    """
+    try:
+        first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux
+        first_handed_out = 32768
+    candidates = range(_FIRST_PORT, first_handed_out)
+    for port in [*random.SystemRandom().sample(candidates, min(100, len(candidates))), 0]:
+        with socket.socket() as probe:
+            with suppress(OSError):  # it is taken
+                probe.bind(("127.0.0.1", port))
+                return probe.getsockname()[1]
+    raise NczError("no TCP port is free on 127.0.0.1 for the ranks to meet at")
 
 
 # ------------------------------------------------------------------ from the start of the ranks to their end
@@ -229,7 +243,7 @@ def _how(code: int) -> str:
 
 def _end(process: subprocess.Popen) -> None:
     """Kill a process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

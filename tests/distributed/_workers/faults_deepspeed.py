@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 
 import deepspeed
@@ -12,6 +11,7 @@ from common import attempt, leave, start
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import kernels
+from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.transport.gloo import GlooStream
 
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
@@ -129,9 +129,7 @@ def begin_again(size: int, port: int) -> None:
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile
 processes: list[int] = [None] * world_size
 dist.all_gather_object(processes, os.getpid())
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1]]
+ports = [free_port()]
 dist.broadcast_object_list(ports)
 outcomes["overflow"] = {str(stage): overflow(stage) for stage in (2, 3)}
 leave(outcomes)

@@ -3,7 +3,6 @@
 import gc
 import os
 import resource
-import socket
 import time
 import warnings
 from functools import partial
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from common import digest, leave, start, values
 
 from ncz_plugins import Communicator, NczError
+from ncz_plugins.cli.perf.launch import free_port
 
 WARMUP, CYCLES = 10, 100
 MiB = 1 << 20
@@ -90,16 +90,6 @@ def cycle(port: int) -> str:
     return digest(tensor)
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    found = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return found
-
-
 def lives(ports: list[int]) -> dict:
     dist.destroy_process_group()
     digests = {cycle(port) for port in ports[:WARMUP]}
@@ -133,7 +123,7 @@ def out_of_memory(megabytes: float) -> str:
     return found
 
 
-ports = [free_ports(WARMUP + CYCLES) if rank == 0 else None]
+ports = [[free_port() for _ in range(WARMUP + CYCLES)]]
 dist.broadcast_object_list(ports)
 result["forks"] = forks()
 result["out of memory"] = [out_of_memory(megabytes) for megabytes in (1, 8)]
