@@ -1,0 +1,104 @@
+"""Why a call goes plain: every rule, and what calls learn from those before them."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ncz_plugins.core.bypass import Bypass, BypassBackoff, before_call, by_op, by_size, by_warm_up, scales_or_bypass
+from ncz_plugins.core.codec.layout import Layout
+from ncz_plugins.core.config import Config, QuantizerConfig
+from ncz_plugins.kernels.format import DTYPES
+
+ANY = Config()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "role", "op", "dtypes", "bypass"),
+    [
+        (2, None, dist.ReduceOp.SUM, (torch.float32,), None),
+        (2, "gradient", dist.ReduceOp.AVG, (torch.bfloat16,), None),
+        (2, None, None, (torch.float64, torch.float64), None),
+        (1, None, dist.ReduceOp.SUM, (torch.float32,), Bypass.ONE_RANK),
+        (2, "activation", dist.ReduceOp.SUM, (torch.float32,), Bypass.ROLE),
+        (2, None, dist.ReduceOp.MAX, (torch.float32,), Bypass.OP),
+        (2, None, dist.ReduceOp.SUM, (torch.int64,), Bypass.DTYPE),
+        (2, None, None, (torch.float32, torch.float16), Bypass.DTYPE),
+    ],
+)
+def test_before_a_call(world_size, role, op, dtypes, bypass):
+    assert before_call(ANY, world_size, role, op, dtypes) is bypass
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_sum_that_is_multiplied_by_nothing_positive_goes_plain(scale):
+    assert by_op(dist.ReduceOp.SUM, scale) is Bypass.OP
+    assert by_op(dist.ReduceOp.SUM, 0.5) is None
+
+
+def test_the_first_steps_go_plain_where_that_is_asked_for():
+    config = Config.load({"steps": {"warmup": 2}})
+    assert [by_warm_up(step, config) for step in range(4)] == [Bypass.WARM_UP, Bypass.WARM_UP, None, None]
+
+
+def test_small_tensors_go_plain_and_empty_ones_always():
+    config = Config.load({"transport": {"min_bytes": 100}})
+    assert [by_size(nbytes, config) for nbytes in (0, 99, 100)] == [Bypass.TOO_SMALL, Bypass.TOO_SMALL, None]
+    assert by_size(0, Config.load({"transport": {"min_bytes": 0}})) is Bypass.TOO_SMALL
+    assert by_size(1 << 30, Config.load({"transport": {"min_bytes": "never"}})) is Bypass.FAST_LINK
+
+
+@pytest.mark.parametrize(
+    ("largest", "bound", "dtype", "found"),
+    [
+        (1.0, 1e-2, torch.float32, None),
+        (math.inf, 1e-2, torch.float32, Bypass.NON_FINITE),
+        (3e38, 1e30, torch.float32, Bypass.NON_FINITE),  # the sum of two could be
+        (1.0, 1e-12, torch.float32, Bypass.CODE_OVERFLOW),
+        (1.0, 1e-5, torch.float32, None),
+        (1.0, 1e-5, torch.bfloat16, Bypass.NOT_WORTH),  # codes of 18 bits in place of 16
+    ],
+)
+def test_measured_values_decide(largest, bound, dtype, found):
+    quantizer = QuantizerConfig(mode="abs", value=bound)
+    agreed = torch.tensor([largest], dtype=torch.float32)
+    result = scales_or_bypass(agreed, Layout.of([64, 64], 64), quantizer, dtype, addends=2)
+    assert result is found if found else not isinstance(result, Bypass)
+
+
+def test_hopeless_kinds_are_measured_more_and_more_rarely():
+    backoff, measured = BypassBackoff(), []
+    for call in range(200):
+        if backoff.next("kind") is None:
+            measured.append(call)
+            backoff.learn("kind", Bypass.NOT_WORTH)
+    assert measured == [0, 2, 5, 10, 19, 36, 69, 134, 199]
+    assert backoff.next("another kind") is None
+
+
+def test_one_success_is_enough_to_start_again():
+    backoff = BypassBackoff()
+    for _ in range(3):
+        backoff.learn("kind", Bypass.CODE_OVERFLOW)
+    assert backoff.next("kind") is Bypass.CODE_OVERFLOW
+    backoff.learn("kind", None)
+    assert backoff.next("kind") is None
+
+
+def test_values_that_are_not_finite_say_nothing_about_the_next_call():
+    backoff = BypassBackoff()
+    backoff.learn("kind", Bypass.NON_FINITE)
+    assert backoff.next("kind") is None
+
+
+def test_backoff_is_saved_and_restored():
+    backoff, restored = BypassBackoff(), BypassBackoff()
+    for _ in range(3):
+        backoff.learn("kind", Bypass.NOT_WORTH)
+    restored.load_state_dict(backoff.state_dict())
+    assert [restored.next("kind") for _ in range(5)] == [backoff.next("kind") for _ in range(5)]
+
+
+def test_every_dtype_that_frames_know_can_be_compressed():
+    assert all(before_call(ANY, 2, None, dist.ReduceOp.SUM, (dtype,)) is None for dtype in DTYPES)

@@ -1,0 +1,74 @@
+"""What is asked for, and what ranks compare of it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import call
+
+from ncz_plugins.core.call import Request, plain_wire_bytes
+from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.transport.base import PlainCollectives
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"number": 2}, "number of the call"),
+        ({"collective": "broadcast"}, "collective"),
+        ({"layout": Layout.of([4, 5], 4)}, "elements"),
+        ({"source": Window(torch.zeros(8, dtype=torch.float16))}, "dtype"),
+        ({"divisor": 2.0}, "checksum of the divisor"),
+        ({"root": 1}, "source rank"),
+        ({"config": Config.load({"quantizer": {"value": 0.5}})}, "checksum of the configuration"),
+    ],
+)
+def test_ranks_compare_all_that_makes_a_call(changes, what):
+    mine, theirs = call().described(), call(**changes).described()
+    assert [name for name in mine if mine[name] != theirs[name]] == [what]
+
+
+def test_calls_are_of_one_kind_whatever_their_number():
+    assert call().kind == call(number=7).kind
+    assert call().kind != call(layout=Layout.of([4, 5], 4)).kind
+    assert call().kind != call(config=Config.load({"quantizer": {"value": 0.5}})).kind
+
+
+@pytest.mark.parametrize(
+    ("collective", "sent"),
+    [("all_reduce", 1500), ("reduce_scatter_tensor", 750), ("all_gather_into_tensor", 3000), ("broadcast", 750)],
+)
+def test_what_a_plain_collective_sends(collective, sent):
+    assert plain_wire_bytes(collective, 1000, 4) == sent
+
+
+class Started(PlainCollectives):
+    """Notes what was started."""
+
+    def all_reduce(self, *arguments):
+        return "all_reduce", arguments
+
+    def reduce_scatter_tensor(self, *arguments):
+        return "reduce_scatter_tensor", arguments
+
+    def all_gather_into_tensor(self, *arguments):
+        return "all_gather_into_tensor", arguments
+
+    def broadcast(self, *arguments):
+        return "broadcast", arguments
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"])
+def test_a_request_starts_the_plain_collective_of_its_name(collective):
+    small, large = torch.zeros(2), torch.zeros(4)
+    given, result = {
+        "all_reduce": (large, large),
+        "reduce_scatter_tensor": (large, small),
+        "all_gather_into_tensor": (small, large),
+        "broadcast": (large, large),
+    }[collective]
+    request = Request(collective, given, result, op=dist.ReduceOp.AVG, scale=0.5, root=1)
+    started, arguments = request.start_plain(Started())
+    assert started == collective
+    assert arguments[0] is result
+    assert request.larger is large

@@ -1,0 +1,117 @@
+"""The way of every call: decided, compared, run and counted, on ranks in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play, same_bits, values
+
+from ncz_plugins.core.bypass import Bypass
+from ncz_plugins.core.call import Request
+from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
+
+RANKS = (0, 1)
+
+
+def collectives(rank=0, **sections) -> Collectives:
+    config = Config.load({"transport": {"min_bytes": 0}} | sections).resolved()
+    return Collectives(Training(config), config, RANKS, rank)
+
+
+def summed(tensor: torch.Tensor, *names: str, op=dist.ReduceOp.SUM) -> Request:
+    parts = [ParameterSlice(name, tensor.numel() // len(names)) for name in names]
+    return Request("all_reduce", tensor, tensor, op, parts=parts or [ParameterSlice(None, tensor.numel())])
+
+
+def test_what_nothing_speaks_against_is_compressed():
+    decision = collectives().decide(summed(torch.zeros(4)))
+    assert decision.bypass is None and decision.config.quantizer.value == 0.25
+
+
+def test_the_first_reason_to_go_plain_is_told():
+    assert collectives().decide(summed(torch.zeros(4), op=dist.ReduceOp.MAX)).bypass is Bypass.OP
+    assert collectives().decide(summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
+
+
+def test_a_policy_decides_for_its_parameters():
+    policies = [{"name": "*.bias", "action": "skip"}, {"name": "head.*", "quantizer": {"value": 0.5}}]
+    chosen = collectives(policies=policies)
+    assert chosen.decide(summed(torch.zeros(4), "a.bias")).bypass is Bypass.POLICY
+    assert chosen.decide(summed(torch.zeros(4), "head.weight")).config.quantizer.value == 0.5
+    with pytest.raises(UnsupportedError, match="treated differently"):
+        chosen.decide(summed(torch.zeros(4), "a.bias", "head.weight"))
+
+
+def test_a_strided_tensor_is_refused():
+    with pytest.raises(UnsupportedError, match="strides"):
+        collectives().decide(summed(torch.zeros(4, 4).t()))
+
+
+def test_error_feedback_needs_a_name():
+    chosen = collectives(quantizer={"error_feedback": True})
+    request = summed(torch.zeros(4))
+    with pytest.raises(UnsupportedError, match="name="):
+        chosen.prepare(request, chosen.config)
+
+
+def reduce(chosen: Collectives, transport, tensor: torch.Tensor) -> None:
+    request = summed(tensor)
+    call = chosen.prepare(request, chosen.decide(request).config)
+    chosen.run(call, Host(), transport)
+
+
+def test_a_call_is_compressed_and_counted():
+    def body(transport):
+        chosen, tensor = collectives(transport.rank), values(transport.rank, 10_000)
+        reduce(chosen, transport, tensor)
+        return tensor, chosen.training.stats.total
+
+    (tensor, total), (other, _) = play(2, body)
+    assert same_bits([tensor, other])
+    exact = values(0, 10_000) + values(1, 10_000)
+    assert 0 < (tensor - exact).abs().max() < 2
+    assert (total.calls, total.compressed_calls, total.bypasses) == (1, 1, {})
+    assert total.wire_bytes < total.plain_bytes == 40_000
+
+
+def test_values_that_are_not_finite_go_plain_on_all_ranks_alike():
+    def body(transport):
+        chosen, tensor = collectives(transport.rank), values(transport.rank, 10_000)
+        if transport.rank:
+            tensor[7] = torch.inf
+        reduce(chosen, transport, tensor)
+        return tensor, chosen.training.stats.total.bypasses
+
+    (tensor, bypasses), (other, _) = play(2, body)
+    assert same_bits([tensor, other]) and tensor[7] == torch.inf
+    assert bypasses == {"non-finite": 1}
+
+
+def test_hopeless_calls_are_no_longer_measured():
+    def body(transport):
+        chosen = collectives(transport.rank, quantizer={"mode": "abs", "value": 1e-12})
+        for _ in range(3):
+            reduce(chosen, transport, values(transport.rank, 1000))
+        return [counters.calls for counters in [chosen.training.stats.total]], chosen.state.backoff.state_dict()
+
+    (_, backoff), (_, other) = play(2, body)
+    assert backoff == other
+    ((reason, left, length),) = backoff.values()
+    assert (reason, left, length) == (
+        "code overflow",
+        2,
+        2,
+    )  # of three calls the second was spared
+
+
+def test_ranks_that_make_different_calls_are_told_on_all_of_them():
+    def body(transport):
+        chosen = collectives(transport.rank)
+        with pytest.raises(MismatchError, match="elements"):
+            reduce(chosen, transport, values(transport.rank, 1000 + transport.rank))
+
+    play(2, body)

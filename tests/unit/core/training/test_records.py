@@ -1,0 +1,34 @@
+"""The records of a training, as files get them."""
+
+import json
+
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.training.records import Records
+from ncz_plugins.version import __version__
+
+
+def written(path, *headers: dict, steps: int = 0) -> list[dict]:
+    config = Config.load({"statistics": {"jsonl": str(path)}})
+    records = Records(config)
+    assert not records.begun
+    for header in headers:
+        records.begin(config, header)
+    for step in range(1, steps + 1):
+        records.write(step, Counters(calls=2, bytes_in=800, plain_bytes=800, wire_bytes=100), 1.5, [])
+        records.end_step()
+    assert records.begun
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_header_is_written_once_for_each_that_differs(tmp_path):
+    headers = written(tmp_path / "run.jsonl", {"ranks": 2}, {"ranks": 2}, {"ranks": 3})
+    assert [header["ranks"] for header in headers] == [2, 3]
+    assert headers[0]["ncz_plugins"] == __version__ and headers[0]["config"]["quantizer"]["value"] == 0.25
+
+
+def test_each_step_is_a_record_with_its_time(tmp_path):
+    _, first, second = written(tmp_path / "run.jsonl", {"ranks": 2}, steps=2)
+    assert (first["step"], first["calls"], first["bound_times"], first["step_seconds"]) == (1, 2, 1.5, None)
+    assert second["step_seconds"] >= 0 and second["time"] >= first["time"]
+    assert "guard" not in first

@@ -1,0 +1,83 @@
+"""Uncompressed collectives over the connections of our own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play
+
+WORLD = 3
+
+
+def on_each_rank(body) -> list:
+    """What `body` leaves on each rank; it takes the collectives and the rank."""
+    return play(WORLD, lambda transport: body(transport.plain, transport.rank))
+
+
+@pytest.mark.parametrize(
+    ("op", "scale", "expected"),
+    [
+        (dist.ReduceOp.SUM, 1.0, 6.0),
+        (dist.ReduceOp.SUM, 0.5, 3.0),
+        (dist.ReduceOp.AVG, 1.0, 2.0),
+        (dist.ReduceOp.AVG, 0.5, 1.0),
+        (dist.ReduceOp.MAX, 1.0, 3.0),
+        (dist.ReduceOp.MIN, 1.0, 1.0),
+    ],
+)
+def test_all_reduce(op, scale, expected):
+    def body(plain, rank):
+        tensor = torch.full((5,), rank + 1.0)
+        assert plain.all_reduce(tensor, op, scale).wait()
+        return tensor.tolist()
+
+    assert on_each_rank(body) == [[expected] * 5] * WORLD
+
+
+@pytest.mark.parametrize(("op", "expected"), [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 2.0)])
+def test_reduce_scatter(op, expected):
+    def body(plain, rank):
+        output = torch.zeros(2)
+        plain.reduce_scatter_tensor(output, (rank + 1.0) * torch.tensor([1.0, 1, 10, 10, 100, 100]), op).wait()
+        return output.tolist()
+
+    assert on_each_rank(body) == [[expected * 10**rank] * 2 for rank in range(WORLD)]
+
+
+def test_all_gather():
+    def body(plain, rank):
+        output = torch.zeros(2 * WORLD, dtype=torch.int64)
+        plain.all_gather_into_tensor(output, torch.tensor([rank, -rank])).wait()
+        return output.tolist()
+
+    assert on_each_rank(body) == [[0, 0, 1, -1, 2, -2]] * WORLD
+
+
+def test_broadcast():
+    def body(plain, rank):
+        tensor = torch.full((4,), rank, dtype=torch.uint8)
+        plain.broadcast(tensor, 1).wait()
+        return tensor.tolist()
+
+    assert on_each_rank(body) == [[1] * 4] * WORLD
+
+
+def test_exchange():
+    def body(plain, rank):
+        right, left = (rank + 1) % WORLD, (rank - 1) % WORLD
+        received = torch.zeros(3)
+        for work in plain.exchange([(right, torch.full((3,), float(rank)))], [(left, received)]):
+            work.wait()
+        return received.tolist()
+
+    assert on_each_rank(body) == [[float((rank - 1) % WORLD)] * 3 for rank in range(WORLD)]
+
+
+def test_an_average_is_not_complete_before_it_is_divided():
+    def body(plain, rank):
+        tensor = torch.full((4,), 6.0)
+        work = plain.all_reduce(tensor, dist.ReduceOp.AVG)
+        work.wait()
+        work.wait()  # divides once
+        return tensor.tolist(), work.is_completed()
+
+    assert on_each_rank(body) == [([6.0] * 4, True)] * WORLD
