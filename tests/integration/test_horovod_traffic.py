@@ -1,6 +1,7 @@
 """The example GPT under Horovod: plain, as fp16 and compressed, each on a network whose bytes the kernel counts."""
 
 import json
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -9,14 +10,16 @@ from launch import ROOT, horovodrun, launch, needs_horovod
 pytestmark = [pytest.mark.slow, needs_horovod, pytest.mark.timeout(600)]
 
 SCRIPT = ROOT / "examples" / "train_horovod.py"
-STEPS = 150  # earlier the loss still falls fast, and by seed one run or the other is ahead by up to 1%
-SHORT = 10  # enough to count bytes, which are the same in every step
-LAST_STEPS = 20
+STEPS = 10  # enough to count bytes, which are the same in every step
+LONG = 40  # the loss has begun to fall
+LAST_STEPS = 10
+# By default 150 steps are needed until noise is small beside 1%, and test_deepspeed_traffic.py takes them.
+CLOSE = {"quantizer": {"mode": "rms", "value": 0.002}}
 # Between its operations Horovod's ranks talk every millisecond, which in slow steps is more than a tenth of our bytes.
 QUIET = {"GLOO_SOCKET_IFNAME": "lo", "HOROVOD_CYCLE_TIME": "10"}
 
 
-def train(private_network, compression: str, steps: int, folder, ranks: int = 2) -> list[dict]:
+def train(private_network, compression: str | Path, steps: int, folder, ranks: int = 2) -> list[dict]:
     """The records that the example writes: one per step, and a last one for the whole run."""
     log = folder / "log.jsonl"
     command = horovodrun(SCRIPT, "--compression", compression, "--steps", steps, "--log-file", log, ranks=ranks)
@@ -26,12 +29,20 @@ def train(private_network, compression: str, steps: int, folder, ranks: int = 2)
 
 @pytest.fixture(scope="module")
 def plain(private_network, tmp_path_factory):
-    return train(private_network, "none", STEPS, tmp_path_factory.mktemp("plain"))
+    return train(private_network, "none", LONG, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def close(private_network, tmp_path_factory):
+    """Compressed so little that the losses must be those of the plain run."""
+    folder = tmp_path_factory.mktemp("close")
+    (file := folder / "ncz.json").write_text(json.dumps(CLOSE))
+    return train(private_network, file, LONG, folder)
 
 
 @pytest.fixture(scope="module")
 def fp16(private_network, tmp_path_factory):
-    return train(private_network, "fp16", SHORT, tmp_path_factory.mktemp("fp16"))
+    return train(private_network, "fp16", STEPS, tmp_path_factory.mktemp("fp16"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,7 @@ def ncz(private_network, tmp_path_factory):
 def three_ranks(private_network, tmp_path_factory):
     """A plain and a compressed run on three ranks."""
     folders = {compression: tmp_path_factory.mktemp(f"{compression}-3-ranks") for compression in ("none", "ncz")}
-    return [train(private_network, kind, SHORT, folder, ranks=3) for kind, folder in folders.items()]
+    return [train(private_network, kind, STEPS, folder, ranks=3) for kind, folder in folders.items()]
 
 
 def bytes_per_step(records: list[dict]) -> float:
@@ -51,7 +62,7 @@ def bytes_per_step(records: list[dict]) -> float:
 
 
 def test_the_runs_were_as_meant(plain, fp16, ncz):
-    assert (len(plain), len(fp16), len(ncz)) == (STEPS + 1, SHORT + 1, STEPS + 1)
+    assert (len(plain), len(fp16), len(ncz)) == (LONG + 1, STEPS + 1, STEPS + 1)
     assert "compression" not in plain[-1] and "compression" not in fp16[-1]
     assert ncz[-1]["compression"]["bypasses"] == {}
     for record in ncz[:-1]:
@@ -74,12 +85,12 @@ def test_at_most_half_of_what_horovods_fp16_sends(fp16, ncz):
     assert bytes_per_step(ncz) <= bytes_per_step(fp16) / 2
 
 
-def test_the_loss_follows_the_plain_run(plain, ncz):
-    plain_loss, loss = (fmean(record["loss"] for record in records[-1 - LAST_STEPS : -1]) for records in (plain, ncz))
-    assert loss == pytest.approx(plain_loss, rel=0.01)
-    assert plain_loss < plain[0]["loss"] / 1.5  # it did learn
+def test_the_loss_follows_the_plain_run(plain, close):
+    plain_loss, loss = (fmean(record["loss"] for record in records[-1 - LAST_STEPS : -1]) for records in (plain, close))
+    assert loss == pytest.approx(plain_loss, rel=0.001)
+    assert plain_loss < plain[0]["loss"] / 1.2  # it did learn
 
 
-def test_replicas_are_identical(plain, fp16, ncz):
-    for records in (plain, fp16, ncz):
+def test_replicas_are_identical(plain, close, fp16, ncz):
+    for records in (plain, close, fp16, ncz):
         assert records[-1]["replicas_identical"]

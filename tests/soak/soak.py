@@ -45,13 +45,14 @@ def soak(seconds: float, ranks: int, seed: int, folder: Path, **options) -> list
     job = defaults | options | {"seconds": seconds, "seed": seed, "results": str(folder)}
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
     running: list[subprocess.Popen] = []
+    port = free_port()
     try:
         for rank, log in enumerate(logs):
             environment = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free_port()),
+                "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "NCZ_CPU_KERNELS": KERNELS[rank % 2],
                 # Else glibc keeps up to 64 MiB of free memory for each of 16 arenas, as threads come and go.

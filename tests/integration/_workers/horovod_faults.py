@@ -14,7 +14,7 @@ from functools import partial
 
 import horovod.torch as hvd
 import torch
-from horovod_common import own_values, save, sha256
+from horovod_common import hide_the_end_of_the_last_rank, own_values, save, sha256
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
@@ -24,8 +24,7 @@ from ncz_plugins.horovod.transport import HorovodStream
 
 SIZE = 300_000
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
-# The launcher's, once a rank is dead. The others are to say why they fail, and not that they were told to end.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+hide_the_end_of_the_last_rank()
 hvd.init()
 rank, last = hvd.rank(), hvd.size() - 1
 processes = hvd.allgather(torch.tensor([os.getpid()])).tolist()
