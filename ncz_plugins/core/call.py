@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.format import DTYPES
+from .bypass import Bypass
 from .codec.layout import Layout, Window
 from .config import Config
 from .runtime.statistics import Counters
@@ -25,6 +23,8 @@ _PLAIN_BYTES = {
     "all_gather_into_tensor": lambda nbytes, n: nbytes * (n - 1),
     "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
 }
+
+COLLECTIVES = tuple(_PLAIN_BYTES)
 
 
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
@@ -99,6 +99,7 @@ class Call:
         root: rank that a broadcast starts from.
         feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
         in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
+        described: what all ranks must have in common, see call_description.py. Nothing is compared if it is empty.
         verify_as: what to call this sum when the guard compares it with the uncompressed one; None: it does not.
     """
 
@@ -118,6 +119,7 @@ class Call:
     feedback: Feedback | None = None
     in_pieces: bool = True
     verify_as: str | None = None
+    described: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -127,25 +129,21 @@ class Call:
         dtype = self.source.data.dtype
         return f"{self.collective} {self.layout.lengths} {dtype} {self.root} {self.divisor} {bound}"
 
-    def described(self) -> dict[str, int]:
-        """What all ranks must have in common."""
-        return {
-            "number of the call": self.number,
-            "collective": list(_PLAIN_BYTES).index(self.collective),
-            "elements": self.layout.numel,
-            "dtype": DTYPES.index(self.source.data.dtype),
-            "checksum of the divisor": zlib.crc32(repr(float(self.divisor)).encode()),
-            "source rank": self.root,
-            "checksum of the configuration": checksum_of(self.config),
-        }
-
     def counters(self, world_size: int) -> Counters:
         """Those of a call that begins."""
         nbytes = self.source.data.nbytes
         return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_wire_bytes(self.collective, nbytes, world_size))
 
 
-@lru_cache
-def checksum_of(config: Config) -> int:
-    """A number by which ranks tell whether their configurations differ; found once for each, as calls are many."""
-    return zlib.crc32(config.canonical().encode())
+@dataclass(frozen=True)
+class PlainCall:
+    """An uncompressed collective, ready to run.
+
+    Attributes:
+        bypass: why it goes plain.
+        described: what all ranks must have in common, see call_description.py.
+    """
+
+    request: Request
+    bypass: Bypass
+    described: Mapping[str, int]

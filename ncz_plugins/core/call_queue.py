@@ -1,28 +1,36 @@
-"""Calls run one after another on a background thread, and a failure ends them all."""
+"""Calls run one after another, and a failure ends them all."""
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import torch
 
-from .call import Call
-from .collective import Collectives
 from .errors import NczError, UnsupportedError, memory_errors
-from .runtime.device import record_event
+from .runtime.device import Device, record_event
 from .runtime.handle import Handle
 from .runtime.worker import Worker
+from .transport.base import Transport
 from .transport.routes import Routes
 
 _CLOSE_SECONDS = 5.0
+_EXIT_SECONDS = 10.0  # for calls that are under way when the program ends
+_HOST = torch.device("cpu")
+
+Job = Callable[[Device, Transport], None]
 
 
 class CallQueue:
-    """Runs the calls of one group of ranks in the order in which they were submitted.
+    """Runs the calls of one group of ranks in the order in which they were asked for.
 
     After a failure the ranks no longer agree on what comes next. So the first one closes all connections, which lets
-    peers notice, and further calls raise at once.
+    peers notice, and further calls raise at once. When the program ends, calls that are under way come to their end
+    first; those that take longer than ten seconds fail.
 
     Args:
         routes: how tensors reach the other ranks. The queue closes them.
@@ -33,6 +41,9 @@ class CallQueue:
         self.routes = routes
         self._worker = Worker(name)
         self._broken: NczError | None = None
+        self._last: Handle | None = None  # what was submitted last
+        self._running = threading.Lock()  # held by the thread that makes calls
+        _open.add(self)
 
     def require_open(self) -> None:
         """Raise what ended this queue, if anything did, and UnsupportedError in a fork of the process that made it."""
@@ -40,28 +51,75 @@ class CallQueue:
             raise self._broken
         self._worker.require_own_process()
 
-    def submit(self, collectives: Collectives, call: Call) -> Handle:
-        """Run a call after all earlier ones."""
-        asked = record_event(call.source.data.device)
-        return self._worker.submit(partial(self._run, collectives, call, asked))
+    def submit(self, collective: str, device: torch.device, job: Job) -> Handle:
+        """Run a job on the background thread, after all earlier ones.
+
+        Args:
+            collective: what the job does, for messages.
+            device: where its tensors live.
+        """
+        self._last = self._worker.submit(partial(self._run, collective, device, job, record_event(device)))
+        return self._last
+
+    def run(self, collective: str, job: Job) -> None:
+        """Run a job on host tensors after all earlier ones, on this thread if there is none to wait for."""
+        if self._last is None or self._last.is_completed():
+            self._run(collective, _HOST, job, None)
+        else:
+            self.submit(collective, _HOST, job).wait()
+
+    def drain(self) -> None:
+        """Return once all that was submitted has come to its end, or failed."""
+        if self._last is not None:
+            with suppress(Exception):  # it belongs to whoever waits for it
+                self._last.wait()
 
     def close(self) -> None:
         """Finish what was submitted and close the connections. Safe to call twice."""
+        _open.discard(self)
         if self._broken is None:
             with suppress(UnsupportedError):  # in a fork, which has no part in them
                 self._worker.submit(self.routes.close)
         if self._worker.close(_CLOSE_SECONDS) and self._broken is None:
             self._broken = NczError("this communicator was closed")
 
-    def _run(self, collectives: Collectives, call: Call, asked: torch.cuda.Event | None) -> None:
-        """On the background thread."""
-        if self._broken is not None:
-            raise self._broken
-        try:
-            device, transport = self.routes.of(call.source.data.device)
-            with device.after(asked), memory_errors(call.collective):
-                collectives.run(call, device, transport)
-        except BaseException as error:
-            self._broken = error if isinstance(error, NczError) else NczError(f"{call.collective} failed: {error!r}")
-            self.routes.abort(error)
-            raise
+    def end(self, seconds: float) -> None:
+        """Finish what was submitted within so many seconds, or else give it up; then close the connections.
+
+        A thread that still waits for a peer when the interpreter ends would end the process by a signal.
+        """
+        with suppress(UnsupportedError):
+            self._worker.require_own_process()
+            if self._last is not None:
+                with suppress(Exception):
+                    self._last.wait(seconds)
+                if not self._last.is_completed():
+                    self._fail("ending", NczError("the program ended before this call did"))
+        self.close()
+
+    def _run(self, collective: str, device: torch.device, job: Job, asked: torch.cuda.Event | None) -> None:
+        with self._running:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                route, transport = self.routes.of(device)
+                with route.after(asked), memory_errors(collective):
+                    job(route, transport)
+            except BaseException as error:
+                self._fail(collective, error)
+                raise
+
+    def _fail(self, collective: str, error: BaseException) -> None:
+        self._broken = error if isinstance(error, NczError) else NczError(f"{collective} failed: {error!r}")
+        self.routes.abort(error)
+
+
+_open: weakref.WeakSet[CallQueue] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for each in list(_open):
+        each.end(_EXIT_SECONDS)
+
+
+atexit.register(_end_all)

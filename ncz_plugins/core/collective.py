@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor
 
 from .bypass import Bypass, BypassBackoff, before_call, by_size, scales_or_bypass
-from .call import Call, Request, plain_wire_bytes
+from .call import Call, PlainCall, Request, plain_wire_bytes
+from .call_description import bypassing, described, refusal, require_plain, require_same
 from .codec.layout import Layout, Window
 from .codec.quantize import Scales, measure
 from .codec.scale_agreement import ScaleAgreement, pieces_of
 from .codec.tensor_codec import CodedTensor, TensorCodec, codec_for, noise_for
 from .config import Config
-from .errors import MismatchError, UnsupportedError, memory_errors
-from .runtime.device import Device, require_kernels
+from .errors import UnsupportedError, memory_errors
+from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
 from .runtime.trace import span
 from .schedules import direct, ring
@@ -29,7 +31,7 @@ from .training.group import GroupState
 from .training.policy import named
 from .training.state import Training
 from .transport.base import Transport, peer_errors
-from .transport.handshake import RankComparison
+from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
 _SCHEDULES = {"ring": ring, "direct": direct}
@@ -77,6 +79,8 @@ class Collectives:
         self.world_size = len(ranks)
         self.nodes = nodes
         self._auto_schedule = auto_schedule
+        self._plain_calls = 0
+        self._uncompared = 0  # a checksum of plain calls on GPUs, which no host waits for
 
     @property
     def state(self) -> GroupState:
@@ -91,11 +95,11 @@ class Collectives:
         Raises UnsupportedError for tensors that can't be served, and where a request's parts are treated differently.
         """
         for tensor in (request.input, request.output):
+            require_tensor(tensor)
             require_kernels(tensor.device, self.config)
-            if not tensor.is_contiguous():
-                raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
         dtypes = (request.input.dtype, request.output.dtype)
         if bypass := before_call(self.config, self.world_size, request.role, request.op, dtypes):
+            require_plain(request)
             return Decision(self.config, bypass)
         dtype = request.input.dtype
         alike = self.training.grouped(request.parts, dtype, request.role, self.ranks)
@@ -108,9 +112,24 @@ class Collectives:
         config = treatment.settings(self.config)
         return Decision(config, treatment.bypass or by_size(request.larger.nbytes, config))
 
+    def prepare_plain(self, request: Request, bypass: Bypass) -> PlainCall:
+        """The uncompressed call that serves a request, numbered."""
+        self._plain_calls += 1
+        return PlainCall(request, bypass, self._described(request, bypass))
+
     def count_plain(self, request: Request, bypass: Bypass) -> None:
-        """Count a request that goes plain without asking the other ranks."""
+        """Count a request that goes plain."""
         self.training.stats.record(bypassed(request, bypass, self.world_size))
+
+    def note_uncompared(self, request: Request, bypass: Bypass) -> None:
+        """A request goes plain without a comparison. The next call that is compared tells whether ranks differed."""
+        self._plain_calls += 1
+        numbers = [self._uncompared, *self._described(request, bypass).values()]
+        self._uncompared = zlib.crc32(repr(numbers).encode())
+
+    def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
+        number = self.state.calls + self._plain_calls
+        return described(request, number, bypass, config, self._uncompared)
 
     def prepare(self, request: Request, config: Config) -> Call:
         """The call that serves a request, numbered, with the settings that `decide` returned.
@@ -127,7 +146,8 @@ class Collectives:
         n, rank = self.world_size, self.rank
         source, output = Window(request.input.view(-1)), Window(request.output.view(-1))
         schedule = _SCHEDULES[self._schedule_name()]
-        call = partial(Call, request.collective, config, number=number, plain=request.start_plain)
+        numbers = self._described(request, None, config)
+        call = partial(Call, request.collective, config, number=number, plain=request.start_plain, described=numbers)
         if request.collective == "broadcast":
             layout = Layout.of([request.input.numel()], frame_elements(request.input, config))
             run = partial(schedule.broadcast, root=request.root)
@@ -177,10 +197,39 @@ class Collectives:
         Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
         """
         contribution = None if call.verify_as is None else call.source.data.clone()
-        done = run(call, device, transport, self.state.backoff)
+        done = run(call, device, transport, self.state.backoff, self.ranks)
         self.training.stats.record(done)
         if contribution is not None and done.compressed_calls:
             self._verify(call, contribution, device, transport)
+
+    def run_plain(self, call: PlainCall, device: Device, transport: Transport) -> None:
+        """Run an uncompressed call to its end on this rank, and count it.
+
+        Raises MismatchError on every rank if the ranks make different calls, and PeerError.
+        """
+        request = call.request
+        comparison = RankComparison(call.described, transport.rank, transport.world_size)
+        check = partial(require_same, request.collective, comparison, self.ranks)
+        small = transport.small
+        if small is not None and small.serve(request.collective, request.input, request.op):
+            small.run(request.collective, request.input, request.output, request.op, request.root, comparison, check)
+        else:
+            transport.start_comparison(comparison.tensor, Counters()).wait()
+            check()
+            with peer_errors(f"the plain {request.collective}"):
+                request.start_plain(transport.plain).wait()
+            device.synchronize()
+        self.count_plain(request, call.bypass)
+
+    def refuse(self, collective: str, device: Device, transport: Transport) -> None:
+        """Tell the other ranks that this one can't make its call.
+
+        Raises MismatchError unless all refuse it, and PeerError.
+        """
+        numbers = refusal(self.state.calls + self._plain_calls)
+        comparison = RankComparison(numbers, transport.rank, transport.world_size)
+        transport.start_comparison(comparison.tensor, Counters()).wait()
+        require_same(collective, comparison, self.ranks)
 
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
         """Let the guard compare the result with the uncompressed sum of what the ranks contributed."""
@@ -223,12 +272,19 @@ def bypassed(request: Request, bypass: Bypass, world_size: int) -> Counters:
 # ------------------------------------------------------------------ one call from beginning to end
 
 
-def run(call: Call, device: Device, transport: Transport, backoff: BypassBackoff | None = None) -> Counters:
+def run(
+    call: Call,
+    device: Device,
+    transport: Transport,
+    backoff: BypassBackoff | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Counters:
     """Run `call` to its end on this rank.
 
     Args:
         device: where the tensors of `call` live.
         backoff: what similar calls before came to; None to measure every call.
+        ranks: the global ranks, for messages; None: those of `transport`.
 
     Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
     """
@@ -236,8 +292,11 @@ def run(call: Call, device: Device, transport: Transport, backoff: BypassBackoff
     plain_bytes = counters.plain_bytes
     started = time.perf_counter()
     bypass = backoff.next(call.kind) if backoff else None
-    if bypass is None:
-        bypass = _run_compressed(call, device, transport, counters)
+    ranks = range(transport.world_size) if ranks is None else ranks
+    if bypass is not None:
+        _require_same_bypass(call, bypass, transport, counters, ranks)
+    else:
+        bypass = _run_compressed(call, device, transport, counters, ranks)
         if backoff:
             backoff.learn(call.kind, bypass)
     if bypass is None:
@@ -254,11 +313,22 @@ def run(call: Call, device: Device, transport: Transport, backoff: BypassBackoff
     return counters
 
 
-def _run_compressed(call: Call, device: Device, transport: Transport, counters: Counters) -> Bypass | None:
+def _require_same_bypass(
+    call: Call, bypass: Bypass, transport: Transport, counters: Counters, ranks: Sequence[int]
+) -> None:
+    """Raise MismatchError on every rank unless all are about to make this call without measuring it."""
+    comparison = RankComparison(bypassing(call.described, bypass), transport.rank, transport.world_size)
+    transport.start_comparison(comparison.tensor, counters).wait()
+    require_same(call.collective, comparison, ranks)
+
+
+def _run_compressed(
+    call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
+) -> Bypass | None:
     """Run `call` to its end; or leave its output as it is and return the reason why it has to go plain."""
     nbytes = call.source.data.nbytes
     with span("agree", nbytes, counters):
-        codec = _agree(call, device, transport, counters)
+        codec = _agree(call, device, transport, counters, ranks)
     if isinstance(codec, Bypass):
         return codec
     try:
@@ -276,22 +346,19 @@ def _run_compressed(call: Call, device: Device, transport: Transport, counters: 
     return codec.bypass
 
 
-def _agree(call: Call, device: Device, transport: Transport, counters: Counters) -> TensorCodec | Bypass:
+def _agree(
+    call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
+) -> TensorCodec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
     # depends on the call. The answer travels while the tensor is being measured.
-    described = call.described()
-    comparison = RankComparison(described)
-    same_call = transport.start_max(comparison.tensor, counters)
+    comparison = RankComparison(call.described, transport.rank, transport.world_size)
+    same_call = transport.start_comparison(comparison.tensor, counters)
     source, scales = call.source, None
     if call.within_node is None:
         source, scales = _measured(call, source, device, transport, counters)
     same_call.wait()
-    for what, (low, high) in comparison.differing().items():
-        raise MismatchError(
-            f"{call.collective}: ranks differ in {what}: {described[what]} on rank {transport.rank}, "
-            f"from {low} to {high} over all ranks. Every rank must make the same calls in the same order."
-        )
+    require_same(call.collective, comparison, ranks)
     if call.within_node is not None:
         source = call.within_node(transport, counters)
         device.synchronize()  # within the time-out: measuring waits without a limit

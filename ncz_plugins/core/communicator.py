@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,17 @@ from .collective import Collectives
 from .config import Config
 from .errors import MismatchError, NczError, UnsupportedError
 from .regroup import regrouped
+from .runtime.device import require_tensor
 from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
 from .training.policy import ParameterSlice
 from .training.state import Training
-from .transport.base import Transport
-from .transport.gloo import timeout_of
+from .transport.base import Transport, peer_errors
+from .transport.connections import timeout_of
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
-from .transport.plain import TorchCollectives
+from .transport.plain import TorchCollectives, WorkHandle
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes
 from .tuning.measure import TorchRanks, measure_open_settings
@@ -89,6 +91,7 @@ class Communicator:
             self.config = self._prepared(config, training)
         else:
             self._connect(config, training)
+        self._plain_on_gpu: WorkHandle | None = None
         self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
 
     def _connect(self, config, training: Training | None) -> None:
@@ -123,17 +126,18 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        parts = _parts("all_reduce", tensor, name, parts)
-        request = Request("all_reduce", tensor, tensor, op, role=role, parts=parts)
-        alike = self.training.grouped(parts, tensor.dtype, role, self.ranks)
-        if len(alike) < 2:
-            return self._start(request, async_op)
+        with self._refusals("all_reduce"):
+            parts = _parts("all_reduce", tensor, name, parts)
+            request = Request("all_reduce", tensor, tensor, op, role=role, parts=parts)
+            alike = self.training.grouped(parts, tensor.dtype, role, self.ranks)
+            if len(alike) < 2:
+                return self._start(request, async_op)
 
-        def reduce(tensor: Tensor, parts: list[ParameterSlice]) -> Handle:
-            return self._start(replace(request, input=tensor, output=tensor, parts=parts), async_op=True)
+            def reduce(tensor: Tensor, parts: list[ParameterSlice]) -> Handle:
+                return self._start(replace(request, input=tensor, output=tensor, parts=parts), async_op=True)
 
-        handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
-        return handle if async_op else self._wait(handle, tensor)
+            handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
+            return handle if async_op else self._wait(handle, tensor)
 
     def reduce_scatter_tensor(
         self,
@@ -152,9 +156,10 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
-        parts = _parts("reduce_scatter_tensor", input, name, parts)
-        return self._start(Request("reduce_scatter_tensor", input, output, op, role=role, parts=parts), async_op)
+        with self._refusals("reduce_scatter_tensor"):
+            self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
+            parts = _parts("reduce_scatter_tensor", input, name, parts)
+            return self._start(Request("reduce_scatter_tensor", input, output, op, role=role, parts=parts), async_op)
 
     def all_gather_into_tensor(
         self,
@@ -171,9 +176,10 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        self._check_sizes("all_gather_into_tensor", whole=output, part=input)
-        parts = _parts("all_gather_into_tensor", output, name, None)
-        return self._start(Request("all_gather_into_tensor", input, output, role=role, parts=parts), async_op)
+        with self._refusals("all_gather_into_tensor"):
+            self._check_sizes("all_gather_into_tensor", whole=output, part=input)
+            parts = _parts("all_gather_into_tensor", output, name, None)
+            return self._start(Request("all_gather_into_tensor", input, output, role=role, parts=parts), async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int, async_op: bool = False, *, role: str | None = None, name: str | None = None
@@ -184,11 +190,12 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        if src not in self.ranks:
-            raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
-        parts = _parts("broadcast", tensor, name, None)
-        root = self.ranks.index(src)
-        return self._start(Request("broadcast", tensor, tensor, root=root, role=role, parts=parts), async_op)
+        with self._refusals("broadcast"):
+            if src not in self.ranks:
+                raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
+            parts = _parts("broadcast", tensor, name, None)
+            root = self.ranks.index(src)
+            return self._start(Request("broadcast", tensor, tensor, root=root, role=role, parts=parts), async_op)
 
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
@@ -251,21 +258,51 @@ class Communicator:
 
     def _start(self, request: Request, async_op: bool):
         """Begin a collective, compressed or plain. Returns its handle if `async_op`, else waits for it."""
-        if self.world_size > 1:
-            self._queue.require_open()
         config, bypass = self._collectives.decide(request)
         if bypass is not None:
             return self._start_plain(request, bypass, async_op)
+        if self._plain_on_gpu is not None:
+            self._plain_on_gpu.wait()  # on the current stream, whose work this call follows
         call = self._collectives.prepare(request, config)
-        handle = self._queue.submit(self._collectives, call)
+        run = partial(self._collectives.run, call)
+        handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None or self._holds_up_streams(request.input):
             self._collectives.state.wait_at_end_of_step(handle)
         return handle if async_op else self._wait(handle, request.input)
 
     def _start_plain(self, request: Request, bypass: Bypass, async_op: bool):
-        work = request.start_plain(self._plain)
+        if self.world_size == 1 or request.input.is_cuda:
+            return self._start_in_group(request, bypass, async_op)
+        call = self._collectives.prepare_plain(request, bypass)
+        run = partial(self._collectives.run_plain, call)
+        if async_op:
+            return self._queue.submit(request.collective, request.input.device, run)
+        return self._queue.run(request.collective, run)
+
+    def _start_in_group(self, request: Request, bypass: Bypass, async_op: bool):
+        """Begin a plain collective over the user's process group, in whose streams GPUs do all else."""
+        if self.world_size > 1:
+            self._queue.drain()
+            self._collectives.note_uncompared(request, bypass)
+        with peer_errors(f"the plain {request.collective}"):
+            handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
         self._collectives.count_plain(request, bypass)  # while the data travel
-        return work if async_op else work.wait() and None
+        if request.input.is_cuda:
+            self._plain_on_gpu = handle
+        return handle if async_op else handle.wait() and None
+
+    @contextmanager
+    def _refusals(self, collective: str) -> Iterator[None]:
+        """Let the other ranks know if this one can't make its call, since they would wait for it."""
+        if self.world_size > 1:
+            self._queue.require_open()
+        try:
+            yield
+        except (UnsupportedError, ValueError):
+            if self.world_size > 1:
+                with suppress(NczError):  # what matters here is why it was refused
+                    self._queue.run(collective, partial(self._collectives.refuse, collective))
+            raise
 
     def _wait(self, handle: Handle, tensor: Tensor) -> None:
         """What a call that is not asynchronous does at last."""
@@ -279,6 +316,8 @@ class Communicator:
         return tensor.is_cuda and self.config.transport.wait == "stream"
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
+        require_tensor(whole)
+        require_tensor(part)
         if whole.numel() != part.numel() * self.world_size:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
@@ -289,6 +328,7 @@ def _parts(
     collective: str, tensor: Tensor, name: str | None, parts: Sequence[ParameterSlice] | None
 ) -> Sequence[ParameterSlice]:
     """What a tensor consists of: one parameter, called `name`, unless told."""
+    require_tensor(tensor)
     if parts is None:
         return [ParameterSlice(name, tensor.numel())]
     if name is not None:

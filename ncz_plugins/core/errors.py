@@ -1,7 +1,7 @@
 """Every error this package raises on purpose. All derive from `NczError`.
 
 Each message names the thing, the value and the remedy; the docstrings here say when a class is
-used and what to do about it. The standard base classes (ValueError, TypeError) are there so that
+used and what to do about it. The standard base classes (ValueError, RuntimeError) are there so that
 code which knows nothing of this package still catches what it expects.
 """
 
@@ -40,7 +40,7 @@ class FrameError(NczError):
     """
 
 
-class MismatchError(NczError):
+class MismatchError(NczError, RuntimeError):
     """The ranks disagree: on the configuration, the version, the order of calls, a size or a dtype.
 
     Remedy: give every rank the same configuration and the same sequence of collectives; the
@@ -48,7 +48,7 @@ class MismatchError(NczError):
     """
 
 
-class PeerError(NczError):
+class PeerError(NczError, RuntimeError):
     """Another rank is dead, closed the connection or did not answer within the time-out.
 
     Remedy: look at that rank's own log first, its failure is the cause and this is the echo. If it
@@ -85,6 +85,8 @@ def memory_errors(doing: str):
     """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError."""
     try:
         yield
+    except NczError:
+        raise
     except (MemoryError, RuntimeError) as error:
         words = str(error)
         if not isinstance(error, MemoryError) and "allocate memory" not in words and "out of memory" not in words:

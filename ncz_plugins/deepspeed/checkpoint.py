@@ -11,7 +11,7 @@ from deepspeed import comm
 
 from ..core.errors import MismatchError, NczError
 from ..core.training.state import Training
-from ..core.transport.handshake import RankComparison
+from ..core.transport.comparison import RankComparison
 
 _NONE, _DAMAGED = -1, -2  # stand for the step of a missing and of an unreadable file
 _REMEDY = "take another checkpoint, or delete the files ncz_plugins_rank_* in it to begin anew"
@@ -81,9 +81,9 @@ def _read(folder: str | os.PathLike) -> dict | None:
 
 
 def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device) -> None:
-    comparison = RankComparison({"step": step, "ranks that saved it": saved_by})
+    comparison = RankComparison({"step": step, "ranks that saved it": saved_by}, dist.get_rank(), dist.get_world_size())
     comparison.tensor = comparison.tensor.to(device)
     comm.all_reduce(comparison.tensor, op=comm.ReduceOp.MAX)
-    for what, (lowest, highest) in comparison.differing().items():
+    for what, (lowest, _, highest, _) in comparison.differing().items():
         ends = [{_NONE: "no file", _DAMAGED: "a damaged file"}.get(end, f"{what}: {end}") for end in (lowest, highest)]
         raise MismatchError(f"{folder}: about compression some ranks find {ends[0]}, others {ends[1]} there; {_REMEDY}")

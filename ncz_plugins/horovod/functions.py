@@ -114,16 +114,5 @@ def _start(tensors, grouped, average, name, op, prescale_factor, postscale_facto
         names = [name] * len(tensors)
     else:
         names = [f"{name}.{index}" for index in range(len(tensors))]
-    scale = prescale_factor * postscale_factor
-    handle: Pending | None = submit(compressor, compressor, outputs, names, op, scale, process_set, grouped=grouped)
-    if handle is not None:
-        return handle
-    start = hvd.grouped_allreduce_async_ if grouped else hvd.allreduce_async_
-    return start(
-        outputs if grouped else outputs[0],
-        name=name,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-    )
+    how = op, prescale_factor, postscale_factor, process_set
+    return submit(Pending(compressor, compressor, outputs, names, *how, grouped=grouped))

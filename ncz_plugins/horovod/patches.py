@@ -63,12 +63,10 @@ def _takes_tagged(original):
         process_set = hvd.global_process_set if process_set is None else process_set
         if isinstance(tensor, Tagged):
             op = mpi_ops.handle_average_backwards_compatibility(op, average)
-            scale = prescale_factor * postscale_factor
-            owners = tensor.compressor, tensor.owner
-            pending = reduction.submit(*owners, [tensor.tensor], [name], op, scale, process_set, grouped=False)
-            if pending is not None:
-                return pending
-            tensor, average = tensor.tensor, None
+            how = op, prescale_factor, postscale_factor, process_set
+            return reduction.submit(
+                Pending(tensor.compressor, tensor.owner, [tensor.tensor], [name], *how, grouped=False)
+            )
         return original(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
     return allreduce_async_
@@ -81,13 +79,12 @@ def _takes_tagged_group(original):
         process_set = hvd.global_process_set if process_set is None else process_set
         if len(tensors) and isinstance(tensors[0], Tagged):
             op = mpi_ops.handle_average_backwards_compatibility(op, average)
-            scale = prescale_factor * postscale_factor
-            owners, tensors = (tensors[0].compressor, tensors[0].owner), [tagged.tensor for tagged in tensors]
-            names = owners[1].names_in_group(name)
-            pending = reduction.submit(*owners, tensors, names, op, scale, process_set, grouped=True)
-            if pending is not None:
-                return pending
-            average = None
+            how = op, prescale_factor, postscale_factor, process_set
+            compressor, owner = tensors[0].compressor, tensors[0].owner
+            names = owner.names_in_group(name)
+            return reduction.submit(
+                Pending(compressor, owner, [tagged.tensor for tagged in tensors], names, *how, grouped=True)
+            )
         return original(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
 
     return grouped_allreduce_async_

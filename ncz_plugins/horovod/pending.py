@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import horovod.torch as hvd
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..core.bypass import Bypass, by_dtype, by_op
+from ..core.errors import UnsupportedError
 from ..core.training.policy import ParameterSlice
 from .compressor import NCZ, OptimizerCompressor
 
+TORCH_OPS = {hvd.Average: dist.ReduceOp.AVG, hvd.Sum: dist.ReduceOp.SUM}  # those that can be compressed
 UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
 _unnamed = itertools.count()
 
@@ -22,13 +27,26 @@ class Kind(NamedTuple):
 
     Attributes:
         op: Horovod's.
-        scale: what the result is multiplied by, on top of what `op` says.
-        dtype: its name.
+        prescale, postscale: what the ranks' values and the result are multiplied by, on top of what `op` says.
+        dtype: its name in torch.
     """
 
     op: int
-    scale: float
+    prescale: float
+    postscale: float
     dtype: str
+
+    @property
+    def scale(self) -> float:
+        """What the result is multiplied by."""
+        return self.prescale * self.postscale
+
+    @property
+    def bypass(self) -> Bypass | None:
+        """Why Horovod's own all-reduce must take such tensors; None if they can be compressed."""
+        if self.op not in TORCH_OPS:
+            return Bypass.OP
+        return by_op(TORCH_OPS[self.op], self.scale) or by_dtype(getattr(torch, self.dtype))
 
 
 @dataclass(eq=False)
@@ -68,9 +86,11 @@ class Pending:
         compressor: whose settings they are reduced with.
         owner: what has the same owner is reduced together.
         names: of each tensor, None for those that have none.
-        op, scale: see Kind.
-        grouped: whether the result is a list.
+        op, prescale, postscale: see Kind.
         process_set: the ranks that reduce them.
+        grouped: whether the result is a list.
+
+    Raises UnsupportedError for tensors that are not in host memory.
     """
 
     def __init__(
@@ -80,17 +100,25 @@ class Pending:
         tensors: list[Tensor],
         names: list[str | None],
         op: int,
-        scale: float,
+        prescale: float,
+        postscale: float,
         process_set: hvd.ProcessSet,
+        *,
         grouped: bool,
     ):
+        for tensor, name in zip(tensors, names):
+            if tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"{name or 'allreduce'}: tensor on {tensor.device}: this version compresses CPU tensors only; "
+                    "use another compression for it"
+                )
         self.compressor = compressor
         self.owner = owner
         self.process_set = process_set
         self.name = f"{UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
         self.tensors = [
             PendingTensor(
-                Kind(op, scale, str(tensor.dtype)),
+                Kind(op, prescale, postscale, str(tensor.dtype).removeprefix("torch.")),
                 self.name,
                 index,
                 tensor,

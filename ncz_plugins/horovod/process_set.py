@@ -13,28 +13,28 @@ from typing import NamedTuple
 
 import horovod.torch as hvd
 import torch
-import torch.distributed as dist
 
 from ..core.bypass import BypassBackoff
-from ..core.call import Request, checksum_of
-from ..core.collective import Collectives
+from ..core.call import Request
+from ..core.call_description import checksum_of
+from ..core.collective import Collectives, bypassed
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
 from ..core.runtime.device import Host
 from ..core.runtime.handle import Handle
 from ..core.runtime.worker import Worker
 from ..core.training.group import GroupState
 from ..core.transport.base import Transport
-from ..core.transport.handshake import RankComparison, described, differences
+from ..core.transport.comparison import RankComparison
+from ..core.transport.handshake import described, differences
 from ..core.transport.routes import forget_tensors
 from ..version import __version__
 from .bucket_plan import BucketPlan
 from .compressor import NCZ, OptimizerCompressor
 from .fusion import copy_back, flattened, fused
-from .pending import UNNAMED, PendingTensor
+from .pending import TORCH_OPS, UNNAMED, PendingTensor
 from .transport import HorovodCollectives, HorovodTransport, open_ring, result_of
 
-TORCH_OPS = {hvd.Average: dist.ReduceOp.AVG, hvd.Sum: dist.ReduceOp.SUM}  # those that can be compressed
-
+_OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
 _COUNT = "number of tensors to reduce"
 _BLOCKING = "whether the program waits for them"
 
@@ -101,10 +101,12 @@ class ProcessSetReducer:
 
     def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor]) -> None:
         _require_names(job.compressor, job.owner)
-        for index, together in enumerate(fused(tensors, job.compressor.training, job.process_set.ranks)):
-            # The same in every step, as Horovod caches by name.
-            name = f"ncz.{job.process_set.process_set_id}.{number}.{index}"
-            self._reduce_together(job, together, name)
+        # Names are the same in every step, as Horovod caches by them.
+        name = f"ncz.{job.process_set.process_set_id}.{number}"
+        _reduce_by_horovod(job, [each for each in tensors if each.kind.bypass], f"{name}.plain")
+        others = [each for each in tensors if not each.kind.bypass]
+        for index, together in enumerate(fused(others, job.compressor.training, job.process_set.ranks)):
+            self._reduce_together(job, together, f"{name}.{index}")
         for pending in tensors:
             pending.reduced = True
 
@@ -157,6 +159,23 @@ class ProcessSetReducer:
             raise
 
 
+def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> None:
+    """Reduce tensors that can't be compressed as Horovod would have done without a compressor.
+
+    Args:
+        name: begins those of Horovod's operations.
+    """
+    handles = []
+    for index, pending in enumerate(tensors):
+        op, prescale, postscale, _ = pending.kind
+        how = {"op": op, "prescale_factor": prescale, "postscale_factor": postscale, "process_set": job.process_set}
+        handles.append(hvd.allreduce_async_(pending.tensor, name=f"{name}.{index}", **how))
+    for handle, pending in zip(handles, tensors):
+        result_of(handle)
+        request = Request("all_reduce", pending.tensor, pending.tensor)
+        job.compressor.stats.record(bypassed(request, pending.kind.bypass, job.process_set.size()))
+
+
 def _run(collectives: Collectives, call, transport: Transport) -> None:
     try:
         with memory_errors(call.collective):
@@ -180,7 +199,7 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
     programs wait for different things.
     """
     compressor, process_set = job.compressor, job.process_set
-    described_tensors = [
+    tensors_in_common = [
         ("" if each.name.startswith(UNNAMED) else each.name, each.parameter.name, each.kind, each.tensor.numel())
         for each in tensors
     ]
@@ -189,11 +208,11 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
             "version": zlib.crc32(__version__.encode()),
             "configuration": checksum_of(compressor.config),
             _COUNT: len(tensors),
-            "names, sizes, dtypes or scale factors of the tensors to reduce": zlib.crc32(
-                repr(described_tensors).encode()
-            ),
+            "tensors to reduce": zlib.crc32(repr(tensors_in_common).encode()),
             _BLOCKING: int(blocking),
-        }
+        },
+        process_set.rank(),
+        process_set.size(),
     )
     progress = _Progress(compressor, process_set)
     highest = torch.cat([comparison.tensor, progress.tensor])
@@ -201,7 +220,8 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
     name = f"ncz.{process_set.process_set_id}.compare"
     result_of(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
     differing = comparison.differing()
-    if differing.get(_COUNT, (1, 1))[0] == 0:  # Horovod lets a rank that has joined take part with zeros
+    # Horovod lets a rank that has joined take part with zeros.
+    if _COUNT in differing and differing[_COUNT].lowest == 0:
         raise MismatchError(
             f"a rank has called hvd.join and can't take part in the compressed reduction of {tensors[0].name} "
             f"(on rank {hvd.rank()}). Give every rank the same number of steps"
@@ -209,12 +229,10 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
     if differing and (not blocking or _BLOCKING in differing):
         return False
     if differing:
-        settings = _differences(compressor, process_set)
         raise MismatchError(
-            f"ranks {', '.join(map(str, process_set.ranks))} differ in: {'; '.join(differing)}. "
-            f"{settings and f'By their place in that list: {settings}. '}All must run the same version with the "
-            f"same configuration and make the same calls. On rank {hvd.rank()}, {len(tensors)} are to be reduced, "
-            f"the first is {tensors[0].name}"
+            f"ranks differ: {_differences(job, tensors)}. All must run the same version with the same configuration "
+            f"and make the same calls. On rank {hvd.rank()}, {len(tensors)} are to be reduced, the first is "
+            f"{tensors[0].name}"
         )
     progress.follow()
     return True
@@ -244,14 +262,39 @@ class _Progress:
             self._state.backoff = BypassBackoff()
 
 
-def _differences(compressor: NCZ, process_set: hvd.ProcessSet) -> str:
-    """How the versions and settings of a process set's ranks differ. All of them must call this."""
-    text = json.dumps(described(compressor.config)).encode()
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    name = f"ncz.{process_set.process_set_id}.settings"
-    sizes = hvd.allgather(torch.tensor([len(text)]), name=f"{name}.sizes", process_set=process_set)
-    texts = hvd.allgather(mine, name=name, process_set=process_set).split(sizes.tolist())
-    return differences([json.loads(text.numpy().tobytes()) for text in texts])
+def _differences(job: Job, tensors: list[PendingTensor]) -> str:
+    """How versions, settings and tensors of a process set's ranks differ, in words. All of them must call this."""
+    process_set = job.process_set
+    mine = {
+        "settings": described(job.compressor.config),
+        "tensors": [_in_words(each) for each in sorted(tensors, key=lambda each: (each.name, each.index))],
+    }
+    encoded = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    name = f"ncz.{process_set.process_set_id}.differences"
+    sizes = hvd.allgather(torch.tensor([encoded.numel()]), name=f"{name}.sizes", process_set=process_set)
+    texts = hvd.allgather(encoded, name=name, process_set=process_set).split(sizes.tolist())
+    everyone = [json.loads(text.numpy().tobytes()) for text in texts]
+    lists = [each["tensors"] for each in everyone]
+    counts = [{_COUNT: len(each)} for each in lists]
+    found = [differences([each["settings"] for each in everyone], process_set.ranks)]
+    found += [differences(counts, process_set.ranks)]
+    first = next((each for each in zip(*lists) if any(other != each[0] for other in each)), None)
+    if first is not None:
+        names = {each["name"] for each in first}
+        found += [(f"{names.pop()}: " if len(names) == 1 else "") + differences(list(first), process_set.ranks)]
+    return "; ".join(filter(None, found))
+
+
+def _in_words(pending: PendingTensor) -> dict[str, object]:
+    """What ranks must have in common of a tensor, for the message about those that have not."""
+    return {
+        "name": "a tensor without a name" if pending.name.startswith(UNNAMED) else pending.name,
+        "dtype": pending.kind.dtype,
+        "reduce op": _OP_NAMES.get(pending.kind.op, pending.kind.op),
+        "elements": pending.tensor.numel(),
+        "prescale factor": pending.kind.prescale,
+        "postscale factor": pending.kind.postscale,
+    }
 
 
 def _require_names(compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:

@@ -14,14 +14,11 @@ import weakref
 import horovod.torch as hvd
 from torch import Tensor
 
-from ..core.bypass import Bypass, by_dtype, by_op
-from ..core.call import Request
-from ..core.collective import bypassed
 from ..core.errors import UnsupportedError
 from .bucket_plan import BucketPlan
 from .compressor import NCZ, OptimizerCompressor
 from .pending import Pending, PendingTensor
-from .process_set import TORCH_OPS, Job, ProcessSetReducer
+from .process_set import Job, ProcessSetReducer
 
 _CLOSING_SECONDS = 10.0  # for what is under way when Horovod is initialized again, which fails then
 
@@ -119,36 +116,6 @@ def wait_for(pending: Pending) -> Tensor | list[Tensor]:
     return pending.result(_current.reduce_all)
 
 
-def submit(
-    compressor: NCZ,
-    owner: NCZ | OptimizerCompressor,
-    tensors: list[Tensor],
-    names: list[str | None],
-    op: int,
-    scale: float,
-    process_set: hvd.ProcessSet,
-    *,
-    grouped: bool,
-) -> Pending | None:
-    """Put tensors among the pending; None if Horovod's own all-reduce must take them, which is then counted.
-
-    Args:
-        names: see `Pending`.
-    """
-    for tensor, name in zip(tensors, names):
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(
-                f"{name or 'allreduce'}: tensor on {tensor.device}: this version compresses CPU tensors only; "
-                "use another compression for it"
-            )
-    bypass = Bypass.OP if op not in TORCH_OPS else by_op(TORCH_OPS[op], scale) or _by_dtypes(tensors)
-    if bypass is not None:
-        for tensor in tensors:
-            request = Request("all_reduce", tensor, tensor)
-            compressor.stats.record(bypassed(request, bypass, process_set.size()))
-        return None
-    return _current.submit(Pending(compressor, owner, tensors, names, op, scale, process_set, grouped))
-
-
-def _by_dtypes(tensors: list[Tensor]) -> Bypass | None:
-    return next((bypass for tensor in tensors if (bypass := by_dtype(tensor.dtype))), None)
+def submit(pending: Pending) -> Pending:
+    """Put tensors among the pending."""
+    return _current.submit(pending)

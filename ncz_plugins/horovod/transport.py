@@ -25,7 +25,8 @@ from torch import Tensor
 from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
 from ..core.transport.base import Agreement, FrameStream, PlainCollectives, Transport, Work
-from ..core.transport.gloo import Connections, GlooTransport
+from ..core.transport.connections import Connections
+from ..core.transport.gloo import GlooTransport
 from ..core.transport.handshake import open_store
 
 _RING_TIMEOUT = timedelta(minutes=5)

@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_come_is_named(finished):
 def test_different_calls_are_refused_on_every_rank(case, words, finished):
     for outcome in outcomes(finished, case, range(4)):
         check_broken(outcome, {"MismatchError"})
-        assert f"ranks differ in {words}" in outcome[0]["message"]
+        assert f"{words} " in outcome[0]["message"] and "on rank 3" in outcome[0]["message"]
 
 
 @pytest.mark.parametrize("case", ["damaged on the ring", "damaged, direct"])
@@ -83,3 +83,24 @@ def test_a_dead_or_silent_peer_is_noticed(case, size, finished):
     for outcome in outcomes(finished, case, range(size - 1)):
         check_broken(outcome, {"PeerError"})
         assert "look at its log" in outcome[0]["message"]
+
+
+# ------------------------------------------------------------------ calls that go plain
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run("faults_plain", 3, tmp_path_factory.mktemp("faults_plain"))
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_silent_peer_is_noticed_by_our_time_out(plain, size):
+    for outcome in outcomes(plain, f"silent, {size}", range(2)):
+        check_broken(outcome, {"PeerError"})
+        assert "look at its log" in outcome[0]["message"]
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_dead_peer_at_once(plain, size):
+    for outcome in outcomes(plain, f"dead, {size}", range(2)):
+        check_broken(outcome, {"PeerError"})

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ncz_plugins.core.transport.base import Transport
-from ncz_plugins.core.transport.gloo import Connections, GlooTransport
+from ncz_plugins.core.transport.connections import Connections
+from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.nccl import NcclTransport
 
 _SECONDS = 60

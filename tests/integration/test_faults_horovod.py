@@ -19,9 +19,9 @@ def living(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("size", ["sizes"]),
+        ("size", ["tensor: elements is 300000 on rank 0, 299999 on rank 1"]),
         ("config", ["quantizer.value is 0.25 on rank 0, 0.125 on rank 1"]),
-        ("version", ["differ in: version"]),
+        ("version", ['version is "0.1" on rank 0, "0.0" on rank 1']),
     ],
 )
 def test_ranks_that_differ_are_refused(case, words, living):

@@ -25,6 +25,21 @@ _POLL_SECONDS = 20e-6
 _scratch = Scratch()
 
 
+def require_tensor(tensor: object) -> None:
+    """Raise UnsupportedError, saying what to do, unless this is a tensor with plain memory of its own."""
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...) of it")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise UnsupportedError(
+            f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, of a "
+            "DTensor its to_local()"
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"tensor of layout {tensor.layout}: pass tensor.to_dense()")
+    if not tensor.is_contiguous():
+        raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
+
+
 def require_kernels(device: torch.device, config: Config) -> None:
     """Raise UnsupportedError, saying what to do, unless tensors on `device` can be compressed as `config` asks for."""
     if device.type == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from datetime import timedelta
 
 
 class Handle(ABC):
@@ -39,3 +40,8 @@ class Handle(ABC):
     @abstractmethod
     def exception(self) -> BaseException | None:
         """What went wrong, once completed; else None."""
+
+
+def seconds_of(timeout: float | timedelta) -> float:
+    """A time-out in seconds. torch.distributed passes a timedelta."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

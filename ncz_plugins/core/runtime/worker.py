@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PeerError, UnsupportedError
-from .handle import Handle
+from .handle import Handle, seconds_of
 
 
 class FutureHandle(Handle):
@@ -23,11 +23,11 @@ class FutureHandle(Handle):
 
     def wait(self, timeout=None) -> bool:
         try:
-            self._future.result(None if timeout is None else _seconds(timeout))
+            self._future.result(None if timeout is None else seconds_of(timeout))
         except concurrent.futures.TimeoutError as error:
             if self._future.done():
                 raise
-            raise PeerError(f"the collective did not end within {_seconds(timeout)} s; it goes on") from error
+            raise PeerError(f"the collective did not end within {seconds_of(timeout)} s; it goes on") from error
         if self._late is not None:
             raise self._late
         return True
@@ -53,11 +53,11 @@ class FutureHandle(Handle):
 
         if timeout is not None:
             late = PeerError(
-                f"the collective held up a CUDA stream for {_seconds(timeout):g} s. What stands behind it went on "
+                f"the collective held up a CUDA stream for {seconds_of(timeout):g} s. What stands behind it went on "
                 "without its result. Its thread may have waited for the device, which waited for it: see "
                 "docs/guides/gpus.md, and transport.wait: host"
             )
-            timer = threading.Timer(_seconds(timeout), release, [late])
+            timer = threading.Timer(seconds_of(timeout), release, [late])
             timer.daemon = True
             timer.start()
             self._future.add_done_callback(lambda _: timer.cancel())
@@ -71,11 +71,6 @@ class FutureHandle(Handle):
 
     def exception(self) -> BaseException | None:
         return (self._future.exception() or self._late) if self._future.done() else None
-
-
-def _seconds(timeout) -> float:
-    """A time-out in seconds. torch.distributed passes a timedelta."""
-    return timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
 
 
 class Worker:

@@ -16,14 +16,16 @@ gloo.py, nccl.py and horovod/transport.py implement it side by side. What they a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PeerError, UnsupportedError
+from ..errors import NczError, PeerError, UnsupportedError
 from ..runtime.statistics import Counters
+from .comparison import RankComparison
 
 
 class Work(Protocol):
@@ -154,6 +156,36 @@ class PlainCollectives(ABC):
         return UnsupportedError(f"{type(self).__name__} has no {what}: its runtime offers all_reduce only")
 
 
+class SmallCollectives(ABC):
+    """Uncompressed collectives of small tensors, which find out as well whether all ranks make the same call."""
+
+    @abstractmethod
+    def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
+        """Whether `run` takes such a call."""
+
+    @abstractmethod
+    def run(
+        self,
+        collective: str,
+        input: Tensor,
+        output: Tensor,
+        op: dist.ReduceOp | None,
+        root: int,
+        comparison: RankComparison,
+        check: Callable[[], None],
+    ) -> None:
+        """Run a call to its end.
+
+        Args:
+            collective: its name in torch.distributed; `input`, `output` and `op` as there.
+            root: the rank within the group that a broadcast starts from.
+            comparison: what ranks compare; its maximum over ranks is found here.
+            check: raises an error if ranks differ. Called once that is known, before any value is looked at.
+
+        Raises PeerError, and what `check` raises.
+        """
+
+
 class Transport(FrameTransport):
     """Frames, agreements and plain collectives between the ranks of one group, for tensors on one device.
 
@@ -161,11 +193,13 @@ class Transport(FrameTransport):
         link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states it; else None.
         overlaps: whether frames travel while others are coded.
         plain: the uncompressed collectives.
+        small: those of small tensors, which compare the ranks' calls as well; None where there are none.
     """
 
     link_gbps: float | None
     overlaps: bool = True
     plain: PlainCollectives
+    small: SmallCollectives | None = None
 
     @abstractmethod
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
@@ -175,6 +209,10 @@ class Transport(FrameTransport):
             tensor: in host memory, contiguous, without NaN, of at most a few numbers for each block. All ranks pass
                 equally many of the same dtype. Nobody else may read or write it until `Agreement.wait` returns.
         """
+
+    def start_comparison(self, tensor: Tensor, counters: Counters) -> Agreement:
+        """As `start_max`, of the tensor with which every call begins: a `RankComparison`'s."""
+        return self.start_max(tensor, counters)
 
     @abstractmethod
     def close(self) -> None:
@@ -201,6 +239,8 @@ def peer_errors(doing: str):
     """
     try:
         yield
+    except NczError:
+        raise
     except RuntimeError as error:
         raise PeerError(
             f"{doing} failed: {error}. A peer has died, left, or not answered within the time-out; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -88,44 +88,24 @@ def described(config: Config | NczError | None) -> dict[str, object]:
     return mine | {"compression": "off" if config is None else f"refused: {config}"}
 
 
-def differences(everyone: list[dict[str, object]]) -> str:
+def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None = None) -> str:
     """How ranks differ, in words; empty if they don't.
 
     Args:
-        everyone: what `described` returned on each rank, in rank order.
+        everyone: what each rank has of things by their names, in rank order; say, what `described` returned.
+        ranks: what to call the ranks; None: by their places in `everyone`.
     """
+    ranks = range(len(everyone)) if ranks is None else ranks
     found = []
     for key in everyone[0]:
         if any(key not in one for one in everyone):
             continue  # a setting, and ranks where compression is off have none: "compression" differs then
         ranks_of: dict[str, list[int]] = {}
-        for rank, one in enumerate(everyone):
+        for rank, one in zip(ranks, everyone):
             ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
         if len(ranks_of) > 1:
             found.append(f"{key} is " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in ranks_of.items()))
     return "; ".join(found)
-
-
-class RankComparison:
-    """Whether all ranks hold the same numbers, by the maximum over ranks of the numbers and of their negatives.
-
-    Args:
-        numbers: what each number stands for -> this rank's number.
-
-    Attributes:
-        tensor: int64, two elements for each number. Replace it by its element-wise maximum over ranks, then call
-            `differing`.
-    """
-
-    def __init__(self, numbers: dict[str, int]):
-        self._names = list(numbers)
-        self.tensor = torch.tensor([*numbers.values(), *(-number for number in numbers.values())])
-
-    def differing(self) -> dict[str, tuple[int, int]]:
-        """The names of numbers that differ between ranks -> the lowest and the highest over all ranks."""
-        highest, negated = self.tensor.view(2, -1).tolist()
-        ends = {name: (-low, high) for name, low, high in zip(self._names, negated, highest)}
-        return {name: (low, high) for name, (low, high) in ends.items() if low != high}
 
 
 def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:

@@ -7,11 +7,15 @@ register, such as our own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import PlainCollectives, Work
+from ..errors import PeerError
+from ..runtime.handle import Handle, seconds_of
+from .base import PlainCollectives, Work, peer_errors
 
 _TAG = 4  # of messages; gloo.py and nccl.py have the others
 
@@ -102,4 +106,43 @@ class _Divided:
         return True
 
     def is_completed(self) -> bool:
-        return self._divisor == 1 and self._work.is_completed()
+        # Only sums in host memory are divided here, and waiting for one that is complete takes no time.
+        return self._work.is_completed() and (self._divisor == 1 or self.wait())
+
+
+class WorkHandle(Handle):
+    """The handle of a collective that the runtime beneath carries out.
+
+    Args:
+        doing: what is being done, as the first words of an error.
+    """
+
+    def __init__(self, work: Work, doing: str):
+        self._work = work
+        self._doing = doing
+        self._error: PeerError | None = None
+
+    def wait(self, timeout=None) -> bool:
+        if self._error is not None:
+            raise self._error
+        try:
+            with peer_errors(self._doing):
+                return self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=seconds_of(timeout)))
+        except PeerError as error:
+            self._error = error
+            raise
+
+    def block_current_stream(self, timeout=None) -> None:
+        self.wait(timeout)  # on a GPU this holds up the stream, not the host
+
+    def is_completed(self) -> bool:
+        return self._error is not None or self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        if self._error is None and self._work.is_completed():
+            with suppress(PeerError):
+                self.wait()  # which takes no time
+        return self._error

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..errors import PeerError
 from ..runtime.device import Device, Gpu, Host, has_spare_core
 from .base import Transport
-from .gloo import Connections, GlooTransport
+from .connections import Connections
+from .gloo import GlooTransport
 from .nccl import NcclTransport, open_nccl, require_healthy
 
 

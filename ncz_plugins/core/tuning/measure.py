@@ -143,7 +143,8 @@ class TorchRanks(Subject):
         if bypass is not None:
             self.plain(tensor)
         else:
-            self._queue.submit(collectives, collectives.prepare(request, config)).wait()
+            run = partial(collectives.run, collectives.prepare(request, config))
+            self._queue.submit(request.collective, tensor.device, run).wait()
 
 
 def measure_open_settings(subject: TorchRanks, group: dist.ProcessGroup) -> Config:

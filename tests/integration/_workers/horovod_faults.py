@@ -18,6 +18,7 @@ from horovod_common import hide_the_end_of_the_last_rank, own_values, save, sha2
 
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
+from ncz_plugins.core.transport import handshake
 from ncz_plugins.core.transport.gloo import GlooStream
 from ncz_plugins.horovod import NCZ, process_set
 from ncz_plugins.horovod.transport import HorovodStream
@@ -90,9 +91,9 @@ def living() -> None:
     expected = reduce(ncz)
     results["size"] = attempt(lambda: reduce(ncz, SIZE - rank))
     results["config"] = attempt(lambda: reduce(NCZ(quantizer={"value": [0.25, 0.125][rank]})))
-    process_set.__version__ = ["0.1", "0.0"][rank]
+    process_set.__version__ = handshake.__version__ = ["0.1", "0.0"][rank]
     results["version"] = attempt(lambda: reduce(ncz))
-    process_set.__version__ = "0.1"
+    process_set.__version__ = handshake.__version__ = "0.1"
     results["fork"] = in_fork(lambda: reduce(ncz))
 
     on_ring = compressor("ring")

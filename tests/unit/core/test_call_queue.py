@@ -1,17 +1,18 @@
-"""Calls run in order on a thread, and one failure ends them all."""
+"""Calls run in order, one failure ends them all, and so does the end of the program."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
-from calls import call
 from ranks import play
 
 from ncz_plugins.core.call_queue import CallQueue
-from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.errors import NczError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.transport.routes import Route
+
+HOST = torch.device("cpu")
 
 
 class OneRoute:
@@ -33,16 +34,21 @@ class OneRoute:
         self.route.transport.abort(error)
 
 
-class Noting:
-    """In place of `Collectives`: notes which calls ran, and raises what it was told to."""
+class Jobs:
+    """Jobs that note when they ran and on which thread, and raise what they were told to."""
 
     def __init__(self, raises=None):
         self.ran: list[int] = []
+        self.threads: list[threading.Thread] = []
         self.raises = raises or {}
 
-    def run(self, call, device, transport):
-        self.ran.append(call.number)
-        if error := self.raises.get(call.number):
+    def job(self, number: int):
+        return partial(self._run, number)
+
+    def _run(self, number, device, transport):
+        self.ran.append(number)
+        self.threads.append(threading.current_thread())
+        if error := self.raises.get(number):
             raise error
 
 
@@ -50,12 +56,20 @@ def queue_of(transport) -> CallQueue:
     return CallQueue(OneRoute(transport), "test")
 
 
+def submit(queue: CallQueue, job):
+    return queue.submit("all_reduce", HOST, job)
+
+
+def blocked_by(go: threading.Event):
+    return lambda device, transport: go.wait(30)
+
+
 def test_calls_run_in_the_order_in_which_they_were_submitted():
     def body(transport):
-        queue, collectives = queue_of(transport), Noting()
-        handles = [queue.submit(collectives, call(number=number)) for number in range(20)]
+        queue, jobs = queue_of(transport), Jobs()
+        handles = [submit(queue, jobs.job(number)) for number in range(20)]
         assert all(handle.wait() for handle in handles)
-        assert collectives.ran == list(range(20))
+        assert jobs.ran == list(range(20))
         queue.close()
         queue.close()
         assert queue.routes.ended_by == [None]
@@ -65,18 +79,49 @@ def test_calls_run_in_the_order_in_which_they_were_submitted():
     play(1, body)
 
 
-@pytest.mark.parametrize(("raised", "further"), [(PeerError("gone"), PeerError), (ValueError("no"), NczError)])
-def test_a_failure_ends_all_calls_after_it(raised, further):
+def test_a_call_that_is_waited_for_runs_on_its_callers_thread_if_no_other_is_before_it():
     def body(transport):
-        queue, collectives = queue_of(transport), Noting({1: raised})
-        first, failing, after = (queue.submit(collectives, call(number=number)) for number in range(3))
-        assert first.wait()
+        queue, jobs, go = queue_of(transport), Jobs(), threading.Event()
+        queue.run("all_reduce", jobs.job(0))
+        submit(queue, blocked_by(go))
+        submit(queue, jobs.job(1))
+        threading.Timer(0.1, go.set).start()
+        queue.run("all_reduce", jobs.job(2))
+        queue.run("all_reduce", jobs.job(3))
+        assert jobs.ran == [0, 1, 2, 3]
+        caller = threading.current_thread()
+        assert [thread is caller for thread in jobs.threads] == [True, False, False, True]
+        queue.close()
+
+    play(1, body)
+
+
+def test_draining_waits_for_all_and_leaves_errors_to_those_who_wait_for_them():
+    def body(transport):
+        queue, jobs = queue_of(transport), Jobs({0: PeerError("gone")})
+        handle = submit(queue, jobs.job(0))
+        queue.drain()
+        assert handle.is_completed() and isinstance(handle.exception(), PeerError)
+        queue.close()
+
+    play(1, body)
+
+
+@pytest.mark.parametrize(("raised", "further"), [(PeerError("gone"), PeerError), (ValueError("no"), NczError)])
+@pytest.mark.parametrize("on_the_callers_thread", [False, True])
+def test_a_failure_ends_all_calls_after_it(raised, further, on_the_callers_thread):
+    def body(transport):
+        queue, jobs = queue_of(transport), Jobs({1: raised})
+        assert submit(queue, jobs.job(0)).wait()
         with pytest.raises(type(raised)) as caught:
-            failing.wait()
+            if on_the_callers_thread:
+                queue.run("all_reduce", jobs.job(1))
+            else:
+                submit(queue, jobs.job(1)).wait()
         assert caught.value is raised
         with pytest.raises(further):
-            after.wait()
-        assert collectives.ran == [0, 1] and queue.routes.ended_by == [raised]
+            submit(queue, jobs.job(2)).wait()
+        assert jobs.ran == [0, 1] and queue.routes.ended_by == [raised]
         with pytest.raises(further):
             queue.require_open()
         queue.close()
@@ -89,7 +134,7 @@ def test_running_out_of_memory_has_a_type_of_its_own():
     def body(transport):
         queue = queue_of(transport)
         with pytest.raises(MemoryError, match="all_reduce: no memory left"):
-            queue.submit(Noting({1: MemoryError()}), call()).wait()
+            submit(queue, Jobs({1: MemoryError()}).job(1)).wait()
 
     play(1, body)
 
@@ -97,16 +142,23 @@ def test_running_out_of_memory_has_a_type_of_its_own():
 def test_closing_lets_calls_finish_that_were_submitted():
     def body(transport):
         queue, go = queue_of(transport), threading.Event()
-
-        class Slow(Noting):
-            def run(self, call, device, transport):
-                go.wait(30)
-                super().run(call, device, transport)
-
-        collectives = Slow()
-        handle = queue.submit(collectives, call(source=Window(torch.zeros(8)), layout=Layout.of([8], 8)))
+        handle = submit(queue, blocked_by(go))
         threading.Timer(0.1, go.set).start()
         queue.close()
-        assert handle.is_success() and collectives.ran == [1]
+        assert handle.is_success()
+
+    play(1, body)
+
+
+# ------------------------------------------------------------------ the end of the program
+
+
+def test_at_the_end_calls_under_way_come_to_their_end():
+    def body(transport):
+        queue, go = queue_of(transport), threading.Event()
+        handle = submit(queue, blocked_by(go))
+        threading.Timer(0.1, go.set).start()
+        queue.end(30)
+        assert handle.is_success() and queue.routes.ended_by == [None]
 
     play(1, body)

@@ -23,6 +23,8 @@ def test_each_is_caught_as_ncz_error_and_says_what_to_do(error):
         (errors.BoundError, ValueError),
         (errors.UnsupportedError, TypeError),
         (errors.OutOfMemoryError, MemoryError),
+        (errors.MismatchError, RuntimeError),  # as torch.distributed and Horovod raise
+        (errors.PeerError, RuntimeError),
     ],
 )
 def test_standard_classes_catch_them_too(error, base):
@@ -40,7 +42,10 @@ def test_no_memory_has_one_type_whoever_ran_out_of_it(raised):
     assert caught.value.__cause__ is raised
 
 
-@pytest.mark.parametrize("raised", [RuntimeError("connection closed"), ValueError("allocate memory")])
+@pytest.mark.parametrize(
+    "raised",
+    [RuntimeError("connection closed"), ValueError("allocate memory"), errors.PeerError("that rank is out of memory")],
+)
 def test_other_errors_stay_what_they_are(raised):
     with pytest.raises(type(raised)) as caught, memory_errors("all_reduce"):
         raise raised

@@ -164,8 +164,8 @@ def test_the_reason_is_that_of_the_whole_tensor():
             made, _ = call(transport, config, "all_reduce", ring, tensor.clone(), number=number)
             counters = run(made, Host(), transport, backoff)
             reasons += counters.bypasses
-            sent = counters.wire_bytes - counters.plain_bytes
-            assert sent == 0 if len(reasons) == 3 else 0 < sent < 20_000  # agreements, no frame
+            assert (counters.measure_seconds > 0) == (len(reasons) < 3)
+            assert 0 < counters.wire_bytes - counters.plain_bytes < 20_000  # agreements, no frame
         return reasons
 
     assert play(2, body) == [["non-finite", "code overflow", "code overflow"]] * 2

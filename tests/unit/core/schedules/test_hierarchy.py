@@ -321,6 +321,7 @@ def test_different_calls_are_refused_before_anything_is_exchanged():
     def body(transport):
         tensor = values(transport.rank, 50_000 + (transport.rank == 3))
         call = in_nodes(sum_of(tensor, transport, config, ring), nodes_of("2x2", transport.rank), 0)
+        call = replace(call, described={"elements": tensor.numel()})
 
         def within_node(*_):
             raise AssertionError("something was exchanged")

@@ -15,7 +15,8 @@ from ranks import play
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.core.transport.gloo import Connections, GlooTransport
+from ncz_plugins.core.transport.connections import Connections
+from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
 
 CAPACITY = 4096
@@ -256,3 +257,32 @@ def test_aborting_routes_frees_the_tensors_of_the_call_that_failed():
 def test_a_rank_that_does_not_come_is_an_error():
     with pytest.raises(PeerError, match="connecting to the other ranks"):
         Connections(dist.HashStore(), 0, 2, timedelta(seconds=0.2))
+
+
+# ---------------------------------------------------------------- how calls begin
+
+
+def test_a_call_that_opens_with_values_meets_one_that_only_compares():
+    """Both learn the maximum: neither knows beforehand what the other one does."""
+
+    def body(transport):
+        tensor = torch.tensor([transport.rank, 1 - transport.rank])
+        if transport.rank == 0:
+            transport.start_comparison(tensor, Counters()).wait()
+        else:
+            values = torch.ones(transport._connections.opening_bytes, dtype=torch.uint8)
+            transport._connections.open(tensor, [values] * 2)
+        return tensor.tolist()
+
+    assert play(2, body) == [[1, 1]] * 2
+
+
+def test_values_reach_the_ranks_that_they_are_for():
+    def body(transport):
+        outgoing = [torch.full((to + 1,), 10.0 * transport.rank + to) for to in range(3)]
+        received = transport._connections.open(torch.tensor([transport.rank]), outgoing)
+        mine = transport.rank
+        assert received[mine] is None
+        return [received[peer][: 4 * (mine + 1)].view(torch.float32).tolist() for peer in range(3) if peer != mine]
+
+    assert play(3, body) == [[[10.0], [20.0]], [[1.0] * 2, [21.0] * 2], [[2.0] * 3, [12.0] * 3]]

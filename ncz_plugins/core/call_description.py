@@ -1,0 +1,141 @@
+"""What all ranks must have in common of a call, as numbers that they compare, and in words where they differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from .bypass import Bypass
+from .call import COLLECTIVES, Request
+from .config import Config
+from .errors import MismatchError, UnsupportedError
+from .transport.comparison import Extremes, RankComparison
+
+# The dtypes that gloo and NCCL carry.
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
+_BITWISE = _OPS[-3:]
+_BYPASSES = tuple(Bypass)
+
+
+def described(
+    request: Request, number: int, bypass: Bypass | None, config: Config | None = None, uncompared: int = 0
+) -> dict[str, int]:
+    """What ranks compare of a call. Texts and floats travel as checksums, other things as their place in a list.
+
+    Args:
+        number: how many calls the ranks have made, this one included.
+        uncompared: a checksum of the calls before it that ranks did not compare.
+        bypass: why the call goes plain; None if it is compressed.
+        config: the settings of a call that is compressed.
+    """
+    return {
+        "call number": number,
+        "collective": COLLECTIVES.index(request.collective),
+        "dtype": _place(DTYPES, request.input.dtype),
+        "elements": request.larger.numel(),
+        "reduce op": 0 if request.op is None else 1 + _place(_OPS, request.op),
+        "scale": 0 if request.scale == 1 else zlib.crc32(repr(float(request.scale)).encode()),
+        "source rank": request.root,
+        "transfer": 0 if bypass is None else 1 + _BYPASSES.index(bypass),
+        "configuration": 0 if config is None else checksum_of(config),
+        "plain calls on GPUs before it": uncompared,
+        "refusal": 0,
+    }
+
+
+def require_plain(request: Request) -> None:
+    """Raise UnsupportedError, saying what to do, for a call that gloo and NCCL do not make."""
+    dtype, what = request.input.dtype, request.collective
+    if request.output.dtype != dtype:
+        raise UnsupportedError(f"{what}: dtype {dtype} of the input and {request.output.dtype} of the output differ")
+    if dtype not in DTYPES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+        raise UnsupportedError(f"{what}: dtype {dtype}: neither gloo nor NCCL carries it; convert it to one of {known}")
+    if request.op is None:
+        return
+    if request.op not in _OPS:
+        raise UnsupportedError(f"{what}: reduce op {request.op}: not supported; use one of torch.distributed's own")
+    if request.op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+        raise UnsupportedError(f"{what}: reduce op AVG of {dtype}: only floats can be averaged; use SUM and divide")
+    if request.op in _BITWISE and dtype.is_floating_point:
+        raise UnsupportedError(
+            f"{what}: reduce op {_named(_OPS, _place(_OPS, request.op))} of {dtype}: floats have none"
+        )
+
+
+def refusal(number: int) -> dict[str, int]:
+    """In place of what `described` returns, on a rank that can't make its call: nobody shall wait for it."""
+    numbers = described(Request("all_reduce", _NOTHING, _NOTHING), number, None)
+    return dict.fromkeys(numbers, 0) | {"call number": number, "refusal": 1}
+
+
+def bypassing(numbers: Mapping[str, int], bypass: Bypass) -> dict[str, int]:
+    """What `described` returned for a compressed call, now that it goes plain at once."""
+    return {**numbers, "transfer": 1 + _BYPASSES.index(bypass)}
+
+
+def require_same(collective: str, comparison: RankComparison, ranks: Sequence[int]) -> None:
+    """Raise MismatchError if ranks described different calls.
+
+    Args:
+        comparison: of what `described` and `refusal` returned; its tensor is the maximum over ranks.
+        ranks: their global ranks, for the message.
+    """
+    differing = comparison.differing()
+    if "refusal" in differing:
+        refused = ranks[differing["refusal"].highest_rank]
+        raise MismatchError(f"{collective}: rank {refused} refused its call; the error that it raised says why")
+    if differing:
+        found = "; ".join(_in_words(name, ends, ranks) for name, ends in differing.items())
+        raise MismatchError(f"{collective}: {found}. Every rank must make the same calls in the same order")
+
+
+@lru_cache
+def checksum_of(config: Config) -> int:
+    """A number by which ranks tell whether their configurations differ; found once for each, as calls are many."""
+    return zlib.crc32(config.canonical().encode())
+
+
+def _in_words(name: str, ends: Extremes, ranks: Sequence[int]) -> str:
+    """Which rank has what."""
+    high, low = ranks[ends.highest_rank], ranks[ends.lowest_rank]
+    if name in _CHECKSUMS:
+        return f"{name} differs between rank {low} and rank {high}"
+    words = _WORDS.get(name, str)
+    return f"{name} {words(ends.highest)} on rank {high}, {words(ends.lowest)} on rank {low}"
+
+
+def _place(values: Sequence, value: object) -> int:
+    """The place of the first that equals `value`; behind all of them if none does."""
+    return next((at for at, each in enumerate(values) if each == value), len(values))
+
+
+def _named(values: Sequence, number: int) -> str:
+    """What a number stands for. It comes from a peer, so it may be any."""
+    return str(values[number]).rpartition(".")[2] if 0 <= number < len(values) else f"unknown ({number})"
+
+
+_NOTHING = torch.empty(0)
+_CHECKSUMS = ("scale", "configuration", "plain calls on GPUs before it")
+_REASONS = tuple(bypass.value for bypass in _BYPASSES)
+_WORDS: dict[str, Callable[[int], str]] = {
+    "collective": lambda number: _named(COLLECTIVES, number),
+    "dtype": lambda number: _named(DTYPES, number),
+    "reduce op": lambda number: "none" if number == 0 else _named(_OPS, number - 1),
+    "transfer": lambda number: "compressed" if number == 0 else f"plain ({_named(_REASONS, number - 1)})",
+}

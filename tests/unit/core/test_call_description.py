@@ -1,0 +1,124 @@
+"""What ranks compare of a call, and the words for what differs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ncz_plugins.core import call_description
+from ncz_plugins.core.bypass import Bypass
+from ncz_plugins.core.call import Request
+from ncz_plugins.core.call_description import bypassing, described, refusal, require_plain, require_same
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.transport.comparison import RankComparison
+
+SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
+
+
+def request(**changes) -> Request:
+    tensor = changes.pop("tensor", torch.zeros(8))
+    return replace(Request("all_reduce", tensor, tensor, SUM), **changes)
+
+
+def plain(**changes) -> dict[str, int]:
+    """The description of an uncompressed call."""
+    return described(request(**changes), 1, Bypass.TOO_SMALL)
+
+
+def compressed(config: dict | None = None, **changes) -> dict[str, int]:
+    return described(request(**changes), 1, None, Config.load(config or "ncclz"))
+
+
+def verdict(*ranks: dict[str, int], known_as=None) -> str:
+    """What all ranks are told of these descriptions; empty if they may go on."""
+    compared = [RankComparison(each, rank, len(ranks)) for rank, each in enumerate(ranks)]
+    joined = torch.stack([each.tensor for each in compared]).amax(0)
+    told = []
+    for each in compared:
+        each.tensor.copy_(joined)
+        try:
+            require_same("all_reduce", each, known_as or range(len(ranks)))
+        except MismatchError as error:
+            told.append(str(error))
+    assert told in ([], told[:1] * len(ranks))
+    return told[0] if told else ""
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (described(request(), 2, Bypass.TOO_SMALL), "call number 2 on rank 1, 1 on rank 0"),
+        (plain(collective="broadcast", op=None), "collective broadcast on rank 1, all_reduce on rank 0"),
+        (plain(tensor=torch.zeros(9)), "elements 9 on rank 1, 8 on rank 0"),
+        (plain(tensor=torch.zeros(8, dtype=torch.int64)), "dtype int64 on rank 1, float32 on rank 0"),
+        (plain(op=AVG), "reduce op AVG on rank 1, SUM on rank 0"),
+        (plain(op=MAX), "reduce op MAX on rank 1, SUM on rank 0"),
+        (plain(scale=0.5), "scale differs between rank 0 and rank 1"),
+        (plain(root=1), "source rank 1 on rank 1, 0 on rank 0"),
+        (
+            described(request(), 1, Bypass.ROLE),
+            "transfer plain (too small) on rank 0, plain (role not enabled) on rank 1",
+        ),
+        (compressed(), "transfer plain (too small) on rank 0, compressed on rank 1"),
+        (described(request(), 1, Bypass.TOO_SMALL, uncompared=5), "plain calls on GPUs before it differs"),
+        (refusal(1), "rank 1 refused its call"),
+    ],
+)
+def test_what_differs_is_said_in_words(other, words):
+    assert words in verdict(plain(), other)
+
+
+def test_ranks_are_called_by_their_global_numbers():
+    assert "dtype int64 on rank 7, float32 on rank 3" in verdict(
+        plain(), plain(tensor=torch.zeros(8, dtype=torch.int64)), known_as=[3, 7]
+    )
+
+
+def test_calls_that_are_alike_pass():
+    assert verdict(plain(), plain(), plain()) == ""
+    assert verdict(compressed(), compressed(), compressed()) == ""
+    assert verdict(refusal(1), refusal(1)) == ""  # all refuse: nobody is left waiting
+
+
+def test_settings_of_compressed_calls_must_be_the_same():
+    assert "configuration differs" in verdict(compressed(), compressed({"quantizer": {"value": 0.5}}))
+
+
+def test_a_compressed_call_that_goes_plain_at_once_says_so():
+    numbers = bypassing(compressed(), Bypass.NOT_WORTH)
+    assert verdict(numbers, numbers) == ""
+    assert "transfer plain (not worth it) on rank 1, compressed on rank 0" in verdict(compressed(), numbers)
+
+
+@pytest.mark.parametrize("number", [-5, 99, 1 << 40])
+def test_numbers_of_a_peer_need_not_make_sense(number):
+    for name in ("collective", "dtype", "reduce op", "transfer"):
+        assert f"unknown ({number - (name in ('reduce op', 'transfer'))})" in verdict(plain(), plain() | {name: number})
+
+
+# ------------------------------------------------------------------ what runs plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor": torch.zeros(8, dtype=torch.int16)}, ["all_reduce", "torch.int16", "int32"]),
+        ({"tensor": torch.zeros(8).to(torch.float8_e4m3fn)}, ["float8_e4m3fn", "convert"]),
+        ({"output": torch.zeros(8, dtype=torch.int32)}, ["torch.float32", "torch.int32", "differ"]),
+        ({"tensor": torch.zeros(8, dtype=torch.int32), "op": AVG}, ["AVG", "torch.int32", "SUM"]),
+        ({"op": dist.ReduceOp.BAND}, ["BAND", "torch.float32"]),
+        ({"op": "sum"}, ["sum", "not supported"]),
+    ],
+)
+def test_what_no_backend_carries_is_refused(changes, words):
+    with pytest.raises(UnsupportedError) as refused:
+        require_plain(request(**changes))
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("dtype", call_description.DTYPES, ids=str)
+def test_what_backends_carry_is_not(dtype):
+    require_plain(request(tensor=torch.zeros(8, dtype=dtype)))
+    require_plain(request(tensor=torch.zeros(8, dtype=dtype), op=MAX))

@@ -1,0 +1,43 @@
+"""Numbers that ranks compare by a maximum: what differs is named, with a rank for each extreme."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ncz_plugins.core.transport.comparison import Extremes, RankComparison
+
+NUMBERS = st.integers(-(1 << 40), 1 << 40)
+
+
+def compared(numbers: list[dict[str, int]]) -> list[dict[str, Extremes]]:
+    """What each rank finds."""
+    ranks = [RankComparison(each, rank, len(numbers)) for rank, each in enumerate(numbers)]
+    joined = torch.stack([each.tensor for each in ranks]).amax(0)
+    for each in ranks:
+        each.tensor.copy_(joined)
+    return [each.differing() for each in ranks]
+
+
+def test_what_differs_is_named_with_its_extremes_and_their_ranks():
+    wanted = {"b": Extremes(-7, 0, 3, 1), "c": Extremes(0, 2, 1 << 40, 1)}
+    assert (
+        compared([{"a": 5, "b": -7, "c": 1}, {"a": 5, "b": 3, "c": 1 << 40}, {"a": 5, "b": 0, "c": 0}]) == [wanted] * 3
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_what_is_equal_is_not_named(world_size):
+    assert compared([{"a": 5, "b": -7, "c": 0}] * world_size) == [{}] * world_size
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=9))
+def test_the_extremes_are_those_of_the_ranks(numbers):
+    (found, *others) = compared([{"a": number} for number in numbers])
+    assert all(other == found for other in others)
+    if min(numbers) == max(numbers):
+        assert found == {}
+    else:
+        ends = found["a"]
+        assert (ends.lowest, ends.highest) == (min(numbers), max(numbers))
+        assert (ends.lowest_rank, ends.highest_rank) == (numbers.index(ends.lowest), numbers.index(ends.highest))

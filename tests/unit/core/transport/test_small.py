@@ -1,0 +1,147 @@
+"""Uncompressed collectives of small tensors: exact, alike on all ranks, and in place of none that gloo must make."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import play, same_bits, values
+
+from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.transport.comparison import RankComparison
+
+OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+LENGTHS = [0, 1, 2, 7, 997, 5003]  # the last one in two rounds where there are more than two ranks
+
+
+def run(transport, collective, input, output, op=None, root=0, call: int = 1) -> None:
+    def check() -> None:
+        if comparison.differing():
+            raise MismatchError("for this test")
+
+    comparison = RankComparison({"call": call}, transport.rank, transport.world_size)
+    assert transport.small.serve(collective, input, op)
+    transport.small.run(collective, input, output, op, root, comparison, check)
+
+
+def exact(op, everyone: list[torch.Tensor]) -> torch.Tensor:
+    """float64, or the dtype of integers."""
+    stacked = torch.stack(everyone)
+    stacked = stacked.double() if stacked.is_floating_point() else stacked
+    match op:
+        case dist.ReduceOp.SUM:
+            return stacked.sum(0)
+        case dist.ReduceOp.AVG:
+            return stacked.mean(0)
+        case dist.ReduceOp.PRODUCT:
+            return stacked.prod(0)
+        case dist.ReduceOp.MIN:
+            return stacked.amin(0)
+        case _:
+            return stacked.amax(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_reductions_are_right_and_alike_on_all_ranks(world_size, op, dtype):
+    def body(transport):
+        results = []
+        for length in LENGTHS:
+            tensor = values(transport.rank, length, dtype)
+            run(transport, "all_reduce", tensor, tensor, op)
+            results.append(tensor)
+            parts = values(transport.rank, length * world_size, dtype)
+            part = torch.empty(length, dtype=dtype)
+            run(transport, "reduce_scatter_tensor", parts, part, op)
+            results.append(part)
+        return results
+
+    ranks = play(world_size, body)
+    for at, length in enumerate(LENGTHS):
+        wanted = exact(op, [values(rank, length, dtype) for rank in range(world_size)])
+        reduced = [rank[2 * at] for rank in ranks]
+        assert same_bits(reduced)
+        torch.testing.assert_close(reduced[0], wanted.to(dtype))
+        whole = exact(op, [values(rank, length * world_size, dtype) for rank in range(world_size)])
+        torch.testing.assert_close(torch.cat([rank[2 * at + 1] for rank in ranks]), whole.to(dtype))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 4), st.integers(0, 9000), st.sampled_from([torch.int64, torch.int32, torch.int8, torch.uint8]))
+def test_integers_are_exact(world_size, length, dtype):
+    everyone = [(values(rank, length) * 3).to(torch.int64).to(dtype) for rank in range(world_size)]
+
+    def body(transport):
+        tensor = everyone[transport.rank].clone()
+        run(transport, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
+        return tensor
+
+    assert all(torch.equal(each, sum(everyone)) for each in play(world_size, body))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64], ids=str)
+def test_values_are_moved_unchanged(world_size, dtype):
+    everyone = [values(rank, 1009).to(dtype) for rank in range(world_size)]
+
+    def body(transport):
+        gathered = torch.empty(1009 * world_size, dtype=dtype)
+        run(transport, "all_gather_into_tensor", everyone[transport.rank], gathered)
+        from_last = everyone[transport.rank].clone()
+        run(transport, "broadcast", from_last, from_last, root=world_size - 1)
+        return gathered, from_last
+
+    for gathered, from_last in play(world_size, body):
+        assert torch.equal(gathered, torch.cat(everyone))
+        assert torch.equal(from_last, everyone[-1])
+
+
+def test_what_goes_in_may_be_part_of_what_comes_out():
+    def body(transport):
+        parts = torch.arange(30.0).view(3, 10)
+        gathered = torch.zeros(3, 10)
+        gathered[transport.rank] = parts[transport.rank]
+        run(transport, "all_gather_into_tensor", gathered[transport.rank], gathered)
+        assert torch.equal(gathered, parts)
+        run(transport, "reduce_scatter_tensor", gathered, gathered[transport.rank], dist.ReduceOp.SUM)
+        assert torch.equal(gathered[transport.rank], 3 * parts[transport.rank])
+
+    play(3, body)
+
+
+@pytest.mark.parametrize("elements", [(10, 20), (10, 30_000), (0, 5)])
+def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
+    def body(transport):
+        tensor = torch.ones(elements[transport.rank])
+        with pytest.raises(MismatchError):
+            run(transport, "all_reduce", tensor, tensor, dist.ReduceOp.SUM, call=1 + transport.rank)
+        assert torch.equal(tensor, torch.ones_like(tensor))
+        again = torch.ones(3)
+        run(transport, "all_reduce", again, again, dist.ReduceOp.SUM)  # nothing is left of it in the connections
+        return again
+
+    assert all(torch.equal(each, torch.full((3,), 2.0)) for each in play(2, body))
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "served"),
+    [
+        ("all_reduce", 128 << 10, True),
+        ("all_reduce", (256 << 10) + 4, True),  # of which a rank sends each other one a third
+        ("all_reduce", 1 << 20, False),
+        ("broadcast", 128 << 10, True),
+        ("broadcast", (128 << 10) + 4, False),
+        ("all_gather_into_tensor", (128 << 10) + 4, False),
+        ("reduce_scatter_tensor", 300 << 10, True),
+    ],
+)
+def test_what_is_small(collective, nbytes, served):
+    op = dist.ReduceOp.SUM if "reduce" in collective else None
+    found = play(3, lambda transport: transport.small.serve(collective, torch.zeros(nbytes // 4), op))
+    assert found == [served] * 3
+
+
+def test_bitwise_reductions_are_left_to_gloo():
+    assert play(2, lambda each: each.small.serve("all_reduce", torch.zeros(4), dist.ReduceOp.BXOR)) == [False] * 2
