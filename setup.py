@@ -7,6 +7,7 @@ installed without the library and uses its numpy kernels.
 
 import platform
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -27,6 +28,8 @@ class BuildLibrary(build_ext):
         return f"{FOLDER}/libncz_cpu.so" if "." in fullname else "libncz_cpu.so"
 
     def build_extension(self, extension):
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.unlink(missing_ok=True)  # a library of other sources must not get into the wheel
         try:
             objects = []
             for source, flags in SOURCES.items():
@@ -36,8 +39,7 @@ class BuildLibrary(build_ext):
                     extra_postargs=FLAGS + flags,
                     depends=extension.depends,
                 )
-            target = self.get_ext_fullpath(extension.name)
-            self.compiler.link_shared_object(objects, target, target_lang="c++")
+            self.compiler.link_shared_object(objects, str(target), target_lang="c++")
         except Exception as error:  # no compiler, or one that cannot build this
             self.warn(
                 f"libncz_cpu.so could not be built ({error}). ncz_plugins will use its numpy kernels, about 100 times "

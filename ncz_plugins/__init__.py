@@ -12,7 +12,10 @@ Importing this package takes no other package. What a name needs, such as torch,
 
 from __future__ import annotations
 
+import os
+import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core.errors import (
@@ -90,3 +93,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Pip does not show what building the package warned of.
+if not Path(__file__).with_name("kernels").joinpath("cpu", "libncz_cpu.so").exists() and (
+    os.environ.get("NCZ_CPU_KERNELS") != "reference"
+):
+    warnings.warn(
+        "ncz_plugins was installed without its compiled CPU kernels, since there was no C++ compiler: host tensors are "
+        "compressed by numpy, about 100 times slower. Install a C++17 compiler (g++ or clang++), then reinstall it. "
+        "NCZ_CPU_KERNELS=reference says that this is as it should be",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -74,7 +74,7 @@ def cuda_status() -> str:
 @functools.cache
 def cpu_backend() -> Backend:
     """The fastest backend for host tensors on this machine, or the one named in NCZ_CPU_KERNELS."""
-    wanted = os.environ.get(ENVIRONMENT, "auto")
+    wanted = os.environ.get(ENVIRONMENT) or "auto"
     if wanted != "auto":
         return load(wanted)
     reasons = []
@@ -83,10 +83,13 @@ def cpu_backend() -> Backend:
             return load(name)
         except ImportError as error:
             reasons.append(f"{name}: {error}")
-    warnings.warn(
-        "ncz_plugins: no compiled CPU kernels load; using the numpy reference (about 100 times slower). "
-        + "; ".join(reasons),
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    from .cpu import LIBRARY
+
+    if LIBRARY.exists():  # else the import of the package has said so
+        warnings.warn(
+            "ncz_plugins: no compiled CPU kernels load; using the numpy reference (about 100 times slower). "
+            + "; ".join(reasons),
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return load("reference")

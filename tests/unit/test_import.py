@@ -1,6 +1,8 @@
 """`import ncz_plugins` needs nothing but torch and numpy; what takes more says so."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -53,6 +55,42 @@ def test_import_needs_none_of_the_optional_packages():
         f"ncz_plugins.Config needs the package '{package}', which is not installed; "
         "`pip install ncz_plugins` installs all it needs"
     )
+
+
+# ------------------------------------------------------------------ without a C++ compiler
+
+
+def run(*command: str, folder, **environment: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NCZ_CPU_KERNELS")} | environment
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.processes
+def test_an_install_without_a_compiler_says_so_when_imported(tmp_path):
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "ncz_plugins", tmp_path / "ncz_plugins", ignore=ignored)
+    twice = "import ncz_plugins; import ncz_plugins; ncz_plugins.NczError"
+    done = run(sys.executable, "-c", twice, folder=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("Install a C++17 compiler") == 1, done.stderr
+    assert not run(sys.executable, "-c", twice, folder=tmp_path, NCZ_CPU_KERNELS="reference").stderr
+    assert not run(sys.executable, "-c", twice, folder=ROOT).stderr
+
+
+@pytest.mark.processes
+def test_a_build_without_a_compiler_leaves_no_library_of_an_earlier_one(tmp_path):
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for folder in ("cpu", "common"):
+        shutil.copytree(ROOT / "ncz_plugins" / "kernels" / folder, tmp_path / "ncz_plugins" / "kernels" / folder)
+    stale = tmp_path / "built" / "ncz_plugins" / "kernels" / "cpu" / "libncz_cpu.so"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of other sources")
+    build = [sys.executable, "setup.py", "build_ext", "--build-lib", "built"]
+    done = run(*build, folder=tmp_path, CC="/no/compiler", CXX="/no/compiler")
+    assert done.returncode == 0 and "libncz_cpu.so could not be built" in done.stderr + done.stdout, done
+    assert not stale.exists()
+
+
+# ------------------------------------------------------------------ names
 
 
 def test_everything_that_is_exported_exists():

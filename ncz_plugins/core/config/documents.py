@@ -12,12 +12,15 @@ import yaml
 
 from ..errors import ConfigError
 
+_MOST_NODES = 10_000  # values of a file, each counted as often as the file refers to it
+
 
 def read_document(path: str | os.PathLike) -> dict[Any, Any]:
     """The mapping that a .yaml, .yml or .json file holds, not yet checked any further.
 
     Raises `ConfigError`, naming the file and where possible the line, if the file cannot be read,
-    is not valid YAML or JSON, repeats a key, or does not hold a mapping.
+    is not valid YAML or JSON, repeats a key, refers to itself, holds half of a surrogate pair, or does not hold a
+    mapping.
     """
     path = Path(os.fsdecode(path))
     try:
@@ -37,6 +40,8 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds {shorten(document)}, not a mapping of settings")
+    if any("\ud800" <= character <= "\udfff" for character in json.dumps(document, ensure_ascii=False, default=str)):
+        raise ConfigError(f"{path}: holds half of a surrogate pair, \\ud800 to \\udfff, which is no character")
     return document
 
 
@@ -56,12 +61,36 @@ def _parse_json(text: str, path: Path) -> Any:
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
+        if _expanded(yaml.compose(text, _YamlLoader), path, {}) > _MOST_NODES:
+            raise ConfigError(
+                f"{path}: has more than {_MOST_NODES:,} values, counting each alias as what it stands for"
+            )
         return yaml.load(text, _YamlLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{path}:{mark.line + 1}: invalid YAML: {error.problem}") from None
     except yaml.YAMLError as error:  # a character that YAML forbids
         raise ConfigError(f"{path}: invalid YAML: {error}") from None
+
+
+def _expanded(node: yaml.Node | None, path: Path, known: dict[int, int]) -> int:
+    """How many values a node stands for. Raises ConfigError if it is part of itself.
+
+    Args:
+        known: the nodes that were counted before, by id; 0 for those that are being counted.
+    """
+    if id(node) in known:
+        if known[id(node)] == 0:
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: this value refers to itself")
+        return known[id(node)]
+    known[id(node)] = 0
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [child for pair in node.value for child in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    known[id(node)] = 1 + sum(_expanded(child, path, known) for child in children)
+    return known[id(node)]
 
 
 class _YamlLoader(yaml.SafeLoader):

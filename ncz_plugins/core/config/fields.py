@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -24,7 +23,7 @@ class Allowed:
     text: str
 
 
-def size_type(minimum: int, maximum: float, words: tuple[str, ...], allowed: str) -> Any:
+def size_type(minimum: int, maximum: int, words: tuple[str, ...], allowed: str) -> Any:
     """The type of a number of bytes, which may be written as a string such as "64KiB", or of one of `words`."""
 
     def parse(value: object) -> int | str:
@@ -36,19 +35,20 @@ def size_type(minimum: int, maximum: float, words: tuple[str, ...], allowed: str
             raise ValueError(allowed)
         return size
 
-    integer = {"type": "integer", "minimum": minimum} | ({"maximum": maximum} if maximum < math.inf else {})
+    integer = {"type": "integer", "minimum": minimum, "maximum": maximum}
     text = {"type": "string", "pattern": _SIZE.pattern}
     schema = {"anyOf": [integer, text, {"enum": list(words)}]}
     return Annotated[int | str, PlainValidator(parse), WithJsonSchema(schema), Allowed(allowed)]
 
 
-_HIERARCHY = "auto, off, or an integer, 2 or more"
+_MOST_RANKS = 1 << 20
+_HIERARCHY = "auto, off, or an integer from 2 to 2^20"
 
 
 def _parse_hierarchy(value: object) -> int | str:
     if value is False:  # what YAML makes of a bare off
         return "off"
-    if value in ("auto", "off") or (type(value) is int and value >= 2):
+    if value in ("auto", "off") or (type(value) is int and 2 <= value <= _MOST_RANKS):
         return value
     raise ValueError(_HIERARCHY)
 
@@ -60,12 +60,14 @@ FrameBytes = size_type(
     16 * KiB, 64 * MiB, ("auto",), "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
 )
 MinBytes = size_type(
-    0, math.inf, ("auto", "never"), "auto, never, or bytes, 0 or more: an integer, or a string such as '64KiB'"
+    0, 1 << 50, ("auto", "never"), "auto, never, or bytes from 0 to 2^50: an integer, or a string such as '64KiB'"
 )
 Hierarchy = Annotated[
     int | str,
     PlainValidator(_parse_hierarchy),
-    WithJsonSchema({"anyOf": [{"enum": ["auto", "off", False]}, {"type": "integer", "minimum": 2}]}),
+    WithJsonSchema(
+        {"anyOf": [{"enum": ["auto", "off", False]}, {"type": "integer", "minimum": 2, "maximum": _MOST_RANKS}]}
+    ),
     Allowed(_HIERARCHY),
 ]
 Flag = Annotated[bool, Field(strict=True)]
@@ -73,15 +75,15 @@ NonEmptyText = Annotated[str, Field(strict=True, min_length=1)]
 OptionalPath = Annotated[NonEmptyText | None, Allowed("null, or a path")]
 Role = Literal["gradient", "parameter", "activation"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
-StepNumber = Annotated[Integer, Field(ge=0), Allowed("an integer, 0 or more")]
+StepNumber = Annotated[Integer, Field(ge=0, le=1 << 50), Allowed("an integer from 0 to 2^50")]
 
 # Of the quantizer, for which policies can change them.
 Kind = Literal["error_bound", "stochastic", "lossless"]
 Mode = Literal["abs", "rel", "rms", "range"]
 BoundValue = Annotated[Number, Field(gt=0)]
-Block = Annotated[Integer, Field(ge=0, multiple_of=CHUNK)]
+Block = Annotated[Integer, Field(ge=0, le=1 << 40, multiple_of=CHUNK)]
 BOUND_VALUE = Allowed("a finite number above 0; with mode rel or range below 1; with mode rms at most 10")
-BLOCK = Allowed(f"0, or a positive multiple of {CHUNK}")
+BLOCK = Allowed(f"0, or a positive multiple of {CHUNK}, at most 2^40")
 FLAG = Allowed("true, false")
 
 

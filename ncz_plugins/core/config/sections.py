@@ -195,8 +195,8 @@ class TransportConfig(Section):
         "as a whole before their first frame is sent.",
     )
     timeout_seconds: Annotated[
-        Annotated[Number, Field(gt=0)] | None,
-        Allowed("null, or a finite number above 0"),
+        Annotated[Number, Field(ge=1e-3, le=1e7)] | None,
+        Allowed("null, or a number from 0.001 to 10000000"),
     ] = Field(
         default=None,
         description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
@@ -240,10 +240,10 @@ class Policy(Section):
         description="Names of parameters, as patterns of the shell: * stands for any characters, ? for one, "
         "[ab] for one of these.",
     )
-    min_elements: Annotated[StepNumber | None, Allowed("null, or an integer, 0 or more")] = Field(
+    min_elements: Annotated[StepNumber | None, Allowed("null, or an integer from 0 to 2^50")] = Field(
         default=None, description="The whole parameter has at least this many elements."
     )
-    max_elements: Annotated[StepNumber | None, Allowed("null, or an integer, 0 or more")] = Field(
+    max_elements: Annotated[StepNumber | None, Allowed("null, or an integer from 0 to 2^50")] = Field(
         default=None, description="The whole parameter has at most this many elements."
     )
     dtype: Annotated[Dtype | None, Allowed(f"null, or one of {', '.join(get_args(Dtype))}")] = Field(
@@ -327,7 +327,7 @@ class StatisticsConfig(Section):
     """What is counted and reported."""
 
     report_every: StepNumber = Field(default=0, description="Steps between report lines on rank 0; 0: no report.")
-    history: Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")] = Field(
+    history: Annotated[Integer, Field(ge=1, le=10**7), Allowed("an integer from 1 to 10000000")] = Field(
         default=1000, description="Steps whose statistics are kept in memory."
     )
     jsonl: OptionalPath = Field(

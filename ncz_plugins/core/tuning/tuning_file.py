@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import warnings
 from typing import Annotated, Literal
@@ -29,7 +28,7 @@ from ..config import (
 from ..errors import ConfigError
 
 FrameBytes = size_type(16 * KiB, 64 * MiB, (), "bytes from 16 KiB to 64 MiB")
-MinBytes = size_type(0, math.inf, ("never",), "never, or bytes, 0 or more")
+MinBytes = size_type(0, 1 << 50, ("never",), "never, or bytes from 0 to 2^50")
 Positive = Annotated[Number, Field(gt=0)]
 Seconds = Annotated[Positive, Allowed("a finite number above 0")]
 Count = Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")]

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import mmap
+import warnings
 
 import numpy as np
 import pytest
@@ -614,8 +615,24 @@ def test_without_the_library_the_reference_serves(tmp_path, monkeypatch, content
         statuses = kernels.statuses()
         assert "libncz_cpu.so" in statuses["avx2"] and "reinstall" in statuses["portable"]
         assert statuses["reference"] == "ok"
-        with pytest.warns(RuntimeWarning, match="libncz_cpu.so.*"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             assert kernels.cpu_backend().name == "reference"
+        # That there is none was said when the package was imported.
+        assert ["libncz_cpu.so" in str(each.message) for each in caught] == ([True] if content else [])
     finally:
         cpu._library.cache_clear()
+        kernels.cpu_backend.cache_clear()
+
+
+def test_an_empty_variable_names_no_kernels(monkeypatch):
+    def chosen(value: str) -> str:
+        monkeypatch.setenv(kernels.ENVIRONMENT, value)
+        kernels.cpu_backend.cache_clear()
+        return kernels.cpu_backend().name
+
+    try:
+        assert chosen("") == chosen("auto")
+        assert chosen("reference") == "reference"
+    finally:
         kernels.cpu_backend.cache_clear()
