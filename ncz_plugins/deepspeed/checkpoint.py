@@ -62,10 +62,13 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device) ->
         ) from error
     training.load_state_dict(Training(training.config).state_dict() if state is None else state)
     if state is None and dist.get_rank() == 0:
-        print(
-            f"ncz_plugins: {folder} was saved without compression: error feedback, warm-up and schedule begin anew",
-            flush=True,
-        )
+        why = "was saved without compression"
+        if (Path(folder) / "zero").is_dir():  # DeepSpeed's own checkpoints have no such folder
+            why = (
+                "was made by DeepSpeed's ds_to_universal, which leaves out the state of compression (to keep it, copy "
+                "the files ncz_plugins_rank_* of the checkpoint that was converted into it)"
+            )
+        print(f"ncz_plugins: {folder} {why}: error feedback, warm-up and schedule begin anew", flush=True)
 
 
 def _read(folder: str | os.PathLike) -> dict | None:

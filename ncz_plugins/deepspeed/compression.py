@@ -37,6 +37,10 @@ class GradientCompression:
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._by_parameter = bool(config.policies) or config.quantizer.feeds_back
 
+    def __repr__(self) -> str:
+        step, total = self.training.step, self.stats.total
+        return f"GradientCompression({self.config.describe()}; step {step}, {total.describe()})"
+
     @property
     def stats(self) -> Statistics:
         return self.training.stats

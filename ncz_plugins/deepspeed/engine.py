@@ -5,13 +5,30 @@ Each function takes a method of DeepSpeedEngine and returns what replaces it.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
+import sys
 
+from ..core.config import DEEPSPEED_KEY
 from . import checkpoint
 from .compression import configured, describe
 
 ATTRIBUTE = "communication_compression"  # on engines, and on the optimizers that reduce for them
+
+
+_compressed: list[bool] = []  # on rank 0: whether each engine of this process has our key
+
+
+@atexit.register
+def _warn_if_none_compresses() -> None:
+    if _compressed and not any(_compressed):
+        print(
+            "ncz_plugins.deepspeed was imported, and nothing was compressed: no DeepSpeed configuration has the key "
+            f'"{DEEPSPEED_KEY}" at its top level. Add it, as "{DEEPSPEED_KEY}": "ncclz", or drop the import',
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def configure_engine(original):
@@ -22,6 +39,8 @@ def configure_engine(original):
         compression = configured(arguments["config_class"])  # first, because the rest takes long
         original(self, *args, **kwargs)
         setattr(self, ATTRIBUTE, compression)
+        if self.global_rank == 0:
+            _compressed.append(compression is not None)
         if compression is not None:
             if self.optimizer is not None:
                 setattr(self.optimizer, ATTRIBUTE, compression)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.config import Config
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
 from ..core.transport.link_speed import gloo_link_gbps
@@ -66,7 +66,7 @@ class NCZ(Compressor):
     The class itself can be passed too and then means its default instance, `NCZ.default()`.
     """
 
-    # Of single tensors, as `OptimizerCompressor` has them.
+    # Of single tensors, as OptimizerCompressor has them.
     label = "allreduce/"
     knows_names = True
     positions: Mapping[str, int] = {}
@@ -78,6 +78,13 @@ class NCZ(Compressor):
         self.training = Training(_resolved(source))
         self._is_optimizers = False
         self._first_parameters: list[weakref.ref[Tensor]] = []  # of each optimizer
+
+    def __repr__(self) -> str:
+        return f"NCZ({self.config.describe()}; step {self.training.step}, {self.stats.total.describe()})"
+
+    def __reduce__(self):
+        """A copy, here or in another process, has the same settings and begins a training of its own."""
+        return type(self), (self.config,)
 
     @classmethod
     def default(cls) -> NCZ:
@@ -100,12 +107,16 @@ class NCZ(Compressor):
 
     @_OnClassOrInstance
     def compress(self, tensor: Tensor) -> tuple[Tagged, None]:
-        """Mark `tensor` for the compressed all-reduce, which does the coding."""
-        return Tagged(tensor, self, owner=self), None
+        """Raise UnsupportedError: only functions of Horovod that this plugin could not replace call this."""
+        raise UnsupportedError(
+            "a function such as hvd.allreduce or hvd.DistributedOptimizer was imported by its name before "
+            "ncz_plugins.horovod, so that it does not know NCZ. Import ncz_plugins.horovod first, or write "
+            "`import horovod.torch as hvd` and call hvd.allreduce"
+        )
 
     @_OnClassOrInstance
     def decompress(self, tensor: Tensor, ctx) -> Tensor:
-        """The all-reduce has done that already; sparse gradients never came to `compress`."""
+        """Nothing is left to do: the all-reduce has decoded already."""
         return tensor
 
     # ---------------------------------------------------------------- steps and checkpoints
@@ -213,7 +224,15 @@ class OptimizerCompressor(Compressor):
 
 
 def as_instance(compression) -> NCZ | None:
-    """The NCZ that a `compression` argument means, None for any other compressor."""
+    """The NCZ that a `compression` argument means, None for any other compressor.
+
+    Raises UnsupportedError for settings in place of a compressor.
+    """
+    if isinstance(compression, (str, Mapping)):
+        raise UnsupportedError(
+            f"compression={compression!r}: this is no compressor. Write compression=NCZ for all defaults, or NCZ(...) "
+            "with a file or a mapping of settings; `from ncz_plugins.horovod import NCZ`"
+        )
     if isinstance(compression, NCZ):
         return compression
     if isinstance(compression, type) and issubclass(compression, NCZ):

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -71,7 +73,20 @@ def resumed(runs, saved):
     file.write_bytes(file.read_bytes()[:-1000])
     (file,) = (runs.folder / "incomplete").glob("global_step*/ncz_plugins_rank_00001.pt")
     file.unlink()
+    convert(runs.folder / "stage 2")
     return runs("resume")
+
+
+def convert(folder) -> None:
+    """DeepSpeed's own conversion of the last checkpoint in a folder, and a copy with our files."""
+    last, universal = folder / f"global_step{SAVED[-1]}", folder / "universal"
+    module = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--num_extract_workers", "1"]
+    paths = ["--input_folder", str(last), "--output_folder", str(universal)]
+    subprocess.run([sys.executable, *module, *paths], check=True, capture_output=True, timeout=120)
+    assert not list(universal.glob("ncz_plugins*"))
+    shutil.copytree(universal, folder / "universal with our files")
+    for file in last.glob("ncz_plugins_rank_*"):
+        shutil.copy(file, folder / "universal with our files")
 
 
 @pytest.mark.parametrize("step", SAVED)
@@ -119,6 +134,15 @@ def test_a_checkpoint_without_compression_is_said_in_one_line_and_begins_anew(re
     assert len(first["said"].splitlines()) == 1
     assert second["said"] == ""
     assert first["step"] == second["step"] == first["residuals"] == second["residuals"] == 0
+
+
+def test_a_universal_checkpoint_has_no_state_of_compression_unless_it_is_copied(resumed):
+    first, second = (rank["universal"] for rank in resumed)
+    assert "ds_to_universal" in first["said"] and "copy the files ncz_plugins_rank_*" in first["said"]
+    assert second["said"] == "" and first["step"] == first["residuals"] == 0
+    for rank in resumed:
+        found = rank["universal with our files"]
+        assert found == {"said": "", "step": SAVED[-1], "residuals": len(PARAMETERS)}
 
 
 def test_a_damaged_or_missing_file_is_an_error_on_every_rank(resumed):

@@ -64,9 +64,11 @@ class TestWithoutTheKey:
         assert [rank["plugin_imported"] for rank in without_plugin.ranks] == [False, False]
         assert [rank["plugin_imported"] for rank in switched_off.ranks] == [True, True]
 
-    def test_nothing_is_compressed_and_nothing_is_said(self, switched_off):
+    def test_nothing_is_compressed_and_that_is_said_at_the_end(self, without_plugin, switched_off):
         assert [rank["stats"] for rank in switched_off.ranks] == [None, None]
-        assert not re.search("^ncz_plugins", switched_off.output, re.MULTILINE)
+        (line,) = re.findall("^ncz_plugins.*", switched_off.output, re.MULTILINE)
+        assert "nothing was compressed" in line and '"communication_compression": "ncclz"' in line
+        assert "ncz_plugins" not in without_plugin.output
 
     def test_the_training_is_the_same_to_the_bit(self, without_plugin, switched_off):
         for plain, off in zip(without_plugin.ranks, switched_off.ranks):
@@ -94,6 +96,10 @@ class TestThroughTheModule:
     def test_one_line_on_one_rank_says_what_is_active(self, compressed):
         (line,) = announcements(compressed.output)
         assert "ZeRO 2" in line and "2 ranks" in line and "rms:0.25" in line
+
+    def test_another_says_after_the_first_steps_what_share_is_compressed(self, compressed):
+        (line,) = re.findall("^ncz_plugins: steps 1 to 3: .*", compressed.output, re.MULTILINE)
+        assert "100% of the bytes went compressed, ratio " in line and "plain" not in line
 
     def test_reports_come_as_often_as_asked(self, compressed):
         reported = re.findall(r"^ncz_plugins: step (\d+): .* ratio ([\d.]+)", compressed.output, re.MULTILINE)

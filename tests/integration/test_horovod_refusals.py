@@ -28,12 +28,22 @@ CASES = {
     "invalid file in the environment": ("ConfigError", ["invalid.yaml", "quantizer.valeu"]),
     "adasum": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
     "adasum with an instance": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
+    "a string": ("UnsupportedError", ["compression='ncz'", "compression=NCZ"]),
+    "a mapping": ("UnsupportedError", ["'value': 0.1", "NCZ(...)"]),
+    "a function imported before": ("UnsupportedError", ["imported", "before", "ncz_plugins.horovod first"]),
+    "an optimizer imported before": ("UnsupportedError", ["imported", "before", "ncz_plugins.horovod first"]),
     "reducescatter": ("UnsupportedError", ["hvd.reducescatter", "Compression.none"]),
     "grouped reducescatter": ("UnsupportedError", ["hvd.grouped_reducescatter", "Compression.none"]),
-    "other names": ("MismatchError", ["names"]),
-    "fewer on one rank": ("MismatchError", ["number of tensors"]),
+    "other names": ("MismatchError", ['name is "b" on rank 0, "c" on rank 1']),
+    "fewer on one rank": ("MismatchError", ["number of tensors to reduce is 2 on rank 0, 1 on rank 1"]),
+    "other dtypes": ("MismatchError", ['a: dtype is "int32" on rank 0, "float32" on rank 1']),
+    "other ops": ("MismatchError", ['a: reduce op is "Min" on rank 0, "Sum" on rank 1']),
+    "scale 0 on one rank": ("MismatchError", ["a: prescale factor is 1.0 on rank 0, 0.0 on rank 1"]),
     "given up": ("HorovodInternalError", ["nothing was reduced"]),
-    **{name: ("MismatchError", ["configuration"]) for name in DIFFERENT},
+    "different bounds": ("MismatchError", ["quantizer.value is 0.25 on rank 0, 0.1 on rank 1"]),
+    "too small on one rank": ("MismatchError", ["transport.min_bytes is 0 on rank 0, 1073741824 on rank 1"]),
+    "another schedule": ("MismatchError", ['transport.schedule is "direct" on rank 0, "ring" on rank 1']),
+    "changed on one rank": ("MismatchError", ['entropy.coder is "auto" on rank 0, "fixed" on rank 1']),
 }
 
 
@@ -69,3 +79,9 @@ def test_horovod_still_works_after_them(refused):
 
 def test_it_is_a_compressor_to_whoever_asks(refused):
     assert [rank["is_compressor"] for rank in refused] == [[True, True]] * 2
+
+
+def test_it_can_be_copied_and_sent_to_other_processes(refused):
+    for rank in refused:
+        assert rank["copies"] == [True, True] and rank["class"]
+        assert "rms:0.1" in rank["repr"] and "step 0" in rank["repr"]

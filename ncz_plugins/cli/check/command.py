@@ -7,11 +7,12 @@ import argparse
 from rich.console import Console
 from rich.text import Text
 
-from ...core.config import DEEPSPEED_KEY, Config, settings
+from ...core.config import DEEPSPEED_KEY, Config, read_document, settings
 from ...core.errors import ConfigError
 from ...core.tuning.tuning_file import Tuning
 from ..output import add_row, table, unbroken_console, yaml_value
 from ..settings import load_config, parse_number
+from . import buckets
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -53,6 +54,8 @@ def _show_settings(file: str, config: Config, from_deepspeed: bool) -> None:
     console.print(Text(config.describe()))
     if tuning:
         console.print(Text(f"{config.transport.tuning}: {tuning.describe()}"))
+    if from_deepspeed and (warning := buckets.warning(read_document(file), config)):
+        console.print(Text(f"warning: {warning}"))
     console.print()
     console.print(rows)
 

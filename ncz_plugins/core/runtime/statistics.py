@@ -96,6 +96,9 @@ class Statistics:
         self._step = Counters()
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"Statistics({self.total.calls} calls, {self.total.describe()})"
+
     def record(self, counters: Counters) -> None:
         """Add one call."""
         with self._lock:

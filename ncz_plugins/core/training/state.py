@@ -20,6 +20,7 @@ from .group import GroupState
 from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
+from .report import CompressionReport
 
 _FORMAT = 1  # of state_dict
 
@@ -46,6 +47,7 @@ class Training:
         self.step = 0
         self.residuals = Residuals()
         self._records = Records(self.config)
+        self._report = CompressionReport(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
@@ -116,8 +118,9 @@ class Training:
     def end_step(self) -> Counters:
         """Close a step, all of whose results have been waited for, and return what was counted in it.
 
-        Writes the step's record, prints a line where `statistics.report_every` says so, and acts on what the guard
-        found: raises AccuracyError, on all ranks of a group alike, where `guard.on_alarm` is stop.
+        Rank 0 writes the step's record, prints a line where `statistics.report_every` says so, and prints after the
+        first steps which share of the bytes goes compressed. Acts on what the guard found: raises AccuracyError, on all
+        ranks of a group alike, where `guard.on_alarm` is stop.
         """
         groups = list(self._groups.values())
         for group in groups:
@@ -142,6 +145,8 @@ class Training:
         every = self.config.statistics.report_every
         if every and self.step % every == 0:
             print(f"ncz_plugins: step {self.step}: {done.describe()}", flush=True)
+        if line := self._report.end_step(self.step, done):
+            print(line, flush=True)
 
     def _my_rank(self) -> int:
         return self.rank if self.rank is not None else dist.get_rank() if dist.is_initialized() else 0

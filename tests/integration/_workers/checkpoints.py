@@ -88,6 +88,10 @@ def resuming() -> dict:
             train(engine, step)
             results[f"{name}, {step}"] = {"said": said, "loaded": loaded, **outcome(engine)}
             engine.destroy()
+    for tag in ("universal", "universal with our files"):
+        engine = start({**CASES["stage 2"], "checkpoint": {"load_universal": True}})
+        results[tag] = {"said": load(engine, f"{folder}/stage 2", tag), **known(engine)}
+        engine.destroy()
     for name, options in (
         ("without optimizer", {"load_optimizer_states": False}),
         ("module only", {"load_module_only": True}),

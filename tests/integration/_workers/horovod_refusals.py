@@ -4,13 +4,16 @@ usage: horovod_refusals.py DIFFERENT.json INVALID.yaml
 DIFFERENT.json: {name: [configuration of each rank]}.
 """
 
+import copy
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import DistributedOptimizer, allreduce  # before the plugin, which can't replace these names
 from horovod.torch.compression import Compressor
 from horovod_common import loss_of, new_model, own_values, save
 
@@ -24,6 +27,13 @@ def optimizer(compression, **arguments):
     model = new_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compression, **arguments)
+
+
+def optimizer_imported_before() -> None:
+    model = new_model()
+    named = model.named_parameters()
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), named, compression=NCZ)
+    loss_of(model, 0).backward()
 
 
 def from_environment():
@@ -40,6 +50,13 @@ def same_names(names) -> None:
     handles = [ncz_plugins.horovod.allreduce_async(own_values(SIZE), name=n, compression=compressor) for n in names]
     for handle in handles:
         hvd.synchronize(handle)
+
+
+def reduce_different(*ranks: dict) -> None:
+    """One tensor, of which the ranks reduce other kinds."""
+    how = {"op": hvd.Sum, "dtype": torch.float32, "compression": NCZ(transport={"min_bytes": 0})} | ranks[hvd.rank()]
+    values = own_values(SIZE, dtype=how.pop("dtype"))
+    ncz_plugins.horovod.allreduce(values, name="a", **how)
 
 
 def train_with_different(config) -> None:
@@ -77,10 +94,17 @@ cases = {
     "invalid file in the environment": from_environment,
     "adasum": lambda: optimizer(NCZ, op=hvd.Adasum),
     "adasum with an instance": lambda: optimizer(NCZ(), op=hvd.Adasum),
+    "a string": lambda: optimizer("ncz"),
+    "a mapping": lambda: hvd.allreduce(tensor, compression={"quantizer": {"value": 0.1}}),
+    "a function imported before": lambda: allreduce(tensor, compression=NCZ),
+    "an optimizer imported before": optimizer_imported_before,
     "reducescatter": lambda: hvd.reducescatter(tensor, compression=NCZ),
     "grouped reducescatter": lambda: hvd.grouped_reducescatter([tensor], compression=NCZ()),
     "other names": lambda: same_names(["a", "bc"[hvd.rank()]]),
     "fewer on one rank": lambda: same_names(["a", "b"][hvd.rank() :]),
+    "other dtypes": lambda: reduce_different({"dtype": torch.int32}, {}),
+    "other ops": lambda: reduce_different({"op": hvd.Min}, {}),
+    "scale 0 on one rank": lambda: reduce_different({}, {"prescale_factor": 0.0}),
     "given up": waited_for_after_a_failure,
     **{name: lambda configs=configs: train_with_different(configs[hvd.rank()]) for name, configs in different.items()},
 }
@@ -91,9 +115,14 @@ for name, case in cases.items():
         errors[name] = None
     except Exception as error:
         errors[name] = {"kind": type(error).__name__, "message": str(error)}
+first, copied = NCZ(quantizer={"value": 0.1}), [pickle.loads(pickle.dumps(NCZ(quantizer={"value": 0.1})))]
+copied.append(copy.deepcopy(first))
 save(
     {
         "errors": errors,
+        "copies": [each.config == first.config and each.training is not first.training for each in copied],
+        "class": pickle.loads(pickle.dumps(NCZ)) is NCZ,
+        "repr": repr(first),
         "is_compressor": [issubclass(NCZ, Compressor), isinstance(NCZ(), Compressor)],
         "still_works": torch.equal(hvd.allreduce(torch.ones(3), op=hvd.Sum), torch.full((3,), float(hvd.size()))),
     }

@@ -1,0 +1,49 @@
+"""Whether DeepSpeed's buckets of gradients are large enough to be compressed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.config import Config
+
+_DEFAULT = 500_000_000  # elements; DeepSpeed's own
+_KEY = "zero_optimization.reduce_bucket_size"
+
+
+def warning(document: Mapping[Any, Any], config: Config) -> str | None:
+    """What is to be said about the buckets of a DeepSpeed configuration; None if they are large enough.
+
+    Args:
+        config: what it asks for under our key.
+    """
+    least = config.transport.min_bytes
+    if not isinstance(least, int) or least == 0:  # measured at the start, or nothing is compressed
+        return None
+    zero = document.get("zero_optimization") or {}
+    size = zero.get("reduce_bucket_size", _DEFAULT) if isinstance(zero, Mapping) else _DEFAULT
+    itemsize = _itemsize(document)
+    enough = -(-least // itemsize)
+    remedy = f"Name {_DEFAULT:.0e}, DeepSpeed's own default, or lower transport.min_bytes"
+    if size == "auto":
+        return (
+            f"{_KEY}: auto: Hugging Face makes it the square of hidden_size. For a hidden_size below "
+            f"{math.isqrt(enough - 1) + 1} that is less than transport.min_bytes ({least:,} bytes), and gradients go "
+            f"uncompressed. {remedy}"
+        )
+    if isinstance(size, (int, float)) and size < enough:
+        return (
+            f"{_KEY}: {size:,.0f} elements of {itemsize} bytes are less than transport.min_bytes ({least:,} bytes), so "
+            f"gradients go uncompressed. {remedy}"
+        )
+    return None
+
+
+def _itemsize(document: Mapping[Any, Any]) -> int:
+    """Bytes of an element that is reduced, as far as the configuration tells."""
+    kind = document.get("communication_data_type")
+    if kind is None:
+        halves = (document.get(name) for name in ("fp16", "bf16"))
+        return 2 if any(isinstance(each, Mapping) and each.get("enabled") is not False for each in halves) else 4
+    return 4 if kind in ("fp32", "float32") else 2
