@@ -39,18 +39,21 @@ def measure(rounds: int) -> None:
     communicator = Communicator()
     kinds = {"plain": dist.all_reduce, "ncz": communicator.all_reduce}
     for size in SIZES:
-        seconds = {name: torch.zeros(rounds, dtype=torch.float64) for name in kinds}
+        seconds: dict[str, list[float]] = {name: [] for name in kinds}
         tensor = torch.zeros(size // 4)
         for number in range(-WARM_UP, rounds):
             for name, reduce in kinds.items():
                 dist.barrier(between)
                 begun = time.perf_counter()
                 reduce(tensor)
+                ended = time.perf_counter()
                 if number >= 0:
-                    seconds[name][number] = time.perf_counter() - begun
-        for each in seconds.values():
-            dist.all_reduce(each, dist.ReduceOp.MAX, group=between)
-        medians = {name: 1e6 * statistics.median(each.tolist()) for name, each in seconds.items()}
+                    seconds[name].append(ended - begun)
+        medians = {}
+        for name, mine in seconds.items():
+            slowest = torch.tensor(mine, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=between)
+            medians[name] = 1e6 * statistics.median(slowest.tolist())
         emit({"ranks": dist.get_world_size(), "bytes": size} | {f"{name}_us": us for name, us in medians.items()})
     assert dict(communicator.stats.total.bypasses) == {"too small": len(SIZES) * (rounds + WARM_UP)}
     communicator.close()

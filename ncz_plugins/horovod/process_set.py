@@ -200,7 +200,7 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
     """
     compressor, process_set = job.compressor, job.process_set
     tensors_in_common = [
-        ("" if each.name.startswith(UNNAMED) else each.name, each.parameter.name, each.kind, each.tensor.numel())
+        ("" if each.name.startswith(UNNAMED) else each.name, each.parameter.name, each.kind, tuple(each.tensor.shape))
         for each in tensors
     ]
     comparison = RankComparison(
@@ -291,7 +291,7 @@ def _in_words(pending: PendingTensor) -> dict[str, object]:
         "name": "a tensor without a name" if pending.name.startswith(UNNAMED) else pending.name,
         "dtype": pending.kind.dtype,
         "reduce op": _OP_NAMES.get(pending.kind.op, pending.kind.op),
-        "elements": pending.tensor.numel(),
+        "shape": list(pending.tensor.shape),
         "prescale factor": pending.kind.prescale,
         "postscale factor": pending.kind.postscale,
     }

@@ -19,7 +19,7 @@ def living(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("size", ["tensor: elements is 300000 on rank 0, 299999 on rank 1"]),
+        ("size", ["tensor: shape is [300000] on rank 0, [299999] on rank 1"]),
         ("config", ["quantizer.value is 0.25 on rank 0, 0.125 on rank 1"]),
         ("version", ['version is "0.1" on rank 0, "0.0" on rank 1']),
     ],

@@ -37,6 +37,7 @@ CASES = {
     "other names": ("MismatchError", ['name is "b" on rank 0, "c" on rank 1']),
     "fewer on one rank": ("MismatchError", ["number of tensors to reduce is 2 on rank 0, 1 on rank 1"]),
     "other dtypes": ("MismatchError", ['a: dtype is "int32" on rank 0, "float32" on rank 1']),
+    "other shapes": ("MismatchError", ["a: shape is [25000, 2] on rank 0, [2, 25000] on rank 1"]),
     "other ops": ("MismatchError", ['a: reduce op is "Min" on rank 0, "Sum" on rank 1']),
     "scale 0 on one rank": ("MismatchError", ["a: prescale factor is 1.0 on rank 0, 0.0 on rank 1"]),
     "given up": ("HorovodInternalError", ["nothing was reduced"]),

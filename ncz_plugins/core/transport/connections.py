@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,7 @@ from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .base import Agreement, Work, peer_errors
 
-_AGREEMENT_TAG = 3  # of messages; gloo.py, nccl.py and plain.py have the others
+_AGREEMENT_TAG, _OPENING_TAG = 3, 5  # of messages; gloo.py, nccl.py and plain.py have the others
 # Up to so many ranks, each sends all others what is to be agreed on. More ranks send partial maxima round a ring: fewer
 # bytes, but many more messages one after another.
 _SEND_TO_ALL_RANKS = 16
@@ -56,7 +57,8 @@ class Connections:
         self.world_size = world_size
         self.opening_bytes = _OPENING_BYTES
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._openings: list[Tensor] = []
+        self._openings: deque[list[Tensor]] = deque()
+        self._posted: list[Work] = []
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
@@ -95,7 +97,8 @@ class Connections:
                 counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
                 return GlooAgreement(tensor, [], [self.track(self.group.allreduce([tensor], options))], counters)
             mine = tensor.clone()  # what is being sent must not change
-            received, works = self._exchange([torch.empty_like(tensor) for _ in self._peers], [mine] * self.world_size)
+            received = [torch.empty_like(tensor) for _ in self._peers]
+            works = self._exchange(received, [mine] * self.world_size)
             counters.wire_bytes += tensor.nbytes * len(self._peers)
             return GlooAgreement(tensor, received, works, counters)
 
@@ -105,7 +108,7 @@ class Connections:
             return self.start_max(tensor, counters)
         with peer_errors("comparing calls with the other ranks"):
             mine = tensor.clone().view(torch.uint8)
-            received, works = self._exchange(self._opening_buffers(), [mine] * self.world_size)
+            received, works = self._exchange_openings([mine] * self.world_size)
             counters.wire_bytes += tensor.nbytes * len(self._peers)
             numbers = [buffer[: tensor.nbytes].view(tensor.dtype) for buffer in received]
             return GlooAgreement(tensor, numbers, works, counters)
@@ -125,7 +128,7 @@ class Connections:
             messages = [torch.cat([header, outgoing[0].view(torch.uint8)])] * self.world_size
         else:
             messages = [torch.cat([header, values.view(torch.uint8)]) for values in outgoing]
-        received, works = self._exchange(self._opening_buffers(), messages)
+        received, works = self._exchange_openings(messages)
         for work in works:
             work.wait()
         for buffer in received:
@@ -135,8 +138,7 @@ class Connections:
 
     def exchange_known(self, mine: Tensor, theirs: list[Tensor]) -> None:
         """Send `mine` to all ranks, and fill theirs[rank] with what each of them sends. All sizes were compared."""
-        works = self._exchange([theirs[peer] for peer in self._peers], [mine] * self.world_size)[1]
-        for work in works:
+        for work in self._exchange([theirs[peer] for peer in self._peers], [mine] * self.world_size):
             work.wait()
 
     def track(self, work: dist.Work) -> TrackedWork:
@@ -149,18 +151,32 @@ class Connections:
         tracked.drop(self._closed)  # closed by another thread meanwhile
         return tracked
 
-    def _exchange(self, buffers: list[Tensor], messages: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
+    def _exchange(self, buffers: list[Tensor], messages: list[Tensor]) -> list[Work]:
         """Start to receive into `buffers`, in the order of `_peers`, and to send messages[peer] to each of them."""
         works = [self.receive(buffer, peer, _AGREEMENT_TAG) for buffer, peer in zip(buffers, self._peers)]
-        works += [self.send(messages[peer], peer, _AGREEMENT_TAG) for peer in self._peers]
-        return buffers, works
+        return works + [self.send(messages[peer], peer, _AGREEMENT_TAG) for peer in self._peers]
 
-    def _opening_buffers(self) -> list[Tensor]:
-        """For each peer the memory for the longest message with which a call can begin: gloo bears no longer one."""
+    def _exchange_openings(self, messages: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
+        """Start to send messages[peer] to each peer, with which a call begins, and to receive theirs.
+
+        Gloo sends nothing before it knows of a receive at the other side. So those of the next call are posted now, and
+        its messages will leave at once. Two sets of buffers take turns.
+
+        Returns: what peers' messages come into, in the order of `_peers`; and what to wait for.
+        """
         if not self._openings:
-            nbytes = _NUMBERS_BYTES + self.opening_bytes
-            self._openings = [torch.empty(nbytes, dtype=torch.uint8) for _ in self._peers]
-        return self._openings
+            nbytes = _NUMBERS_BYTES + self.opening_bytes  # gloo bears no message that is longer
+            self._openings += ([torch.empty(nbytes, dtype=torch.uint8) for _ in self._peers] for _ in range(2))
+            self._post_openings()
+        received, works = self._openings[0], self._posted
+        works = works + [self.send(messages[peer], peer, _OPENING_TAG) for peer in self._peers]
+        self._openings.rotate()
+        self._post_openings()
+        return received, works
+
+    def _post_openings(self) -> None:
+        buffers = zip(self._openings[0], self._peers)
+        self._posted = [self.receive(buffer, peer, _OPENING_TAG) for buffer, peer in buffers]
 
     def forget(self, tracked: TrackedWork) -> None:
         """A work is over."""
@@ -185,6 +201,7 @@ class Connections:
             self._closed = "these connections are closed" + (f" after {error!r}" if error else "")
             groups, self._upwards, self._downwards = [self._upwards, self._downwards], None, None
             under_way, self._under_way = self._under_way, set()
+            self._posted = []
         # Gloo's thread may be reading into the buffer of a receive right now. The work holds that memory, and to
         # destroy the work is to wait until gloo lets go of it; gloo never touches it again. So the memory can't be
         # given to somebody else too early.

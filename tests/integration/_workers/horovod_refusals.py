@@ -55,7 +55,7 @@ def same_names(names) -> None:
 def reduce_different(*ranks: dict) -> None:
     """One tensor, of which the ranks reduce other kinds."""
     how = {"op": hvd.Sum, "dtype": torch.float32, "compression": NCZ(transport={"min_bytes": 0})} | ranks[hvd.rank()]
-    values = own_values(SIZE, dtype=how.pop("dtype"))
+    values = own_values(how.pop("shape", SIZE), dtype=how.pop("dtype"))
     ncz_plugins.horovod.allreduce(values, name="a", **how)
 
 
@@ -103,6 +103,7 @@ cases = {
     "other names": lambda: same_names(["a", "bc"[hvd.rank()]]),
     "fewer on one rank": lambda: same_names(["a", "b"][hvd.rank() :]),
     "other dtypes": lambda: reduce_different({"dtype": torch.int32}, {}),
+    "other shapes": lambda: reduce_different({"shape": (SIZE // 2, 2)}, {"shape": (2, SIZE // 2)}),
     "other ops": lambda: reduce_different({"op": hvd.Min}, {}),
     "scale 0 on one rank": lambda: reduce_different({}, {"prescale_factor": 0.0}),
     "given up": waited_for_after_a_failure,
