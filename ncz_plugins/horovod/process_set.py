@@ -118,7 +118,7 @@ class ProcessSetReducer:
         """
         training, config, process_set = job.compressor.training, job.compressor.config, job.process_set
         kind, flat = tensors[0].kind, flattened(tensors)
-        plain = HorovodCollectives(process_set, f"{name}.plain")
+        plain = HorovodCollectives(process_set, f"{name}.plain", (kind.prescale, kind.postscale))
         # Horovod's own operations carry the direct schedule only.
         collectives = Collectives(training, config, process_set.ranks, process_set.rank(), auto_schedule="direct")
         request = Request(
@@ -138,12 +138,18 @@ class ProcessSetReducer:
         else:
             if config.quantizer.feeds_back:
                 _require_unique_names(tensors)
+            exactly = config.quantizer.kind == "lossless" and kind.scale != 1
+            if exactly:  # the factors are applied when Horovod does it, so that its result comes out to the bit
+                flat.mul_(kind.prescale)
+                request = replace(request, scale=1.0)
             # What goes plain in the end is reduced by Horovod as well where frames go round a ring.
             call = replace(collectives.prepare(request, config), plain=lambda _: request.start_plain(plain))
             if config.transport.schedule == "ring":
                 self._on_ring(process_set, config.transport.timeout_seconds, partial(_run, collectives, call))
             else:
                 _run(collectives, call, HorovodTransport(process_set, name))
+            if exactly:
+                flat.mul_(kind.postscale)
         copy_back(flat, tensors)
 
     def _on_ring(self, process_set, timeout_seconds: float | None, run: Callable[[Transport], None]) -> None:

@@ -158,11 +158,14 @@ class HorovodCollectives(PlainCollectives):
         process_set: one of Horovod's, which this rank is in.
         name: begins the name of each operation. Horovod matches operations over ranks by name, and caches by it, so use
             the same names in every training step.
+        factors: Horovod's prescale and postscale factor, of which `scale` is the product, so that sums are rounded as
+            Horovod rounds them.
     """
 
-    def __init__(self, process_set, name: str):
+    def __init__(self, process_set, name: str, factors: tuple[float, float] | None = None):
         self._process_set = process_set
         self._name = name
+        self._factors = factors
         self._operations = 0
 
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
@@ -170,16 +173,18 @@ class HorovodCollectives(PlainCollectives):
 
         Args:
             op: SUM, AVG or MAX.
-            scale: what Horovod multiplies each rank's values by before it sums them.
+            scale: what Horovod multiplies each rank's values by before it sums them, unless there are `factors`.
         """
         self._operations += 1
+        prescale, postscale = self._factors or (scale, 1.0)
         # Horovod can't add bfloat16; float32 holds it exactly.
         wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         handle = hvd.allreduce_async_(
             wide,
             name=f"{self._name}.{self._operations}",
             op=_OPS[op],
-            prescale_factor=scale,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
             process_set=self._process_set,
         )
         return _HorovodWork(handle, wide, tensor)

@@ -46,6 +46,12 @@ def test_what_goes_plain_is_exact_and_counted(ranks):
             assert result["bypasses"] == {"dtype" if "int" in name else "reduce op": 1}, name
 
 
+def test_without_loss_and_plain_they_are_horovods_own_to_the_bit(ranks):
+    for rank in ranks:
+        assert len(rank["exact"]) == 18
+        assert [name for name, exact in rank["exact"].items() if not exact] == []
+
+
 def test_handles_can_be_waited_for_in_any_order_and_again(ranks):
     for rank in ranks:
         result = rank["handles"]
