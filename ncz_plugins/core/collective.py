@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -207,15 +207,13 @@ class Collectives:
 
         Raises MismatchError on every rank if the ranks make different calls, and PeerError.
         """
-        request = call.request
-        comparison = RankComparison(call.described, transport.rank, transport.world_size)
-        check = partial(require_same, request.collective, comparison, self.ranks)
-        small = transport.small
+        request, small = call.request, transport.small
         if small is not None and small.serve(request.collective, request.input, request.op):
+            comparison = RankComparison(call.described, transport.rank, transport.world_size)
+            check = partial(require_same, request.collective, comparison, self.ranks)
             small.run(request.collective, request.input, request.output, request.op, request.root, comparison, check)
         else:
-            transport.start_comparison(comparison.tensor, Counters()).wait()
-            check()
+            _require_same_call(request.collective, call.described, transport, Counters(), self.ranks)
             with peer_errors(f"the plain {request.collective}"):
                 request.start_plain(transport.plain).wait()
             device.synchronize()
@@ -227,9 +225,7 @@ class Collectives:
         Raises MismatchError unless all refuse it, and PeerError.
         """
         numbers = refusal(self.state.calls + self._plain_calls)
-        comparison = RankComparison(numbers, transport.rank, transport.world_size)
-        transport.start_comparison(comparison.tensor, Counters()).wait()
-        require_same(collective, comparison, self.ranks)
+        _require_same_call(collective, numbers, transport, Counters(), self.ranks)
 
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
         """Let the guard compare the result with the uncompressed sum of what the ranks contributed."""
@@ -294,7 +290,7 @@ def run(
     bypass = backoff.next(call.kind) if backoff else None
     ranks = range(transport.world_size) if ranks is None else ranks
     if bypass is not None:
-        _require_same_bypass(call, bypass, transport, counters, ranks)
+        _require_same_call(call.collective, bypassing(call.described, bypass), transport, counters, ranks)
     else:
         bypass = _run_compressed(call, device, transport, counters, ranks)
         if backoff:
@@ -313,13 +309,17 @@ def run(
     return counters
 
 
-def _require_same_bypass(
-    call: Call, bypass: Bypass, transport: Transport, counters: Counters, ranks: Sequence[int]
+def _require_same_call(
+    collective: str, numbers: Mapping[str, int], transport: Transport, counters: Counters, ranks: Sequence[int]
 ) -> None:
-    """Raise MismatchError on every rank unless all are about to make this call without measuring it."""
-    comparison = RankComparison(bypassing(call.described, bypass), transport.rank, transport.world_size)
+    """Wait for what the other ranks are about to do. Raises MismatchError on every rank unless all do the same.
+
+    Args:
+        numbers: what this rank is about to do, see call_description.py.
+    """
+    comparison = RankComparison(numbers, transport.rank, transport.world_size)
     transport.start_comparison(comparison.tensor, counters).wait()
-    require_same(call.collective, comparison, ranks)
+    require_same(collective, comparison, ranks)
 
 
 def _run_compressed(

@@ -120,9 +120,12 @@ def _read(deepspeed_config) -> Config | None:
 
 def describe(compression: GradientCompression, zero_stage: int) -> str:
     """The one line that says what is active."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return f"ncz_plugins {__version__}: nothing is compressed, as one rank has nothing to send (ZeRO {zero_stage})"
     return (
-        f"ncz_plugins {__version__}: gradient reductions are compressed (ZeRO {zero_stage}, "
-        f"{dist.get_world_size() if dist.is_initialized() else 1} ranks): {compression.config.describe()}"
+        f"ncz_plugins {__version__}: gradient reductions are compressed (ZeRO {zero_stage}, {ranks} ranks): "
+        f"{compression.config.describe()}"
     )
 
 

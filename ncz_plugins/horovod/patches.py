@@ -16,7 +16,7 @@ import horovod.torch.optimizer as optimizer
 from ..core.errors import UnsupportedError
 from ..version import __version__
 from . import elastic, functions, reduction
-from .compressor import Tagged, as_instance
+from .compressor import NCZ, Tagged, as_instance
 from .pending import Pending
 
 _installed = False
@@ -137,11 +137,7 @@ def _takes_ncz(original):
                 "Use hvd.Average or hvd.Sum, or another compression"
             )
         if hvd.rank() == 0:
-            print(
-                f"ncz_plugins {__version__}: gradient all-reduces are compressed (Horovod, {hvd.size()} ranks): "
-                f"{compressor.config.describe()}",
-                flush=True,
-            )
+            print(f"ncz_plugins {__version__}: {_what_is_active(compressor)}", flush=True)
         compressor.begin()
         if (named := arguments.get("named_parameters")) is not None:
             arguments["named_parameters"] = named = list(named)
@@ -163,6 +159,12 @@ def _takes_ncz(original):
         return optimizer
 
     return DistributedOptimizer
+
+
+def _what_is_active(compressor: NCZ) -> str:
+    if hvd.size() == 1:
+        return "nothing is compressed, as one rank has nothing to send (Horovod)"
+    return f"gradient all-reduces are compressed (Horovod, {hvd.size()} ranks): {compressor.config.describe()}"
 
 
 def _forgets(original):

@@ -107,6 +107,13 @@ class TestThroughTheModule:
         asked = [step for step in range(1, len(steps) + 1) if step % REPORT_EVERY == 0]
         assert reported == [(str(step), f"{steps[step - 1]['ratio']:.2f}") for step in asked]
 
+    def test_one_rank_is_told_that_nothing_is_compressed(self, configs, tmp_path):
+        command = deepspeed("--module", PLUGIN, SCRIPT, *arguments(configs["on"]), ranks=1)
+        outcome = launch(command, tmp_path, timeout=120)
+        assert "nothing is compressed, as one rank has nothing to send (ZeRO 2)" in outcome.output
+        assert "ncz_plugins: steps 1 to 3: " in outcome.output
+        assert outcome.ranks[0]["stats"]["total"]["compressed_calls"] == 0
+
     def test_under_torchrun(self, configs, compressed, tmp_path):
         command = torchrun("--module", PLUGIN, SCRIPT, *arguments(configs["on"]))
         # DeepSpeed asks for LOCAL_SIZE, which torchrun does not set.

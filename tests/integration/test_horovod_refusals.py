@@ -86,3 +86,20 @@ def test_it_can_be_copied_and_sent_to_other_processes(refused):
     for rank in refused:
         assert rank["copies"] == [True, True] and rank["class"]
         assert "rms:0.1" in rank["repr"] and "step 0" in rank["repr"]
+
+
+ALONE = """
+import horovod.torch as hvd
+import torch
+from ncz_plugins.horovod import NCZ
+
+hvd.init()
+model = torch.nn.Linear(9, 9)
+hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=NCZ)
+"""
+
+
+def test_one_rank_is_told_that_nothing_is_compressed(tmp_path):
+    (program := tmp_path / "alone.py").write_text(ALONE)
+    outcome = launch(horovodrun(program, ranks=1), tmp_path, timeout=60)
+    assert "nothing is compressed, as one rank has nothing to send" in outcome.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class RankComparison:
             `differing`.
     """
 
-    def __init__(self, numbers: dict[str, int], rank: int, world_size: int):
+    def __init__(self, numbers: Mapping[str, int], rank: int, world_size: int):
         self._names = list(numbers)
         self._world_size = world_size
         # The last digit to the base `world_size` tells which rank the maximum came from: the first one that has it.
