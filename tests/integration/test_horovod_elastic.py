@@ -61,3 +61,37 @@ def test_every_step_was_compressed_within_the_bound(run):
 def test_what_goes_plain_still_does(run):
     for rank in run.ranks:
         assert rank["integers"] == [2 * i + 1 for i in range(9)]
+
+
+# ------------------------------------------------------------------ a worker joins, and leaves again
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joining")
+    hosts, script = folder / "hosts", folder / "discover.sh"
+    hosts.write_text("localhost:2\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    # Horovod waits for two hosts at the start unless it is told which network interface they share.
+    options = ("--min-np", "2", "--max-np", "3", "--network-interfaces", "lo", "--host-discovery-script", str(script))
+    command = horovodrun(WORKERS / "horovod_joining.py", hosts, ranks=2, options=options)
+    return launch(command, folder, timeout=200, environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}).ranks
+
+
+def test_two_ranks_become_three_and_two_again(joined):
+    assert len(joined) == 2
+    for rank in joined:
+        assert [start["size"] for start in rank["seen"]] == [2, 3, 2]
+        assert rank["all_compressed"]
+
+
+def test_steps_are_counted_on(joined):
+    for rank in joined:
+        steps = [start["step"] for start in rank["seen"]]
+        assert steps == [start["ncz_step"] for start in rank["seen"]] == sorted(steps)
+        assert rank["ncz_step"] == rank["step"] > steps[-1]
+
+
+def test_replicas_are_identical_at_the_end(joined):
+    assert len({rank["sha256"] for rank in joined}) == 1
