@@ -17,7 +17,7 @@ BIN := .venv/bin
 DOCS_PACKAGES := mkdocs mkdocs-material mkdocstrings-python  # the extra `docs`, without building the package anew
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak docs clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak thirdparty docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -67,6 +67,9 @@ fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 
 soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/results/soak.md
 	@$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
+
+thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed: what fails only with us? (20 minutes)
+	@$(BIN)/python tests/thirdparty/run.py $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked
 	@$(BIN)/python -c "import mkdocs, material, mkdocstrings_handlers.python" 2>/dev/null || \

@@ -11,7 +11,7 @@ LATER_STEPS = 100  # over which it is looked at later
 _MUCH = 0.25  # by so much the share must have changed to be worth another line
 
 _REMEDIES = {
-    Bypass.ONE_RANK: "one rank has nothing to send: start several",
+    Bypass.ONE_RANK: "a group of one rank has nothing to send: more ranks must hold the same parameters",
     Bypass.ROLE: "the setting roles names what is compressed",
     Bypass.POLICY: "a policy says action: skip",
     Bypass.WARM_UP: "steps.warmup says so",
