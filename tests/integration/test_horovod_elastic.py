@@ -1,5 +1,6 @@
 """hvd.elastic with a rank that is killed in the middle of a step."""
 
+import itertools
 import re
 
 import pytest
@@ -76,13 +77,14 @@ def joined(tmp_path_factory):
     # Horovod waits for two hosts at the start unless it is told which network interface they share.
     options = ("--min-np", "2", "--max-np", "3", "--network-interfaces", "lo", "--host-discovery-script", str(script))
     command = horovodrun(WORKERS / "horovod_joining.py", hosts, ranks=2, options=options)
-    return launch(command, folder, timeout=200, environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}).ranks
+    return launch(command, folder, timeout=200, environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}).ranks
 
 
 def test_two_ranks_become_three_and_two_again(joined):
     assert len(joined) == 2
     for rank in joined:
-        assert [start["size"] for start in rank["seen"]] == [2, 3, 2]
+        # On a busy machine Horovod may need more than one try to bring the ranks together.
+        assert [size for size, _ in itertools.groupby(start["size"] for start in rank["seen"])] == [2, 3, 2]
         assert rank["all_compressed"]
 
 
