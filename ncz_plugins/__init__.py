@@ -100,9 +100,9 @@ if not Path(__file__).with_name("kernels").joinpath("cpu", "libncz_cpu.so").exis
     os.environ.get("NCZ_CPU_KERNELS") != "reference"
 ):
     warnings.warn(
-        "ncz_plugins was installed without its compiled CPU kernels, since there was no C++ compiler: host tensors are "
-        "compressed by numpy, about 100 times slower. Install a C++17 compiler (g++ or clang++), then reinstall it. "
-        "NCZ_CPU_KERNELS=reference says that this is as it should be",
+        "ncz_plugins has no compiled CPU kernels here (libncz_cpu.so), as after an install without a C++ compiler: "
+        "host tensors are compressed by numpy, about 100 times slower. Install a C++17 compiler (g++ or clang++), then "
+        "reinstall ncz_plugins; or set NCZ_CPU_KERNELS=reference if numpy is what you want",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -9,15 +9,15 @@ from ..core.config import DEEPSPEED_KEY, SHORT_FORM, Config, find_in_deepspeed, 
 from ..core.errors import ConfigError
 
 
-def load_config(file: str) -> tuple[Config, bool]:
-    """The configuration in a file, and whether the file is a DeepSpeed configuration.
+def load_config(file: str) -> tuple[Config, dict[str, Any] | None]:
+    """The configuration in a file, and the DeepSpeed configuration that it is part of; None if it is of its own.
 
     Raises ConfigError that names the file, also if it is a DeepSpeed configuration that leaves compression off.
     """
     document = read_document(file)
     if is_deepspeed(document):
-        return _from_deepspeed(document, file), True
-    return Config.load(Path(file)), False
+        return _from_deepspeed(document, file), document
+    return Config.load(Path(file)), None
 
 
 def config_with(file: str | None, given: dict[str, dict[str, Any]]) -> Config:

@@ -39,9 +39,9 @@ def described(
 
     Args:
         number: how many calls the ranks have made, this one included.
-        uncompared: a checksum of the calls before it that ranks did not compare.
         bypass: why the call goes plain; None if it is compressed.
         config: the settings of a call that is compressed.
+        uncompared: a checksum of the calls before it that ranks did not compare.
     """
     return {
         "call number": number,

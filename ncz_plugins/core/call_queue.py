@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -118,8 +119,9 @@ _open: weakref.WeakSet[CallQueue] = weakref.WeakSet()
 
 
 def _end_all() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS  # of all together
     for each in list(_open):
-        each.end(_EXIT_SECONDS)
+        each.end(max(0.0, deadline - time.monotonic()))
 
 
 atexit.register(_end_all)

@@ -141,7 +141,7 @@ class ProcessSetReducer:
             exactly = config.quantizer.kind == "lossless" and kind.scale != 1
             if exactly:  # the factors are applied when Horovod does it, so that its result comes out to the bit
                 flat.mul_(kind.prescale)
-                request = replace(request, scale=1.0)
+                request, plain = replace(request, scale=1.0), HorovodCollectives(process_set, f"{name}.plain")
             # What goes plain in the end is reduced by Horovod as well where frames go round a ring.
             call = replace(collectives.prepare(request, config), plain=lambda _: request.start_plain(plain))
             if config.transport.schedule == "ring":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ...core.config import DEEPSPEED_KEY, Config, read_document, settings
+from ...core.config import DEEPSPEED_KEY, Config, settings
 from ...core.errors import ConfigError
 from ...core.tuning.tuning_file import Tuning
 from ..output import add_row, table, unbroken_console, yaml_value
@@ -33,16 +34,16 @@ def run(options: argparse.Namespace) -> None:
     """Check the file and show what it says. Raises ConfigError."""
     if options.step is not None and not options.model:
         raise ConfigError("--step says for which step --model shows the treatment: give both, or neither")
-    config, from_deepspeed = load_config(options.file)
+    config, deepspeed = load_config(options.file)
     if options.model:
-        _show_model(options, config, from_deepspeed)
+        _show_model(options, config, deepspeed is not None)
     else:
-        _show_settings(options.file, config, from_deepspeed)
+        _show_settings(options.file, config, deepspeed)
 
 
-def _show_settings(file: str, config: Config, from_deepspeed: bool) -> None:
+def _show_settings(file: str, config: Config, deepspeed: dict[str, Any] | None) -> None:
     tuning = Tuning.read(config.transport.tuning) if config.transport.tuning else None
-    verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)" if from_deepspeed else "valid"
+    verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)" if deepspeed else "valid"
     rows = table("setting", "value", "")
     for key, default, _, _ in settings():
         value = config
@@ -54,7 +55,7 @@ def _show_settings(file: str, config: Config, from_deepspeed: bool) -> None:
     console.print(Text(config.describe()))
     if tuning:
         console.print(Text(f"{config.transport.tuning}: {tuning.describe()}"))
-    if from_deepspeed and (warning := buckets.warning(read_document(file), config)):
+    if deepspeed and (warning := buckets.warning(deepspeed, config)):
         console.print(Text(f"warning: {warning}"))
     console.print()
     console.print(rows)

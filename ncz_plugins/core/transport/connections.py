@@ -151,33 +151,6 @@ class Connections:
         tracked.drop(self._closed)  # closed by another thread meanwhile
         return tracked
 
-    def _exchange(self, buffers: list[Tensor], messages: list[Tensor]) -> list[Work]:
-        """Start to receive into `buffers`, in the order of `_peers`, and to send messages[peer] to each of them."""
-        works = [self.receive(buffer, peer, _AGREEMENT_TAG) for buffer, peer in zip(buffers, self._peers)]
-        return works + [self.send(messages[peer], peer, _AGREEMENT_TAG) for peer in self._peers]
-
-    def _exchange_openings(self, messages: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        """Start to send messages[peer] to each peer, with which a call begins, and to receive theirs.
-
-        Gloo sends nothing before it knows of a receive at the other side. So those of the next call are posted now, and
-        its messages will leave at once. Two sets of buffers take turns.
-
-        Returns: what peers' messages come into, in the order of `_peers`; and what to wait for.
-        """
-        if not self._openings:
-            nbytes = _NUMBERS_BYTES + self.opening_bytes  # gloo bears no message that is longer
-            self._openings += ([torch.empty(nbytes, dtype=torch.uint8) for _ in self._peers] for _ in range(2))
-            self._post_openings()
-        received, works = self._openings[0], self._posted
-        works = works + [self.send(messages[peer], peer, _OPENING_TAG) for peer in self._peers]
-        self._openings.rotate()
-        self._post_openings()
-        return received, works
-
-    def _post_openings(self) -> None:
-        buffers = zip(self._openings[0], self._peers)
-        self._posted = [self.receive(buffer, peer, _OPENING_TAG) for buffer, peer in buffers]
-
     def forget(self, tracked: TrackedWork) -> None:
         """A work is over."""
         with self._lock:
@@ -208,6 +181,33 @@ class Connections:
         for tracked in under_way:
             tracked.drop(self._closed)
         groups.clear()
+
+    def _exchange(self, buffers: list[Tensor], messages: list[Tensor]) -> list[Work]:
+        """Start to receive into `buffers`, in the order of `_peers`, and to send messages[peer] to each of them."""
+        works = [self.receive(buffer, peer, _AGREEMENT_TAG) for buffer, peer in zip(buffers, self._peers)]
+        return works + [self.send(messages[peer], peer, _AGREEMENT_TAG) for peer in self._peers]
+
+    def _exchange_openings(self, messages: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
+        """Start to send messages[peer] to each peer, with which a call begins, and to receive theirs.
+
+        Gloo sends nothing before it knows of a receive at the other side. So those of the next call are posted now, and
+        its messages will leave at once. Two sets of buffers take turns.
+
+        Returns: what peers' messages come into, in the order of `_peers`; and what to wait for.
+        """
+        if not self._openings:
+            nbytes = _NUMBERS_BYTES + self.opening_bytes  # gloo bears no message that is longer
+            self._openings += ([torch.empty(nbytes, dtype=torch.uint8) for _ in self._peers] for _ in range(2))
+            self._post_openings()
+        received, works = self._openings[0], self._posted
+        works = works + [self.send(messages[peer], peer, _OPENING_TAG) for peer in self._peers]
+        self._openings.rotate()
+        self._post_openings()
+        return received, works
+
+    def _post_openings(self) -> None:
+        buffers = zip(self._openings[0], self._peers)
+        self._posted = [self.receive(buffer, peer, _OPENING_TAG) for buffer, peer in buffers]
 
     def _group(self, upwards: bool) -> dist.ProcessGroup:
         """The process group that carries messages from lower to higher ranks, or from higher to lower ones."""
