@@ -94,7 +94,7 @@ class Collectives:
 
         Raises UnsupportedError for tensors that can't be served, and where a request's parts are treated differently.
         """
-        for tensor in (request.input, request.output):
+        for tensor in (request.input,) if request.output is request.input else (request.input, request.output):
             require_tensor(tensor)
             require_kernels(tensor.device, self.config)
         dtypes = (request.input.dtype, request.output.dtype)

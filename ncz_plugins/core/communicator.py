@@ -129,6 +129,8 @@ class Communicator:
         with self._refusals("all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
             request = Request("all_reduce", tensor, tensor, op, role=role, parts=parts)
+            if len(parts) < 2:
+                return self._start(request, async_op)
             alike = self.training.grouped(parts, tensor.dtype, role, self.ranks)
             if len(alike) < 2:
                 return self._start(request, async_op)

@@ -57,6 +57,8 @@ class Treatment(NamedTuple):
 
     def settings(self, config: Config) -> Config:
         """The configuration of a call that is treated so, where `config` is in force."""
+        if self.quantizer is config.quantizer:  # as by default; to compare or hash it would slow small calls down
+            return config
         return _with_quantizer(config, self.quantizer)
 
 

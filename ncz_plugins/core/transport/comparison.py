@@ -33,16 +33,20 @@ class RankComparison:
         self._names = list(numbers)
         self._world_size = world_size
         # The last digit to the base `world_size` tells which rank the maximum came from: the first one that has it.
-        digit = world_size - 1 - rank
-        highest = [number * world_size + digit for number in numbers.values()]
-        negated = [-number * world_size + digit for number in numbers.values()]
-        self.tensor = torch.tensor([*highest, *negated])
+        own, first = world_size - 1 - rank, world_size - 1
+        scaled = [number * world_size for number in numbers.values()]
+        scaled += [-number for number in scaled]
+        self.tensor = torch.tensor([number + own for number in scaled])
+        self._if_all_agree = [number + first for number in scaled]
 
     def differing(self) -> dict[str, Extremes]:
         """The names of numbers that differ between ranks -> their extremes."""
-        highest, negated = self.tensor.view(2, -1).tolist()
-        n, found = self._world_size, {}
-        for name, high, low in zip(self._names, highest, negated):
-            if high // n != -(low // n):
-                found[name] = Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
-        return found
+        found = self.tensor.tolist()
+        if found == self._if_all_agree:
+            return {}
+        n, count = self._world_size, len(self._names)
+        return {
+            name: Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
+            for name, high, low in zip(self._names, found[:count], found[count:])
+            if high // n != -(low // n)
+        }

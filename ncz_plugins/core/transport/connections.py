@@ -1,4 +1,7 @@
-"""Gloo's connections of our own between the ranks of one group, which this module alone owns and closes."""
+"""The connections between the ranks of one group, which this module alone owns and closes.
+
+Frames and plain collectives go through gloo, short messages through a mesh of sockets of our own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -17,23 +20,19 @@ from ..errors import PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .base import Agreement, Work, peer_errors
+from .mesh import Exchange, open_mesh
 
-_AGREEMENT_TAG, _OPENING_TAG = 3, 5  # of messages; gloo.py, nccl.py and plain.py have the others
-# Up to so many ranks, each sends all others what is to be agreed on. More ranks send partial maxima round a ring: fewer
-# bytes, but many more messages one after another.
-_SEND_TO_ALL_RANKS = 16
 _OPENING_BYTES = 128 << 10  # of values that may travel with a comparison, to each rank
-_NUMBERS_BYTES = 1 << 10  # at most, that a comparison takes
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
 
 
 class Connections:
-    """Gloo's connections of our own between ranks that meet at `store`: to each peer one for each direction.
+    """Connections of our own between ranks that meet at `store`.
 
-    One for both directions would be slow. Gloo locks a connection to send; meanwhile the thread that reads from it
-    spins, and on few cores it takes the time from the sender. And what a rank tells about its receives, without which
-    nothing is sent, would queue behind the frames that go the same way.
+    Gloo has two to each peer, one for each direction. One for both would be slow. Gloo locks a connection to send;
+    meanwhile the thread that reads from it spins, and on few cores it takes the time from the sender. And what a rank
+    tells about its receives, without which nothing is sent, would queue behind the frames that go the same way.
 
     This object is the only holder of gloo's process groups and of the works under way in them, since gloo closes a
     connection with the last reference to its group and to the works in it; its `abort` does nothing. So `close` really
@@ -56,13 +55,11 @@ class Connections:
         self.rank = rank
         self.world_size = world_size
         self.opening_bytes = _OPENING_BYTES
-        self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._openings: deque[list[Tensor]] = deque()
-        self._posted: list[Work] = []
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
         self._closed: str | None = None  # why, in words
+        self._mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
         with peer_errors("connecting to the other ranks"):
             self._upwards, self._downwards = (
                 dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
@@ -84,62 +81,53 @@ class Connections:
         return self.track(self._group(upwards=source < self.rank).recv([tensor], source, tag))
 
     @property
-    def compares_directly(self) -> bool:
-        """Whether `open` may be called: each rank sends its messages to all others."""
-        return self.world_size <= _SEND_TO_ALL_RANKS
+    def has_mesh(self) -> bool:
+        """Whether each rank can send messages to all others, as `open` and `exchange` do."""
+        return self._mesh is not None
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """See `Transport.start_max`."""
-        with peer_errors("agreeing with the other ranks"):
-            if not self.compares_directly:
+        if self._mesh is None:
+            with peer_errors("agreeing with the other ranks"):
                 options = dist.AllreduceOptions()
                 options.reduceOp = dist.ReduceOp.MAX
                 counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-                return GlooAgreement(tensor, [], [self.track(self.group.allreduce([tensor], options))], counters)
-            mine = tensor.clone()  # what is being sent must not change
-            received = [torch.empty_like(tensor) for _ in self._peers]
-            works = self._exchange(received, [mine] * self.world_size)
-            counters.wire_bytes += tensor.nbytes * len(self._peers)
-            return GlooAgreement(tensor, received, works, counters)
+                return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
+        exchange = self._mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
+        counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
+        return MeshAgreement(tensor, exchange, counters)
 
     def start_comparison(self, tensor: Tensor, counters: Counters) -> Agreement:
         """As `start_max`, of a tensor with which a call begins: in place of it a peer may `open` another call."""
-        if not self.compares_directly:
+        if self._mesh is None:
             return self.start_max(tensor, counters)
-        with peer_errors("comparing calls with the other ranks"):
-            mine = tensor.clone().view(torch.uint8)
-            received, works = self._exchange_openings([mine] * self.world_size)
-            counters.wire_bytes += tensor.nbytes * len(self._peers)
-            numbers = [buffer[: tensor.nbytes].view(tensor.dtype) for buffer in received]
-            return GlooAgreement(tensor, numbers, works, counters)
+        exchange = self._start_opening(tensor, [_bytes(tensor)[:0]] * self.world_size)
+        counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
+        return MeshAgreement(tensor, exchange, counters)
 
-    def open(self, tensor: Tensor, outgoing: list[Tensor]) -> list[Tensor | None]:
+    def open(self, tensor: Tensor, outgoing: Sequence[Tensor]) -> list[Tensor | None]:
         """Replace `tensor` by its element-wise maximum over ranks, and send each rank some values in the same message.
 
         Args:
             tensor: with which a call begins, as for `start_comparison`.
             outgoing: for each rank the values that it gets, of any dtype, at most `opening_bytes`.
 
-        Returns: from each rank what came after its numbers, uint8, and more memory; None from this one. It is valid
-        until the next call begins. What peers sent is not what this rank expects if the maximum shows that they differ.
+        Returns: from each rank the values that came, uint8; None from this one. They are not what this rank expects if
+        the maximum shows that the ranks differ.
         """
-        header = tensor.view(torch.uint8)
-        if all(values is outgoing[0] for values in outgoing):
-            messages = [torch.cat([header, outgoing[0].view(torch.uint8)])] * self.world_size
-        else:
-            messages = [torch.cat([header, values.view(torch.uint8)]) for values in outgoing]
-        received, works = self._exchange_openings(messages)
-        for work in works:
-            work.wait()
-        for buffer in received:
-            torch.maximum(tensor, buffer[: tensor.nbytes].view(tensor.dtype), out=tensor)
-        values = [buffer[tensor.nbytes :] for buffer in received]
-        return [*values[: self.rank], None, *values[self.rank :]]
+        exchange = self._start_opening(tensor, outgoing)
+        received = exchange.wait()
+        _take_maximum(tensor, received)
+        return self._by_rank([message[tensor.nbytes :] for message in received])
 
-    def exchange_known(self, mine: Tensor, theirs: list[Tensor]) -> None:
-        """Send `mine` to all ranks, and fill theirs[rank] with what each of them sends. All sizes were compared."""
-        for work in self._exchange([theirs[peer] for peer in self._peers], [mine] * self.world_size):
-            work.wait()
+    def exchange(self, outgoing: Sequence[Tensor], nbytes: Sequence[int]) -> list[Tensor | None]:
+        """Send each rank some values, and return those that came from each, uint8; None from this one.
+
+        Args:
+            nbytes: how many bytes each rank sends. All sizes were compared before.
+        """
+        received = self._mesh.start([[_bytes(each)] for each in outgoing], min(nbytes), max(nbytes)).wait()
+        return self._by_rank(received)
 
     def track(self, work: dist.Work) -> TrackedWork:
         """Keep account of a work that was just started, until it has been waited for."""
@@ -174,7 +162,8 @@ class Connections:
             self._closed = "these connections are closed" + (f" after {error!r}" if error else "")
             groups, self._upwards, self._downwards = [self._upwards, self._downwards], None, None
             under_way, self._under_way = self._under_way, set()
-            self._posted = []
+        if self._mesh is not None:
+            self._mesh.close(self._closed)
         # Gloo's thread may be reading into the buffer of a receive right now. The work holds that memory, and to
         # destroy the work is to wait until gloo lets go of it; gloo never touches it again. So the memory can't be
         # given to somebody else too early.
@@ -182,32 +171,14 @@ class Connections:
             tracked.drop(self._closed)
         groups.clear()
 
-    def _exchange(self, buffers: list[Tensor], messages: list[Tensor]) -> list[Work]:
-        """Start to receive into `buffers`, in the order of `_peers`, and to send messages[peer] to each of them."""
-        works = [self.receive(buffer, peer, _AGREEMENT_TAG) for buffer, peer in zip(buffers, self._peers)]
-        return works + [self.send(messages[peer], peer, _AGREEMENT_TAG) for peer in self._peers]
+    def _start_opening(self, tensor: Tensor, outgoing: Sequence[Tensor]) -> Exchange:
+        numbers = _bytes(tensor)
+        messages = [[numbers, _bytes(values)] for values in outgoing]
+        return self._mesh.start(messages, tensor.nbytes, tensor.nbytes + self.opening_bytes)
 
-    def _exchange_openings(self, messages: list[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        """Start to send messages[peer] to each peer, with which a call begins, and to receive theirs.
-
-        Gloo sends nothing before it knows of a receive at the other side. So those of the next call are posted now, and
-        its messages will leave at once. Two sets of buffers take turns.
-
-        Returns: what peers' messages come into, in the order of `_peers`; and what to wait for.
-        """
-        if not self._openings:
-            nbytes = _NUMBERS_BYTES + self.opening_bytes  # gloo bears no message that is longer
-            self._openings += ([torch.empty(nbytes, dtype=torch.uint8) for _ in self._peers] for _ in range(2))
-            self._post_openings()
-        received, works = self._openings[0], self._posted
-        works = works + [self.send(messages[peer], peer, _OPENING_TAG) for peer in self._peers]
-        self._openings.rotate()
-        self._post_openings()
-        return received, works
-
-    def _post_openings(self) -> None:
-        buffers = zip(self._openings[0], self._peers)
-        self._posted = [self.receive(buffer, peer, _OPENING_TAG) for buffer, peer in buffers]
+    def _by_rank(self, received: list[Tensor]) -> list[Tensor | None]:
+        """What the peers sent, with a gap at the place of this rank."""
+        return [*received[: self.rank], None, *received[self.rank :]]
 
     def _group(self, upwards: bool) -> dist.ProcessGroup:
         """The process group that carries messages from lower to higher ranks, or from higher to lower ones."""
@@ -288,23 +259,42 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 class GlooAgreement(Agreement):
-    """An element-wise maximum over ranks, under way over gloo.
+    """An element-wise maximum over ranks that gloo's own collective finds."""
 
-    Args:
-        tensor: where the result goes.
-        received: what comes from other ranks, of which the maximum with `tensor` is taken.
-        works: what to wait for.
-    """
-
-    def __init__(self, tensor: Tensor, received: list[Tensor], works: list[Work], counters: Counters):
-        self._tensor = tensor
-        self._received = received
-        self._works = works
+    def __init__(self, work: Work, nbytes: int, counters: Counters):
+        self._work = work
+        self._nbytes = nbytes
         self._counters = counters
 
     def wait(self) -> None:
-        with span("wait", self._tensor.nbytes, self._counters), peer_errors("agreeing with the other ranks"):
-            for work in self._works:
-                work.wait()
-        for theirs in self._received:
-            torch.maximum(self._tensor, theirs, out=self._tensor)
+        with span("wait", self._nbytes, self._counters), peer_errors("agreeing with the other ranks"):
+            self._work.wait()
+
+
+class MeshAgreement(Agreement):
+    """An element-wise maximum over ranks, each of which sends its tensor to all others.
+
+    Args:
+        tensor: what this rank sends, and where the result goes.
+    """
+
+    def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters):
+        self._tensor = tensor
+        self._exchange = exchange
+        self._counters = counters
+
+    def wait(self) -> None:
+        with span("wait", self._tensor.nbytes, self._counters):
+            received = self._exchange.wait()
+        _take_maximum(self._tensor, received)
+
+
+def _take_maximum(tensor: Tensor, received: list[Tensor]) -> None:
+    """Replace `tensor` by the element-wise maximum with what the messages begin with."""
+    for message in received:
+        torch.maximum(tensor, message[: tensor.nbytes].view(tensor.dtype).view_as(tensor), out=tensor)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, uint8."""
+    return tensor.view(-1).view(torch.uint8)

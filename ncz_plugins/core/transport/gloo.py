@@ -22,7 +22,7 @@ from .link_speed import gloo_link_gbps
 from .plain import TorchCollectives
 from .small import GlooSmallCollectives
 
-_FRAME_TAG = 2  # of messages; connections.py, nccl.py and plain.py have the others
+_FRAME_TAG = 2  # of messages; nccl.py and plain.py have the others
 # Receives that are posted at one time, in bytes for each peer. A sender waits until a receive is posted, and a receiver
 # posts none while it is busy coding.
 _AHEAD_BYTES = 32 << 20

@@ -46,7 +46,7 @@ class GlooSmallCollectives(SmallCollectives):
         share = n if collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input) else 1
         nbytes = -(-input.nbytes // share)
         return (
-            self._connections.compares_directly
+            self._connections.has_mesh
             and nbytes <= self._connections.opening_bytes
             and nbytes * (n - 1) <= _MOST_BYTES
             and (op is None or op in _OPERATORS)
@@ -78,8 +78,10 @@ class GlooSmallCollectives(SmallCollectives):
         received = self._connections.open(comparison.tensor, outgoing)
         check()
         values = [
-            (received[peer][: sizes[peer] * input.itemsize].view(input.dtype)) if peer != rank else outgoing[rank]
-            for peer in range(n)
+            outgoing[rank]
+            if peer == rank
+            else message.view(input.dtype).view(sizes[peer])  # an error unless it has that size
+            for peer, message in enumerate(received)
         ]
         if collective == "broadcast":
             if rank != root:
@@ -92,7 +94,10 @@ class GlooSmallCollectives(SmallCollectives):
         else:
             parts = output.tensor_split(n)
             parts[rank].copy_(self._reduced(values, op))
-            self._connections.exchange_known(parts[rank], parts)
+            received = self._connections.exchange([parts[rank]] * n, [part.nbytes for part in parts])
+            for peer, part in enumerate(parts):
+                if peer != rank:
+                    part.copy_(received[peer].view(part.dtype).view(part.numel()))
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         n = self._world_size

@@ -1,0 +1,74 @@
+"""The address by which other ranks reach this host: the one that gloo would choose."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+_LOOPBACK = "127.0.0.1"
+
+
+def own_address() -> str | None:
+    """An address of this host, IPv4 or IPv6, in digits; None if the interface of GLOO_SOCKET_IFNAME has none.
+
+    It is that of the first interface that GLOO_SOCKET_IFNAME names. If that is not set, it is what this host's name
+    stands for, if it can be used here, else the loopback's.
+    """
+    if name := gloo_interface():
+        return _ipv4(name) or _ipv6(name)
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return _LOOPBACK
+    return next((address[0] for family, *_, address in found if _is_usable(family, address)), _LOOPBACK)
+
+
+def gloo_interface() -> str | None:
+    """The first interface that GLOO_SOCKET_IFNAME names, or None."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip() or None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address, or None."""
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return None
+    return next((name for name in names if _ipv4(name) == address), None)
+
+
+def _ipv4(interface: str) -> str | None:
+    try:
+        import fcntl  # not on Windows
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except (ImportError, OSError):
+        return None
+    return socket.inet_ntoa(found[20:24])
+
+
+def _ipv6(interface: str) -> str | None:
+    """Its first address that is not link-local, as Linux lists it."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        digits, *_, name = line.split()
+        if name == interface and not digits.startswith("fe8"):
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    return None
+
+
+def _is_usable(family: int, address: tuple) -> bool:
+    """Whether a socket of this host can be bound to an address."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind(address)
+    except OSError:
+        return False
+    return True

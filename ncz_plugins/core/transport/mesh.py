@@ -1,0 +1,326 @@
+"""Short messages between all ranks of a group, over TCP connections of our own, made for latency.
+
+A rank sends on the thread that has something to say, and receives on the thread that waits for it. So a message costs
+two system calls and one wake-up. Through gloo it passes through more threads on both sides, which takes ten times as
+long.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PeerError
+from .addresses import own_address
+from .base import peer_errors
+
+_MOST_RANKS = 16  # each rank sends to all others; for more, gloo's ring takes fewer messages
+_LENGTH = struct.Struct("<q")  # goes before each message: its bytes
+_HELLO = struct.Struct("<16sq")  # what a rank says when it connects: the secret of the other one, and who it is
+_HELLO_SECONDS = 5.0
+
+_open: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Mesh | None:
+    """Connect this rank with all others that meet at `store`. All ranks must call it.
+
+    Returns: None on every rank if there are too many of them, or if one has no address to listen at, or was told to
+    encrypt what it sends, which gloo can do and this can't.
+
+    Raises PeerError if the other ranks don't come.
+    """
+    if world_size > _MOST_RANKS:
+        return None
+    address = None if os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS" else own_address()
+    deadline = time.monotonic() + timeout.total_seconds()
+    secret = secrets.token_bytes(16)
+    with closing(socket.socket() if address is None else _listener(address, world_size)) as listener:
+        said = "" if address is None else f"{address} {listener.getsockname()[1]} {secret.hex()}"
+        with peer_errors("connecting to the other ranks"):
+            store.set(f"{rank}", said)
+            store.wait([f"{peer}" for peer in range(world_size)], timeout)
+            met = [store.get(f"{peer}").decode() for peer in range(world_size)]
+        if not all(met):
+            return None
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for peer in range(rank):
+                sockets[peer] = _connected(met[peer], rank, deadline)
+            while len(sockets) < world_size - 1:
+                sockets.update(_accepted(listener, secret, range(rank + 1, world_size), deadline))
+        except OSError as error:
+            missing = ", ".join(str(peer) for peer in range(world_size) if peer != rank and peer not in sockets)
+            for each in sockets.values():
+                each.close()
+            raise PeerError(
+                f"connecting to rank {missing} failed: {error}. It has died, or nothing can reach it at the address of "
+                "its interface: look at its log, and see GLOO_SOCKET_IFNAME"
+            ) from error
+    return Mesh([_Peer(peer, sockets[peer]) for peer in sorted(sockets)], timeout)
+
+
+class Mesh:
+    """A connection with each other rank.
+
+    All ranks make the same exchanges in the same order. One thread makes them; `close` may come from any thread.
+
+    Args:
+        peers: the other ranks, in their order.
+        timeout: how long to wait for them in each exchange.
+    """
+
+    def __init__(self, peers: list[_Peer], timeout: timedelta):
+        self._peers = peers
+        self._timeout = timeout.total_seconds()
+        self._in_use = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
+        self._closed: str | None = None  # why, in words
+        _open.add(self)
+
+    def start(self, messages: Sequence[Sequence[Tensor]], least: int, most: int) -> Exchange:
+        """Start to send a message to each other rank, and to receive one from each. It never waits.
+
+        Args:
+            messages: for each rank the tensors that its message consists of, uint8, [any], in host memory. The one for
+                this rank is ignored. They must not change before `Exchange.wait` returns.
+            least, most: bytes that a peer's message may have.
+        """
+        with self._in_use:
+            self._require_open()
+            outgoing = [peer.send(messages[peer.rank]) for peer in self._peers]
+            return Exchange(self, outgoing, [peer.receive(least, most) for peer in self._peers])
+
+    def finish(self, exchange: Exchange) -> None:
+        """Return once the messages of `exchange` were received and sent. Raises PeerError."""
+        with self._in_use:
+            deadline = time.monotonic() + self._timeout
+            while True:
+                self._require_open()
+                for peer in self._peers:
+                    peer.advance()
+                awaited = [peer for at, peer in enumerate(self._peers) if not exchange.is_over_with(at)]
+                if not awaited:
+                    return
+                for peer in awaited:
+                    peer.require_reachable()
+                self._wait_for(awaited, deadline)
+
+    def close(self, reason: str) -> None:
+        """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
+
+        Args:
+            reason: what those who use them later are told.
+        """
+        self._closed = self._closed or reason
+        for peer in self._peers:
+            with suppress(OSError):
+                peer.socket.shutdown(socket.SHUT_RDWR)  # a thread in `finish` wakes up, and leaves
+        with self._in_use:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the connections. Only the last process that holds them ends them so: a fork does not."""
+        for peer in self._peers:
+            peer.socket.close()
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise PeerError(self._closed)
+
+    def _wait_for(self, peers: list[_Peer], deadline: float) -> None:
+        """Return once one of these peers has sent something, or takes more."""
+        poll = select.poll()
+        for peer in peers:
+            poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(1000 * left):
+            names = ", ".join(str(peer.rank) for peer in peers)
+            raise PeerError(
+                f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
+                "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
+            )
+
+
+class Exchange:
+    """One message to each other rank and one from each, under way."""
+
+    def __init__(self, mesh: Mesh, outgoing: list[_Outgoing], incoming: list[_Incoming]):
+        self._mesh = mesh
+        self._outgoing = outgoing
+        self._incoming = incoming
+
+    def wait(self) -> list[Tensor]:
+        """What the other ranks sent, in their order, uint8. This rank's own messages have left by then.
+
+        Raises PeerError.
+        """
+        self._mesh.finish(self)
+        return [message.values for message in self._incoming]
+
+    def is_over_with(self, at: int) -> bool:
+        """Whether both messages between this rank and the peer at this place have passed."""
+        return self._incoming[at].is_over and not self._outgoing[at].left
+
+
+class _Outgoing:
+    """A message that is being sent."""
+
+    def __init__(self, parts: Sequence[Tensor]):
+        views = [memoryview(part.numpy()) for part in parts if part.nbytes]
+        self.left = [memoryview(_LENGTH.pack(sum([view.nbytes for view in views]))), *views]
+
+    def advance(self, to: socket.socket) -> None:
+        """Send what can be sent now."""
+        while self.left:
+            sent = to.sendmsg(self.left)
+            while self.left and sent >= self.left[0].nbytes:
+                sent -= self.left.pop(0).nbytes
+            if self.left:
+                self.left[0] = self.left[0][sent:]
+
+
+class _Incoming:
+    """A message that is being received."""
+
+    def __init__(self, least: int, most: int):
+        self._least = least
+        self._most = most
+        self._length = bytearray(_LENGTH.size)
+        self._left = memoryview(self._length)
+        self.values: Tensor | None = None
+        self.is_over = False
+
+    def advance(self, source: socket.socket, rank: int) -> None:
+        """Receive what is there. Raises PeerError."""
+        while not self.is_over:
+            received = source.recv_into(self._left)
+            if not received:
+                raise PeerError(_gone(rank))
+            self._left = self._left[received:]
+            if not self._left and self.values is None:
+                (nbytes,) = _LENGTH.unpack(self._length)
+                if not self._least <= nbytes <= self._most:
+                    raise PeerError(
+                        f"rank {rank} sent a message of {nbytes} bytes; {self._least} to {self._most} are possible. "
+                        "All ranks must run the same version of ncz_plugins."
+                    )
+                self.values = torch.empty(nbytes, dtype=torch.uint8)
+                self._left = memoryview(self.values.numpy())
+            self.is_over = self.values is not None and not self._left
+
+
+class _Peer:
+    """The connection with one rank."""
+
+    def __init__(self, rank: int, connection: socket.socket):
+        self.rank = rank
+        self.socket = connection
+        self.outgoing: deque[_Outgoing] = deque()
+        self.incoming: deque[_Incoming] = deque()
+        self._lost: OSError | PeerError | None = None  # what happened to the connection
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, parts: Sequence[Tensor]) -> _Outgoing:
+        """Start to send a message, behind those before it."""
+        message = _Outgoing(parts)
+        self.outgoing.append(message)
+        self._send()
+        return message
+
+    def receive(self, least: int, most: int) -> _Incoming:
+        """Start to receive a message, behind those before it."""
+        message = _Incoming(least, most)
+        self.incoming.append(message)
+        return message
+
+    def advance(self) -> None:
+        """Send and receive what is possible now."""
+        self._send()
+        try:
+            while self.incoming:
+                self.incoming[0].advance(self.socket, self.rank)
+                self.incoming.popleft()
+        except BlockingIOError:
+            pass
+        except (OSError, PeerError) as error:
+            self._lost = error
+
+    def require_reachable(self) -> None:
+        """Raise PeerError if nothing more can come or go. Messages before that were received, and may say why."""
+        if isinstance(self._lost, PeerError):
+            raise self._lost
+        if self._lost is not None:
+            raise PeerError(f"{_gone(self.rank)} ({self._lost})") from self._lost
+
+    def _send(self) -> None:
+        try:
+            while self.outgoing:
+                self.outgoing[0].advance(self.socket)
+                self.outgoing.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost = error
+            self.outgoing.clear()
+
+
+def _gone(rank: int) -> str:
+    return f"rank {rank} has closed its connections: it died, left, or met an error; look at its log"
+
+
+# ---------------------------------------------------------------- connecting
+
+
+def _listener(address: str, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
+
+
+def _connected(said: str, rank: int, deadline: float) -> socket.socket:
+    """A connection with the rank that said so at the store."""
+    host, port, secret = said.split()
+    connection = socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
+    connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank))
+    return connection
+
+
+def _accepted(listener: socket.socket, secret: bytes, ranks: range, deadline: float) -> dict[int, socket.socket]:
+    """The next rank that connects; nothing if it was somebody else."""
+    listener.settimeout(max(0.001, deadline - time.monotonic()))
+    connection, _ = listener.accept()
+    connection.settimeout(_HELLO_SECONDS)
+    hello = b""
+    with suppress(OSError):
+        while len(hello) < _HELLO.size and (more := connection.recv(_HELLO.size - len(hello))):
+            hello += more
+    if len(hello) == _HELLO.size:
+        theirs, rank = _HELLO.unpack(hello)
+        if hmac.compare_digest(theirs, secret) and rank in ranks:
+            return {rank: connection}
+    connection.close()
+    return {}
+
+
+def _drop_all() -> None:
+    for mesh in list(_open):
+        mesh.drop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_all)

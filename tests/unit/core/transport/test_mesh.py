@@ -1,0 +1,269 @@
+"""Short messages between all ranks: they arrive, whole and in order, or it is an error within the time-out."""
+
+import os
+import socket
+import struct
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.transport import mesh
+from ncz_plugins.core.transport.mesh import open_mesh
+
+MOST = 1 << 24
+
+
+def play(world_size: int, body, seconds: float = 30.0) -> list:
+    """What `body` returns for the mesh of each rank, each on a thread of its own."""
+    store = dist.HashStore()
+
+    def run(rank: int):
+        opened = open_mesh(store, rank, world_size, timedelta(seconds=seconds))
+        try:
+            return body(rank, opened)
+        finally:
+            if opened is not None:
+                opened.close("the test is over")
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return [each.result(60) for each in [pool.submit(run, rank) for rank in range(world_size)]]
+
+
+def message(*numbers: int) -> list[torch.Tensor]:
+    return [torch.tensor(numbers, dtype=torch.uint8)]
+
+
+def lists(received: list[torch.Tensor]) -> list[list[int]]:
+    return [each.tolist() for each in received]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_each_rank_gets_what_each_other_one_sent_it(world_size):
+    def body(rank, opened):
+        return lists(opened.start([message(rank, peer) for peer in range(world_size)], 2, 2).wait())
+
+    wanted = [[[peer, rank] for peer in range(world_size) if peer != rank] for rank in range(world_size)]
+    assert play(world_size, body) == wanted
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 300_000), max_size=3), min_size=1, max_size=4), st.booleans())
+def test_messages_of_any_size_stay_in_order_also_when_several_are_under_way(sizes, in_order):
+    """Far more than fits in the buffers of a socket, and waited for in either order."""
+
+    def body(rank, opened):
+        started = []
+        for at, parts in enumerate(sizes):
+            parts = [torch.full((size,), 10 * rank + at, dtype=torch.uint8) for size in parts]
+            started.append(opened.start([parts] * 2, 0, MOST))
+        received = {at: started[at].wait()[0] for at in range(len(sizes))[:: 1 if in_order else -1]}
+        for at, parts in enumerate(sizes):
+            assert torch.equal(received[at], torch.full((sum(parts),), 10 * (1 - rank) + at, dtype=torch.uint8))
+
+    play(2, body)
+
+
+def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
+    """The peer looks at the large one only after something else that needs this rank."""
+    large = [torch.ones(32 << 20, dtype=torch.uint8)]
+    between = threading.Barrier(2)
+
+    def body(rank, opened):
+        first, second = opened.start([message(1)] * 2, 1, 1), opened.start([large] * 2, 0, 1 << 26)
+        first.wait()
+        between.wait(20)
+        return second.wait()[0].numel()
+
+    assert play(2, body) == [32 << 20] * 2
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_peer_that_closes_is_noticed_at_once_and_what_it_said_before_is_read():
+    def body(rank, opened):
+        exchange = opened.start([message(rank)] * 2, 1, 1)
+        if rank == 1:
+            exchange.wait()
+            return None
+        time.sleep(0.2)
+        first = lists(exchange.wait())
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="rank 1 has closed its connections"):
+            opened.start([message(2)] * 2, 1, 1).wait()
+        assert time.monotonic() - started < 10
+        return first
+
+    assert play(2, body)[0] == [[1]]
+
+
+def test_what_a_peer_said_is_read_although_it_closed_with_messages_unread():
+    """The system resets such a connection. So closes a rank that finds out that ranks differ: others must hear it."""
+    large = [torch.ones(32 << 20, dtype=torch.uint8)]
+    closed = threading.Event()
+
+    def body(rank, opened):
+        first = opened.start([message(5)] * 2, 1, 1)
+        if rank == 1:
+            first.wait()
+            opened.close("for this test")
+            closed.set()
+            return None
+        second = opened.start([large] * 2, 0, 1 << 26)
+        assert closed.wait(20)
+        told = lists(first.wait())
+        with pytest.raises(PeerError, match="rank 1"):
+            second.wait()
+        with pytest.raises(PeerError, match="rank 1"):
+            opened.start([message(1)] * 2, 1, 1).wait()
+        return told
+
+    assert play(2, body)[0] == [[5]]
+
+
+def test_a_silent_peer_is_named_after_the_time_out():
+    over = threading.Event()
+
+    def body(rank, opened):
+        if rank == 2:
+            assert over.wait(20)
+            return
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="rank 2 has not answered within the time-out of 0.5 s"):
+            opened.start([message(1)] * 3, 1, 1).wait()
+        assert 0.4 < time.monotonic() - started < 10
+        if rank == 0:
+            time.sleep(0.5)  # the other one has seen it as well by then
+            over.set()
+
+    play(3, body, seconds=0.5)
+
+
+@pytest.mark.parametrize(("sent", "least", "most"), [(3, 4, 10), (11, 4, 10), (1, 0, 0)])
+def test_a_message_of_an_impossible_size_is_refused(sent, least, most):
+    def body(rank, opened):
+        exchange = opened.start([[torch.zeros(sent, dtype=torch.uint8)]] * 2, least, most)
+        with pytest.raises(PeerError, match=f"sent a message of {sent} bytes; {least} to {most} are possible"):
+            exchange.wait()
+
+    play(2, body)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1 << 62])
+def test_a_length_that_makes_no_sense_takes_no_memory(nbytes):
+    def body(rank, opened):
+        if rank == 1:
+            opened._peers[0].socket.send(struct.pack("<q", nbytes))
+            time.sleep(0.2)
+            return
+        with pytest.raises(PeerError, match="are possible"):
+            opened.start([message()] * 2, 0, MOST).wait()
+
+    play(2, body)
+
+
+def test_another_thread_may_close_while_one_waits():
+    def body(rank, opened):
+        if rank == 1:
+            time.sleep(1)
+            return
+        threading.Timer(0.2, opened.close, ["closed by somebody else"]).start()
+        started = time.monotonic()
+        with pytest.raises(PeerError):
+            opened.start([message(1)] * 2, 1, 1).wait()
+        assert time.monotonic() - started < 0.9
+        with pytest.raises(PeerError, match="closed by somebody else"):
+            opened.start([message(1)] * 2, 1, 1)
+
+    play(2, body)
+
+
+def test_a_fork_does_not_keep_connections_open():
+    """Else nobody would notice the death of a rank whose data loaders live on."""
+
+    def body(rank, opened):
+        if rank == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: that is the subject
+                process = os.fork()
+            if process == 0:
+                time.sleep(3)
+                os._exit(0)
+            opened.close("the parent is over")
+            return process
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="rank 1 has closed"):
+            opened.start([message(1)] * 2, 1, 1).wait()
+        assert time.monotonic() - started < 2
+        return None
+
+    os.waitpid(play(2, body)[1], 0)
+
+
+# ---------------------------------------------------------------- connecting
+
+
+def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
+    """They come first, and say nothing, too little, or something else."""
+    monkeypatch.setattr(mesh, "_HELLO_SECONDS", 0.2)
+    listen = mesh._listener
+
+    def visited(address, backlog):
+        listener = listen(address, backlog + 3)
+        visitors.extend(socket.create_connection(listener.getsockname()) for _ in range(3))
+        visitors[-2].send(b"short")
+        visitors[-1].send(mesh._HELLO.pack(bytes(16), 1))
+        return listener
+
+    visitors: list[socket.socket] = []
+    monkeypatch.setattr(mesh, "_listener", visited)
+    assert play(2, lambda rank, opened: lists(opened.start([message(rank)] * 2, 1, 1).wait())) == [[[1]], [[0]]]
+    for visitor in visitors:
+        visitor.close()
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_time_out():
+    with pytest.raises(PeerError, match="connecting to the other ranks"):
+        open_mesh(dist.HashStore(), 0, 2, timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_says_where_it_is_and_is_not_there(rank):
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set(f"{1 - rank}", f"127.0.0.1 {port} {bytes(16).hex()}")
+    started = time.monotonic()
+    with pytest.raises(PeerError, match=f"connecting to rank {1 - rank} failed"):
+        open_mesh(store, rank, 2, timedelta(seconds=0.5))
+    assert time.monotonic() - started < 10
+
+
+def test_none_of_them_connects_where_one_can_not(monkeypatch):
+    calls = iter([None, "127.0.0.1", "127.0.0.1"])
+    lock = threading.Lock()
+
+    def address():
+        with lock:
+            return next(calls)
+
+    monkeypatch.setattr(mesh, "own_address", address)
+    assert play(3, lambda rank, opened: opened) == [None] * 3
+
+
+def test_where_gloo_is_to_encrypt_nothing_goes_round_it(monkeypatch):
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    assert play(2, lambda rank, opened: opened) == [None] * 2
+
+
+def test_too_many_ranks_use_gloo():
+    assert open_mesh(dist.HashStore(), 0, 17, timedelta(seconds=1)) is None
