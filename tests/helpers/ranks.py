@@ -1,4 +1,4 @@
-"""All ranks in one process: a thread and a real gloo process group for each."""
+"""All ranks in one process: a thread and real connections for each."""
 
 import threading
 import time
@@ -16,21 +16,29 @@ from ncz_plugins.core.transport.nccl import NcclTransport
 _SECONDS = 60
 
 
-def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool = False) -> list:
+Opened = tuple[Connections, dist.ProcessGroup | None]  # of a rank; the group where frames travel in rounds
+_unused: dict[tuple[int, bool], list[Opened]] = {}
+
+
+def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool = False, reuse: bool = False) -> list:
     """What `body` returns on each rank. The first rank that raises decides what is raised.
 
     Args:
         in_rounds: frames travel as they do over NCCL, but for the fusing of sends and receives, over gloo.
+        reuse: take the connections that such a call left, as making them takes longer than most calls. For bodies that
+            neither close them nor leave anything in them.
     """
-    store, timeout = dist.HashStore(), timedelta(seconds=_SECONDS)
+    kind = (world_size, in_rounds)
+    store = dist.HashStore()
+    opened: list[Opened | None] = (_unused.pop(kind, None) if reuse else None) or [None] * world_size
     results: list = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         try:
-            connections = Connections(store, rank, world_size, timeout)
+            opened[rank] = opened[rank] or _open(store, rank, world_size, in_rounds)
+            connections, frames = opened[rank]
             if in_rounds:
-                frames = dist.ProcessGroupGloo(dist.PrefixStore("frames", store), rank, world_size, timeout)
                 results[rank] = body(NcclTransport(connections, frames, torch.device("cpu")))
             else:
                 results[rank] = body(GlooTransport(connections))
@@ -46,7 +54,17 @@ def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool =
     if errors:
         raise errors[0][1]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    if reuse:
+        _unused[kind] = opened
     return results
+
+
+def _open(store: dist.Store, rank: int, world_size: int, in_rounds: bool) -> Opened:
+    timeout = timedelta(seconds=_SECONDS)
+    connections = Connections(store, rank, world_size, timeout)
+    if not in_rounds:
+        return connections, None
+    return connections, dist.ProcessGroupGloo(dist.PrefixStore("frames", store), rank, world_size, timeout)
 
 
 def values(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:

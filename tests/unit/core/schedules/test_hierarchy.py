@@ -95,8 +95,8 @@ def test_all_reduce(schedule, shape, name):
             assert counters.bytes_in == tensor.nbytes and counters.compressed_calls == 1
         return tensors
 
-    by_memory = play(world_size, partial(body, by_messages=False))
-    in_rounds = play(world_size, partial(body, by_messages=True), in_rounds=True)
+    by_memory = play(world_size, partial(body, by_messages=False), reuse=True)
+    in_rounds = play(world_size, partial(body, by_messages=True), in_rounds=True, reuse=True)
     for numel, *outcomes in zip(SIZES, *by_memory, *in_rounds):
         assert (outcomes[0].double() - exact_sum(world_size, numel)).abs().max() <= bound_of(name, world_size)
         assert same_bits(outcomes)
@@ -131,7 +131,7 @@ def test_reduce_scatter(schedule, shape, name):
     def body(transport):
         return [scatter(transport, part) for part in PARTS]
 
-    for part, *outputs in zip(PARTS, *play(world_size, body)):
+    for part, *outputs in zip(PARTS, *play(world_size, body, reuse=True)):
         whole = torch.cat(outputs)
         error = (whole.double() - exact_sum(world_size, part * world_size)).abs().max()
         assert error <= bound_of(name, world_size)
@@ -166,7 +166,7 @@ def test_all_gather(schedule, shape, name):
     def body(transport):
         return [gather(transport, part) for part in PARTS]
 
-    for part, *outcomes in zip(PARTS, *play(world_size, body)):
+    for part, *outcomes in zip(PARTS, *play(world_size, body, reuse=True)):
         exact = torch.cat([values(rank, part) for rank in range(world_size)])
         assert (outcomes[0] - exact).abs().max() <= (0 if name == "lossless" else BOUND)
         assert same_bits(outcomes)
@@ -198,7 +198,7 @@ def test_broadcast(schedule, shape, name):
     def body(transport):
         return [cast(transport, *case) for case in cases]
 
-    for (numel, root), *outcomes in zip(cases, *play(world_size, body)):
+    for (numel, root), *outcomes in zip(cases, *play(world_size, body, reuse=True)):
         assert (outcomes[0] - values(root, numel)).abs().max() <= (0 if name == "lossless" else BOUND)
         assert same_bits(outcomes)
 
@@ -227,7 +227,7 @@ def test_the_bound_is_that_of_the_ranks_own_values(shape, mode, block, alike):
         go(transport, shape, config, sum_of(tensor, transport, config, direct))
         return tensor
 
-    outcomes = play(world_size, body)
+    outcomes = play(world_size, body, reuse=True)
     everyone = torch.stack([held(rank).double() for rank in range(world_size)])
     for start in range(0, numel, block or numel):
         here = slice(start, start + (block or numel))
@@ -252,7 +252,7 @@ def test_other_dtypes_are_summed_in_their_own(dtype):
         go(transport, "2x2", config, sum_of(tensor, transport, config, direct, divisor=4))
         return tensor
 
-    outcomes = play(4, body)
+    outcomes = play(4, body, reuse=True)
     exact = exact_sum(4, numel, dtype) / 4
     half_ulp = torch.finfo(dtype).eps / 2
     # The sum of a node is rounded, and so is the result.
@@ -281,7 +281,7 @@ def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison,
         assert counters.wire_bytes > counters.plain_bytes == plain_wire_bytes("all_reduce", tensor.nbytes, 4)
         return tensor
 
-    outcomes = play(4, body)
+    outcomes = play(4, body, reuse=True)
     assert same_bits(outcomes)
     assert not outcomes[0][place].isfinite() and outcomes[0].isfinite().sum() == 49_999
     error = (outcomes[0].double() - exact_sum(4, 50_000)).abs()
@@ -298,7 +298,7 @@ def test_lossless_lets_them_pass():
         go(transport, "2x2", config, sum_of(tensor, transport, config, ring))
         return tensor
 
-    outcomes = play(4, body)
+    outcomes = play(4, body, reuse=True)
     assert same_bits(outcomes)
     assert outcomes[0][7].isnan() and outcomes[0][-1] == float("-inf") and outcomes[0].isfinite().sum() == 49_998
 
@@ -312,7 +312,7 @@ def test_lossless_adds_each_nodes_sum():
         return tensor
 
     parts = [values(rank, numel) for rank in range(4)]
-    assert same_bits([(parts[0] + parts[1]) + (parts[2] + parts[3]), *play(4, body)])
+    assert same_bits([(parts[0] + parts[1]) + (parts[2] + parts[3]), *play(4, body, reuse=True)])
 
 
 def test_different_calls_are_refused_before_anything_is_exchanged():
@@ -342,7 +342,7 @@ def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
         go(transport, "2x2", config, sum_of(tensor, transport, config, ring))
         return tensor
 
-    out = play(4, body)[0]
+    out = play(4, body, reuse=True)[0]
     assert out.mean() == pytest.approx(1.2, abs=0.05)  # 1.2 = 4 x 0.3, without a bias
     segments = out.view(4, CHUNK)
     assert not any(torch.equal(segments[i], segments[j]) for i in range(4) for j in range(i))
@@ -359,7 +359,7 @@ def test_bytes_are_counted_apart():
         tensor = values(transport.rank, numel)
         return go(transport, "2x2", config, sum_of(tensor, transport, config, ring))
 
-    for counters in play(4, body):
+    for counters in play(4, body, reuse=True):
         assert counters.local_bytes == 2 * (numel // 2) * 4
         assert counters.plain_bytes == plain_wire_bytes("all_reduce", numel // 2 * 4, 2)
         assert 0 < counters.wire_bytes < counters.plain_bytes

@@ -96,7 +96,7 @@ def all_reduce(
         )
         return tensor
 
-    return play(world_size, body, in_rounds)
+    return play(world_size, body, in_rounds, reuse=True)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -139,7 +139,7 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
         )
         return output
 
-    whole = torch.cat(play(world_size, body, in_rounds))
+    whole = torch.cat(play(world_size, body, in_rounds, reuse=True))
     bound = 1e-5 if config is LOSSLESS else world_size * BOUND
     assert (whole.double() - expected_sum(world_size, part * world_size)).abs().max() <= bound
 
@@ -164,7 +164,7 @@ def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config
         )
         return output
 
-    outcomes = play(world_size, body, in_rounds)
+    outcomes = play(world_size, body, in_rounds, reuse=True)
     exact = torch.cat([values(rank, part) for rank in range(world_size)])
     assert (outcomes[0] - exact).abs().max() <= (0 if config is LOSSLESS else BOUND)
     assert same_bits(outcomes)
@@ -193,7 +193,7 @@ def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, 
         )
         return tensor
 
-    outcomes = play(world_size, body, in_rounds)
+    outcomes = play(world_size, body, in_rounds, reuse=True)
     assert (outcomes[0] - values(root, numel)).abs().max() <= (0 if config is LOSSLESS else BOUND)
     assert same_bits(outcomes)
 
@@ -352,7 +352,7 @@ def test_with_checksums_every_frame_has_one_and_nothing_else_changes(schedule, w
         )
         return tensor
 
-    outcomes = play(world_size, body)
+    outcomes = play(world_size, body, reuse=True)
     assert flags and set(flags) == {HAS_CHECKSUM}
     unchecked = CONFIG if config is CHECKED else LOSSLESS
     assert same_bits([*outcomes, *all_reduce(schedule, world_size, 20_001, config=unchecked)])
@@ -419,7 +419,7 @@ def test_an_agreement_is_the_maximum_over_ranks(world_size, elements, dtype):
         return agreed, counters.wire_bytes
 
     expected = torch.stack(own).amax(0)
-    for agreed, sent in play(world_size, body):
+    for agreed, sent in play(world_size, body, reuse=True):
         assert torch.equal(agreed, expected)
         assert (sent > 0) == (elements > 0)
 

@@ -58,7 +58,7 @@ def test_reductions_are_right_and_alike_on_all_ranks(world_size, op, dtype):
             results.append(part)
         return results
 
-    ranks = play(world_size, body)
+    ranks = play(world_size, body, reuse=True)
     for at, length in enumerate(LENGTHS):
         wanted = exact(op, [values(rank, length, dtype) for rank in range(world_size)])
         reduced = [rank[2 * at] for rank in ranks]
@@ -78,7 +78,7 @@ def test_integers_are_exact(world_size, length, dtype):
         run(transport, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
         return tensor
 
-    assert all(torch.equal(each, sum(everyone)) for each in play(world_size, body))
+    assert all(torch.equal(each, sum(everyone)) for each in play(world_size, body, reuse=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -93,7 +93,7 @@ def test_values_are_moved_unchanged(world_size, dtype):
         run(transport, "broadcast", from_last, from_last, root=world_size - 1)
         return gathered, from_last
 
-    for gathered, from_last in play(world_size, body):
+    for gathered, from_last in play(world_size, body, reuse=True):
         assert torch.equal(gathered, torch.cat(everyone))
         assert torch.equal(from_last, everyone[-1])
 
