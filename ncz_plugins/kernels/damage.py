@@ -48,6 +48,7 @@ _MESSAGES = {  # by cause
     23: "RANS payload has {value} bytes behind its frequencies, its pages' table takes more",
     24: "pages add up to {page_bytes} bytes, the payload holds {pages}",
     25: "a RANS page is not what its frequencies allow, or does not end where it should",
+    26: "it was made of a frame that was damaged; the error of the rank that got that one says how",
 }
 _HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # their messages need a table of the frame
 _WITHOUT_TABLE = {

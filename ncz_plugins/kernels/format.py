@@ -24,7 +24,7 @@ OCTET = 8  # symbols that are packed together; a short last block is padded to w
 PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece; pieces that the selector looks at
 LANES = 128  # partial sums per chunk, so that every backend adds squares in the same order
 
-HAS_CHECKSUM = 1  # in the flags
+HAS_CHECKSUM, SPOILED = 1, 2  # in the flags; a spoiled frame was made of a damaged one
 
 DIRECT = 128  # HUFFMAN and RANS: smaller symbols are their own tokens
 BITS_IN_TOKEN = 2  # of a larger symbol, besides its exponent: the bit below the leading one, and the lowest

@@ -1,7 +1,7 @@
 """Lossless coding of floats: the SPLIT frames of docs/reference/wire-format.md, which consist of frames of codes.
 
 Torch operations split the floats' bits into planes; a backend's `encode_codes` and `decode_codes` do the rest. Shapes
-and dtypes are those of backend.py.
+and dtypes are those of backend.py. On a GPU the host waits for the size of each plane.
 """
 
 from __future__ import annotations
@@ -43,35 +43,37 @@ def max_lossless_bytes(count: int, itemsize: int) -> int:
 def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) -> int:
     """Write `x` as one frame to `frame` (uint8, at least `max_lossless_bytes` long). Returns the bytes written."""
     count, itemsize = x.numel(), x.element_size()
-    rotated = _scratch.of("rotated", count, _INTEGERS[itemsize])
-    codes = _scratch.of("codes", count, torch.int32)
-    inner = _scratch.of("plane", max_frame_bytes(count), torch.uint8)
+    rotated = _scratch.of("rotated", count, _INTEGERS[itemsize], x.device)
+    codes = _scratch.of("codes", count, torch.int32, x.device)
+    inner = _scratch.of("plane", max_frame_bytes(count), torch.uint8, x.device)
     _rotate_left(x.view(rotated.dtype), rotated)
     planes = _planes(rotated)
     base = _base(codes.copy_(planes[0]), _largest(planes[0]))
     planes[0].sub_(_signed(base, planes[0]))
     end = _HEAD.size
     for plane in planes:
-        size = backend.encode_codes(codes.copy_(plane), coding, inner)
+        size = int(backend.encode_codes(codes.copy_(plane), coding, inner))
         frame[end : end + size] = inner[:size]
         end += size
     header = (MAGIC, VERSION, Coder.SPLIT, Predictor.NONE, 8 * itemsize, count, end - HEADER_BYTES, 0, 0)
-    _HEAD.pack_into(frame[: _HEAD.size].numpy(), 0, *header, base)
+    frame[: _HEAD.size] = torch.frombuffer(bytearray(_HEAD.pack(*header, base)), dtype=torch.uint8)
     return end
 
 
 def decode_floats(backend: Backend, frame: Tensor, out: Tensor) -> None:
     """Read one frame into `out`. Raises DamagedFrame, and leaves `out` unchanged, unless every byte is valid."""
     base = _check_head(backend, frame, out)
-    rotated = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()])
-    codes = _scratch.of("codes", out.numel(), torch.int32)
+    rotated = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()], out.device)
+    codes = _scratch.of("codes", out.numel(), torch.int32, out.device)
     planes = _planes(rotated)
     if base > _largest(planes[0]):
         raise DamagedFrame(f"SPLIT frame has base {base}, which its floats can't have")
     rest = frame[_HEAD.size :]
     for plane in planes:
         inner, rest = _next_frame(rest)
-        backend.decode_codes(inner, codes)
+        # Kernels of a GPU want frames to begin where memory of its own would begin.
+        backend.decode_codes(inner if inner.device.type == "cpu" else inner.clone(), codes)
+        backend.check()
         if codes.numel() and not _fits(codes, plane.dtype):
             raise DamagedFrame(f"SPLIT frame has codes of more than {8 * plane.element_size()} bits in a plane")
         plane.copy_(codes)
@@ -85,7 +87,7 @@ def _check_head(backend: Backend, frame: Tensor, out: Tensor) -> int:
     """The base in a frame's header. Raises DamagedFrame unless the header fits the floats of `out`."""
     if frame.numel() < _HEAD.size:
         raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
-    *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].numpy())
+    *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())
     expected = [MAGIC, VERSION, Coder.SPLIT, Predictor.NONE, 8 * out.element_size()]
     for name, found, wanted in zip(("magic", "version", "coder", "predictor", "width"), kind, expected):
         if found != wanted:
@@ -105,7 +107,7 @@ def _next_frame(data: Tensor) -> tuple[Tensor, Tensor]:
     """The frame of a plane that `data` begins with, and what follows it."""
     if data.numel() < HEADER_BYTES:
         raise DamagedFrame(f"SPLIT frame ends after {data.numel()} bytes of a plane's header")
-    *_, payload_bytes, flags, _ = HEADER.unpack(data[:HEADER_BYTES].numpy())
+    *_, payload_bytes, flags, _ = HEADER.unpack(data[:HEADER_BYTES].cpu().numpy())
     if flags:
         raise DamagedFrame(f"a plane of a SPLIT frame has flags {flags:#x}; only the whole may have a checksum")
     size = HEADER_BYTES + payload_bytes
@@ -128,7 +130,7 @@ def _base(tops: Tensor, largest: int) -> int:
     counts = torch.bincount(tops.bitwise_and_(largest), minlength=largest + 1)
     counts[0] = counts[-1] = 0
     total = int(counts.sum())
-    return int((counts * torch.arange(largest + 1)).sum()) // total if total else 0
+    return int((counts * torch.arange(largest + 1, device=counts.device)).sum()) // total if total else 0
 
 
 def _largest(plane: Tensor) -> int:

@@ -7,16 +7,18 @@ import threading
 import torch
 from torch import Tensor
 
+_HOST = torch.device("cpu")
+
 
 class Scratch(threading.local):
     """Tensors by name, which grow as needed. Their contents last until the same thread asks for the name again."""
 
     def __init__(self):
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[tuple[str, torch.device], Tensor] = {}
 
-    def of(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+    def of(self, name: str, count: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
         """An uninitialised tensor, [count] of `dtype`."""
-        size = count * dtype.itemsize
-        if name not in self._memory or self._memory[name].numel() < size:
-            self._memory[name] = torch.empty(size, dtype=torch.uint8)
-        return self._memory[name][:size].view(dtype)
+        size, key = count * dtype.itemsize, (name, device)
+        if key not in self._memory or self._memory[key].numel() < size:
+            self._memory[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._memory[key][:size].view(dtype)

@@ -17,6 +17,7 @@ from ncz_plugins.kernels.format import CHUNK
 
 SCHEDULES = {"ring": ring, "direct": direct}
 NUMEL = 3 * CHUNK + 17
+OF_ALL = 6 * CHUNK + 17  # elements of which every one of 3 ranks owns some
 
 
 class EmulatedGpu(Host):
@@ -27,16 +28,18 @@ class EmulatedGpu(Host):
         self.backend = CudaBackend(EmulatedLauncher(seed=seed))
 
 
-def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage=None) -> list[torch.Tensor]:
+def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage=None, numel: int = NUMEL) -> list:
+    """The result on each rank, or the FrameError that ended its call."""
+
     def body(transport):
-        tensor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(transport.rank))
+        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
         device = device_of(transport.rank)
         if damage and transport.rank == 0:
             damage(device)
         call = Call(
             "all_reduce",
             config,
-            Layout.split(NUMEL, world_size, CHUNK, 0),
+            Layout.split(numel, world_size, CHUNK, 0),
             source=Window(tensor),
             output=Window(tensor),
             measured=range(world_size),
@@ -44,7 +47,10 @@ def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage
             plain=lambda _: pytest.fail("the call went plain"),
             addends=world_size,
         )
-        run(call, device, transport)
+        try:
+            run(call, device, transport)
+        except FrameError as error:
+            return error
         return tensor
 
     return play(world_size, body, in_rounds=True)
@@ -60,8 +66,9 @@ def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage
         {"entropy": {"coder": "rans"}, "quantizer": {"mode": "rms", "value": 1.0}},
         {"entropy": {"coder": "raw", "predictor": "delta"}},
         {"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.02, "seed": 3}, "entropy": {"coder": "fixed"}},
+        {"quantizer": {"kind": "lossless"}, "entropy": {"checksum": True}},
     ],
-    ids=["fixed", "auto", "huffman with checksum", "rans", "raw", "stochastic"],
+    ids=["fixed", "auto", "huffman with checksum", "rans", "raw", "stochastic", "lossless"],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_are_those_of_the_cpu(schedule, settings, world_size):
@@ -72,19 +79,43 @@ def test_the_bits_are_those_of_the_cpu(schedule, settings, world_size):
         assert torch.equal(tensor.view(torch.int32), on_cpu[0].view(torch.int32))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("byte", [0, 8, 30])
-def test_damage_shows_when_the_call_ends(schedule, byte):
+def damaging(byte: int):
+    """Makes a device damage each frame of its rank's own values."""
+
     def damage(device):
         encode = device.backend.encode
 
-        def damaging(x, inverse_steps, coding, frame, noise=None):
+        def encode_and_damage(x, inverse_steps, coding, frame, noise=None):
             size = encode(x, inverse_steps, coding, frame, noise)
             frame[byte] ^= 0x55
             return size
 
-        device.backend.encode = damaging
+        device.backend.encode = encode_and_damage
 
-    config = Config(entropy={"coder": "fixed"})
-    with pytest.raises(FrameError, match="a frame is damaged"):
-        all_reduce(schedule, 2, config, EmulatedGpu, damage)
+    return damage
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("entropy", [{"coder": "fixed", "predictor": "none"}, {"coder": "auto"}], ids=["fixed", "auto"])
+@pytest.mark.parametrize("byte", [0, 8, 24])  # of the header, and of what comes first behind it
+def test_damage_is_an_error_on_every_rank_in_that_call(schedule, entropy, byte):
+    """Also on those that get nothing but what others make of the damaged frames."""
+    errors = all_reduce(schedule, 3, Config(entropy=entropy), EmulatedGpu, damaging(byte), OF_ALL)
+    assert all(isinstance(error, FrameError) and "a frame is damaged" in str(error) for error in errors), errors
+    assert any("made of a frame that was damaged" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_so_it_is_where_only_a_checksum_tells(schedule):
+    def damage(device):
+        seal = device.backend.seal
+
+        def seal_and_damage(frame):
+            seal(frame)
+            frame[30:31] ^= 0x55  # a spoiled frame ends before
+
+        device.backend.seal = seal_and_damage
+
+    config = Config(entropy={"coder": "fixed", "checksum": True})
+    errors = all_reduce(schedule, 3, config, EmulatedGpu, damage, OF_ALL)
+    assert all(isinstance(error, FrameError) for error in errors), errors

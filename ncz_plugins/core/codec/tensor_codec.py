@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...kernels.backend import Backend
 from ...kernels.format import (
-    HAS_CHECKSUM,
     HEADER,
     HEADER_BYTES,
     Coder,
@@ -178,7 +177,7 @@ class TensorCodec(ABC):
         """Kernels verify a checksum where there is one."""
         if self.checksum and frame.numel() >= HEADER_BYTES:
             *_, flags, _ = HEADER.unpack(self.device.seen(frame[:HEADER_BYTES]).numpy())
-            if not flags & HAS_CHECKSUM:
+            if not flags:  # others that are unknown, kernels refuse
                 raise DamagedFrame("it has no checksum, and entropy.checksum asks for one")
 
 
@@ -304,14 +303,19 @@ class LosslessCodec(TensorCodec):
 
     def _read(self, segment, index, frame):
         out = self.output[self.layout.frame(segment, index)]
-        decode_floats(self.backend, frame, out)
+        self._decode_floats(frame, out)
         if self.divisor != 1:
             out /= self.divisor
 
     def _floats(self, frame: Tensor, like: Tensor) -> Tensor:
         values = torch.empty_like(like)
-        decode_floats(self.backend, frame, values)
+        self._decode_floats(frame, values)
         return values
+
+    def _decode_floats(self, frame: Tensor, out: Tensor) -> None:
+        if frame.device.type != "cpu":
+            self.device.synchronize()  # until the frame is there, within the time-out: decoding reads its headers
+        decode_floats(self.backend, frame, out)
 
 
 def codec_for(

@@ -47,10 +47,6 @@ def require_kernels(device: torch.device, config: Config) -> None:
     remedy = "keep these tensors on the CPU, or leave them uncompressed"
     if device.type != "cuda":
         raise UnsupportedError(f"device {device}: only CPU and CUDA tensors can be compressed; {remedy}")
-    if config.quantizer.kind == "lossless":
-        raise UnsupportedError(
-            f"device {device}: quantizer.kind: lossless serves CPU tensors only; use error_bound, or {remedy}"
-        )
     if config.transport.wait == "stream" and not hasattr(dist.Work, "block_current_stream"):
         raise UnsupportedError(
             f"device {device}: torch {torch.__version__} is too old for transport.wait: stream; set it to host"

@@ -43,7 +43,7 @@ constexpr int OCTETS = BLOCK / OCTET;
 constexpr int64_t PIECE = 128, SAMPLE_PIECES = 64;
 constexpr int LANES = 128;
 
-constexpr uint32_t HAS_CHECKSUM = 1;
+constexpr uint32_t HAS_CHECKSUM = 1, SPOILED = 2;
 constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;
 
 constexpr unsigned DIRECT = 128;
@@ -117,7 +117,8 @@ enum Damage : int64_t {
     RANS_FREQUENCIES = 22,
     RANS_NO_PAGES = 23,  // value: bytes behind the frequencies
     RANS_PAGE_SUM = 24,  // value: as before
-    RANS_DAMAGED_PAGE = 25
+    RANS_DAMAGED_PAGE = 25,
+    MADE_OF_DAMAGE = 26
 };
 
 }  // namespace ncz
@@ -157,6 +158,7 @@ NCZ_FUNCTION int64_t header_damage(const ncz::Header& header, int64_t bytes, int
     if (bytes < ncz::HEADER_BYTES) return damaged(ncz::NO_HEADER);
     if (header.magic != ncz::MAGIC) return damaged(ncz::BAD_MAGIC);
     if (header.version != ncz::VERSION) return damaged(ncz::BAD_VERSION);
+    if (header.flags == ncz::SPOILED) return damaged(ncz::MADE_OF_DAMAGE);
     if (header.flags != ncz::HAS_CHECKSUM && (header.flags || header.checksum)) return damaged(ncz::BAD_FLAGS);
     if (header.predictor != ncz::NONE && header.predictor != ncz::DELTA) return damaged(ncz::BAD_PREDICTOR);
     if (header.count != count) return damaged(ncz::OTHER_COUNT);

@@ -109,8 +109,8 @@ class CudaBackend(Backend):
 
     `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
     as far as the current stream has run. A damaged RAW or FIXED frame, or a damaged header, writes nothing; other
-    damaged frames write undefined values. For a damaged frame `reduce` with FIXED and a given predictor writes nothing
-    and its size is 0; otherwise it writes a valid frame of other codes.
+    damaged frames write undefined values. Where this thread has met damage that `check` has not raised yet, `reduce`
+    and `encode_codes` write a spoiled frame, which every reader refuses.
     """
 
     name = "cuda"
@@ -162,6 +162,7 @@ class CudaBackend(Backend):
         if coding.coder != Coder.FIXED:
             self._launch_codes("stage_codes", count, codes, np.int64(count), output.choice)
             self._encode_staged(codes, coding, frame, output)
+        self._launch("spoil", torch.float32, 1, self._report(codes.device), np.int64(count), frame, output.size)
         return DeviceSize(output.size)
 
     def decode_codes(self, frame, codes, add=False):

@@ -225,12 +225,16 @@ NCZ_DEVICE void read_chunk(const uint8_t* frame, const Status* status, const lon
     unpredict(symbols, status->header.predictor, scratch, codes);
 }
 
-// A frame that was opened, and the sum of its codes and those of `source` as a FIXED frame.
+// A frame that was opened, and the sum of its codes and those of `source` as a FIXED frame. Of a damaged one, a spoiled
+// one.
 template <class Source>
 NCZ_DEVICE void reduce_fixed(const uint8_t* frame, const Status* status, Status* report, const long long* offsets,
                              const int32_t* decoded, const Source& source, int32_t predictor, uint8_t* out,
                              long long* size, const Places& places, const Packing& shared) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) report_damage(status, report);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        report_damage(status, report);
+        if (is_damaged(status)) write_spoiled(out, status->count, size);
+    }
     if (is_damaged(status)) return;
     int64_t c = take_number(places.counter(), shared.number), count = status->count;
     ThreadCodes codes = {};

@@ -19,6 +19,19 @@ NCZ_DEVICE void write_header(uint8_t* frame, int32_t coder, int32_t predictor, u
     store32(frame + 20, 0);
 }
 
+// Writes what a frame becomes if one that it is made of is damaged: a header that every reader refuses. So all ranks that
+// get it learn of the damage. By one thread.
+NCZ_DEVICE void write_spoiled(uint8_t* frame, int64_t count, long long* size) {
+    write_header(frame, RAW, NONE, 8, count, 0);
+    store32(frame + 16, SPOILED);
+    *size = HEADER_BYTES;
+}
+
+// Spoils a frame that was just written if `report` tells of damage. One thread.
+NCZ_KERNEL(ncz_spoil)(const Status* report, long long count, uint8_t* frame, long long* size) {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && report->result) write_spoiled(frame, count, size);
+}
+
 // ------------------------------------------------------------------ the checksum
 
 constexpr int64_t FLAGS_WORD = 4, CHECKSUM_WORD = 5;
@@ -56,7 +69,7 @@ NCZ_KERNEL(ncz_checksum)(const uint8_t* frame, long long bytes, int always, uint
 NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long capacity, uint32_t* sum_and_blocks) {
     NCZ_SHARED(uint32_t, scratch, WARPS);
     NCZ_SHARED(int, is_last, 1);
-    if (capacity < HEADER_BYTES) return;
+    if (capacity < HEADER_BYTES || load32(frame + 4 * FLAGS_WORD) == SPOILED) return;
     int64_t bytes = HEADER_BYTES + int64_t(load32(frame + 12));
     uint32_t share = checksum_share(frame, bytes < capacity ? bytes : capacity, true, scratch);
     if (threadIdx.x == 0) atomicAdd(sum_and_blocks, share);
@@ -149,4 +162,4 @@ NCZ_DEVICE void report_damage(const Status* status, Status* report) {
     report->header = copy.header;
 }
 
-#define NCZ_FRAME_KERNELS(X) X(ncz_checksum) X(ncz_seal) X(ncz_open) X(ncz_check)
+#define NCZ_FRAME_KERNELS(X) X(ncz_spoil) X(ncz_checksum) X(ncz_seal) X(ncz_open) X(ncz_check)

@@ -9,6 +9,7 @@ from ..format import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    SPOILED,
     VERSION,
     Coder,
     Coding,
@@ -45,6 +46,8 @@ def decode_codes(frame: bytes, count: int) -> np.ndarray:
         raise DamagedFrame(f"magic is {magic:#010x}, not {MAGIC:#010x}: not a frame")
     if version != VERSION:
         raise DamagedFrame(f"frame version is {version}; this build reads version {VERSION}")
+    if flags == SPOILED:
+        raise DamagedFrame("it was made of a frame that was damaged; the error of the rank that got that one says how")
     if flags not in (0, HAS_CHECKSUM) or (not flags and stored_sum):
         raise DamagedFrame(f"header has unknown flags {flags:#x}, or a checksum ({stored_sum:#x}) without its flag")
     if predictor not in (Predictor.NONE, Predictor.DELTA):

@@ -19,6 +19,7 @@ from ncz_plugins.kernels.format import (
     HEADER_BYTES,
     HUFFMAN_LANES,
     MAGIC,
+    SPOILED,
     VERSION,
     Coder,
     Coding,
@@ -129,6 +130,14 @@ def test_every_flipped_bit_of_the_numbers_in_the_header(count, frame):
             damaged = frame.clone()
             damaged[at] ^= 1 << bit
             assert isinstance(check(damaged, count), str), (at, bit)
+
+
+@frames
+@pytest.mark.parametrize("payload", [False, True])
+def test_a_spoiled_frame_is_refused_as_such(count, frame, payload):
+    spoiled = frame.clone() if payload else frame[:HEADER_BYTES].clone()
+    spoiled[FLAGS_AT] = SPOILED
+    assert "made of a frame that was damaged" in check(spoiled, count)
 
 
 def test_every_cause_that_kernels_know_has_its_words():

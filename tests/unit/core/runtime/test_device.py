@@ -33,11 +33,6 @@ def test_other_devices_are_refused():
         require_kernels(torch.device("meta"), Config())
 
 
-def test_lossless_is_refused_on_a_gpu():
-    with pytest.raises(UnsupportedError, match="lossless serves CPU tensors only"):
-        require_kernels(CUDA, Config(quantizer={"kind": "lossless"}))
-
-
 def test_without_a_gpu_a_cuda_tensor_is_refused(without_cached_backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="device cuda:0: .*CUDA.*keep these tensors on the CPU"):
