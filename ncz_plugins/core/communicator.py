@@ -35,8 +35,6 @@ from .transport.topology import Nodes, find_nodes
 from .tuning.measure import TorchRanks, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
 
-_LET_GO_AFTER = 3  # time-outs: a call that fails, and one before it, have told by then
-
 
 class Communicator:
     """Compressed collectives over one process group.
@@ -139,7 +137,7 @@ class Communicator:
                 return self._start(replace(request, input=tensor, output=tensor, parts=parts), async_op=True)
 
             handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
-            return handle if async_op else self._wait(handle, tensor)
+            return handle if async_op else handle.wait() and None
 
     def reduce_scatter_tensor(
         self,
@@ -268,9 +266,9 @@ class Communicator:
         call = self._collectives.prepare(request, config)
         run = partial(self._collectives.run, call)
         handle = self._queue.submit(request.collective, request.input.device, run)
-        if call.verify_as is not None or self._holds_up_streams(request.input):
+        if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
-        return handle if async_op else self._wait(handle, request.input)
+        return handle if async_op else handle.wait() and None
 
     def _start_plain(self, request: Request, bypass: Bypass, async_op: bool):
         if self.world_size == 1 or request.input.is_cuda:
@@ -305,17 +303,6 @@ class Communicator:
                 with suppress(NczError):  # what matters here is why it was refused
                     self._queue.run(collective, partial(self._collectives.refuse, collective))
             raise
-
-    def _wait(self, handle: Handle, tensor: Tensor) -> None:
-        """What a call that is not asynchronous does at last."""
-        if self._holds_up_streams(tensor):
-            handle.block_current_stream(_LET_GO_AFTER * self._timeout.total_seconds())
-        else:
-            handle.wait()
-
-    def _holds_up_streams(self, tensor: Tensor) -> bool:
-        """Whether calls that are not asynchronous hold up the current stream and not the host."""
-        return tensor.is_cuda and self.config.transport.wait == "stream"
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)

@@ -42,17 +42,20 @@ class Regrouped(Handle):
         self._error: Exception | None = None
 
     def wait(self, timeout=None) -> bool:
-        self._put_back(lambda handle: handle.wait() if timeout is None else handle.wait(timeout))
+        if self._error is not None:
+            raise self._error
+        while self._under_way:
+            handle, together, pieces = self._under_way[0]
+            try:
+                handle.wait(timeout)
+            except Exception as error:
+                if handle.is_completed():  # else it was only not waited for long enough
+                    self._error = error
+                raise
+            for piece, result in zip(pieces, together.split([piece.numel() for piece in pieces])):
+                piece.copy_(result)
+            del self._under_way[0]
         return True
-
-    def block_current_stream(self, timeout=None) -> None:
-        def hold_up(handle) -> None:
-            if isinstance(handle, Handle):
-                handle.block_current_stream(timeout)
-            else:
-                handle.wait()  # for a plain collective, which holds up nothing else on a GPU
-
-        self._put_back(hold_up)
 
     def is_completed(self) -> bool:
         if self._error is None and all(handle.is_completed() for handle, _, _ in self._under_way):
@@ -65,18 +68,3 @@ class Regrouped(Handle):
 
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
-
-    def _put_back(self, wait: Callable[[object], object]) -> None:
-        if self._error is not None:
-            raise self._error
-        while self._under_way:
-            handle, together, pieces = self._under_way[0]
-            try:
-                wait(handle)
-            except Exception as error:
-                if handle.is_completed():  # else it was only not waited for long enough
-                    self._error = error
-                raise
-            for piece, result in zip(pieces, together.split([piece.numel() for piece in pieces])):
-                piece.copy_(result)
-            del self._under_way[0]

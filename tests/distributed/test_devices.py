@@ -8,7 +8,6 @@ from processes import DEVICES, GPU, results, run
 def test_a_device_is_served_as_any_other(device, tmp_path):
     outcomes = results(run("devices", 3, tmp_path, device, seconds=150))
     assert all(outcome == outcomes[0] for outcome in outcomes)
-    assert device == "cpu" or outcomes[0]["the host went on"]
 
 
 @pytest.mark.parametrize(("ranks", "node"), [(2, []), (3, []), (4, ["2"])])

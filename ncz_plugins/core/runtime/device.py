@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ... import kernels
@@ -47,10 +46,6 @@ def require_kernels(device: torch.device, config: Config) -> None:
     remedy = "keep these tensors on the CPU, or leave them uncompressed"
     if device.type != "cuda":
         raise UnsupportedError(f"device {device}: only CPU and CUDA tensors can be compressed; {remedy}")
-    if config.transport.wait == "stream" and not hasattr(dist.Work, "block_current_stream"):
-        raise UnsupportedError(
-            f"device {device}: torch {torch.__version__} is too old for transport.wait: stream; set it to host"
-        )
     try:
         kernels.cuda_backend()
     except ImportError as error:

@@ -20,16 +20,6 @@ class Handle(ABC):
         """
 
     @abstractmethod
-    def block_current_stream(self, timeout=None) -> None:
-        """Hold up the current CUDA stream, and not the host, until the result is in place or the collective has failed.
-
-        Args:
-            timeout: as for `wait`. After it the stream is let go, and `wait` raises PeerError.
-
-        Raises UnsupportedError where there is no such stream, or torch is too old.
-        """
-
-    @abstractmethod
     def is_completed(self) -> bool:
         """True once the result is in place or the collective has failed."""
 

@@ -8,8 +8,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-import torch
-
 from ..errors import PeerError, UnsupportedError
 from .handle import Handle, seconds_of
 
@@ -19,7 +17,6 @@ class FutureHandle(Handle):
 
     def __init__(self, future: concurrent.futures.Future):
         self._future = future
-        self._late: PeerError | None = None  # a stream was let go before the result was there
 
     def wait(self, timeout=None) -> bool:
         try:
@@ -28,49 +25,16 @@ class FutureHandle(Handle):
             if self._future.done():
                 raise
             raise PeerError(f"the collective did not end within {seconds_of(timeout)} s; it goes on") from error
-        if self._late is not None:
-            raise self._late
         return True
-
-    def block_current_stream(self, timeout=None) -> None:
-        # By torch's means for collectives that hosts carry: a kernel of one thread polls a word in host memory.
-        # docs/guides/gpus.md says what that asks of a program.
-        from torch._C._distributed_c10d import _create_work_from_future  # not there in a torch without distributed
-
-        there = torch.futures.Future()
-        try:
-            _create_work_from_future(there).block_current_stream()
-        except (AttributeError, RuntimeError) as error:
-            raise UnsupportedError(
-                f"torch {torch.__version__} can't hold up a CUDA stream here: {error}; call wait() instead"
-            ) from error
-        let_go = threading.Lock()
-
-        def release(late: PeerError | None = None) -> None:
-            if let_go.acquire(blocking=False):
-                self._late = self._late or late
-                there.set_result(None)
-
-        if timeout is not None:
-            late = PeerError(
-                f"the collective held up a CUDA stream for {seconds_of(timeout):g} s. What stands behind it went on "
-                "without its result. Its thread may have waited for the device, which waited for it: see "
-                "docs/guides/gpus.md, and transport.wait: host"
-            )
-            timer = threading.Timer(seconds_of(timeout), release, [late])
-            timer.daemon = True
-            timer.start()
-            self._future.add_done_callback(lambda _: timer.cancel())
-        self._future.add_done_callback(lambda _: release())
 
     def is_completed(self) -> bool:
         return self._future.done()
 
     def is_success(self) -> bool:
-        return self._future.done() and self._future.exception() is None and self._late is None
+        return self._future.done() and self._future.exception() is None
 
     def exception(self) -> BaseException | None:
-        return (self._future.exception() or self._late) if self._future.done() else None
+        return self._future.exception() if self._future.done() else None
 
 
 class Worker:

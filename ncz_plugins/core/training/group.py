@@ -32,7 +32,7 @@ class GroupState:
         return self.guard.picks(step, self.sums - 1)
 
     def wait_at_end_of_step(self, handle: Handle) -> None:
-        """A step is not over before a call that verifies, or that the host does not wait for, is complete."""
+        """A step is not over before a call that verifies is complete."""
         self._pending = [each for each in self._pending if not each.is_success()]
         self._pending.append(handle)
 

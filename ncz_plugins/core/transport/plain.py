@@ -132,9 +132,6 @@ class WorkHandle(Handle):
             self._error = error
             raise
 
-    def block_current_stream(self, timeout=None) -> None:
-        self.wait(timeout)  # on a GPU this holds up the stream, not the host
-
     def is_completed(self) -> bool:
         return self._error is not None or self._work.is_completed()
 

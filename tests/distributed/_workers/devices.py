@@ -89,28 +89,6 @@ if on_gpu:
         communicator.all_reduce(tensor)
         assert near(tensor, exact)
 
-    # Holding up the stream and not the host: what is asked for next sees the result.
-    with Communicator({"quantizer": FINE}) as communicator:
-        tensor = mine()
-        torch.cuda._sleep(some_time)
-        handle = communicator.all_reduce(tensor, async_op=True)
-        handle.block_current_stream()
-        early = handle.is_completed()
-        doubled = 2 * tensor
-        torch.cuda.current_stream().synchronize()
-        assert handle.is_success() and near(doubled / 2, exact)
-        outcomes["the host went on"] = not early
-    with Communicator({"quantizer": FINE, "transport": {"wait": "stream"}}) as communicator:
-        for step in range(5):
-            with torch.cuda.stream(side):  # as DeepSpeed's overlap_comm does it
-                tensors = [mine() * (i + 1) for i in range(4)]
-                for tensor in tensors:
-                    communicator.all_reduce(tensor)
-                halves = [tensor / 2 for tensor in tensors]
-            communicator.end_step()
-            torch.cuda.current_stream().wait_stream(side)
-            assert all(near(2 * half / (i + 1), exact) for i, half in enumerate(halves)), step
-
 # Making and closing some leaves the device to others.
 for _ in range(3):
     with Communicator() as communicator:

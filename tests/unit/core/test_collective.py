@@ -1,5 +1,7 @@
 """The way of every call: decided, compared, run and counted, on ranks in one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from ranks import play, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.collective import Collectives, frame_elements
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host
@@ -35,6 +37,12 @@ def test_what_nothing_speaks_against_is_compressed():
 def test_the_first_reason_to_go_plain_is_told():
     assert collectives().decide(summed(torch.zeros(4), op=dist.ReduceOp.MAX)).bypass is Bypass.OP
     assert collectives().decide(summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
+
+
+@pytest.mark.parametrize(("frame_bytes", "is_cuda", "elements"), [("1MiB", False, 1 << 18), ("1MiB", True, 1 << 24)])
+def test_frames_are_large_on_a_gpu_where_each_costs_the_same(frame_bytes, is_cuda, elements):
+    tensor = SimpleNamespace(is_cuda=is_cuda, element_size=lambda: 4)  # of a device that is not here
+    assert frame_elements(tensor, Config(transport={"frame_bytes": frame_bytes}).resolved()) == elements
 
 
 def test_a_policy_decides_for_its_parameters():

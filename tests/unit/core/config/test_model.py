@@ -73,7 +73,6 @@ def test_every_default_is_as_documented():
         "transport.tuning": None,
         "transport.link_gbps": None,
         "transport.timeout_seconds": None,
-        "transport.wait": "host",
         "policies": (),
         "steps.warmup": 0,
         "steps.bounds": (),
@@ -172,7 +171,6 @@ GOOD = [
     ("transport", {"link_gbps": 0.001}),
     ("transport", {"link_gbps": 10000}),
     ("transport", {"timeout_seconds": 1}),
-    ("transport", {"wait": "stream"}),
     ("statistics", {"report_every": 0, "history": 1}),
 ]
 BAD = [
@@ -236,7 +234,6 @@ BAD = [
     ("transport", {"timeout_seconds": True}),
     ("transport", {"timeout_seconds": "30"}),
     ("transport", {"timeout_seconds": math.inf}),
-    ("transport", {"wait": "device"}),
     ("statistics", {"report_every": -1}),
     ("statistics", {"report_every": True}),
     ("statistics", {"history": 0}),
@@ -514,7 +511,6 @@ def configs(draw):
             "tuning": draw(st.none() | st.text(min_size=1)),
             "link_gbps": draw(st.none() | st.floats(1e-3, 1e4)),
             "timeout_seconds": draw(st.none() | st.floats(1e-3, 1e6)),
-            "wait": draw(st.sampled_from(["host", "stream"])),
         },
         "roles": draw(st.lists(st.sampled_from(["gradient", "parameter", "activation"]), min_size=1, unique=True)),
     }

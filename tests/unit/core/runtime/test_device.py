@@ -48,12 +48,6 @@ def test_without_cupy_the_extra_to_install_is_named(without_cached_backend, monk
         require_kernels(CUDA, Config())
 
 
-def test_holding_up_a_stream_needs_a_torch_that_can(without_cached_backend, monkeypatch):
-    monkeypatch.delattr(torch.distributed.Work, "block_current_stream", raising=False)
-    with pytest.raises(UnsupportedError, match=r"torch .* is too old for transport.wait: stream; set it to host"):
-        require_kernels(CUDA, Config(transport={"wait": "stream"}))
-
-
 class Failing:
     """Tells of a failure from the `at`-th time on that it is asked."""
 

@@ -6,9 +6,8 @@ import weakref
 from datetime import timedelta
 
 import pytest
-import torch
 
-from ncz_plugins.core.errors import PeerError, UnsupportedError
+from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.runtime.worker import Worker
 
 
@@ -44,58 +43,6 @@ def test_waiting_is_bounded_where_asked_for(timeout):
     assert not handle.is_completed() and handle.exception() is None
     go.set()
     assert handle.wait()
-    assert worker.close(5)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are streams here; see tests/distributed/test_devices.py")
-def test_a_stream_that_is_not_there_cannot_be_held_up():
-    worker = Worker("test")
-    handle = worker.submit(lambda: None)
-    with pytest.raises(UnsupportedError, match=r"torch .* can't hold up a CUDA stream here: .*call wait\(\) instead"):
-        handle.block_current_stream()
-    assert handle.wait(5) and worker.close(5)
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """What would hold up a stream, in order: it is let go once `done`."""
-    held = []
-
-    class Work:
-        def __init__(self, future):
-            self.block_current_stream = lambda: held.append(future)
-
-    monkeypatch.setattr(torch._C._distributed_c10d, "_create_work_from_future", Work)
-    return held
-
-
-@pytest.mark.parametrize("error", [None, PeerError("gone")])
-def test_a_stream_is_let_go_when_the_result_is_there_or_will_not_come(error, streams):
-    def job():
-        go.wait()
-        if error:
-            raise error
-
-    worker, go = Worker("test"), threading.Event()
-    handle = worker.submit(job)
-    handle.block_current_stream(60)
-    handle.block_current_stream()
-    assert not any(stream.done() for stream in streams)
-    go.set()
-    assert worker.close(5) and all(stream.done() for stream in streams) and len(streams) == 2
-    assert handle.is_success() == (error is None) and handle.exception() is error
-
-
-def test_a_stream_is_not_held_up_for_ever(streams):
-    worker, go = Worker("test"), threading.Event()
-    handle = worker.submit(go.wait)
-    handle.block_current_stream(timedelta(seconds=0.05))
-    streams[0].wait()
-    handle.block_current_stream()  # another stream, which is let go in time, does not make up for the first
-    go.set()
-    with pytest.raises(PeerError, match="held up a CUDA stream for 0.05 s.*transport.wait: host"):
-        handle.wait(5)
-    assert handle.is_completed() and not handle.is_success() and isinstance(handle.exception(), PeerError)
     assert worker.close(5)
 
 
