@@ -3,9 +3,10 @@
     make gpu        or, where torch, CuPy, pytest and hypothesis are installed:  python benchmarks/gpu.py [--out FOLDER]
 
 Builds the native library if it is missing, because the tests compare results with it. Then runs, each for a limited
-time: the tests marked `gpu`; compute-sanitizer (memcheck, racecheck), if installed, on the small ones; the speed of the
-kernels; and all_reduce over NCCL between processes on this GPU. Shows the output of each, then a table, and
-writes all figures to FOLDER/gpu.json.
+time: the compiler, so that no rank has to wait for it; the speed of the kernels; all_reduce over NCCL between processes
+that share this GPU by CUDA MPS; the tests marked `gpu`; compute-sanitizer (memcheck, racecheck), if installed, on the
+small ones. Shows the output of each, then a table, and writes all figures to FOLDER/gpu.json and a picture of the
+speed-ups to FOLDER/gpu.png, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # so that nothing needs to be installed
 
 import torch
 from rich.console import Console
@@ -31,10 +37,11 @@ from ncz_plugins import kernels
 from ncz_plugins.cli import machine
 from ncz_plugins.kernels.cpu import LIBRARY
 
-ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
 TESTS = ["tests/cuda", "tests/distributed", "tests/integration"]  # others need more packages, and no GPU
 SMALL = ["-k", "test_floats_with_all_coders or test_frames", "tests/cuda/test_on_gpu.py"]
+SMALLER = ["-k", "test_floats_with_all_coders", "tests/cuda/test_on_gpu.py"]  # racecheck is slower
+COMPILE = [sys.executable, "-c", "from ncz_plugins.kernels.cuda import nvrtc; nvrtc.compile_ahead()"]
 
 
 @dataclass
@@ -43,19 +50,51 @@ class Stage:
     command: list[str]
     seconds: int  # when to give up
     results: str | None = None  # JSON that it leaves
+    shares_card: bool = False  # among processes whose times are to be compared
 
 
 def stages(out: Path) -> list[Stage]:
-    found = [Stage("tests", [*PYTEST, *TESTS], 200)]
+    """What to do, what is wanted most first. All of it together takes 8 minutes at most."""
+    kernels_json = out / "kernels.json"
+    found = [
+        Stage("compile", COMPILE, 60),
+        Stage("kernels", [*_benchmark("gpu_kernels.py"), "--json", str(kernels_json)], 60, kernels_json.name),
+    ]
+    for ranks, seconds in ((2, 45), (4, 55)):
+        file = out / f"nccl-{ranks}-ranks.json"
+        command = [*_benchmark("gpu_ranks.py"), "--ranks", str(ranks), "--json", str(file)]
+        found.append(Stage(f"NCCL, {ranks} ranks", command, seconds, file.name, shares_card=True))
+    found.append(Stage("tests", [*PYTEST, *TESTS], 180))
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer:
-        for tool in ("memcheck", "racecheck"):
-            found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *SMALL], 50))
-    for name, program in (("kernels", "gpu_kernels.py"), ("NCCL", "gpu_ranks.py")):
-        file = out / f"{name.lower()}.json"
-        command = [sys.executable, str(ROOT / "benchmarks" / program), "--json", str(file)]
-        found.append(Stage(name, command, 70, file.name))
+        for tool, tests in (("memcheck", SMALL), ("racecheck", SMALLER)):
+            found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *tests], 40))
     return found
+
+
+def _benchmark(program: str) -> list[str]:
+    return [sys.executable, str(ROOT / "benchmarks" / program)]
+
+
+@contextlib.contextmanager
+def shared_card() -> Iterator[dict[str, str]]:
+    """CUDA MPS while this lasts: processes share the card at the same time, and not in slices of about 2 ms.
+
+    Yields the environment variables that they need; none, with a word, where there is no MPS.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        print("nvidia-cuda-mps-control is not installed: the times of ranks tell of the driver's time slices")
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:  # not the usual one, which others may use
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = os.environ | variables
+        subprocess.run([control, "-d"], env=environment, timeout=30, check=True)
+        try:
+            yield variables
+        finally:
+            subprocess.run([control], input="quit\n", text=True, env=environment, timeout=30)
 
 
 def build() -> None:
@@ -73,17 +112,44 @@ def run(stage: Stage) -> tuple[str, float]:
     """How it ended, and after how many seconds."""
     started = time.monotonic()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen(stage.command, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        code = process.wait(stage.seconds)
-        verdict = "passed" if code == 0 else f"failed with {code}"
-    except subprocess.TimeoutExpired:
-        verdict = f"not done within {stage.seconds} s"
-    finally:  # with the ranks that it started
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with shared_card() if stage.shares_card else contextlib.nullcontext({}) as variables:
+        process = subprocess.Popen(stage.command, cwd=ROOT, env=environment | variables, start_new_session=True)
+        try:
+            code = process.wait(stage.seconds)
+            verdict = "passed" if code == 0 else f"failed with {code}"
+        except subprocess.TimeoutExpired:
+            verdict = f"not done within {stage.seconds} s"
+        finally:  # with the ranks that it started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return verdict, time.monotonic() - started
+
+
+def draw(rows: list[dict], file: Path) -> None:
+    """A picture of the speed-ups over plain NCCL against the size, if matplotlib is installed.
+
+    Args:
+        rows: what gpu_ranks.py found.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"{file.name} needs matplotlib: pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    kinds = dict.fromkeys((row["ranks"], row["dtype"]) for row in rows)
+    for ranks, dtype in kinds:
+        mine = [row for row in rows if (row["ranks"], row["dtype"]) == (ranks, dtype)]
+        label = f"{ranks} ranks, {dtype}"
+        axes.plot([row["mib"] for row in mine], [row["speed_up"] for row in mine], marker="o", label=label)
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set(xscale="log", xlabel="MiB", ylabel="speed-up over plain NCCL", title="all_reduce, default settings")
+    axes.legend()
+    figure.savefig(file, dpi=120)
 
 
 def main():
@@ -116,6 +182,8 @@ def main():
         (arguments.out / "gpu.json").write_text(json.dumps(report, indent=1))  # what there is, if the rest is cut off
         table.add_row(stage.name, verdict, f"{seconds:.0f}")
     Console().print(table)
+    figures = [stage["figures"] for name, stage in report["stages"].items() if name.startswith("NCCL")]
+    draw([row for rows in figures for row in rows or []], arguments.out / "gpu.png")
     if any(stage["outcome"] != "passed" for stage in report["stages"].values()):
         sys.exit(1)
 

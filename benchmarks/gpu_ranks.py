@@ -1,9 +1,11 @@
 """Measures all_reduce over NCCL between processes on one GPU, plain and compressed in turns.
 
-    python benchmarks/gpu_ranks.py [--ranks 2] [--mib 64 256] [--json FILE]
+    python benchmarks/gpu_ranks.py [--ranks 2] [--mib 1 4 16 64 256] [--dtypes float32 bfloat16] [--json FILE]
 
 NCCL_HOSTID makes each process a host of its own for NCCL: traffic goes through sockets, as between machines. Only
-the ratios of the times mean something. Every rank checks that results are within the bound and equal on all ranks.
+the ratios of the times mean something, and those only under CUDA MPS, which benchmarks/gpu.py starts: without it the
+processes share the card in slices of about 2 ms. The configuration is the default one. Every rank checks that results
+are within the bound and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,46 +27,55 @@ from rich.console import Console
 from rich.table import Table
 
 import ncz_plugins
+from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.kernels.format import CHUNK
 
 MIB = 1 << 20
-BOUND = 0.25  # of the rms of each block
+BOUND = ncz_plugins.Config().quantizer.value  # of the rms of each block
+ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8}  # of a result, as a share of it
 SECONDS = 150
 
 
 def rank_main(arguments) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    config = {"quantizer": {"mode": "rms", "value": BOUND, "block": CHUNK}, "transport": {"frame_bytes": 4 * MIB}}
     rows = []
-    with ncz_plugins.Communicator(config) as communicator:
-        for mib in arguments.mib:
-            x = gradient(mib * MIB // 4)[0].cuda().roll(rank)
+    with ncz_plugins.Communicator({"transport": {"min_bytes": 0}}) as communicator:
+        for name_of_dtype, mib in product(arguments.dtypes, arguments.mib):
+            dtype = getattr(torch, name_of_dtype)
+            x = gradient(mib * MIB // dtype.itemsize)[0].to(device).roll(rank).to(dtype)
             exact = x.double()
             dist.all_reduce(exact)
             times: dict[str, list[float]] = {"plain": [], "compressed": []}
             for repeat in range(arguments.repeats + 1):
                 for name, all_reduce in (("plain", dist.all_reduce), ("compressed", communicator.all_reduce)):
                     tensor = x.clone()
-                    torch.cuda.synchronize()
+                    synchronize()
                     dist.all_reduce(torch.zeros(1))  # a barrier by gloo
                     started = time.perf_counter()
                     all_reduce(tensor)
-                    torch.cuda.synchronize()
+                    synchronize()
                     if repeat:  # the first connects and compiles
                         times[name].append(time.perf_counter() - started)
             squares = x.double().square().view(-1, CHUNK).mean(1)
             dist.all_reduce(squares, op=dist.ReduceOp.MAX)  # what the ranks agree on
             bounds = (ranks * BOUND * squares.sqrt()).repeat_interleave(CHUNK)
-            within = bool(((tensor.double() - exact).abs() <= bounds * (1 + 1e-6)).all())
-            low, high = tensor.view(torch.int32).clone(), tensor.view(torch.int32).clone()
+            bounds = bounds * (1 + 1e-6) + ROUNDING[name_of_dtype] * (exact.abs() + bounds)
+            within = bool(((tensor.double() - exact).abs() <= bounds).all())
+            bits = tensor.view(torch.uint8).to(torch.int32)
+            low, high = bits.clone(), bits.clone()
             dist.all_reduce(low, op=dist.ReduceOp.MIN)
             dist.all_reduce(high, op=dist.ReduceOp.MAX)
             plain, compressed = (statistics.median(times[name]) for name in ("plain", "compressed"))
             last = communicator.stats.end_step()
             rows.append(
                 {
+                    "ranks": ranks,
+                    "dtype": name_of_dtype,
                     "mib": mib,
                     "plain_seconds": plain,
                     "compressed_seconds": compressed,
@@ -83,19 +95,21 @@ def rank_main(arguments) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--dtypes", nargs="+", default=list(ROUNDING), choices=ROUNDING)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda", help="cpu: try the program where there is no GPU, over gloo")
     parser.add_argument("--json", type=Path, default=Path("gpu_ranks.json"))
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         return rank_main(arguments)
-    started = []
+    started, port = [], free_port()
     for rank in range(arguments.ranks):
         environment = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(arguments.ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29511",
+            "MASTER_PORT": str(port),
             "NCCL_HOSTID": f"ncz-{rank}",
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -111,13 +125,13 @@ def main():
     if any(codes):
         sys.exit(f"ranks ended with {codes}")
     rows = json.loads(arguments.json.read_text())
-    table = Table(title=f"all_reduce over NCCL, {arguments.ranks} ranks on one GPU")
-    for heading in ("MiB", "plain ms", "compressed ms", "speed-up", "ratio", "within bound", "same on all"):
+    table = Table(title=f"all_reduce of {arguments.ranks} ranks that share one {arguments.device} device")
+    for heading in ("dtype", "MiB", "plain ms", "compressed ms", "speed-up", "ratio", "within bound", "same on all"):
         table.add_column(heading, justify="right")
     for row in rows:
         times = [f"{1e3 * row[name]:.1f}" for name in ("plain_seconds", "compressed_seconds")]
         verdicts = [str(row["within_bound"]), str(row["same_on_all_ranks"])]
-        table.add_row(str(row["mib"]), *times, f"{row['speed_up']:.2f}", f"{row['ratio']:.2f}", *verdicts)
+        table.add_row(row["dtype"], str(row["mib"]), *times, f"{row['speed_up']:.2f}", f"{row['ratio']:.2f}", *verdicts)
     Console().print(table)
     if not all(row["within_bound"] and row["same_on_all_ranks"] for row in rows):
         sys.exit("a result is out of bounds or differs between ranks")

@@ -443,11 +443,12 @@ def test_decode_and_reduce_refuse_too(coder):
     assert (x == 0).all()
     with pytest.raises(DamagedFrame, match="payload has"):
         backend.check()
-    out = torch.zeros(max_frame_bytes(700), dtype=torch.uint8)
-    assert backend.reduce(frame, x, ones, ONE_PASS[0], out) == 0
-    assert (out == 0).all()
-    with pytest.raises(DamagedFrame, match="payload has"):
-        backend.check()
+    for coding in (*ONE_PASS, Coding(Coder.RAW), Coding(Coder.HUFFMAN), Coding(Coder.RANS), Coding()):
+        out = torch.zeros(max_frame_bytes(700), dtype=torch.uint8)
+        size = int(backend.reduce(frame, x, ones, coding, out))
+        with pytest.raises(DamagedFrame, match="payload has"):
+            backend.check()
+        assert "made of a frame that was damaged" in check(backend, out[:size], 700)
 
 
 def test_what_stands_in_padding_is_ignored():

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -103,6 +104,13 @@ def cubin(dtype: torch.dtype, arch: str) -> bytes:
         code, _ = compile_kernels(dtype, arch)
         _write(file, code)
     return code
+
+
+def compile_ahead() -> None:
+    """Compile for the current device what is not on disk yet, all element types at once."""
+    major, minor = torch.cuda.get_device_capability()
+    with ThreadPoolExecutor(len(DTYPES)) as pool:
+        list(pool.map(lambda dtype: cubin(dtype, f"sm_{major}{minor}"), DTYPES))
 
 
 def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:

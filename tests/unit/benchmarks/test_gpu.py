@@ -1,0 +1,85 @@
+"""What `make gpu` does can be tried, in part, where there is no GPU."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from repository import ROOT
+
+from benchmarks import gpu
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def test_all_of_it_takes_eight_minutes_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: name)  # as if everything was installed
+    stages = gpu.stages(tmp_path)
+    assert sum(stage.seconds for stage in stages) <= 480
+    assert [stage.name for stage in stages][:4] == ["compile", "kernels", "NCCL, 2 ranks", "NCCL, 4 ranks"]
+    assert {"memcheck", "racecheck", "tests"} < {stage.name for stage in stages}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
+def test_it_needs_no_installation(tmp_path):
+    """-S: no .pth files, by which this package is installed here."""
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    command = [sys.executable, "-S", str(BENCHMARKS / "gpu.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "finds no CUDA device here" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def control(tmp_path, monkeypatch):
+    """A program in place of MPS's, which notes how it is called; gives what it noted."""
+    program, notes = tmp_path / "nvidia-cuda-mps-control", tmp_path / "notes"
+    program.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $@ $([ $# = 0 ] && cat)" >> {notes}\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return notes
+
+
+def test_mps_has_a_folder_of_its_own_and_is_ended(control):
+    with pytest.raises(KeyError), gpu.shared_card() as variables:
+        folder = variables["CUDA_MPS_PIPE_DIRECTORY"]
+        assert Path(folder).is_dir() and control.read_text().split() == [folder, "-d"]
+        raise KeyError("of a stage")
+    assert control.read_text().split() == [folder, "-d", folder, "quit"]
+    assert not Path(folder).exists()
+
+
+def test_without_mps_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
+    with gpu.shared_card() as variables:
+        assert variables == {}
+    assert "time slices" in capsys.readouterr().out
+
+
+def test_a_stage_that_takes_too_long_is_ended(monkeypatch):
+    verdict, seconds = gpu.run(gpu.Stage("slow", ["sleep", "60"], 1))
+    assert verdict == "not done within 1 s" and seconds < 20
+    assert gpu.run(gpu.Stage("wrong", ["false"], 20))[0] == "failed with 1"
+
+
+@pytest.mark.processes
+def test_the_program_of_the_ranks_checks_and_draws(tmp_path):
+    """On CPUs, over gloo."""
+    file = tmp_path / "ranks.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu_ranks.py"), "--device", "cpu", "--ranks", "2", "--mib", "1", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command += ["--repeats", "1", "--json", str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())
+    assert [(row["dtype"], row["mib"]) for row in rows] == [(t, m) for t in ("float32", "bfloat16") for m in (1, 2)]
+    for row in rows:
+        assert row["within_bound"] and row["same_on_all_ranks"] and row["bypasses"] == {} and row["ranks"] == 2
+        assert row["ratio"] > (5 if row["dtype"] == "float32" else 2.5)
+    gpu.draw(rows, tmp_path / "gpu.png")
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
