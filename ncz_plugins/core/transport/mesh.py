@@ -33,6 +33,7 @@ _MOST_RANKS = 16  # each rank sends to all others; for more, gloo's ring takes f
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sq")  # what a rank says when it connects: the secret of the other one, and who it is
 _HELLO_SECONDS = 5.0
+_POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -143,17 +144,18 @@ class Mesh:
             raise PeerError(self._closed)
 
     def _wait_for(self, peers: list[_Peer], deadline: float) -> None:
-        """Return once one of these peers has sent something, or takes more."""
+        """Return once one of these peers has sent something or takes more, or after a while. Raises PeerError."""
         poll = select.poll()
         for peer in peers:
             poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
         left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(1000 * left):
+        if left <= 0:
             names = ", ".join(str(peer.rank) for peer in peers)
             raise PeerError(
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
+        poll.poll(1000 * min(left, _POLL_SECONDS))
 
 
 class Exchange:

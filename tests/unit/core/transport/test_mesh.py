@@ -86,6 +86,14 @@ def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
     assert play(2, body) == [32 << 20] * 2
 
 
+def test_the_longest_time_out_is_none_too_long():
+    def body(rank, opened):
+        time.sleep(0.2 * rank)
+        return lists(opened.start([message(rank)] * 2, 1, 1).wait())
+
+    assert play(2, body, seconds=1e7) == [[[1]], [[0]]]
+
+
 # ---------------------------------------------------------------- faults
 
 
