@@ -44,7 +44,7 @@ def measure(rounds: int) -> None:
     for size, in_a_row in product(SIZES, (1, IN_A_ROW)):
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
         tensor = torch.zeros(size // 4)
-        for number in range(-WARM_UP, rounds // in_a_row):
+        for number in range(-WARM_UP, max(1, rounds // in_a_row)):
             for name, reduce in kinds.items():
                 dist.barrier(between)
                 begun = time.perf_counter()

@@ -18,7 +18,7 @@ from .codec.layout import Layout, Window
 from .codec.quantize import Scales, measure
 from .codec.scale_agreement import ScaleAgreement, pieces_of
 from .codec.tensor_codec import CodedTensor, TensorCodec, codec_for, noise_for
-from .config import Config
+from .config import FRAME_BYTES, GPU_FRAME_BYTES, Config
 from .errors import UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
@@ -34,7 +34,6 @@ from .transport.base import Transport, peer_errors
 from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
-_GPU_FRAME_BYTES = 64 << 20  # on an H100 over 20 Gbit/s, 256 MiB took a quarter of the time that frames of 4 MiB took
 _SCHEDULES = {"ring": ring, "direct": direct}
 
 
@@ -97,7 +96,7 @@ class Collectives:
         """
         for tensor in (request.input,) if request.output is request.input else (request.input, request.output):
             require_tensor(tensor)
-            require_kernels(tensor.device, self.config)
+            require_kernels(tensor.device)
         dtypes = (request.input.dtype, request.output.dtype)
         if bypass := before_call(self.config, self.world_size, request.role, request.op, dtypes):
             require_plain(request)
@@ -247,10 +246,12 @@ class Collectives:
 def frame_elements(tensor: Tensor, config: Config) -> int:
     """Elements of a full frame of `tensor`.
 
-    On a GPU a frame costs some launches and waits of the host whatever its size, so frames are large.
+    On a GPU a frame costs some launches and waits of the host whatever its size, so by default frames are large.
     """
     nbytes = config.transport.frame_bytes
-    return (max(nbytes, _GPU_FRAME_BYTES) if tensor.is_cuda else nbytes) // tensor.element_size()
+    if tensor.is_cuda and nbytes == FRAME_BYTES:
+        nbytes = GPU_FRAME_BYTES
+    return nbytes // tensor.element_size()
 
 
 def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:

@@ -98,8 +98,8 @@ class Communicator:
         self.config = self._compared(config, training, store)
         self.nodes = find_nodes(self.config.transport.hierarchy, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
-        self._timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
-        routes = Routes(store, self.rank, self.world_size, self._timeout)
+        timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
+        routes = Routes(store, self.rank, self.world_size, timeout)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)

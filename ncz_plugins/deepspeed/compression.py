@@ -138,7 +138,7 @@ def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
             'allowed: ["gradient"]'
         )
     try:
-        require_kernels(torch.device(get_accelerator().device_name()), config)
+        require_kernels(torch.device(get_accelerator().device_name()))
     except UnsupportedError as error:
         raise UnsupportedError(f"{DEEPSPEED_KEY}: {error}. Remove the key, or run with DS_ACCELERATOR=cpu") from None
     if deepspeed_config.compile_config.deepcompile:

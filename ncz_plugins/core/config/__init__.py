@@ -15,6 +15,7 @@ from .documents import read_document, shorten
 from .fields import (
     CHUNK,
     FRAME_BYTES,
+    GPU_FRAME_BYTES,
     MIN_BYTES,
     Allowed,
     Integer,
@@ -41,6 +42,7 @@ __all__ = [
     "CHUNK",
     "DEEPSPEED_KEY",
     "FRAME_BYTES",
+    "GPU_FRAME_BYTES",
     "MIN_BYTES",
     "SHORT_FORM",
     "Allowed",

@@ -164,8 +164,8 @@ class TransportConfig(Section):
     frame_bytes: FrameBytes = Field(
         default=FRAME_BYTES,
         description="Input bytes per frame. Smaller frames overlap coding and transfer better, larger ones have "
-        "less overhead. auto: the measured choice. On a GPU frames have 64 MiB whatever is set here, as "
-        "each has a fixed cost. Segments with less than two frames are cut into two.",
+        "less overhead. auto: the measured choice. On a GPU the default stands for 64 MiB, as each "
+        "frame has a fixed cost. Segments with less than two frames are cut into two.",
     )
     min_bytes: MinBytes = Field(
         default=MIN_BYTES,

@@ -16,7 +16,6 @@ from torch import Tensor
 from ... import kernels
 from ...kernels.backend import Backend
 from ...kernels.scratch import Scratch
-from ..config import Config
 from ..errors import PeerError, UnsupportedError
 
 _POLL_SECONDS = 20e-6
@@ -39,8 +38,8 @@ def require_tensor(tensor: object) -> None:
         raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
 
 
-def require_kernels(device: torch.device, config: Config) -> None:
-    """Raise UnsupportedError, saying what to do, unless tensors on `device` can be compressed as `config` asks for."""
+def require_kernels(device: torch.device) -> None:
+    """Raise UnsupportedError, saying what to do, unless tensors on `device` can be compressed."""
     if device.type == "cpu":
         return
     remedy = "keep these tensors on the CPU, or leave them uncompressed"

@@ -60,11 +60,16 @@ class Connections:
         self._under_way: set[TrackedWork] = set()
         self._closed: str | None = None  # why, in words
         self._mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
-        with peer_errors("connecting to the other ranks"):
-            self._upwards, self._downwards = (
-                dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
-                for direction in ("upwards", "downwards")
-            )
+        try:
+            with peer_errors("connecting to the other ranks"):
+                self._upwards, self._downwards = (
+                    dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
+                    for direction in ("upwards", "downwards")
+                )
+        except BaseException:
+            if self._mesh is not None:
+                self._mesh.close("connecting failed")
+            raise
         keep_in_forks(self)
 
     @property

@@ -20,7 +20,7 @@ from .base import Agreement, FrameStream, Transport, Work, peer_errors
 from .connections import Connections
 from .link_speed import gloo_link_gbps
 from .plain import TorchCollectives
-from .small import GlooSmallCollectives
+from .small import MeshSmallCollectives
 
 _FRAME_TAG = 2  # of messages; nccl.py and plain.py have the others
 # Receives that are posted at one time, in bytes for each peer. A sender waits until a receive is posted, and a receiver
@@ -42,7 +42,7 @@ class GlooTransport(Transport):
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
-        self.small = GlooSmallCollectives(connections)
+        self.small = MeshSmallCollectives(connections)
         self._buffers: list[Tensor] = []  # what receives were posted with, for the next call: fresh pages cost time
 
     def streams(

@@ -1,8 +1,7 @@
 """Short messages between all ranks of a group, over TCP connections of our own, made for latency.
 
-A rank sends on the thread that has something to say, and receives on the thread that waits for it. So a message costs
-two system calls and one wake-up. Through gloo it passes through more threads on both sides, which takes ten times as
-long.
+A rank sends on the thread that has something to say, and receives on the thread that waits for it. So a message wakes
+up one thread. Through gloo it passes through more threads on both sides, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
@@ -51,8 +50,12 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
     address = None if os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS" else own_address()
     deadline = time.monotonic() + timeout.total_seconds()
     secret = secrets.token_bytes(16)
-    with closing(socket.socket() if address is None else _listener(address, world_size)) as listener:
-        said = "" if address is None else f"{address} {listener.getsockname()[1]} {secret.hex()}"
+    with ExitStack() as opened:  # what is in it is closed, unless all goes well
+        listener = _listener(address)
+        said = ""
+        if listener is not None:
+            opened.enter_context(listener)
+            said = f"{address} {listener.getsockname()[1]} {secret.hex()}"
         with peer_errors("connecting to the other ranks"):
             store.set(f"{rank}", said)
             store.wait([f"{peer}" for peer in range(world_size)], timeout)
@@ -62,18 +65,20 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
         sockets: dict[int, socket.socket] = {}
         try:
             for peer in range(rank):
-                sockets[peer] = _connected(met[peer], rank, deadline)
+                sockets[peer] = opened.enter_context(_connected(met[peer], rank, deadline))
             while len(sockets) < world_size - 1:
-                sockets.update(_accepted(listener, secret, range(rank + 1, world_size), deadline))
+                peer, connection = _accepted(listener, secret, range(rank + 1, world_size), deadline)
+                sockets[peer] = opened.enter_context(connection)
         except OSError as error:
             missing = ", ".join(str(peer) for peer in range(world_size) if peer != rank and peer not in sockets)
-            for each in sockets.values():
-                each.close()
             raise PeerError(
                 f"connecting to rank {missing} failed: {error}. It has died, or nothing can reach it at the address of "
                 "its interface: look at its log, and see GLOO_SOCKET_IFNAME"
             ) from error
-    return Mesh([_Peer(peer, sockets[peer]) for peer in sorted(sockets)], timeout)
+        mesh = Mesh([_Peer(peer, sockets[peer]) for peer in sorted(sockets)], timeout)
+        opened.pop_all()
+    listener.close()
+    return mesh
 
 
 class Mesh:
@@ -138,6 +143,11 @@ class Mesh:
         """Forget the connections. Only the last process that holds them ends them so: a fork does not."""
         for peer in self._peers:
             peer.socket.close()
+            peer.outgoing.clear()  # which hold the caller's tensors
+            peer.incoming.clear()
+
+    def __del__(self):
+        self.drop()
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -147,7 +157,8 @@ class Mesh:
         """Return once one of these peers has sent something or takes more, or after a while. Raises PeerError."""
         poll = select.poll()
         for peer in peers:
-            poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
+            wanted = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
+            poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
         left = deadline - time.monotonic()
         if left <= 0:
             names = ", ".join(str(peer.rank) for peer in peers)
@@ -289,34 +300,59 @@ def _gone(rank: int) -> str:
 # ---------------------------------------------------------------- connecting
 
 
-def _listener(address: str, backlog: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
+def _listener(address: str | None) -> socket.socket | None:
+    """Where other ranks connect to this one; None if nothing can listen at that address."""
+    if address is None:
+        return None
+    with suppress(OSError):
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return None
 
 
 def _connected(said: str, rank: int, deadline: float) -> socket.socket:
     """A connection with the rank that said so at the store."""
     host, port, secret = said.split()
-    connection = socket.create_connection((host, int(port)), timeout=max(0.001, deadline - time.monotonic()))
-    connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank))
+    connection = socket.create_connection((host, int(port)), timeout=_left(deadline))
+    try:
+        connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
-def _accepted(listener: socket.socket, secret: bytes, ranks: range, deadline: float) -> dict[int, socket.socket]:
-    """The next rank that connects; nothing if it was somebody else."""
-    listener.settimeout(max(0.001, deadline - time.monotonic()))
-    connection, _ = listener.accept()
-    connection.settimeout(_HELLO_SECONDS)
+def _accepted(listener: socket.socket, secret: bytes, ranks: range, deadline: float) -> tuple[int, socket.socket]:
+    """The next of these ranks that connects. Whoever else does is turned away."""
+    while True:
+        listener.settimeout(_left(deadline))
+        connection, _ = listener.accept()
+        rank = _greeted(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
+        if rank in ranks:
+            return rank, connection
+        connection.close()
+
+
+def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> int | None:
+    """Which rank it is that has connected; None if it does not know the secret, or does not say it in time."""
     hello = b""
     with suppress(OSError):
-        while len(hello) < _HELLO.size and (more := connection.recv(_HELLO.size - len(hello))):
+        while len(hello) < _HELLO.size:
+            connection.settimeout(_left(deadline))
+            more = connection.recv(_HELLO.size - len(hello))
+            if not more:
+                return None
             hello += more
-    if len(hello) == _HELLO.size:
         theirs, rank = _HELLO.unpack(hello)
-        if hmac.compare_digest(theirs, secret) and rank in ranks:
-            return {rank: connection}
-    connection.close()
-    return {}
+        return rank if hmac.compare_digest(theirs, secret) else None
+    return None
+
+
+def _left(deadline: float) -> float:
+    """Seconds. Raises TimeoutError if there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
 
 
 def _drop_all() -> None:

@@ -30,7 +30,7 @@ _OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class GlooSmallCollectives(SmallCollectives):
+class MeshSmallCollectives(SmallCollectives):
     """Collectives whose tensors are so small that every rank sends its values to every other one.
 
     Sums are formed in rank order and therefore bit-identical on all ranks, those of float16 and bfloat16 in float32.
@@ -63,7 +63,9 @@ class GlooSmallCollectives(SmallCollectives):
         check: Callable[[], None],
     ) -> None:
         with peer_errors(f"the plain {collective}"):
-            self._run(collective, input.view(-1), output.view(-1), op, root, comparison, check)
+            # Without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well.
+            flat = input.detach().view(-1), output.detach().view(-1)
+            self._run(collective, *flat, op, root, comparison, check)
 
     def _run(self, collective, input, output, op, root, comparison, check):
         n, rank = self._world_size, self._rank

@@ -109,8 +109,8 @@ class CudaBackend(Backend):
 
     `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
     as far as the current stream has run. A damaged RAW or FIXED frame, or a damaged header, writes nothing; other
-    damaged frames write undefined values. Where this thread has met damage that `check` has not raised yet, `reduce`
-    and `encode_codes` write a spoiled frame, which every reader refuses.
+    damaged frames write undefined values. `reduce` makes a spoiled frame of a damaged one, which every reader refuses,
+    and so does `encode_codes` after any damage of this thread that `check` has not raised yet.
     """
 
     name = "cuda"

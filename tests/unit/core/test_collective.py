@@ -39,8 +39,10 @@ def test_the_first_reason_to_go_plain_is_told():
     assert collectives().decide(summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
 
 
-@pytest.mark.parametrize(("frame_bytes", "is_cuda", "elements"), [("1MiB", False, 1 << 18), ("1MiB", True, 1 << 24)])
-def test_frames_are_large_on_a_gpu_where_each_costs_the_same(frame_bytes, is_cuda, elements):
+@pytest.mark.parametrize(
+    ("frame_bytes", "is_cuda", "elements"), [("4MiB", False, 1 << 20), ("4MiB", True, 1 << 24), ("1MiB", True, 1 << 18)]
+)
+def test_by_default_frames_are_large_on_a_gpu_where_each_costs_the_same(frame_bytes, is_cuda, elements):
     tensor = SimpleNamespace(is_cuda=is_cuda, element_size=lambda: 4)  # of a device that is not here
     assert frame_elements(tensor, Config(transport={"frame_bytes": frame_bytes}).resolved()) == elements
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ncz_plugins import kernels
-from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import PeerError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host, poll, record_event, require_kernels
 
@@ -23,20 +22,19 @@ def without_cached_backend():
 
 
 def test_the_cpu_is_served():
-    require_kernels(torch.device("cpu"), Config())
-    require_kernels(torch.device("cpu"), Config(quantizer={"kind": "lossless"}))
+    require_kernels(torch.device("cpu"))
     assert record_event(torch.device("cpu")) is None
 
 
 def test_other_devices_are_refused():
     with pytest.raises(UnsupportedError, match="device meta: only CPU and CUDA tensors"):
-        require_kernels(torch.device("meta"), Config())
+        require_kernels(torch.device("meta"))
 
 
 def test_without_a_gpu_a_cuda_tensor_is_refused(without_cached_backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="device cuda:0: .*CUDA.*keep these tensors on the CPU"):
-        require_kernels(CUDA, Config())
+        require_kernels(CUDA)
 
 
 def test_without_cupy_the_extra_to_install_is_named(without_cached_backend, monkeypatch):
@@ -45,7 +43,7 @@ def test_without_cupy_the_extra_to_install_is_named(without_cached_backend, monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it was not installed
     with pytest.raises(UnsupportedError, match=r'pip install "ncz_plugins\[cuda\]"'):
-        require_kernels(CUDA, Config())
+        require_kernels(CUDA)
 
 
 class Failing:

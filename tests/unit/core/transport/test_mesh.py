@@ -1,5 +1,6 @@
 """Short messages between all ranks: they arrive, whole and in order, or it is an error within the time-out."""
 
+import gc
 import os
 import socket
 import struct
@@ -92,6 +93,30 @@ def test_the_longest_time_out_is_none_too_long():
         return lists(opened.start([message(rank)] * 2, 1, 1).wait())
 
     assert play(2, body, seconds=1e7) == [[[1]], [[0]]]
+
+
+def test_waiting_to_send_is_not_woken_by_what_is_not_asked_for(monkeypatch):
+    """The peer has sent its next message, and takes none of the large one yet."""
+    large = [torch.ones(32 << 20, dtype=torch.uint8)]
+    sent = threading.Event()
+    polls = []
+    wait_for = mesh.Mesh._wait_for
+    monkeypatch.setattr(mesh.Mesh, "_wait_for", lambda self, *rest: (polls.append(self), wait_for(self, *rest)))
+
+    def body(rank, opened):
+        if rank == 1:
+            exchanges = [opened.start([message(1)] * 2, 0, 1 << 26) for _ in range(2)]
+            sent.set()
+            time.sleep(0.5)
+            return [len(each.wait()) for each in exchanges]
+        assert sent.wait(20)
+        first = opened.start([large] * 2, 0, 1 << 26)
+        threading.Timer(0.3, lambda: polls.append(len(polls))).start()
+        first.wait()
+        opened.start([message(1)] * 2, 0, 1 << 26).wait()
+        assert next(count for count in polls if isinstance(count, int)) < 100
+
+    play(2, body)
 
 
 # ---------------------------------------------------------------- faults
@@ -225,8 +250,8 @@ def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
     monkeypatch.setattr(mesh, "_HELLO_SECONDS", 0.2)
     listen = mesh._listener
 
-    def visited(address, backlog):
-        listener = listen(address, backlog + 3)
+    def visited(address):
+        listener = listen(address)
         visitors.extend(socket.create_connection(listener.getsockname()) for _ in range(3))
         visitors[-2].send(b"short")
         visitors[-1].send(mesh._HELLO.pack(bytes(16), 1))
@@ -242,6 +267,43 @@ def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
 def test_a_rank_that_does_not_come_is_an_error_within_the_time_out():
     with pytest.raises(PeerError, match="connecting to the other ranks"):
         open_mesh(dist.HashStore(), 0, 2, timedelta(seconds=0.2))
+
+
+def test_strangers_do_not_make_it_longer_than_the_time_out(monkeypatch):
+    listen, visitors = mesh._listener, []
+
+    def visited(address):
+        listener = listen(address)
+        visitors.extend(socket.create_connection(listener.getsockname()) for _ in range(5))
+        return listener
+
+    monkeypatch.setattr(mesh, "_listener", visited)
+    store = dist.HashStore()
+    store.set("1", f"127.0.0.1 1 {bytes(16).hex()}")  # a rank that never connects
+    started = time.monotonic()
+    with pytest.raises(PeerError, match="connecting to rank 1 failed: timed out"):
+        open_mesh(store, 0, 2, timedelta(seconds=0.5))
+    assert time.monotonic() - started < 4
+    for visitor in visitors:
+        visitor.close()
+
+
+def test_an_address_that_nothing_can_listen_at_is_none(monkeypatch):
+    monkeypatch.setattr(mesh, "own_address", lambda: "203.0.113.7")  # for documentation, nobody has it
+    assert play(2, lambda rank, opened: opened) == [None] * 2
+
+
+def test_a_mesh_that_nobody_closed_closes_its_sockets_without_a_warning():
+    def body(rank, opened):
+        return [peer.socket for peer in opened._peers]
+
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        jobs = [pool.submit(lambda r=rank: body(r, open_mesh(store, r, 2, timedelta(seconds=20)))) for rank in range(2)]
+        sockets = [each for job in jobs for each in job.result(30)]
+    gc.collect()
+    assert all(each.fileno() == -1 for each in sockets)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -111,6 +111,16 @@ def test_what_goes_in_may_be_part_of_what_comes_out():
     play(3, body)
 
 
+def test_parameters_are_taken_although_they_require_gradients():
+    def body(transport):
+        parameter = torch.nn.Parameter(torch.full((5,), float(transport.rank)))
+        run(transport, "broadcast", parameter, parameter, root=1)
+        run(transport, "all_reduce", parameter, parameter, dist.ReduceOp.SUM)
+        return parameter.tolist()
+
+    assert play(2, body) == [[2.0] * 5] * 2
+
+
 @pytest.mark.parametrize("elements", [(10, 20), (10, 30_000), (0, 5)])
 def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
     def body(transport):
