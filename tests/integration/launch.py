@@ -50,7 +50,8 @@ def torchrun(*script: object, ranks: int = 2) -> list[str]:
 
 def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -> list[str]:
     """The same under Horovod's launcher, which takes `options` of its own."""
-    return [f"{BIN}/horovodrun", "-np", str(ranks), *options, sys.executable, *map(str, script)]
+    # Unless it is told what to use, it starts processes of its own to find out what Horovod was built with.
+    return [f"{BIN}/horovodrun", "--gloo", "-np", str(ranks), *options, sys.executable, *map(str, script)]
 
 
 def launch(

@@ -1,6 +1,7 @@
 """`allreduce` and its siblings for single tensors, beside Horovod's own; configured by NCZ_CONFIG alone."""
 
 import json
+import sys
 
 import pytest
 from launch import WORKERS, horovodrun, launch, needs_horovod
@@ -66,3 +67,9 @@ def test_gradients_flow_back(ranks):
     for rank in ranks:
         for name, result in rank["backward"].items():
             assert 0 < result["error"] <= 2.01 * BOUND, name  # doubled in the group
+
+
+def test_horovod_run_takes_an_instance_to_all_ranks(tmp_path):
+    (found,) = launch([sys.executable, WORKERS / "horovod_run.py"], tmp_path, timeout=120).ranks
+    (weights, compressed), other = found
+    assert other == [weights, compressed] and len(weights) == 3 * 64 and compressed == 1
