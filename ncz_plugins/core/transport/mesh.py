@@ -116,12 +116,12 @@ class Mesh:
         with self._in_use:
             deadline = time.monotonic() + self._timeout
             while True:
-                self._require_open()
                 for peer in self._peers:
                     peer.advance()
                 awaited = [peer for at, peer in enumerate(self._peers) if not exchange.is_over_with(at)]
                 if not awaited:
                     return
+                self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
                 for peer in awaited:
                     peer.require_reachable()
                 self._wait_for(awaited, deadline)

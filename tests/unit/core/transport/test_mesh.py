@@ -211,7 +211,7 @@ def test_another_thread_may_close_while_one_waits():
             return
         threading.Timer(0.2, opened.close, ["closed by somebody else"]).start()
         started = time.monotonic()
-        with pytest.raises(PeerError):
+        with pytest.raises(PeerError, match="closed by somebody else"):
             opened.start([message(1)] * 2, 1, 1).wait()
         assert time.monotonic() - started < 0.9
         with pytest.raises(PeerError, match="closed by somebody else"):
