@@ -36,6 +36,7 @@ class Bypass(str, Enum):
     NON_FINITE = "non-finite"  # a value is, or a result could become so
     CODE_OVERFLOW = "code overflow"
     NOT_WORTH = "not worth it"
+    JOINED = "a rank has joined"  # by hvd.join: it is out of data, and contributes zeros
 
 
 # ------------------------------------------------------------------ when a call is asked for

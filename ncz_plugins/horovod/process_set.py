@@ -8,13 +8,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
 import horovod.torch as hvd
 import torch
 
-from ..core.bypass import BypassBackoff
+from ..core.bypass import Bypass, BypassBackoff
 from ..core.call import Request
 from ..core.call_description import checksum_of
 from ..core.collective import Collectives, bypassed
@@ -37,6 +38,16 @@ from .transport import HorovodCollectives, HorovodTransport, open_ring, result_o
 _OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
 _COUNT = "number of tensors to reduce"
 _BLOCKING = "whether the program waits for them"
+# Horovod lets ranks that have called hvd.join take part with zeros. So what ranks compare is made larger than that.
+_ABOVE_ZERO = 1 << 50
+
+
+class Readiness(Enum):
+    """What the ranks of a process set have found out about what they are about to reduce."""
+
+    DIFFERENT = auto()  # some ranks are ahead
+    SAME = auto()
+    SAME_BUT_JOINED = auto()  # the same on all ranks but those that have called hvd.join
 
 
 class Job(NamedTuple):
@@ -81,7 +92,7 @@ class ProcessSetReducer:
     def _reduce_ahead(self, job: Job, number: int, tensors: list[PendingTensor]) -> None:
         reduced = False
         try:
-            if not job.plan.stopped and agree(job, tensors, blocking=False):
+            if not job.plan.stopped and agree(job, tensors, blocking=False) is Readiness.SAME:
                 self._reduce_bucket(job, number, tensors)
                 reduced = True
         finally:
@@ -89,32 +100,34 @@ class ProcessSetReducer:
                 job.plan.stop()
 
     def _reduce_rest(self, job: Job, tensors: list[PendingTensor]) -> None:
-        while not agree(job, tensors, blocking=True):
+        while (found := agree(job, tensors, blocking=True)) is Readiness.DIFFERENT:
             pass  # some ranks are ahead with a bucket, which they leave now
+        bypass = Bypass.JOINED if found is Readiness.SAME_BUT_JOINED else None
         try:
             for number, bucket in job.plan.buckets(tensors):
-                self._reduce_bucket(job, number, bucket)
+                self._reduce_bucket(job, number, bucket, bypass)
         except BaseException:
             # The step is given up. When elastic training repeats it, its sums are counted from the first again.
             job.compressor.training.of_group(job.process_set.ranks).sums = 0
             raise
 
-    def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor]) -> None:
+    def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor], bypass: Bypass | None = None) -> None:
         _require_names(job.compressor, job.owner)
         # Names are the same in every step, as Horovod caches by them.
         name = f"ncz.{job.process_set.process_set_id}.{number}"
         _reduce_by_horovod(job, [each for each in tensors if each.kind.bypass], f"{name}.plain")
         others = [each for each in tensors if not each.kind.bypass]
         for index, together in enumerate(fused(others, job.compressor.training, job.process_set.ranks)):
-            self._reduce_together(job, together, f"{name}.{index}")
+            self._reduce_together(job, together, f"{name}.{index}", bypass)
         for pending in tensors:
             pending.reduced = True
 
-    def _reduce_together(self, job: Job, tensors: list[PendingTensor], name: str) -> None:
+    def _reduce_together(self, job: Job, tensors: list[PendingTensor], name: str, bypass: Bypass | None) -> None:
         """Reduce tensors of one kind that are treated alike.
 
         Args:
             name: of Horovod's operations, together with what each is for.
+            bypass: why they go plain, if that is sure already.
         """
         training, config, process_set = job.compressor.training, job.compressor.config, job.process_set
         kind, flat = tensors[0].kind, flattened(tensors)
@@ -131,7 +144,8 @@ class ProcessSetReducer:
             parts=[pending.parameter for pending in tensors],
             residual_parts=[pending.residual for pending in tensors],
         )
-        config, bypass = collectives.decide(request)
+        config, decided = collectives.decide(request)
+        bypass = bypass or decided
         if bypass is not None:
             request.start_plain(plain).wait()
             collectives.count_plain(request, bypass)
@@ -193,16 +207,15 @@ def _run(collectives: Collectives, call, transport: Transport) -> None:
 # ------------------------------------------------------------------ what ranks agree on before each bucket
 
 
-def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
-    """Whether all ranks of a process set are about to reduce the same.
+def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
+    """Find out whether all ranks of a process set are about to reduce the same.
 
     Without that some could wait for ever: for what others send uncompressed, say, with another configuration.
 
     Args:
         blocking: whether the program waits for `tensors`, or they are reduced ahead of it.
 
-    Returns False where they are not, and some ranks are ahead. Raises MismatchError on every rank where the
-    programs wait for different things.
+    Raises MismatchError on every rank where the programs wait for different things.
     """
     compressor, process_set = job.compressor, job.process_set
     tensors_in_common = [
@@ -221,27 +234,31 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> bool:
         process_set.size(),
     )
     progress = _Progress(compressor, process_set)
-    highest = torch.cat([comparison.tensor, progress.tensor])
-    comparison.tensor, progress.tensor = highest.split([comparison.tensor.numel(), progress.tensor.numel()])
+    highest = torch.cat([comparison.tensor + _ABOVE_ZERO, progress.tensor, torch.tensor([-1])])
+    sizes = [comparison.tensor.numel(), progress.tensor.numel(), 1]
     name = f"ncz.{process_set.process_set_id}.compare"
     result_of(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
+    comparison.tensor, progress.tensor, joined = highest.split(sizes)
+    comparison.tensor -= _ABOVE_ZERO
+    some_joined = joined.item() == 0
     differing = comparison.differing()
-    # Horovod lets a rank that has joined take part with zeros.
-    if _COUNT in differing and differing[_COUNT].lowest == 0:
-        raise MismatchError(
-            f"a rank has called hvd.join and can't take part in the compressed reduction of {tensors[0].name} "
-            f"(on rank {hvd.rank()}). Give every rank the same number of steps"
-        )
     if differing and (not blocking or _BLOCKING in differing):
-        return False
+        return Readiness.DIFFERENT
+    if differing and some_joined:  # which can't take part in saying more
+        raise MismatchError(
+            f"ranks differ: {' and '.join(differing)}, and a rank has called hvd.join. On rank {hvd.rank()}, "
+            f"{len(tensors)} are to be reduced, the first is {tensors[0].name}"
+        )
     if differing:
         raise MismatchError(
             f"ranks differ: {_differences(job, tensors)}. All must run the same version with the same configuration "
             f"and make the same calls. On rank {hvd.rank()}, {len(tensors)} are to be reduced, the first is "
             f"{tensors[0].name}"
         )
+    if some_joined:
+        return Readiness.SAME_BUT_JOINED
     progress.follow()
-    return True
+    return Readiness.SAME
 
 
 class _Progress:

@@ -113,11 +113,13 @@ def test_a_metric_can_be_averaged_before_the_optimizer_synchronizes(ranks):
     assert identical(rank["average of a metric"] for rank in ranks)
 
 
-def test_a_rank_that_joined_is_an_error_on_the_others_and_not_a_hang(ranks):
-    first, *others = (rank["join"]["error"] for rank in ranks)
-    assert first is None
-    assert {error["kind"] for error in others} == {"MismatchError"}
-    assert all("hvd.join" in error["message"] for error in others)
+def test_while_a_rank_has_joined_the_others_reduce_plain_and_then_all_go_on_compressed(ranks):
+    first, *others = (rank["join"] for rank in ranks)
+    assert first["exact"] == [] and first["bypasses"] == {} and first["compressed"] == 1
+    for other in others:
+        assert other["exact"] == [True, True]
+        assert other["bypasses"] == {"a rank has joined": 2} and other["compressed"] == 1
+    assert len({rank["join"]["last"] for rank in ranks}) == 1
 
 
 class TestProcessSets:

@@ -75,7 +75,6 @@ SUITES = {
         60,
         {
             "test_horovod_allreduce_async_fused": "hvd.poll waits for the result (docs/guides/horovod.md)",
-            "test_horovod_join_allreduce": "a rank that has called hvd.join can't take part (docs/guides/horovod.md)",
             "test_horovod_allreduce_duplicate_name_error": "a reduction whose handle was dropped is none",
         },
     ),
