@@ -101,9 +101,13 @@ def _polls_pending(original):
     def poll(handle):
         if not isinstance(handle, Pending):
             return original(handle)
-        # Without a plan a reduction begins when it is waited for. A loop that only polls would never end.
-        reduction.wait_for(handle)
-        return True
+        # Without a plan a reduction begins when it is waited for. Who asks once may go on; a loop that only polls must
+        # wait in the end, or it would be one for ever.
+        if handle.done or handle.polled:
+            reduction.wait_for(handle)
+            return True
+        handle.polled = True
+        return False
 
     return poll
 

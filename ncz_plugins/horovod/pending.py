@@ -128,6 +128,7 @@ class Pending:
             for index, (tensor, name) in enumerate(zip(tensors, names))
         ]
         self.done = False
+        self.polled = False  # whether the program has asked if it is done
         self._grouped = grouped
 
     def result(self, reduce_all: Callable[[NCZ, NCZ | OptimizerCompressor], None]) -> Tensor | list[Tensor]:

@@ -74,7 +74,6 @@ SUITES = {
         (f"{BIN}/horovodrun", "-np", "2"),
         60,
         {
-            "test_horovod_allreduce_async_fused": "hvd.poll waits for the result (docs/guides/horovod.md)",
             "test_horovod_allreduce_duplicate_name_error": "a reduction whose handle was dropped is none",
         },
     ),

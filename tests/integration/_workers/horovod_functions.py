@@ -146,8 +146,12 @@ def handles() -> dict:
     after = [hvd.poll(handle) for handle in started]
     again = [hvd.synchronize(handle) for handle in started]
     expected = [hvd.allreduce(t) for t in tensors]
+    only_polled, polls = ncz.allreduce_async(tensors[0], name="only polled"), 1
+    while not hvd.poll(only_polled):
+        polls += 1
     return {
         "before": before,
+        "polls": polls,
         "after": after,
         "error": largest_error([results[i] for i in range(3)], expected),
         "again": all(a is results[i] for i, a in enumerate(again)),
