@@ -10,7 +10,7 @@ from launch import horovodrun, launch, needs_horovod
 def test_horovodrun_gives_the_ranks(tmp_path):
     options = ["--sizes", "256K", "--data", "noise", "--peers", "horovod,fp16", "--repeat", "1", "--json"]
     command = horovodrun("-m", "ncz_plugins", "perf", "all_reduce", *options)
-    assert command[3] == sys.executable
+    assert sys.executable in command
     outcome = launch(command, tmp_path, timeout=280)
     first = "[0]<stdout>:"  # what horovodrun puts before each line
     lines = [line for line in outcome.output.splitlines() if "<stdout>:" in line]
