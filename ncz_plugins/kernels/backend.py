@@ -12,6 +12,9 @@ Shapes and dtypes that all methods share:
 - All tensors of a call are on one device. On a CUDA device calls return before the work is done; it
   follows the order of the current stream. Sizes are then `cuda.DeviceSize`: the host waits for one when it uses it
   as an integer.
+- For a fixed rate (`block_magnitudes` and below): `rows`: `format.Rows`, which blocks a call covers. `magnitudes`:
+  bfloat16, one of each block of all rows, [rows, blocks of a row]. `packed`: uint8, [rows, blocks covered,
+  `format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.
 - `coding`: `format.Coding`, which coder and predictor to use.
 - `noise`: `format.Noise` to round up or down at random, None to round to nearest even.
 
@@ -26,7 +29,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, SelectorCosts
+from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts
 
 
 class Backend(ABC):
@@ -102,3 +105,28 @@ class Backend(ABC):
         fields = [*header[:-2], HAS_CHECKSUM]
         HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, 0)
         HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, self.checksum(frame))
+
+    # ------------------------------------------------------------------ a fixed rate, see reference/fixed_rate.py
+
+    @abstractmethod
+    def block_magnitudes(self, x: Tensor, rows: Rows, magnitudes: Tensor) -> None:
+        """The largest magnitude of each block, rounded up to bfloat16; of very small ones 2**-100.
+
+        A block that holds a NaN or an infinity has +inf. `rows` covers all blocks.
+        """
+
+    @abstractmethod
+    def pack(
+        self, x: Tensor, rows: Rows, magnitudes: Tensor, bits: int, packed: Tensor, noise: Noise | None = None
+    ) -> None:
+        """Codes of `bits` bits, from 2 to 8, whose largest stand for a block's magnitude. Zeros where that is +inf."""
+
+    @abstractmethod
+    def add_packed(self, packed: Tensor, count: int, bits: int, out: Tensor, out_bits: int) -> None:
+        """Add up the codes of `count` rows; `out` is one row of sums, which `out_bits` bits must hold."""
+
+    @abstractmethod
+    def unpack(
+        self, packed: Tensor, bits: int, rows: Rows, magnitudes: Tensor, denominator: float, out: Tensor
+    ) -> None:
+        """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`; NaN for +inf."""

@@ -22,6 +22,7 @@ CHUNK = 4096  # elements that are coded together: they share a quantization step
 BLOCK = 32  # symbols that share one width byte in FIXED
 OCTET = 8  # symbols that are packed together; a short last block is padded to whole octets
 PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece; pieces that the selector looks at
+SCALE_BLOCK = 256  # elements that share a scale at a fixed rate
 LANES = 128  # partial sums per chunk, so that every backend adds squares in the same order
 
 HAS_CHECKSUM, SPOILED = 1, 2  # in the flags; a spoiled frame was made of a damaged one
@@ -86,6 +87,24 @@ class Noise(NamedTuple):
     first: int = 0  # number of the first element
 
 
+class Rows(NamedTuple):
+    """Runs of a flat tensor, equally long but for the end of the tensor, as the kernels for a fixed rate see them.
+
+    Blocks of SCALE_BLOCK elements start afresh in every row. A call covers the same blocks of each row.
+    """
+
+    numel: int  # of the tensor
+    count: int  # rows
+    elements: int  # from the beginning of a row to that of the next
+    first: int  # of the blocks that the call covers, counted within a row
+    blocks: int  # that the call covers, of each row
+
+    @classmethod
+    def of(cls, numel: int, count: int, elements: int) -> Rows:
+        """All blocks of rows of so many elements."""
+        return cls(numel, count, elements, 0, blocks_of(elements))
+
+
 class DamagedFrame(ValueError):
     """The bytes are not a whole, valid frame of the expected number of codes."""
 
@@ -99,3 +118,13 @@ def max_frame_bytes(count: int) -> int:
     """An upper bound of the bytes of a frame of `count` codes."""
     octets = -(-count // OCTET)
     return HEADER_BYTES + 2 * chunks_of(count) + -(-count // BLOCK) + 4 * OCTET * octets
+
+
+def blocks_of(elements: int) -> int:
+    """Number of blocks of so many elements that share a scale; the last may be short."""
+    return -(-elements // SCALE_BLOCK)
+
+
+def packed_bytes(bits: int) -> int:
+    """Bytes of a block's codes at a fixed rate of so many bits."""
+    return SCALE_BLOCK // 8 * bits

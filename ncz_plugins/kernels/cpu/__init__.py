@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .. import damage
 from ..backend import Backend
-from ..format import DTYPES, HEADER_BYTES, Coding, Noise, SelectorCosts, chunks_of
+from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, chunks_of, packed_bytes
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 2  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 3  # ncz::ABI_VERSION in common/format.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
@@ -35,6 +35,10 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
         _INT64,
         (_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER),
     ),
+    "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # from here on in fixed_rate.h
+    "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
+    "add_packed": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
+    "unpack": (None, (_POINTER, _INT32, _POINTER, _POINTER, ctypes.c_float, _POINTER, _INT32)),
 }
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
@@ -52,6 +56,10 @@ class _Coding(ctypes.Structure):  # ncz::Coding
 
 class _Noise(ctypes.Structure):  # ncz::Noise
     _fields_ = [("seed", ctypes.c_uint64), ("call", _UINT32), ("rank", _UINT32), ("first", ctypes.c_uint64)]
+
+
+class _Rows(ctypes.Structure):  # ncz::Rows
+    _fields_ = [(name, _INT64) for name in Rows._fields]
 
 
 _scratch = Scratch()
@@ -118,6 +126,21 @@ class CpuBackend(Backend):
     def checksum(self, frame):
         return self._checksum(frame.data_ptr(), frame.numel())
 
+    def block_magnitudes(self, x, rows, magnitudes):
+        self._block_magnitudes(x.data_ptr(), _DTYPE[x.dtype], _rows(rows), magnitudes.data_ptr())
+
+    def pack(self, x, rows, magnitudes, bits, packed, noise=None):
+        floats = x.data_ptr(), _DTYPE[x.dtype], _rows(rows), magnitudes.data_ptr()
+        self._pack(*floats, bits, _noise(noise), packed.data_ptr())
+
+    def add_packed(self, packed, count, bits, out, out_bits):
+        blocks = out.numel() // packed_bytes(out_bits)
+        self._add_packed(packed.data_ptr(), count, blocks, bits, out.data_ptr(), out_bits)
+
+    def unpack(self, packed, bits, rows, magnitudes, denominator, out):
+        scales = _rows(rows), magnitudes.data_ptr(), denominator
+        self._unpack(packed.data_ptr(), bits, *scales, out.data_ptr(), _DTYPE[out.dtype])
+
     def _working_memory(self, count: int = 0) -> int:
         """The address of the working memory for encoding `count` codes. Decoding needs as much as encoding none."""
         return _scratch.of("kernels", self._scratch_bytes(count), torch.uint8).data_ptr()
@@ -141,6 +164,10 @@ def _library() -> ctypes.CDLL:
 @functools.lru_cache(maxsize=64)
 def _coding(coding: Coding):
     return ctypes.byref(_Coding(coding.coder, coding.predictor, tuple(coding.costs)))
+
+
+def _rows(rows: Rows):
+    return ctypes.byref(_Rows(*rows))
 
 
 def _noise(noise: Noise | None):

@@ -789,3 +789,5 @@ NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const v
         return write_frame(CodesSource(scratch.codes), count, *coding, out, scratch);
     });
 }
+
+#include "fixed_rate.h"

@@ -2,6 +2,7 @@
 
     values.cuh    floats to codes and back, random numbers, statistics
     frame.cuh     headers, checksums, and the checks before anything is decoded
+    fixed_rate.cuh    codes of equally many bits, without frames
     fixed.cuh     the coders FIXED and RAW, and all that works in one pass
     select.cuh, huffman.cuh, rans.cuh    the selector and the other coders; coders.py launches them
     types.cuh, block.cuh, symbols.cuh    shared by these; ../common is shared with the CPU kernels
@@ -31,9 +32,10 @@ from ..format import (
     Predictor,
     SelectorCosts,
     chunks_of,
+    packed_bytes,
 )
 from . import coders
-from .arguments import noise_argument
+from .arguments import RowsArgument, noise_argument
 
 THREADS = 256  # of a block, as in types.cuh
 _STATUS = 7  # int64 numbers in ncz::Status
@@ -203,6 +205,26 @@ class CudaBackend(Backend):
                 header = np.array(header, dtype="<i8").tobytes()
                 raise damage.error(result, header, frame_bytes, count)
 
+    # ------------------------------------------------------------------ a fixed rate: nothing waits for the device
+
+    def block_magnitudes(self, x, rows, magnitudes):
+        self._launch_blocks("block_magnitudes", x.dtype, rows.count * rows.blocks, x, RowsArgument(*rows), magnitudes)
+
+    def pack(self, x, rows, magnitudes, bits, packed, noise=None):
+        floats = (x,) if noise is None else (x, noise_argument(noise))
+        name = "pack" if noise is None else "pack_at_random"
+        scales = RowsArgument(*rows), magnitudes, np.int32(bits)
+        self._launch_blocks(name, x.dtype, rows.count * rows.blocks, *floats, *scales, packed)
+
+    def add_packed(self, packed, count, bits, out, out_bits):
+        blocks = out.numel() // packed_bytes(out_bits)
+        sizes = np.int64(count), np.int64(blocks), np.int32(bits)
+        self._launch_blocks("add_packed", torch.float32, blocks, packed, *sizes, out, np.int32(out_bits))
+
+    def unpack(self, packed, bits, rows, magnitudes, denominator, out):
+        scales = RowsArgument(*rows), magnitudes, np.float32(denominator)
+        self._launch_blocks("unpack", out.dtype, rows.count * rows.blocks, packed, np.int32(bits), *scales, out)
+
     # ------------------------------------------------------------------ launching
 
     def _chosen(self, coding: Coding, count: int, output: _Output, x=None, inverse_steps=None, noise=None, codes=None):
@@ -270,6 +292,11 @@ class CudaBackend(Backend):
     def _launch_codes(self, kernel: str, count: int, *arguments) -> None:
         """Launch a kernel that works on codes, a block per chunk."""
         self._launch(kernel, torch.float32, chunks_of(count), *arguments)
+
+    def _launch_blocks(self, kernel: str, dtype: torch.dtype, blocks: int, *arguments) -> None:
+        """Launch a kernel for a fixed rate: a warp per block of values, if there are any."""
+        if blocks:
+            self._launch(kernel, dtype, -(-blocks // (THREADS // 32)), *arguments)
 
     def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments) -> None:
         self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), THREADS, *arguments)

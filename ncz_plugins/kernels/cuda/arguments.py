@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from ..format import Coding, Noise
+from ..format import Coding, Noise, Rows
 
 
 class CodingArgument(ctypes.Structure):
@@ -23,6 +23,12 @@ class NoiseArgument(ctypes.Structure):
         ("rank", ctypes.c_uint32),
         ("first", ctypes.c_uint64),
     ]
+
+
+class RowsArgument(ctypes.Structure):
+    """ncz::Rows"""
+
+    _fields_ = [(name, ctypes.c_int64) for name in Rows._fields]
 
 
 @functools.lru_cache(maxsize=64)

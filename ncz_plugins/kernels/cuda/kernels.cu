@@ -5,7 +5,14 @@
 
 #include "fixed.cuh"
 
-#define NCZ_MODULE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X)
+#if NCZ_DTYPE != 3  // a fixed rate serves all types but double
+#include "fixed_rate.cuh"
+#else
+#define NCZ_FIXED_RATE_KERNELS(X)
+#endif
+
+#define NCZ_MODULE_KERNELS(X) \
+    NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X)
 
 #if NCZ_DTYPE == 0  // what works on codes alone is in this module only
 #include "huffman.cuh"

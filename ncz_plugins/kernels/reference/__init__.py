@@ -9,6 +9,7 @@ first widened to float32, which is exact.
     fixed, huffman, rans, bits    the coders
     select    the coder and predictor that AUTO stands for
     frames    whole frames
+    fixed_rate    codes of equally many bits, without frames
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from ..backend import Backend
-from . import frames, values
+from . import fixed_rate, frames, values
 
 
 class ReferenceBackend(Backend):
@@ -62,7 +63,28 @@ class ReferenceBackend(Backend):
     def checksum(self, frame):
         return frames.checksum(frame.numpy().tobytes())
 
+    def block_magnitudes(self, x, rows, magnitudes):
+        _bits(magnitudes)[:] = fixed_rate.block_magnitudes(_values(x), rows)
+
+    def pack(self, x, rows, magnitudes, bits, packed, noise=None):
+        data = fixed_rate.pack(_values(x), rows, _bits(magnitudes), bits, noise)
+        packed.view(-1).copy_(torch.from_numpy(data))
+
+    def add_packed(self, packed, count, bits, out, out_bits):
+        data = fixed_rate.add_packed(packed.view(count, -1).numpy(), bits, out_bits)
+        out.view(-1).copy_(torch.from_numpy(data))
+
+    def unpack(self, packed, bits, rows, magnitudes, denominator, out):
+        codes = packed.view(-1).numpy()
+        for elements, values in fixed_rate.unpack(codes, bits, rows, _bits(magnitudes), denominator):
+            out[elements] = torch.from_numpy(values)
+
 
 def _values(x: torch.Tensor) -> np.ndarray:
     """`x` as float64 if it is that, else as float32. Widening the half types is exact."""
     return x.numpy() if x.dtype == torch.float64 else x.to(torch.float32).numpy()
+
+
+def _bits(magnitudes: torch.Tensor) -> np.ndarray:
+    """The bits of bfloat16 numbers, as uint16, in the same memory."""
+    return magnitudes.view(-1).view(torch.int16).numpy().view(np.uint16)

@@ -20,7 +20,7 @@ def predict(codes: np.ndarray, predictor: int) -> np.ndarray:
 
 def unpredict(symbols: np.ndarray, predictor: int) -> np.ndarray:
     """Inverse of `predict`."""
-    codes = ((symbols >> np.uint32(1)) ^ (~(symbols & np.uint32(1)) + np.uint32(1))).view(np.int32)
+    codes = unzigzag(symbols)
     if predictor == Predictor.DELTA:
         padded = np.zeros(chunks_of(codes.size) * CHUNK, dtype=np.int32)
         padded[: codes.size] = codes
@@ -31,6 +31,10 @@ def unpredict(symbols: np.ndarray, predictor: int) -> np.ndarray:
 
 def zigzag(codes: np.ndarray) -> np.ndarray:
     return (codes.view(np.uint32) << np.uint32(1)) ^ (codes >> 31).view(np.uint32)
+
+
+def unzigzag(symbols: np.ndarray) -> np.ndarray:
+    return ((symbols >> np.uint32(1)) ^ (~(symbols & np.uint32(1)) + np.uint32(1))).view(np.int32)
 
 
 def bit_length(symbols: np.ndarray) -> np.ndarray:

@@ -1,0 +1,144 @@
+// A fixed rate: the magnitudes of blocks, codes of equally many bits, and their sums. ../common/fixed_rate.h has what all
+// processors share. Included by codec.h.
+#pragma once
+
+#include "../common/fixed_rate.h"
+
+namespace {
+
+// Packed bits of one block, with room for what loads and stores touch behind them.
+struct PackedBlock {
+    uint8_t bytes[SCALE_BLOCK * 4 + SLACK];
+
+    static size_t size(unsigned bits) { return size_t(SCALE_BLOCK / 8) * bits; }
+    uint8_t* at(int element, unsigned bits) { return bytes + element / 8 * int(bits); }
+    void load(const uint8_t* from, unsigned bits) { memcpy(bytes, from, size(bits)); }
+    void store(uint8_t* to, unsigned bits) const { memcpy(to, bytes, size(bits)); }
+};
+
+inline int in_block(int length, int first) {
+    int left = length - first;
+    return left < 0 ? 0 : left < BLOCK ? left : BLOCK;
+}
+
+template <class T>
+void block_magnitudes(const T* x, const Rows& rows, uint16_t* magnitudes) {
+    for (int64_t i = 0; i < rows.count * rows.blocks; ++i) {
+        ScaleBlock block = scale_block(rows, i);
+        uint32_t largest = 0;
+        for (int k = 0; k < block.length; ++k) {
+            uint32_t bits = bits_of(widen(x[block.begin + k])) & 0x7fffffffu;
+            largest = bits > largest ? bits : largest;
+        }
+        magnitudes[block.scale] = magnitude_of(largest);
+    }
+}
+
+template <class T>
+void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bits, const Noise* noise, uint8_t* out) {
+    float levels = float((1 << (bits - 1)) - 1);
+    RandomWords random(noise ? *noise : Noise{});
+    PackedBlock packed;
+    for (int64_t i = 0; i < rows.count * rows.blocks; ++i, out += PackedBlock::size(bits)) {
+        ScaleBlock block = scale_block(rows, i);
+        float inverse_step = inverse_step_of(magnitudes[block.scale], levels);
+        if (inverse_step == 0) {
+            memset(out, 0, PackedBlock::size(bits));
+            continue;
+        }
+        for (int first = 0; first < SCALE_BLOCK; first += BLOCK) {
+            int n = in_block(block.length, first);
+            Padded<T> padded;
+            const T* from = x + block.begin + first;
+            if (n < BLOCK) {
+                if (n) padded = Padded<T>(from, n);
+                from = padded.values;
+            }
+            uint32_t words[BLOCK];
+            if (noise) random.of_block(block.begin + first, words);
+            Block codes = noise ? quantize_block(from, inverse_step, words) : quantize_block(from, inverse_step);
+            pack_block(zigzag(codes), bits, packed.at(first, bits));
+        }
+        packed.store(out, bits);
+    }
+}
+
+inline void add_packed(const uint8_t* packed, int64_t rows, int64_t blocks, unsigned bits, uint8_t* out,
+                       unsigned out_bits) {
+    int64_t row_bytes = blocks * int64_t(PackedBlock::size(bits));
+    PackedBlock from, to;
+    for (int64_t i = 0; i < blocks; ++i, packed += PackedBlock::size(bits), out += PackedBlock::size(out_bits)) {
+        Block sums[SCALE_BLOCK / BLOCK];
+        for (int64_t row = 0; row < rows; ++row) {
+            from.load(packed + row * row_bytes, bits);
+            for (int b = 0; b < SCALE_BLOCK / BLOCK; ++b) {
+                Block codes = unzigzag(unpack_block(from.at(b * BLOCK, bits), bits));
+                sums[b] = row ? add_blocks(sums[b], codes) : codes;
+            }
+        }
+        for (int b = 0; b < SCALE_BLOCK / BLOCK; ++b) pack_block(zigzag(sums[b]), out_bits, to.at(b * BLOCK, out_bits));
+        to.store(out, out_bits);
+    }
+}
+
+template <class T>
+void unpack(const uint8_t* packed, unsigned bits, const Rows& rows, const uint16_t* magnitudes, float denominator,
+            T* out) {
+    PackedBlock from;
+    for (int64_t i = 0; i < rows.count * rows.blocks; ++i, packed += PackedBlock::size(bits)) {
+        ScaleBlock block = scale_block(rows, i);
+        T* to = out + block.begin;
+        if (magnitudes[block.scale] == INFINITE_MAGNITUDE) {
+            for (int k = 0; k < block.length; ++k) narrow(float_of(NOT_A_NUMBER), to[k]);
+            continue;
+        }
+        float scale = magnitude_as_float(magnitudes[block.scale]) / denominator;
+        from.load(packed, bits);
+        for (int first = 0; first < block.length; first += BLOCK) {
+            Block codes = unzigzag(unpack_block(from.at(first, bits), bits));
+            int n = in_block(block.length, first);
+            if (n == BLOCK) {
+                dequantize_block(codes, scale, to + first);
+            } else {
+                Padded<T> padded;
+                dequantize_block(codes, scale, padded.values);
+                padded.copy_to(to + first, n);
+            }
+        }
+    }
+}
+
+// As with_types, for the types that a fixed rate serves.
+template <class Function>
+void with_float32_and_halves(const void* x, int32_t dtype, Function function) {
+    void* any = const_cast<void*>(x);
+    switch (dtype) {
+        case BFLOAT16: return function(static_cast<bfloat16*>(any));
+        case FLOAT16: return function(static_cast<float16*>(any));
+        default: return function(static_cast<float*>(any));
+    }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------ the C functions, with arguments as in ../backend.py
+
+NCZ_EXPORT void NCZ_NAME(block_magnitudes)(const void* x, int32_t dtype, const Rows* rows, uint16_t* magnitudes) {
+    with_float32_and_halves(x, dtype, [&](auto* x) { block_magnitudes(x, *rows, magnitudes); });
+}
+
+NCZ_EXPORT void NCZ_NAME(pack)(const void* x, int32_t dtype, const Rows* rows, const uint16_t* magnitudes,
+                               int32_t bits, const Noise* noise, uint8_t* packed) {
+    with_float32_and_halves(x, dtype, [&](auto* x) { pack(x, *rows, magnitudes, unsigned(bits), noise, packed); });
+}
+
+NCZ_EXPORT void NCZ_NAME(add_packed)(const uint8_t* packed, int64_t rows, int64_t blocks, int32_t bits, uint8_t* out,
+                                     int32_t out_bits) {
+    add_packed(packed, rows, blocks, unsigned(bits), out, unsigned(out_bits));
+}
+
+NCZ_EXPORT void NCZ_NAME(unpack)(const uint8_t* packed, int32_t bits, const Rows* rows, const uint16_t* magnitudes,
+                                 float denominator, void* out, int32_t dtype) {
+    with_float32_and_halves(out, dtype,
+                            [&](auto* out) { unpack(packed, unsigned(bits), *rows, magnitudes, denominator, out); });
+}

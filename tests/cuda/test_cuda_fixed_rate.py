@@ -1,0 +1,81 @@
+"""The CUDA kernels for a fixed rate, on the emulator, against the C++ ones: the same bytes, the same numbers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from emulator import EmulatedLauncher
+from samples import assert_same, floats
+
+from ncz_plugins import kernels
+from ncz_plugins.kernels.cuda import CudaBackend
+from ncz_plugins.kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
+
+FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOISE = Noise(2**64 - 3, 2**32 - 1, 77, 2**34 - 49)
+SHAPES = [
+    (0, 2, 0),
+    (1, 3, SCALE_BLOCK),
+    (7, 2, 4),
+    (2 * (SCALE_BLOCK + 13), 2, SCALE_BLOCK + 13),
+    (2 * SCALE_BLOCK - 1, 4, SCALE_BLOCK),
+    (30 * SCALE_BLOCK + 77, 2, 16 * SCALE_BLOCK),
+]
+
+
+@functools.cache
+def cuda(seed: int = 0, sanitizer: str | None = None) -> CudaBackend:
+    return CudaBackend(EmulatedLauncher(seed=seed, sanitizer=sanitizer))
+
+
+def round_trip(backend, x: torch.Tensor, rows: Rows, bits: int, noise: Noise | None) -> list[torch.Tensor]:
+    """What each of the four kernels makes of it."""
+    some = rows._replace(first=min(1, rows.blocks), blocks=max(0, rows.blocks - 1)) if bits == 5 else rows
+    magnitudes = torch.full((rows.count * blocks_of(rows.elements),), -1.0, dtype=torch.bfloat16)
+    backend.block_magnitudes(x, rows, magnitudes)
+    packed = torch.empty(some.count * some.blocks * packed_bytes(bits), dtype=torch.uint8)
+    backend.pack(x, some, magnitudes, bits, packed, noise)
+    summed = torch.empty(some.blocks * packed_bytes(bits + 2), dtype=torch.uint8)
+    backend.add_packed(packed, some.count, bits, summed, bits + 2)
+    values = torch.full((rows.numel,), -1.0, dtype=x.dtype)
+    backend.unpack(packed, bits, some, magnitudes, 2.1 * (2 ** (bits - 1) - 1), values)
+    return [magnitudes, packed, summed, values]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bytes_are_those_of_the_cpu(seed, dtype, shape):
+    rows = Rows.of(*shape)
+    x = floats(rows.numel, dtype)
+    for bits in (3, 4, 5, 8):
+        for noise in (None, NOISE):
+            for ours, expected in zip(
+                round_trip(cuda(seed), x, rows, bits, noise), round_trip(FAST, x, rows, bits, noise)
+            ):
+                assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("out_bits", [9, 13, 17, 32])
+def test_wide_sums(out_bits):
+    packed = torch.randint(0, 256, (2 * 5 * SCALE_BLOCK,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    sums = []
+    for backend in (cuda(), FAST):
+        out = torch.empty(5 * packed_bytes(out_bits), dtype=torch.uint8)
+        backend.add_packed(packed, 2, 8, out, out_bits)
+        sums.append(out)
+    assert_same(*sums)
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["nearest", "at random"])
+def test_no_access_out_of_bounds_and_no_race(sanitizer, noise):
+    rows = Rows.of(9 * SCALE_BLOCK + 5, 2, 5 * SCALE_BLOCK)
+    x = floats(rows.numel, torch.float32)
+    for bits in (4, 7):
+        expected = round_trip(FAST, x, rows, bits, noise)
+        for ours, theirs in zip(round_trip(cuda(1, sanitizer), x, rows, bits, noise), expected):
+            assert_same(ours, theirs)
