@@ -147,15 +147,15 @@ def draw(rows: list[dict], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    kinds = dict.fromkeys((row["ranks"], row["dtype"]) for row in rows)
-    for ranks, dtype in kinds:
-        mine = [row for row in rows if (row["ranks"], row["dtype"]) == (ranks, dtype)]
-        label = f"{ranks} ranks, {dtype}"
-        axes.plot([row["mib"] for row in mine], [row["speed_up"] for row in mine], marker="o", label=label)
-    axes.axhline(1, color="gray", linewidth=1)
-    axes.set(xscale="log", xlabel="MiB", ylabel="speed-up over plain NCCL", title="all_reduce, default settings")
-    axes.legend()
+    kinds = list(dict.fromkeys((row["ranks"], row["dtype"]) for row in rows))
+    figure, grid = pyplot.subplots(1, len(kinds), figsize=(4 * len(kinds), 4), squeeze=False, layout="constrained")
+    for axes, kind in zip(grid[0], kinds):
+        mine = [row for row in rows if (row["ranks"], row["dtype"]) == kind]
+        for contender in dict.fromkeys(row["contender"] for row in mine):
+            points = [(row["mib"], row["speed_up"]) for row in mine if row["contender"] == contender]
+            axes.plot(*zip(*points), marker="o", label=contender)
+        axes.set(xscale="log", xlabel="MiB", ylabel="speed-up over plain NCCL", title=f"{kind[0]} ranks, {kind[1]}")
+        axes.legend()
     figure.savefig(file, dpi=120)
 
 

@@ -4,8 +4,9 @@
 
 NCCL_HOSTID makes each process a host of its own for NCCL: traffic goes through sockets, as between machines. Only
 the ratios of the times mean something, and those only under CUDA MPS, which benchmarks/gpu.py starts: without it the
-processes share the card in slices of about 2 ms. The configuration is the default one. Every rank checks that results
-are within the bound and equal on all ranks.
+processes share the card in slices of about 2 ms. Beside plain NCCL: the default configuration, a fixed rate of 4 bits,
+the same replayed from a CUDA graph, and what such a call sends by NCCL alone. Every rank checks that results are within
+the bound and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -28,65 +31,118 @@ from rich.table import Table
 
 import ncz_plugins
 from ncz_plugins.cli.perf.launch import free_port
-from ncz_plugins.kernels.format import CHUNK
+from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
+from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, packed_bytes
 
 MIB = 1 << 20
 BOUND = ncz_plugins.Config().quantizer.value  # of the rms of each block
+BITS = 4
+SETTINGS = {"default": {}, "bits": {"quantizer": {"mode": "bits", "value": BITS}}}
 ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8}  # of a result, as a share of it
 SECONDS = 150
 
 
+def bounds_of(contender: str, x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """How far off each element of a sum may be, float64."""
+    if contender == "default":
+        measured, block, share = x.double().square().view(-1, CHUNK).mean(1), CHUNK, BOUND
+    else:
+        measured, block = x.double().abs().view(-1, SCALE_BLOCK).amax(1), SCALE_BLOCK
+        share = (1 + 2.0**-7) / (2 * levels_of(BITS))
+    dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # what the ranks agree on
+    scales = measured.sqrt() if contender == "default" else measured
+    return (ranks * share * scales).repeat_interleave(block)
+
+
+def same_bytes(x: torch.Tensor, ranks: int) -> Callable[[], None]:
+    """What a call at a fixed rate sends, by the operations that carry it and nothing else."""
+    blocks = equal_rows(x.numel(), ranks, CHUNK).lengths[0] // SCALE_BLOCK
+    magnitudes = torch.zeros(ranks * blocks, dtype=torch.bfloat16, device=x.device)
+    sent, received = torch.zeros(2, ranks * blocks * packed_bytes(BITS), dtype=torch.uint8, device=x.device)
+    sums = torch.zeros(blocks * packed_bytes(sum_bits(BITS, ranks)), dtype=torch.uint8, device=x.device)
+    gathered = sums.repeat(ranks)
+
+    def run() -> None:
+        dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX)
+        dist.all_to_all_single(received, sent)
+        dist.all_gather_into_tensor(gathered, sums)
+
+    return run
+
+
+def contenders(x: torch.Tensor, communicators: dict) -> tuple[dict[str, Callable], dict[str, torch.Tensor]]:
+    """What is measured, and the tensor that each of them reduces, if it reduces any. Connects and compiles."""
+    tensors = {name: x.clone() for name in ("plain", *communicators)}
+    calls = {"plain": partial(dist.all_reduce, tensors["plain"])}
+    calls |= {name: partial(each.all_reduce, tensors[name]) for name, each in communicators.items()}
+    calls["same bytes"] = same_bytes(x, dist.get_world_size())
+    for call in calls.values():
+        call()
+    if x.is_cuda:
+        tensors["bits in a graph"] = x.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            communicators["bits"].all_reduce(tensors["bits in a graph"])
+        calls["bits in a graph"] = graph.replay
+    return calls, tensors
+
+
+def checked(contender: str, result: torch.Tensor, x: torch.Tensor, exact: torch.Tensor) -> dict[str, bool]:
+    """Whether a sum is within its bound, and the same on all ranks."""
+    bounds = bounds_of(contender, x, dist.get_world_size())
+    bounds = bounds * (1 + 1e-5) + ROUNDING[str(x.dtype).removeprefix("torch.")] * (exact.abs() + bounds)
+    low, high = result.view(torch.int32).clone(), result.view(torch.int32).clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    within = bool(((result.double() - exact).abs() <= bounds).all())
+    return {"within_bound": within, "same_on_all_ranks": bool((low == high).all())}
+
+
 def rank_main(arguments) -> None:
     device = torch.device(arguments.device)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = []
-    with ncz_plugins.Communicator({"transport": {"min_bytes": 0}}) as communicator:
-        for name_of_dtype, mib in product(arguments.dtypes, arguments.mib):
-            dtype = getattr(torch, name_of_dtype)
-            x = gradient(mib * MIB // dtype.itemsize)[0].to(device).roll(rank).to(dtype)
-            exact = x.double()
-            dist.all_reduce(exact)
-            times: dict[str, list[float]] = {"plain": [], "compressed": []}
-            for repeat in range(arguments.repeats + 1):
-                for name, all_reduce in (("plain", dist.all_reduce), ("compressed", communicator.all_reduce)):
-                    tensor = x.clone()
-                    synchronize()
-                    dist.all_reduce(torch.zeros(1))  # a barrier by gloo
-                    started = time.perf_counter()
-                    all_reduce(tensor)
-                    synchronize()
-                    if repeat:  # the first connects and compiles
-                        times[name].append(time.perf_counter() - started)
-            squares = x.double().square().view(-1, CHUNK).mean(1)
-            dist.all_reduce(squares, op=dist.ReduceOp.MAX)  # what the ranks agree on
-            bounds = (ranks * BOUND * squares.sqrt()).repeat_interleave(CHUNK)
-            bounds = bounds * (1 + 1e-6) + ROUNDING[name_of_dtype] * (exact.abs() + bounds)
-            within = bool(((tensor.double() - exact).abs() <= bounds).all())
-            low, high = tensor.view(torch.int32).clone(), tensor.view(torch.int32).clone()
-            dist.all_reduce(low, op=dist.ReduceOp.MIN)
-            dist.all_reduce(high, op=dist.ReduceOp.MAX)
-            plain, compressed = (statistics.median(times[name]) for name in ("plain", "compressed"))
-            last = communicator.stats.end_step()
-            rows.append(
-                {
-                    "ranks": ranks,
-                    "dtype": name_of_dtype,
-                    "mib": mib,
-                    "plain_seconds": plain,
-                    "compressed_seconds": compressed,
-                    "speed_up": plain / compressed,
-                    "ratio": last.ratio,
-                    "bypasses": last.bypasses,
-                    "within_bound": within,
-                    "same_on_all_ranks": bool((low == high).all()),
-                }
-            )
-            if rank == 0:  # what there is, if the rest is cut off
-                Path(os.environ["NCZ_RESULT"]).write_text(json.dumps(rows))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    rank, rows = dist.get_rank(), []
+    communicators = {
+        name: ncz_plugins.Communicator({"transport": {"min_bytes": 0}} | settings)
+        for name, settings in SETTINGS.items()
+    }
+    for name_of_dtype, mib in product(arguments.dtypes, arguments.mib):
+        dtype = getattr(torch, name_of_dtype)
+        x = gradient(mib * MIB // dtype.itemsize)[0].to(device).roll(rank).to(dtype)
+        exact = x.double()
+        dist.all_reduce(exact)
+        calls, tensors = contenders(x, communicators)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for _ in range(arguments.repeats):
+            for name, call in calls.items():
+                if name in tensors:
+                    tensors[name].copy_(x)
+                synchronize()
+                dist.all_reduce(torch.zeros(1))  # a barrier by gloo
+                started = time.perf_counter()
+                call()
+                returned = time.perf_counter()
+                synchronize()
+                times[name].append((time.perf_counter() - started, returned - started))
+        medians = {name: [statistics.median(each) for each in zip(*found)] for name, found in times.items()}
+        for name, (seconds, host_seconds) in medians.items():
+            row = {"ranks": dist.get_world_size(), "dtype": name_of_dtype, "mib": mib, "contender": name}
+            row |= {"seconds": seconds, "host_seconds": host_seconds, "speed_up": medians["plain"][0] / seconds}
+            if name in tensors and name != "plain":
+                row |= checked(name, tensors[name], x, exact)
+            if name in communicators:
+                last = communicators[name].stats.end_step()
+                row |= {"ratio": last.ratio, "bypasses": last.bypasses}
+            rows.append(row)
+        del calls, call  # a graph must be gone before its communicator is
+        if rank == 0:  # what there is, if the rest is cut off
+            Path(os.environ["NCZ_RESULT"]).write_text(json.dumps(rows))
+    for communicator in communicators.values():
+        communicator.close()
     dist.barrier(dist.new_group(backend="gloo"))
     dist.destroy_process_group()
 
@@ -125,14 +181,17 @@ def main():
         sys.exit(f"ranks ended with {codes}")
     rows = json.loads(arguments.json.read_text())
     table = Table(title=f"all_reduce of {arguments.ranks} ranks that share one {arguments.device} device")
-    for heading in ("dtype", "MiB", "plain ms", "compressed ms", "speed-up", "ratio", "within bound", "same on all"):
+    for heading in ("dtype", "MiB", "contender", "ms", "host ms", "speed-up", "ratio", "within bound", "same on all"):
         table.add_column(heading, justify="right")
     for row in rows:
-        times = [f"{1e3 * row[name]:.1f}" for name in ("plain_seconds", "compressed_seconds")]
-        verdicts = [str(row["within_bound"]), str(row["same_on_all_ranks"])]
-        table.add_row(row["dtype"], str(row["mib"]), *times, f"{row['speed_up']:.2f}", f"{row['ratio']:.2f}", *verdicts)
+        times = [f"{1e3 * row[name]:.2f}" for name in ("seconds", "host_seconds")]
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+        verdicts = [str(row.get(name, "")) for name in ("within_bound", "same_on_all_ranks")]
+        table.add_row(
+            row["dtype"], str(row["mib"]), row["contender"], *times, f"{row['speed_up']:.2f}", ratio, *verdicts
+        )
     Console().print(table)
-    if not all(row["within_bound"] and row["same_on_all_ranks"] for row in rows):
+    if not all(row.get("within_bound", True) and row.get("same_on_all_ranks", True) for row in rows):
         sys.exit("a result is out of bounds or differs between ranks")
 
 

@@ -76,6 +76,11 @@ def by_dtype(*dtypes: torch.dtype) -> Bypass | None:
     return Bypass.DTYPE if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES else None
 
 
+def by_rate(dtype: torch.dtype, config: Config) -> Bypass | None:
+    """A fixed rate does not serve float64, whose range its scales do not have."""
+    return Bypass.DTYPE if config.quantizer.bits is not None and dtype == torch.float64 else None
+
+
 def by_warm_up(step: int, config: Config) -> Bypass | None:
     """The first steps of a training go plain, if the configuration says so. `step` is counted from 0."""
     return Bypass.WARM_UP if step < config.steps.warmup else None

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bypass import Bypass, BypassBackoff, before_call, by_size, scales_or_bypass
+from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import bypassing, described, refusal, require_plain, require_same
+from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
 from .codec.quantize import Scales, measure
 from .codec.scale_agreement import ScaleAgreement, pieces_of
@@ -23,18 +24,18 @@ from .errors import UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
 from .runtime.trace import span
-from .schedules import direct, ring
+from .schedules import direct, fixed_rate, ring
 from .schedules.choice import schedule_for
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.group import GroupState
 from .training.policy import named
 from .training.state import Training
-from .transport.base import Transport, peer_errors
+from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
-_SCHEDULES = {"ring": ring, "direct": direct}
+_SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
 class Decision(NamedTuple):
@@ -110,7 +111,7 @@ class Collectives:
             )
         treatment, _ = alike[0]
         config = treatment.settings(self.config)
-        return Decision(config, treatment.bypass or by_size(request.larger.nbytes, config))
+        return Decision(config, treatment.bypass or by_rate(dtype, config) or by_size(request.larger.nbytes, config))
 
     def prepare_plain(self, request: Request, bypass: Bypass) -> PlainCall:
         """The uncompressed call that serves a request, numbered."""
@@ -121,10 +122,15 @@ class Collectives:
         """Count a request that goes plain."""
         self.training.stats.record(bypassed(request, bypass, self.world_size))
 
-    def note_uncompared(self, request: Request, bypass: Bypass) -> None:
-        """A request goes plain without a comparison. The next call that is compared tells whether ranks differed."""
-        self._plain_calls += 1
-        numbers = [self._uncompared, *self._described(request, bypass).values()]
+    def note_uncompared(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> None:
+        """A request is served without a comparison. The next call that is compared tells whether ranks differed.
+
+        Args:
+            bypass, config: why it goes plain, or the settings with which it is compressed.
+        """
+        if bypass is not None:
+            self._plain_calls += 1
+        numbers = [self._uncompared, *self._described(request, bypass, config).values()]
         self._uncompared = zlib.crc32(repr(numbers).encode())
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
@@ -145,7 +151,7 @@ class Collectives:
     def _call(self, request: Request, config: Config, number: int, feedback: Feedback | None) -> Call:
         n, rank = self.world_size, self.rank
         source, output = Window(request.input.view(-1)), Window(request.output.view(-1))
-        schedule = _SCHEDULES[self._schedule_name()]
+        schedule = _SCHEDULES[self._schedule_name(config)]
         numbers = self._described(request, None, config)
         call = partial(Call, request.collective, config, number=number, plain=request.start_plain, described=numbers)
         if request.collective == "broadcast":
@@ -172,7 +178,9 @@ class Collectives:
         output = Window(output.data, layout.segment(rank).start)
         return call(layout, source, output, range(n), schedule.reduce_scatter)
 
-    def _schedule_name(self) -> str:
+    def _schedule_name(self, config: Config) -> str:
+        if config.quantizer.bits is not None:
+            return "fixed rate"
         name = self.config.transport.schedule
         if name != "auto":
             return name
@@ -201,6 +209,21 @@ class Collectives:
         self.training.stats.record(done)
         if contribution is not None and done.compressed_calls:
             self._verify(call, contribution, device, transport)
+
+    def queue(self, call: Call, device: Device, transport: CollectiveTransport) -> None:
+        """Queue a call at a fixed rate on the current stream of a GPU, and count it: no host waits, here or elsewhere.
+
+        So nothing is compared either: see `note_uncompared`.
+        """
+        counters = call.counters(transport.world_size)
+        started = time.perf_counter()
+        codec = _fixed_rate_codec(call, device, transport, counters)
+        call.schedule(transport, codec, counters)
+        if call.feedback:
+            call.feedback.keep(codec.remainder(call.measured))
+        counters.compressed_calls = 1
+        counters.seconds = time.perf_counter() - started
+        self.training.stats.record(counters)
 
     def run_plain(self, call: PlainCall, device: Device, transport: Transport) -> None:
         """Run an uncompressed call to its end on this rank, and count it.
@@ -256,6 +279,8 @@ def frame_elements(tensor: Tensor, config: Config) -> int:
 
 def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
     """How a tensor that is summed over ranks is cut."""
+    if config.quantizer.bits is not None:
+        return equal_rows(tensor.numel(), world_size, frame_elements(tensor, config))
     block = config.quantizer.block_in_effect
     return Layout.split(tensor.numel(), world_size, frame_elements(tensor, config), block)
 
@@ -354,12 +379,16 @@ def _run_compressed(
 
 def _agree(
     call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
-) -> TensorCodec | Bypass:
+) -> TensorCodec | FixedRateCodec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
     # depends on the call. The answer travels while the tensor is being measured.
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
     same_call = transport.start_comparison(comparison.tensor, counters)
+    if call.config.quantizer.bits is not None:
+        same_call.wait()
+        require_same(call.collective, comparison, ranks)
+        return _fixed_rate_codec(call, device, transport, counters)
     source, scales = call.source, None
     if call.within_node is None:
         source, scales = _measured(call, source, device, transport, counters)
@@ -383,6 +412,16 @@ def _agree(
         noise=noise_for(call.config, call.number, transport.rank),
         divisor=call.divisor,
     )
+
+
+def _fixed_rate_codec(call: Call, device: Device, transport: CollectiveTransport, counters: Counters) -> FixedRateCodec:
+    """The codec of a call that needs no agreement. Waits for no GPU."""
+    source = call.source if call.within_node is None else call.within_node(transport, counters)
+    if call.feedback:
+        source = call.feedback.added_to(source)
+    noise = noise_for(call.config, call.number, transport.rank)
+    tensor = CodedTensor(call.layout, source, call.output)
+    return FixedRateCodec(device, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
 
 
 def _measured(

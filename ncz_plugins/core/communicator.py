@@ -13,23 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import Request
+from .call import Call, Request
 from .call_queue import CallQueue
 from .collective import Collectives
 from .config import Config
-from .errors import MismatchError, NczError, UnsupportedError
+from .errors import MismatchError, NczError, UnsupportedError, memory_errors
 from .regroup import regrouped
 from .runtime.device import require_tensor
 from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
+from .runtime.stream import QueuedGpu, StreamHandle, is_captured, require_capturable
 from .training.policy import ParameterSlice
 from .training.state import Training
-from .transport.base import Transport, peer_errors
+from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.connections import timeout_of
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
-from .transport.plain import TorchCollectives, WorkHandle
+from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes
 from .tuning.measure import TorchRanks, measure_open_settings
@@ -89,7 +90,9 @@ class Communicator:
             self.config = self._prepared(config, training)
         else:
             self._connect(config, training)
-        self._plain_on_gpu: WorkHandle | None = None
+        self._plain_on_gpu: WorkHandle | None = None  # the last of each kind that GPUs do without the host
+        self._queued_on_gpu: StreamHandle | None = None
+        self._queued: dict[torch.device, tuple[QueuedGpu, CollectiveTransport]] = {}
         self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
 
     def _connect(self, config, training: Training | None) -> None:
@@ -261,14 +264,41 @@ class Communicator:
         config, bypass = self._collectives.decide(request)
         if bypass is not None:
             return self._start_plain(request, bypass, async_op)
-        if self._plain_on_gpu is not None:
-            self._plain_on_gpu.wait()  # on the current stream, whose work this call follows
+        at_fixed_rate = config.quantizer.bits is not None
+        if is_captured(request.input.device):
+            require_capturable(request.collective, config.quantizer)
+        for earlier in (self._plain_on_gpu, self._queued_on_gpu):
+            if earlier is not None:
+                earlier.wait()  # on the current stream, whose work this call follows
         call = self._collectives.prepare(request, config)
+        if at_fixed_rate and request.input.is_cuda and call.verify_as is None:
+            return self._start_on_stream(request, call, async_op)
         run = partial(self._collectives.run, call)
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
         return handle if async_op else handle.wait() and None
+
+    def _start_on_stream(self, request: Request, call: Call, async_op: bool):
+        """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing."""
+        self._queue.drain()
+        gpu, transport = self._on_streams(request.input.device)
+        self._collectives.note_uncompared(request, None, call.config)
+        with peer_errors(f"the {request.collective} at a fixed rate"), memory_errors(request.collective):
+            work = partial(self._collectives.queue, call, gpu, transport)
+            handle = self._queued_on_gpu = gpu.queue([request.input, request.output], work)
+        return handle if async_op else handle.wait() and None
+
+    def _on_streams(self, device: torch.device) -> tuple[QueuedGpu, CollectiveTransport]:
+        """What serves calls that need no host: the user's own NCCL group, or ours where the user's is another kind."""
+        if device not in self._queued:
+            backend = self.group._get_backend(device)
+            if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+                transport = GroupTransport(self.rank, self.world_size, TorchCollectives(lambda: backend))
+            else:
+                transport = self._queue.routes.of(device).transport
+            self._queued[device] = QueuedGpu(device), transport
+        return self._queued[device]
 
     def _start_plain(self, request: Request, bypass: Bypass, async_op: bool):
         if self.world_size == 1 or request.input.is_cuda:
@@ -284,6 +314,8 @@ class Communicator:
         if self.world_size > 1:
             self._queue.drain()
             self._collectives.note_uncompared(request, bypass)
+        if self._queued_on_gpu is not None:
+            self._queued_on_gpu.wait()
         with peer_errors(f"the plain {request.collective}"):
             handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
         self._collectives.count_plain(request, bypass)  # while the data travel

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -152,7 +153,7 @@ class HorovodStream(FrameStream):
 
 
 class HorovodCollectives(PlainCollectives):
-    """Uncompressed all-reduces over one process set, in host memory.
+    """Uncompressed collectives over one process set, in host memory.
 
     Args:
         process_set: one of Horovod's, which this rank is in.
@@ -188,6 +189,41 @@ class HorovodCollectives(PlainCollectives):
             process_set=self._process_set,
         )
         return _HorovodWork(handle, wide, tensor)
+
+    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
+        self._operations += 1
+        splits = torch.full([self._process_set.size()], input.numel() // self._process_set.size(), dtype=torch.int32)
+        name = f"{self._name}.{self._operations}"
+        handle = hvd.alltoall_async(input, splits, name=name, process_set=self._process_set)
+        return _HorovodResult(handle, output, lambda received: received[0])
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+        self._operations += 1
+        name = f"{self._name}.{self._operations}"
+        handle = hvd.allgather_async(input, name=name, process_set=self._process_set)
+        return _HorovodResult(handle, output, lambda gathered: gathered)
+
+
+class _HorovodResult:
+    """An operation under way that returns its result, which goes to `output`.
+
+    Args:
+        result: finds it in what Horovod returns.
+    """
+
+    def __init__(self, handle, output: Tensor, result: Callable[[object], Tensor]):
+        self._handle = handle
+        self._output = output
+        self._result = result
+
+    def wait(self, *timeout) -> bool:
+        if self._handle is not None:
+            self._output.copy_(self._result(result_of(self._handle)))
+            self._handle = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._handle is None or hvd.poll(self._handle)
 
 
 class _HorovodWork:

@@ -5,16 +5,19 @@ import torch
 from emulator import EmulatedLauncher
 from ranks import play
 
-from ncz_plugins.core.call import Call
+from ncz_plugins.core.call import Call, Request
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.collective import run
+from ncz_plugins.core.collective import Collectives, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
 from ncz_plugins.kernels.cuda import CudaBackend
 from ncz_plugins.kernels.format import CHUNK
 
+SUM = torch.distributed.ReduceOp.SUM
 SCHEDULES = {"ring": ring, "direct": direct}
 NUMEL = 3 * CHUNK + 17
 OF_ALL = 6 * CHUNK + 17  # elements of which every one of 3 ranks owns some
@@ -75,6 +78,49 @@ def test_the_bits_are_those_of_the_cpu(schedule, settings, world_size):
     config = Config(**{"quantizer": {"mode": "rms", "value": 0.1}} | settings)
     on_cpu = all_reduce(schedule, world_size, config, lambda rank: Host())
     on_gpu = all_reduce(schedule, world_size, config, EmulatedGpu)
+    for tensor in (*on_cpu, *on_gpu):
+        assert torch.equal(tensor.view(torch.int32), on_cpu[0].view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["error_bound", "stochastic"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_fixed_rate_needs_no_host(kind, world_size):
+    """The bits of the CPU, some launches whatever the size, and nothing that waits for the device."""
+    config = Config(quantizer={"kind": kind, "mode": "bits", "value": 4}, transport={"min_bytes": 0}).resolved()
+
+    class WithoutHost(EmulatedGpu):
+        def synchronize(self):
+            raise AssertionError("the host waits for the device")
+
+    class Counting(EmulatedLauncher):
+        launched = ()
+
+        def launch(self, kernel, dtype, grid, block, *arguments):
+            self.launched = (*self.launched, kernel)
+            super().launch(kernel, dtype, grid, block, *arguments)
+
+    def body(transport, emulated):
+        outcomes = []
+        for numel in (1, NUMEL, 3 * OF_ALL):
+            tensor = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
+            ours = Collectives(Training(config), config, range(world_size), transport.rank)
+            parts = [ParameterSlice(None, numel)]
+            call = ours.prepare(Request("all_reduce", tensor, tensor, SUM, parts=parts), config)
+            if emulated:
+                device, launcher = WithoutHost(seed=1), Counting(seed=1)
+                device.backend = CudaBackend(launcher)
+                ours.queue(call, device, transport)
+                at_random = "_at_random" if kind == "stochastic" else ""
+                names = ("block_magnitudes", f"pack{at_random}", "add_packed", "unpack")
+                assert launcher.launched == tuple(f"ncz_{name}" for name in names)
+            else:
+                ours.run(call, Host(), transport)
+            assert ours.training.stats.total.compressed_calls == 1
+            outcomes.append(tensor)
+        return torch.cat(outcomes)
+
+    on_cpu = play(world_size, lambda transport: body(transport, emulated=False))
+    on_gpu = play(world_size, lambda transport: body(transport, emulated=True))
     for tensor in (*on_cpu, *on_gpu):
         assert torch.equal(tensor.view(torch.int32), on_cpu[0].view(torch.int32))
 

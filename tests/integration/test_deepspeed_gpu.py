@@ -31,6 +31,7 @@ pytest.importorskip("deepspeed")
 GPU_CASES = {
     **{name: CASES[name] for name in ("fp32 stage 0", "bf16 stage 1", "fp32 stage 2", "bf16 stage 3")},
     **{name: CASES[name] for name in ("fp32 stage 2 overlapping", "fp32 stage 3 overlapping")},
+    **{name: CASES[name] for name in ("fp32 stage 2 at a fixed rate", "bf16 stage 3 at a fixed rate")},
 }
 
 

@@ -53,6 +53,14 @@ def test_without_loss_and_plain_they_are_horovods_own_to_the_bit(ranks):
         assert [name for name, exact in rank["exact"].items() if not exact] == []
 
 
+def test_a_fixed_rate(ranks):
+    assert all(rank["fixed_rate"]["compressed_calls"] == 6 for rank in ranks)
+    for name, result in ranks[0]["fixed_rate"]["cases"].items():
+        # Half a step of each rank is the 254th part of a block's largest magnitude.
+        assert 0 < result["error"] < 2 / 100, name
+        assert [rank["fixed_rate"]["cases"][name]["sha256"] for rank in ranks] == [result["sha256"]] * len(ranks), name
+
+
 def test_handles_can_be_waited_for_in_any_order_and_again(ranks):
     for rank in ranks:
         result = rank["handles"]

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.codec.fixed_rate import levels_of
 from ...core.codec.layout import Layout
 from ...core.codec.quantize import smallest_bound
 from ...core.config import QuantizerConfig
+from ...kernels.format import SCALE_BLOCK
 
 SUMS = ("all_reduce", "reduce_scatter")
 
@@ -46,14 +48,14 @@ def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
     if collective == "reduce_scatter":
         lengths = [x.numel() // ranks] * ranks
     layout = Layout.of(lengths, max(lengths))
-    sizes = layout.block_lengths(quantizer.block_in_effect)
+    sizes = layout.block_lengths(quantizer.block_in_effect if quantizer.bits is None else SCALE_BLOCK)
     starts = np.cumsum(sizes) - sizes
     allowed = None
     if quantizer.kind != "lossless":
         measured = _measured((x if collective in SUMS else values).double().numpy(), starts, sizes, quantizer)
         if collective in SUMS:
             dist.all_reduce(measured, dist.ReduceOp.MAX)
-        allowed = quantizer.value * measured.sum(0).numpy() * (ranks if collective in SUMS else 1)
+        allowed = _bound(quantizer) * measured.sum(0).numpy() * (ranks if collective in SUMS else 1)
     if collective == "reduce_scatter":
         own = layout.segment(rank)
         values = values[own]
@@ -72,6 +74,14 @@ def errors(result: Tensor, answer: Answer, divisor: float) -> tuple[float, float
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     wrong, whole = squares.tolist()
     return (wrong / whole) ** 0.5 if whole else float(wrong > 0), largest.item()
+
+
+def _bound(quantizer: QuantizerConfig) -> float:
+    """The bound in units of what `_measured` returns."""
+    if quantizer.bits is None:
+        return quantizer.value
+    step = (1 + 2.0**-7) / levels_of(quantizer.bits)  # magnitudes are rounded up to bfloat16
+    return step * ((1 if quantizer.kind == "stochastic" else 0.5) + 1e-5)
 
 
 def _exchanged(collective: str, x: Tensor) -> Tensor:
@@ -94,7 +104,7 @@ def _measured(x: np.ndarray, starts: np.ndarray, sizes: np.ndarray, quantizer: Q
     """What the bound of each block is relative to, [numbers to be added, blocks]; over ranks their maximum counts."""
     if quantizer.mode == "abs":
         found = [np.ones(len(starts))]
-    elif quantizer.mode == "rel":
+    elif quantizer.mode in ("rel", "bits"):
         found = [np.maximum.reduceat(np.abs(x), starts)]
     elif quantizer.mode == "range":
         found = [np.maximum.reduceat(x, starts), np.maximum.reduceat(-x, starts)]

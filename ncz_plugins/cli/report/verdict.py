@@ -203,6 +203,9 @@ def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
     quantizer = config.quantizer
     if quantizer.get("kind") == "lossless":
         return Conclusion("ratio", "lossless", f"quantizer.kind: lossless keeps every bit: {shrank}.")
+    if quantizer.get("mode") == "bits":
+        fixed = f"quantizer.mode: bits sends {quantizer.get('value')} bits per value whatever the data"
+        return Conclusion("ratio", "bits", f"{fixed}: {shrank}. Mode rms sends as few as the data need.")
     now = "".join(f", {name} {quantizer[name]}" for name in ("mode", "value") if name in quantizer)
     return Conclusion(
         "ratio",

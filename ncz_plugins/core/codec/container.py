@@ -67,9 +67,14 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
     error of 0 is within any bound.
 
     Raises BoundError if the bound is too fine for 32-bit codes and a larger one is not,
-    UnsupportedError for other tensors, ConfigError.
+    UnsupportedError for other tensors and for mode bits, ConfigError.
     """
     config = Config.load(config).resolved()
+    if config.quantizer.bits is not None:
+        raise UnsupportedError(
+            "quantizer.mode: bits serves collectives, whose sizes must be known beforehand, and no stored tensors: use "
+            "mode rel, rms, range or abs"
+        )
     flat = _flat(tensor)
     device = Host()
     layout = Layout.of([flat.numel()], config.transport.frame_bytes // flat.element_size())

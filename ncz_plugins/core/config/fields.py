@@ -80,10 +80,14 @@ StepNumber = Annotated[Integer, Field(ge=0, le=1 << 50), Allowed("an integer fro
 
 # Of the quantizer, for which policies can change them.
 Kind = Literal["error_bound", "stochastic", "lossless"]
-Mode = Literal["abs", "rel", "rms", "range"]
+Mode = Literal["abs", "rel", "rms", "range", "bits"]
 BoundValue = Annotated[Number, Field(gt=0)]
 Block = Annotated[Integer, Field(ge=0, le=1 << 40, multiple_of=CHUNK)]
-BOUND_VALUE = Allowed("a finite number above 0; with mode rel or range below 1; with mode rms at most 10")
+LEAST_BITS, MOST_BITS = 3, 8  # per value, with mode bits
+BOUND_VALUE = Allowed(
+    "a finite number above 0; with mode rel or range below 1; with mode rms at most 10; "
+    f"with mode bits an integer from {LEAST_BITS} to {MOST_BITS}"
+)
 BLOCK = Allowed(f"0, or a positive multiple of {CHUNK}, at most 2^40")
 FLAG = Allowed("true, false")
 

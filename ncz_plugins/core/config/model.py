@@ -75,6 +75,16 @@ class Config(Section):
                     ) from None
         return self
 
+    @model_validator(mode="after")
+    def _no_checksums_without_frames(self) -> Config:
+        for where, quantizer in self._quantizers():
+            if self.entropy.checksum and quantizer.bits is not None:
+                raise ConfigError(
+                    f"entropy.checksum: true, and {where} {quantizer.value:g} with mode bits: a fixed rate sends no "
+                    "frames that could carry a checksum. Set one of them otherwise"
+                )
+        return self
+
     def _quantizers(self) -> Iterator[tuple[str, QuantizerConfig]]:
         """All that tensors may get, with where they stand."""
         yield "quantizer.value", self.quantizer

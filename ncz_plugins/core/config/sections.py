@@ -16,7 +16,9 @@ from .fields import (
     CHUNK,
     FLAG,
     FRAME_BYTES,
+    LEAST_BITS,
     MIN_BYTES,
+    MOST_BITS,
     Allowed,
     Block,
     BoundValue,
@@ -50,16 +52,19 @@ class QuantizerConfig(Section):
         default="rms",
         description="The unit of value. abs: the tensor's own unit; rel: the largest magnitude of a block; "
         "rms: the root mean square of a block; range: highest less lowest value of a block. "
-        "For rel, rms and range the ranks agree on the largest one (MAX).",
+        "For rel, rms and range the ranks agree on the largest one (MAX). bits: a fixed rate of so many bits per "
+        "value, see the guide about GPUs.",
     )
     value: Annotated[BoundValue, BOUND_VALUE] = Field(
         default=0.25,
+        validate_default=True,  # mode bits has none
         description="The error bound of one rank's contribution, in the unit that mode names. Smaller is more "
-        "exact, larger compresses more.",
+        "exact, larger compresses more. With mode bits: bits per value, of which more are more exact.",
     )
     block: Annotated[Block, BLOCK] = Field(
         default=CHUNK,
-        description="Elements that share one scale; 0: the whole tensor is one block. No effect in mode abs.",
+        description="Elements that share one scale; 0: the whole tensor is one block. No effect in mode abs, nor in "
+        "mode bits, where it is 256.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,
@@ -78,6 +83,8 @@ class QuantizerConfig(Section):
         mode = info.data.get("mode")
         if (mode in ("rel", "range") and value >= 1) or (mode == "rms" and value > 10):
             raise ValueError(f"too large for mode {mode}")
+        if mode == "bits" and value not in range(LEAST_BITS, MOST_BITS + 1):
+            raise ValueError("not a number of bits, which mode bits asks for")
         return value
 
     @property
@@ -85,9 +92,23 @@ class QuantizerConfig(Section):
         """Whether sums keep what they lose: nothing is lost by kind lossless."""
         return self.error_feedback and self.kind != "lossless"
 
+    @property
+    def bits(self) -> int | None:
+        """Bits per value of a fixed rate; None where the rate follows from the data."""
+        return int(self.value) if self.mode == "bits" and self.kind != "lossless" else None
+
     def times(self, factor: float) -> QuantizerConfig:
-        """A copy whose bound is `factor` times as large."""
-        return self if factor == 1 else self.changed(value=self.value * factor)
+        """A copy whose bound is `factor` times as large.
+
+        With mode bits: with the fewest bits that keep such a bound, of those that there are.
+        """
+        if factor == 1:
+            return self
+        if self.bits is None:
+            return self.changed(value=self.value * factor)
+        levels = (2 ** (self.bits - 1) - 1) / factor
+        bits = next((b for b in range(LEAST_BITS, MOST_BITS) if 2 ** (b - 1) - 1 >= levels), MOST_BITS)
+        return self.changed(value=bits)
 
     def changed(self, **values: Any) -> QuantizerConfig:
         """A copy with other values. Raises ConfigError."""
@@ -96,12 +117,15 @@ class QuantizerConfig(Section):
     @property
     def block_in_effect(self) -> int:
         """`block`, or 0 where one scale serves the whole tensor or none is needed."""
-        return 0 if self.kind == "lossless" or self.mode == "abs" else self.block
+        return 0 if self.kind == "lossless" or self.mode in ("abs", "bits") else self.block
 
     def describe(self) -> str:
         """A few words for people."""
         if self.kind == "lossless":
             return "lossless"
+        if self.bits is not None:
+            feedback = ", error feedback" if self.error_feedback else ""
+            return f"{self.kind.replace('_', ' ')}, {self.bits} bits per value{feedback}"
         per = "" if self.mode == "abs" else f" per {self.block} elements" if self.block else " per tensor"
         feedback = ", error feedback" if self.error_feedback else ""
         return f"{self.kind.replace('_', ' ')} {self.mode}:{self.value:g}{per}{feedback}"

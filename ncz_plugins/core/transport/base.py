@@ -137,6 +137,10 @@ class PlainCollectives(ABC):
         """Put every rank's `input` into `output`, which has world_size times as many elements, in rank order."""
         raise self._missing("all_gather_into_tensor")
 
+    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
+        """Send part i of world_size equal parts of `input` to rank i; put what rank i sent into part i of `output`."""
+        raise self._missing("all_to_all_single")
+
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Replace `tensor` on every rank by that of rank `root`."""
         raise self._missing("broadcast")
@@ -154,6 +158,22 @@ class PlainCollectives(ABC):
 
     def _missing(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{type(self).__name__} has no {what}: its runtime offers all_reduce only")
+
+
+class CollectiveTransport(Protocol):
+    """Uncompressed collectives between ranks: all of a transport that the schedule of a fixed rate needs.
+
+    Attributes:
+        rank: this rank.
+        world_size: the number of ranks.
+        plain: the uncompressed collectives.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def plain(self) -> PlainCollectives: ...
 
 
 class SmallCollectives(ABC):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -50,6 +51,9 @@ class TorchCollectives(PlainCollectives):
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
         return self._track(self._group()._allgather_base(output, input))
 
+    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
+        return self._track(self._group().alltoall_base(output, input, [], [], dist.AllToAllOptions()))
+
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -63,6 +67,14 @@ class TorchCollectives(PlainCollectives):
         if op == dist.ReduceOp.AVG and tensor.is_floating_point() and tensor.device.type == "cpu":
             return dist.ReduceOp.SUM, self._group().size()
         return op, 1
+
+
+class GroupTransport(NamedTuple):
+    """The uncompressed collectives of one group, as a `CollectiveTransport`."""
+
+    rank: int
+    world_size: int
+    plain: PlainCollectives
 
 
 def start_exchange(

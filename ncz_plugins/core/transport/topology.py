@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..runtime.statistics import Counters
-from .base import FrameStream, FrameTransport, peer_errors
+from .base import FrameStream, FrameTransport, Transport, peer_errors
+from .subset import SubsetCollectives
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,24 @@ class Nodes:
         """How many ranks a node has."""
         return len(self.ranks[0])
 
-    def between(self, transport: FrameTransport) -> FrameTransport:
-        """Frames between nodes, over a transport between all ranks: see `Between`."""
+    def between(self, transport: Transport) -> Between:
+        """What travels between nodes, over a transport between all ranks."""
         return Between(transport, self)
 
 
 class Between(FrameTransport):
-    """Frames between nodes: its rank i is the rank of node i that has the same local rank as this one."""
+    """Frames and collectives between nodes: its rank i is the rank of node i with the same local rank as this one."""
 
-    def __init__(self, transport: FrameTransport, nodes: Nodes):
+    def __init__(self, transport: Transport, nodes: Nodes):
         self.rank = nodes.node
         self.world_size = nodes.count
         self._transport = transport
         self._counterparts = [ranks[nodes.local_rank] for ranks in nodes.ranks]
+
+    @property
+    def plain(self) -> SubsetCollectives:
+        """Uncompressed collectives between nodes, as far as a fixed rate needs them."""
+        return SubsetCollectives(self._transport.plain, self._counterparts, self.rank)
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters

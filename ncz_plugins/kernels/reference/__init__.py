@@ -76,8 +76,8 @@ class ReferenceBackend(Backend):
 
     def unpack(self, packed, bits, rows, magnitudes, denominator, out):
         codes = packed.view(-1).numpy()
-        for elements, values in fixed_rate.unpack(codes, bits, rows, _bits(magnitudes), denominator):
-            out[elements] = torch.from_numpy(values)
+        for elements, found in fixed_rate.unpack(codes, bits, rows, _bits(magnitudes), denominator):
+            out[elements] = torch.from_numpy(found)
 
 
 def _values(x: torch.Tensor) -> np.ndarray:

@@ -1,9 +1,9 @@
 """A fixed rate: codes of equally many bits, so that all sizes are known before the data are.
 
 A block of SCALE_BLOCK elements shares a scale: its largest magnitude over all ranks, M, rounded up to bfloat16. With b
-bits, codes go from -L to L, where L = 2**(b - 1) - 1, and a code stands for M / L. Sums of n codes take as many bits as
-n L needs. Codes are written as symbols (zigzag), each octet of 8 as one little-endian bit string of b bytes, as in FIXED.
-A short block is filled up with zeros.
+bits, codes go from -L to L, where L = 2**(b - 1) - 1, and one step is M / L. Sums of n codes take as many bits as n L
+needs. Codes are written as symbols (zigzag), each octet of 8 as one little-endian bit string of b bytes, as in FIXED. A
+short block is filled up with zeros.
 """
 
 from __future__ import annotations

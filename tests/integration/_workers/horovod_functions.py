@@ -137,6 +137,20 @@ def exact() -> dict:
     return results
 
 
+def fixed_rate() -> dict:
+    """Sums and averages at 8 bits per value, as shares of the largest one."""
+    compressor = NCZ(quantizer={"mode": "bits", "value": 8}, transport={"min_bytes": 0})
+    cases = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for op in (hvd.Average, hvd.Sum):
+            tensor = own_values(SIZE, dtype=dtype)
+            result = hvd.allreduce(tensor, op=op, postscale_factor=0.5, compression=compressor)
+            expected = in_float64(tensor, op=op, postscale_factor=0.5)
+            error = largest_error([result.double()], [expected]) / largest([expected])
+            cases[f"{op} of {dtype}"] = {"error": error, "sha256": sha256([result])}
+    return {"cases": cases, "compressed_calls": compressor.stats.total.compressed_calls}
+
+
 def handles() -> dict:
     """Waited for in the order of their start on one rank, in reverse on the others."""
     tensors = [own_values(SIZE, number) for number in range(3)]
@@ -176,4 +190,5 @@ def backward() -> dict:
 
 
 hvd.init()
-save({"compressed": compressed(), "plain": plain(), "exact": exact(), "handles": handles(), "backward": backward()})
+checks = (compressed, plain, exact, fixed_rate, handles, backward)
+save({check.__name__: check() for check in checks})

@@ -180,6 +180,11 @@ def test_other_tensors_are_refused(tensor):
         compress(tensor)
 
 
+def test_a_fixed_rate_is_refused():
+    with pytest.raises(UnsupportedError, match="mode: bits serves collectives"):
+        compress(torch.ones(3), {"quantizer": {"mode": "bits", "value": 4}})
+
+
 def test_other_arguments_are_refused():
     for data in (b"123", torch.zeros(30), torch.zeros(5, 6, dtype=torch.uint8), torch.tensor(3, dtype=torch.uint8)):
         with pytest.raises(UnsupportedError, match="compress returned"):

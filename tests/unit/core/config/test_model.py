@@ -151,6 +151,8 @@ GOOD = [
     ("quantizer", {"mode": "rel", "value": 0.999}),
     ("quantizer", {"mode": "rms", "value": 10}),
     ("quantizer", {"mode": "range", "value": 0.999}),
+    ("quantizer", {"mode": "bits", "value": 3}),
+    ("quantizer", {"mode": "bits", "value": 8.0}),
     ("quantizer", {"kind": "stochastic", "seed": 2**64 - 1}),
     ("quantizer", {"kind": "lossless"}),
     ("quantizer", {"value": 5e-324}),
@@ -328,6 +330,9 @@ def test_the_limit_of_value_depends_on_the_mode():
         assert message({"quantizer": {"mode": mode, "value": 1}}).startswith("quantizer.value: 1 is not allowed")
     assert message({"quantizer": {"value": 11, "mode": "rms"}}).startswith("quantizer.value: 11 is not allowed")
     assert Config.load({"quantizer": {"mode": "abs", "value": 11}}).quantizer.value == 11
+    for value in (2, 4.5, 9):
+        assert message({"quantizer": {"mode": "bits", "value": value}}).startswith(f"quantizer.value: {value} is not ")
+    assert message({"quantizer": {"mode": "bits"}}).startswith("quantizer.value: 0.25 is not allowed")
 
 
 @pytest.mark.parametrize("roles", [[], ["gradient", "gradient"], ["gradients"], "gradient", None, [1], [["gradient"]]])
@@ -393,7 +398,7 @@ def test_a_long_value_is_shortened():
 
 
 def test_building_a_section_by_hand_reports_the_same_way():
-    with pytest.raises(ConfigError, match="mode: 'x' is not allowed; allowed: abs, rel, rms, range$"):
+    with pytest.raises(ConfigError, match="mode: 'x' is not allowed; allowed: abs, rel, rms, range, bits$"):
         QuantizerConfig(mode="x")
     with pytest.raises(ConfigError, match="did you mean quantizer.mode"):
         Config(mode="rms")
@@ -559,6 +564,29 @@ def test_describe_is_one_line_with_what_matters():
 )
 def test_sizes_for_people(size, text):
     assert format_size(size) == text
+
+
+def test_a_fixed_rate():
+    quantizer = QuantizerConfig(mode="bits", value=4)
+    assert quantizer.bits == 4 and quantizer.block_in_effect == 0
+    assert quantizer.describe() == "error bound, 4 bits per value"
+    assert QuantizerConfig(kind="lossless").bits is None and QuantizerConfig().bits is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "factor", "expected"),
+    [(4, 1, 4), (4, 0.5, 5), (4, 0.4, 6), (8, 0.5, 8), (4, 2, 4), (4, 2.4, 3), (3, 9, 3)],
+)
+def test_a_bound_times_a_factor_is_as_many_bits_as_keep_it(bits, factor, expected):
+    """The largest codes are 3, 7, 15, 31, 63, 127; a bound is to them as 1 to the code."""
+    assert QuantizerConfig(mode="bits", value=bits).times(factor).bits == expected
+
+
+def test_a_fixed_rate_has_no_frames_that_could_carry_checksums():
+    fixed = {"mode": "bits", "value": 4}
+    assert "sends no frames" in message({"quantizer": fixed, "entropy": {"checksum": True}})
+    policies = [{"name": "a", "quantizer": fixed}]
+    assert "policies[0].quantizer.value 4" in message({"policies": policies, "entropy": {"checksum": True}})
 
 
 @pytest.mark.parametrize("mode", ["abs", "rel", "rms", "range"])

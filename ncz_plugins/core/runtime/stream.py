@@ -1,0 +1,107 @@
+"""Calls that a GPU carries out without the host: queued on a stream, waited for by a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ..config import QuantizerConfig
+from ..errors import UnsupportedError
+from .device import Device
+from .handle import Handle
+
+
+class QueuedGpu(Device):
+    """The memory of one CUDA device, for calls whose sizes are all known beforehand: nothing waits on the host.
+
+    Work is queued on a stream of its own, beside the caller's.
+
+    Raises ImportError where there are no kernels for the device, saying why.
+    """
+
+    def __init__(self, device: torch.device):
+        self.backend = kernels.cuda_backend()
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def queue(self, tensors: list[Tensor], work: Callable[[], None]) -> StreamHandle:
+        """Queue `work`, behind all that the current stream has been given so far.
+
+        Args:
+            tensors: the caller's memory that it uses, which is then not given to others before it is done.
+        """
+        with self.after(torch.cuda.current_stream(self._device).record_event()):
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+            work()
+            return StreamHandle(self._stream.record_event(), self._device)
+
+    @contextmanager
+    def after(self, event: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(event)
+            yield
+
+    def buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def trimmed(self, buffer: Tensor, size: int) -> Tensor:
+        return buffer[:size]
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        raise UnsupportedError("a call at a fixed rate has nothing that the host must see")
+
+    def submit(self, job: Callable[[], None]) -> None:
+        job()
+
+    def synchronize(self) -> None:
+        pass  # the stream keeps the order, and whoever needs the result waits for its event
+
+    def abandon(self) -> None:
+        pass
+
+
+class StreamHandle(Handle):
+    """The handle of work on a stream. `wait` holds up the current stream and not the host, as NCCL's own does.
+
+    So `wait` tells of no failure and knows no time-out; NCCL's watchdog ends the process of a rank whose peer has died.
+    """
+
+    def __init__(self, done: torch.cuda.Event, device: torch.device):
+        self._done = done
+        self._device = device
+
+    def wait(self, timeout=None) -> bool:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def is_success(self) -> bool:
+        return self._done.query()
+
+    def exception(self) -> None:
+        return None
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def require_capturable(collective: str, quantizer: QuantizerConfig) -> None:
+    """Raise UnsupportedError unless a CUDA graph can repeat such a call."""
+    if quantizer.bits is None:
+        problem = "the host must know sizes that follow from the data. Set quantizer.mode: bits"
+    elif quantizer.kind == "stochastic":
+        problem = "kind stochastic would draw the same numbers in every replay. Set quantizer.kind: error_bound"
+    elif quantizer.feeds_back:
+        problem = "error feedback is not offered in a graph. Set quantizer.error_feedback: false"
+    else:
+        return
+    raise UnsupportedError(f"{collective}, compressed, can't be captured in a CUDA graph: {problem}")

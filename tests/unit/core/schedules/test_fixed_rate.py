@@ -1,0 +1,274 @@
+"""Calls at a fixed rate, over real gloo with all ranks in one process: bounds, the same bits on all ranks, bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play, same_bits, values
+
+from ncz_plugins.core.bypass import Bypass
+from ncz_plugins.core.call import Request
+from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
+from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
+from ncz_plugins.core.transport.topology import Nodes
+from ncz_plugins.kernels.format import SCALE_BLOCK
+
+SIZES = (1, 2 * SCALE_BLOCK, 4099, 100_003)  # the last two are primes
+PARTS = (1, 257, 4099)
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+def collectives(transport, nodes=None, training=None, **quantizer) -> Collectives:
+    quantizer = {"mode": "bits", "value": 4} | quantizer
+    config = Config(quantizer=quantizer, transport={"min_bytes": 0}).resolved()
+    training = training or Training(config)
+    return Collectives(training, config, range(transport.world_size), transport.rank, nodes)
+
+
+def reduced(transport, tensor, op=SUM, ours=None, name=None):
+    """The counters of one all_reduce, in place."""
+    ours = ours or collectives(transport)
+    request = Request("all_reduce", tensor, tensor, op, parts=[ParameterSlice(name, tensor.numel())])
+    config, bypass = ours.decide(request)
+    assert bypass is None
+    ours.run(ours.prepare(request, config), Host(), transport)
+    return ours.training.stats.total
+
+
+def magnitudes_of(blocks_of_ranks: list[torch.Tensor], numel: int) -> torch.Tensor:
+    """Of each element: the largest magnitude of its block over ranks, rounded up to bfloat16."""
+    largest = torch.stack([each.float().abs() for each in blocks_of_ranks]).amax(0)
+    padded = torch.nn.functional.pad(largest, (0, -numel % SCALE_BLOCK)).view(-1, SCALE_BLOCK).amax(1)
+    bits = (padded.view(torch.int32) + 0xFFFF) >> 16 << 16
+    return bits.view(torch.float32).double().repeat_interleave(SCALE_BLOCK)[:numel]
+
+
+def half_steps(blocks_of_ranks: list[torch.Tensor], numel: int, bits: int) -> torch.Tensor:
+    """Of each element: half a quantization step, and what rounding in float32 may add."""
+    return magnitudes_of(blocks_of_ranks, numel) / levels_of(bits) * (0.5 + 1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_all_reduce(world_size, bits):
+    def body(transport):
+        tensors = [values(transport.rank, numel) for numel in SIZES]
+        ours = collectives(transport, value=bits)
+        for tensor in tensors:
+            reduced(transport, tensor, ours=ours)
+        return tensors
+
+    for numel, *outcomes in zip(SIZES, *play(world_size, body, reuse=True)):
+        contributed = [values(rank, numel) for rank in range(world_size)]
+        error = (outcomes[0].double() - sum(each.double() for each in contributed)).abs()
+        assert (error <= world_size * half_steps(contributed, numel, bits)).all()
+        assert error.any()  # it was compressed
+        assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_average(dtype):
+    numel = 4099
+
+    def body(transport):
+        tensor = values(transport.rank, numel, dtype)
+        reduced(transport, tensor, AVG)
+        return tensor
+
+    outcomes = play(3, body, reuse=True)
+    contributed = [values(rank, numel, dtype) for rank in range(3)]
+    exact = sum(each.double() for each in contributed) / 3
+    allowed = half_steps(contributed, numel, 4) + (exact.abs() + 1) * torch.finfo(dtype).eps
+    assert ((outcomes[0].double() - exact).abs() <= allowed).all()
+    assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("part", PARTS)
+def test_reduce_scatter_and_all_gather_are_an_all_reduce_in_two(world_size, part):
+    """Where blocks lie alike, with the very same bits; elsewhere within the bound."""
+
+    def body(transport):
+        n = transport.world_size
+        ours = collectives(transport)
+        whole, own = values(transport.rank, n * part), torch.empty(part)
+        request = Request("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, n * part)])
+        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        gathered = torch.empty(n * part)
+        request = Request("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, n * part)])
+        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        return own, gathered
+
+    outcomes = play(world_size, body, reuse=True)
+    assert same_bits([gathered for _, gathered in outcomes])
+    for rank, (own, _) in enumerate(outcomes):
+        mine = [values(other, world_size * part)[rank * part : (rank + 1) * part] for other in range(world_size)]
+        error = (own.double() - sum(each.double() for each in mine)).abs()
+        assert (error <= world_size * half_steps(mine, part, 4)).all()
+        came = outcomes[0][1][rank * part : (rank + 1) * part].double()
+        assert ((came - own.double()).abs() <= half_steps([own], part, 4)).all()
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast(root):
+    def body(transport):
+        tensor = values(transport.rank, 4099)
+        ours = collectives(transport)
+        request = Request("broadcast", tensor, tensor, root=root, parts=[ParameterSlice(None, 4099)])
+        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        return tensor
+
+    outcomes = play(3, body, reuse=True)
+    sent = values(root, 4099)
+    assert same_bits(outcomes)
+    assert ((outcomes[0].double() - sent.double()).abs() <= half_steps([sent], 4099, 4)).all()
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_comes_out_so_and_stays_in_its_block(special):
+    def body(transport):
+        tensor = torch.ones(3 * SCALE_BLOCK)
+        if transport.rank == 1:
+            tensor[SCALE_BLOCK + 7] = special
+        total = reduced(transport, tensor)
+        assert total.compressed_calls == 1 and not total.bypasses
+        return tensor
+
+    for tensor in play(2, body, reuse=True):
+        inside = slice(SCALE_BLOCK, 2 * SCALE_BLOCK)
+        assert tensor[inside].isnan().all()
+        tensor[inside] = 2
+        assert (tensor == 2).all()
+
+
+def test_rounding_at_random_is_unbiased_and_differs_between_ranks():
+    """Of the same values on both ranks: were they rounded alike, only every other sum would occur."""
+    numel, times = 64 * SCALE_BLOCK, 8
+
+    def body(transport):
+        ours = collectives(transport, kind="stochastic")
+        sums = []
+        for _ in range(times):
+            tensor = torch.full((numel,), 0.3)
+            tensor[::SCALE_BLOCK] = 1
+            reduced(transport, tensor, ours=ours)
+            sums.append(tensor)
+        return torch.stack(sums)
+
+    first, second = play(2, body, reuse=True)
+    assert same_bits([first, second])
+    inner = torch.ones(numel, dtype=torch.bool)
+    inner[::SCALE_BLOCK] = False
+    drawn = first[:, inner].double()
+    assert len(drawn.unique()) == 3  # 0.6 lies between 4/7 and 5/7, of which 3/7 and 4/7 are other sums
+    deviation = (1 / 7) * (0.1 * 0.9 * 2) ** 0.5 / drawn.numel() ** 0.5
+    assert abs(drawn.mean() - 0.6) < 6 * deviation
+
+
+def test_error_feedback_adds_what_was_lost_to_the_next_call():
+    numel, steps = 3 * SCALE_BLOCK + 5, 40
+
+    def body(transport):
+        ours = collectives(transport, value=3, error_feedback=True)
+        total = torch.zeros(numel, dtype=torch.float64)
+        for _ in range(steps):
+            tensor = values(transport.rank, numel)
+            reduced(transport, tensor, ours=ours, name="weight")
+            total += tensor
+        return total
+
+    outcomes = play(2, body, reuse=True)
+    contributed = [values(rank, numel) for rank in range(2)]
+    exact = steps * sum(each.double() for each in contributed)
+    # What is missing in the end is one call's loss, of values that hold at most the loss of one call besides.
+    assert ((outcomes[0] - exact).abs() <= 4 * half_steps(contributed, numel, 3)).all()
+    assert same_bits(outcomes)
+
+
+@pytest.mark.parametrize("in_rounds", [False, True], ids=["read from memory", "messages"])
+@pytest.mark.parametrize("ranks", [((0, 1), (2, 3)), ((0, 3), (1, 4), (2, 5))], ids=["2x2", "3x2, dealt in turn"])
+def test_only_what_goes_between_nodes_is_compressed(ranks, in_rounds):
+    world_size = sum(map(len, ranks))
+
+    def body(transport):
+        node = next(i for i, members in enumerate(ranks) if transport.rank in members)
+        nodes = Nodes(ranks, node, ranks[node].index(transport.rank))
+        tensors = [values(transport.rank, numel) for numel in SIZES]
+        for tensor in tensors:
+            reduced(transport, tensor, ours=collectives(transport, nodes))
+        part, own = values(transport.rank, world_size * 300), torch.empty(300)
+        gathered, sent = torch.empty(world_size * 300), values(transport.rank, 700)
+        ours = collectives(transport, nodes)
+        for request in (
+            Request("reduce_scatter_tensor", part, own, SUM, parts=[ParameterSlice(None, part.numel())]),
+            Request("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, part.numel())]),
+            Request("broadcast", sent, sent, root=3, parts=[ParameterSlice(None, 700)]),
+        ):
+            ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        return [*tensors, gathered, sent]
+
+    outcomes = list(zip(*play(world_size, body, in_rounds=in_rounds, reuse=True)))
+    for numel, tensors in zip(SIZES, outcomes):
+        of_nodes = [sum(values(rank, numel) for rank in members) for members in ranks]
+        error = (tensors[0].double() - sum(values(rank, numel).double() for rank in range(world_size))).abs()
+        assert (error <= len(ranks) * half_steps(of_nodes, numel, 4)).all()
+        assert same_bits(tensors)
+    gathered, sent = outcomes[-2:]
+    assert same_bits(gathered) and same_bits(sent)
+    exact = sum(values(rank, world_size * 300).double() for rank in range(world_size))
+    assert (gathered[0].double() - exact).norm() < 0.3 * exact.norm()
+    assert (sent[0] - values(3, 700)).norm() < 0.2 * values(3, 700).norm()
+
+
+def test_bytes_are_known_beforehand():
+    """4 bits one way, 5 back, and 16 bits for 256 values that are agreed on, there and back."""
+    numel = 64 * SCALE_BLOCK
+
+    def body(transport):
+        once = reduced(transport, values(transport.rank, numel)).wire_bytes
+        zeros = reduced(transport, torch.zeros(numel)).wire_bytes
+        thrice = reduced(transport, values(transport.rank, 3 * numel)).wire_bytes
+        return once, zeros, thrice - once
+
+    for once, zeros, of_more in play(2, body, reuse=True):
+        assert once == zeros  # whatever the data
+        assert of_more == 2 * (numel // 2 * 9 // 8 + 2 * numel // SCALE_BLOCK)  # what ranks compare is the same
+
+
+def test_float64_goes_plain_by_its_dtype():
+    def body(transport):
+        tensor = values(transport.rank, 100, torch.float64)
+        request = Request("all_reduce", tensor, tensor, SUM, parts=[ParameterSlice(None, 100)])
+        return collectives(transport).decide(request).bypass
+
+    assert play(2, body, reuse=True) == [Bypass.DTYPE] * 2
+
+
+def test_ranks_that_differ_in_their_bits_are_told():
+    def body(transport):
+        with pytest.raises(MismatchError, match="configuration differs"):
+            reduced(transport, values(transport.rank, 1000), ours=collectives(transport, value=4 + transport.rank))
+
+    play(2, body)
+
+
+def test_sums_fit_their_bits():
+    for bits in range(3, 9):
+        for addends in (1, 2, 3, 8, 1000):
+            largest = addends * levels_of(bits)
+            assert 2 * largest < 2 ** sum_bits(bits, addends) <= 4 * largest
+    assert sum_bits(4, 1) == 4 and sum_bits(4, 2) == 5 and sum_bits(4, 4) == 6
+
+
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_rows_cover_the_tensor(numel, count):
+    lengths = equal_rows(numel, count, 1 << 20).lengths
+    assert sum(lengths) == numel and len(lengths) == count
+    full = [length for length in lengths if length == lengths[0]]
+    assert lengths[0] % SCALE_BLOCK == 0 or lengths[0] == numel
+    assert len(full) >= count - 1 or max(lengths[len(full) + 1 :], default=0) == 0
