@@ -15,13 +15,13 @@ FUSION_BYTES = 64 << 20  # what is reduced in one call; enough to hide its laten
 
 
 def fused(tensors: list[PendingTensor], training: Training, ranks: list[int]) -> Iterator[list[PendingTensor]]:
-    """All `tensors`, up to FUSION_BYTES at a time of those that are of one kind and treated alike.
+    """All `tensors`, up to FUSION_BYTES at a time of those that are of one kind, on one device and treated alike.
 
     Args:
         tensors: in their order.
         ranks: those that reduce them.
     """
-    for _, group in itertools.groupby(tensors, key=lambda pending: pending.kind):
+    for _, group in itertools.groupby(tensors, key=lambda pending: (pending.kind, pending.tensor.device)):
         alike = list(group)
         parameters = [pending.parameter for pending in alike]
         for _, indices in training.grouped(parameters, alike[0].tensor.dtype, "gradient", ranks):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.bypass import Bypass, by_dtype, by_op
 from ..core.errors import UnsupportedError
+from ..core.runtime.device import record_event, require_kernels
 from ..core.training.policy import ParameterSlice
 from .compressor import NCZ, OptimizerCompressor
 
@@ -29,12 +30,14 @@ class Kind(NamedTuple):
         op: Horovod's.
         prescale, postscale: what the ranks' values and the result are multiplied by, on top of what `op` says.
         dtype: its name in torch.
+        device: "cpu" or "cuda".
     """
 
     op: int
     prescale: float
     postscale: float
     dtype: str
+    device: str
 
     @property
     def scale(self) -> float:
@@ -58,6 +61,7 @@ class PendingTensor:
         tensor: of any shape and strides.
         parameter: by which policies know it.
         residual: by which error feedback knows it, apart from the parameters of other optimizers.
+        ready: on a GPU, when its values are there.
         reduced: whether that has been done.
     """
 
@@ -67,6 +71,7 @@ class PendingTensor:
     tensor: Tensor
     parameter: ParameterSlice
     residual: ParameterSlice
+    ready: torch.cuda.Event | None = None
     reduced: bool = False
 
     @property
@@ -90,7 +95,7 @@ class Pending:
         process_set: the ranks that reduce them.
         grouped: whether the result is a list.
 
-    Raises UnsupportedError for tensors that are not in host memory.
+    Raises UnsupportedError for tensors on devices that have no kernels.
     """
 
     def __init__(
@@ -107,23 +112,23 @@ class Pending:
         grouped: bool,
     ):
         for tensor, name in zip(tensors, names):
-            if tensor.device.type != "cpu":
-                raise UnsupportedError(
-                    f"{name or 'allreduce'}: tensor on {tensor.device}: this version compresses CPU tensors only; "
-                    "use another compression for it"
-                )
+            try:
+                require_kernels(tensor.device)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{name or 'allreduce'}: {error}") from error
         self.compressor = compressor
         self.owner = owner
         self.process_set = process_set
         self.name = f"{UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
         self.tensors = [
             PendingTensor(
-                Kind(op, prescale, postscale, str(tensor.dtype).removeprefix("torch.")),
+                Kind(op, prescale, postscale, str(tensor.dtype).removeprefix("torch."), tensor.device.type),
                 self.name,
                 index,
                 tensor,
                 ParameterSlice(name, tensor.numel()),
                 ParameterSlice(name and owner.label + name, tensor.numel()),
+                record_event(tensor.device),
             )
             for index, (tensor, name) in enumerate(zip(tensors, names))
         ]

@@ -6,7 +6,6 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -16,24 +15,25 @@ import horovod.torch as hvd
 import torch
 
 from ..core.bypass import Bypass, BypassBackoff
-from ..core.call import Request
+from ..core.call import Call, Request
 from ..core.call_description import checksum_of
 from ..core.collective import Collectives, bypassed
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
-from ..core.runtime.device import Host
+from ..core.runtime.device import Device, Host, record_event
 from ..core.runtime.handle import Handle
 from ..core.runtime.worker import Worker
 from ..core.training.group import GroupState
 from ..core.transport.base import Transport
 from ..core.transport.comparison import RankComparison
 from ..core.transport.handshake import described, differences
-from ..core.transport.routes import forget_tensors
 from ..version import __version__
 from .bucket_plan import BucketPlan
 from .compressor import NCZ, OptimizerCompressor
+from .connections import OwnConnections
 from .fusion import copy_back, flattened, fused
 from .pending import TORCH_OPS, UNNAMED, PendingTensor
-from .transport import HorovodCollectives, HorovodTransport, open_ring, result_of
+from .readiness import Streams
+from .transport import HorovodCollectives, HorovodTransport, result_of
 
 _OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
 _COUNT = "number of tensors to reduce"
@@ -67,7 +67,8 @@ class ProcessSetReducer:
 
     def __init__(self):
         self._worker = Worker("ncz_plugins horovod")
-        self._ring: Transport | None = None
+        self._connections = OwnConnections()
+        self._streams = Streams()
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
         """Begin to reduce a bucket ahead of the program, if all ranks are about to; else they stop the plan.
@@ -84,8 +85,7 @@ class ProcessSetReducer:
     def close(self, seconds: float) -> None:
         """End the thread, after at most so many seconds for what it is at, and close its connections."""
         self._worker.close(seconds)
-        if self._ring is not None:
-            self._ring.close()
+        self._connections.close()
 
     # ---------------------------------------------------------------- on the thread
 
@@ -115,10 +115,11 @@ class ProcessSetReducer:
         _require_names(job.compressor, job.owner)
         # Names are the same in every step, as Horovod caches by them.
         name = f"ncz.{job.process_set.process_set_id}.{number}"
-        _reduce_by_horovod(job, [each for each in tensors if each.kind.bypass], f"{name}.plain")
         others = [each for each in tensors if not each.kind.bypass]
-        for index, together in enumerate(fused(others, job.compressor.training, job.process_set.ranks)):
-            self._reduce_together(job, together, f"{name}.{index}", bypass)
+        with self._streams.after(tensors):
+            _reduce_by_horovod(job, [each for each in tensors if each.kind.bypass], f"{name}.plain")
+            for index, together in enumerate(fused(others, job.compressor.training, job.process_set.ranks)):
+                self._reduce_together(job, together, f"{name}.{index}", bypass)
         for pending in tensors:
             pending.reduced = True
 
@@ -132,8 +133,10 @@ class ProcessSetReducer:
         training, config, process_set = job.compressor.training, job.compressor.config, job.process_set
         kind, flat = tensors[0].kind, flattened(tensors)
         plain = HorovodCollectives(process_set, f"{name}.plain", (kind.prescale, kind.postscale))
+        by_horovod = config.transport.schedule != "ring" and not flat.is_cuda
         # Horovod's own operations carry the direct schedule only.
-        collectives = Collectives(training, config, process_set.ranks, process_set.rank(), auto_schedule="direct")
+        auto_schedule = "direct" if by_horovod else None
+        collectives = Collectives(training, config, process_set.ranks, process_set.rank(), auto_schedule=auto_schedule)
         request = Request(
             "all_reduce",
             flat,
@@ -158,25 +161,15 @@ class ProcessSetReducer:
                 request, plain = replace(request, scale=1.0), HorovodCollectives(process_set, f"{name}.plain")
             # What goes plain in the end is reduced by Horovod as well where frames go round a ring.
             call = replace(collectives.prepare(request, config), plain=lambda _: request.start_plain(plain))
-            if config.transport.schedule == "ring":
-                self._on_ring(process_set, config.transport.timeout_seconds, partial(_run, collectives, call))
+            if by_horovod:
+                _run(collectives, call, Host(), HorovodTransport(process_set, name))
             else:
-                _run(collectives, call, HorovodTransport(process_set, name))
+                seconds = config.transport.timeout_seconds
+                with self._connections.route(process_set, seconds, flat.device) as (device, transport):
+                    _run(collectives, call, device, transport)
             if exactly:
                 flat.mul_(kind.postscale)
         copy_back(flat, tensors)
-
-    def _on_ring(self, process_set, timeout_seconds: float | None, run: Callable[[Transport], None]) -> None:
-        """Run a call over connections of our own. A failure closes them, so that other ranks need not time out."""
-        if self._ring is None:
-            self._ring = open_ring(process_set, timeout_seconds)
-        try:
-            run(self._ring)
-        except BaseException as error:
-            ring, self._ring = self._ring, None
-            ring.abort(error)
-            forget_tensors(error)
-            raise
 
 
 def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> None:
@@ -185,21 +178,21 @@ def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> Non
     Args:
         name: begins those of Horovod's operations.
     """
-    handles = []
+    works = []
     for index, pending in enumerate(tensors):
-        op, prescale, postscale, _ = pending.kind
-        how = {"op": op, "prescale_factor": prescale, "postscale_factor": postscale, "process_set": job.process_set}
-        handles.append(hvd.allreduce_async_(pending.tensor, name=f"{name}.{index}", **how))
-    for handle, pending in zip(handles, tensors):
-        result_of(handle)
+        op, prescale, postscale, *_ = pending.kind
+        plain = HorovodCollectives(job.process_set, f"{name}.{index}", (prescale, postscale))
+        works.append(plain.as_horovod_does(pending.tensor, op))
+    for work, pending in zip(works, tensors):
+        work.wait()
         request = Request("all_reduce", pending.tensor, pending.tensor)
         job.compressor.stats.record(bypassed(request, pending.kind.bypass, job.process_set.size()))
 
 
-def _run(collectives: Collectives, call, transport: Transport) -> None:
+def _run(collectives: Collectives, call: Call, device: Device, transport: Transport) -> None:
     try:
-        with memory_errors(call.collective):
-            collectives.run(call, Host(), transport)
+        with device.after(record_event(call.source.data.device)), memory_errors(call.collective):
+            collectives.run(call, device, transport)
     except PeerError as error:
         raise hvd.HorovodInternalError(str(error)) from error  # what elastic training recovers from
 
@@ -313,6 +306,7 @@ def _in_words(pending: PendingTensor) -> dict[str, object]:
     return {
         "name": "a tensor without a name" if pending.name.startswith(UNNAMED) else pending.name,
         "dtype": pending.kind.dtype,
+        "device": pending.kind.device,
         "reduce op": _OP_NAMES.get(pending.kind.op, pending.kind.op),
         "shape": list(pending.tensor.shape),
         "prescale factor": pending.kind.prescale,

@@ -1,21 +1,15 @@
-"""Two ways for frames to travel between Horovod's ranks.
+"""Frames and plain collectives between Horovod's ranks by Horovod's own operations.
 
-`HorovodTransport` uses Horovod's own runtime, so that process sets, elastic training and the timeline keep working.
-Horovod has no point-to-point messages. The direct schedule does without: the frames to all peers are collected until
-the schedule waits for one from a peer, and then travel together in one `alltoall` with uneven splits.
-
-`open_ring` opens the core's own connections beside Horovod, for the ring schedule.
+So process sets, elastic training and the timeline keep working. Horovod has no point-to-point messages. The direct
+schedule does without: the frames to all peers are collected until the schedule waits for one from a peer, and then
+travel together in one `alltoall` with uneven splits. connections.py opens connections of our own beside Horovod.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 
 import horovod.torch as hvd
 import numpy as np
@@ -26,11 +20,7 @@ from torch import Tensor
 from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
 from ..core.transport.base import Agreement, FrameStream, PlainCollectives, Transport, Work
-from ..core.transport.connections import Connections
-from ..core.transport.gloo import GlooTransport
-from ..core.transport.handshake import open_store
 
-_RING_TIMEOUT = timedelta(minutes=5)
 _POLL_SECONDS = 2e-4  # an operation takes a millisecond or more
 _OPS = {dist.ReduceOp.SUM: hvd.Sum, dist.ReduceOp.AVG: hvd.Average, dist.ReduceOp.MAX: hvd.Max}
 
@@ -80,7 +70,7 @@ class HorovodTransport(Transport):
         if any(to != source for to, source in peers):
             raise UnsupportedError(
                 "Horovod carries frames of the direct schedule only, to and from the same rank each: use "
-                "transport.schedule: ring with `open_ring`"
+                "transport.schedule: ring"
             )
         return [HorovodStream(self, peer, frame_capacity, counters) for peer, _ in peers]
 
@@ -153,7 +143,9 @@ class HorovodStream(FrameStream):
 
 
 class HorovodCollectives(PlainCollectives):
-    """Uncompressed collectives over one process set, in host memory.
+    """Uncompressed collectives over one process set.
+
+    Tensors on GPUs are carried in host memory, unless Horovod was built with CUDA.
 
     Args:
         process_set: one of Horovod's, which this rank is in.
@@ -176,19 +168,27 @@ class HorovodCollectives(PlainCollectives):
             op: SUM, AVG or MAX.
             scale: what Horovod multiplies each rank's values by before it sums them, unless there are `factors`.
         """
-        self._operations += 1
-        prescale, postscale = self._factors or (scale, 1.0)
         # Horovod can't add bfloat16; float32 holds it exactly.
         wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        return self._reduced(wide, tensor, _OPS[op], *(self._factors or (scale, 1.0)))
+
+    def as_horovod_does(self, tensor: Tensor, op: int) -> Work:
+        """An all_reduce in place with any of Horovod's own ops."""
+        return self._reduced(tensor, tensor, op, *(self._factors or (1.0, 1.0)))
+
+    def _reduced(self, carried: Tensor, tensor: Tensor, op: int, prescale: float, postscale: float) -> Work:
+        self._operations += 1
+        if carried.is_cuda and not hvd.cuda_built():
+            carried = carried.cpu()
         handle = hvd.allreduce_async_(
-            wide,
+            carried,
             name=f"{self._name}.{self._operations}",
-            op=_OPS[op],
+            op=op,
             prescale_factor=prescale,
             postscale_factor=postscale,
             process_set=self._process_set,
         )
-        return _HorovodWork(handle, wide, tensor)
+        return _HorovodWork(handle, carried, tensor)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
         self._operations += 1
@@ -227,19 +227,19 @@ class _HorovodResult:
 
 
 class _HorovodWork:
-    """An all-reduce of `wide` under way, whose result goes to `tensor`, which may be the same."""
+    """An all-reduce of `carried` under way, whose result goes to `tensor`, which may be the same."""
 
-    def __init__(self, handle, wide: Tensor, tensor: Tensor):
+    def __init__(self, handle, carried: Tensor, tensor: Tensor):
         self._handle = handle
-        self._wide = wide
+        self._carried = carried
         self._tensor = tensor
 
     def wait(self, *timeout) -> bool:
         if self._handle is not None:
             result_of(self._handle)
             self._handle = None
-            if self._wide is not self._tensor:
-                self._tensor.copy_(self._wide)
+            if self._carried is not self._tensor:
+                self._tensor.copy_(self._carried)
         return True
 
     def is_completed(self) -> bool:
@@ -264,23 +264,3 @@ def _unpacked(piece: Tensor, peer: int, frame_capacity: int) -> list[Tensor]:
         f"rank {peer} sent {piece.numel()} bytes that are not frames of this call. "
         "All ranks must run the same version of ncz_plugins."
     )
-
-
-def open_ring(process_set, timeout_seconds: float | None) -> GlooTransport:
-    """Connect the ranks of a process set by gloo; all of them must call this. They meet through Horovod.
-
-    The transport owns its connections, and with them the store at which the ranks have met: `close` and `abort` end
-    both.
-
-    Args:
-        timeout_seconds: how long to wait for a peer; None for five minutes.
-
-    Raises PeerError if a rank does not come.
-    """
-    rank, world_size = process_set.rank(), process_set.size()
-    timeout = _RING_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    first = process_set.ranks[0] if process_set.ranks else 0
-    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
-    broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
-    store = open_store(rank, world_size, timeout, host, broadcast)
-    return GlooTransport(Connections(store, rank, world_size, timeout))

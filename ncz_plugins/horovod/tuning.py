@@ -1,4 +1,4 @@
-"""Horovod's ranks, as `core.probe` measures them: over Horovod's own runtime, as gradients go."""
+"""Horovod's ranks, as `core.tuning.measure` measures them: over Horovod's own runtime, as gradients go."""
 
 from __future__ import annotations
 

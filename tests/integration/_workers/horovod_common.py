@@ -48,8 +48,8 @@ def loss_of(model: nn.Module, number: int, **how) -> Tensor:
     random = torch.Generator().manual_seed(1000 * hvd.rank() + number)
     inputs = torch.randn(BATCH, INPUTS, generator=random)
     targets = torch.randn(BATCH, OUTPUTS, generator=random)
-    dtype = next(model.parameters()).dtype
-    return nn.functional.mse_loss(model(inputs.to(dtype), **how).float(), targets)
+    like = next(model.parameters())
+    return nn.functional.mse_loss(model(inputs.to(like), **how).float(), targets.to(like.device))
 
 
 def own_values(shape, number: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
