@@ -49,17 +49,24 @@ def declared() -> dict[str, str]:
     return {name: macro for macro, name in found}
 
 
+# float32 for all architectures, as it has every kernel; the others, whose kernels differ little, for two of them each.
+KINDS = [
+    *((torch.float32, arch) for arch in ARCHITECTURES),
+    *((torch.bfloat16, arch) for arch in ("sm_80", "sm_100")),
+    *((torch.float16, arch) for arch in ("sm_90", "sm_120")),
+    *((torch.float64, arch) for arch in ("sm_80", "sm_90")),
+]
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[torch.dtype, str], tuple[bytes, str]]:
-    """Cubin and log for all element types and architectures, by two threads."""
-    kinds = [(dtype, arch) for dtype in DTYPES for arch in ARCHITECTURES]
+    """Cubin and log of each kind, by two threads."""
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda kind: nvrtc.compile_kernels(*kind, ("--ptxas-options=-v",)), kinds)
-    return dict(zip(kinds, results))
+        results = pool.map(lambda kind: nvrtc.compile_kernels(*kind, ("--ptxas-options=-v",)), KINDS)
+    return dict(zip(KINDS, results))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "arch"), KINDS, ids=str)
 def test_kernels_compile_and_fit(compiled, dtype, arch):
     cubin, log = compiled[dtype, arch]
     assert cubin.startswith(b"\x7fELF")
@@ -71,22 +78,22 @@ def test_kernels_compile_and_fit(compiled, dtype, arch):
         assert needed.shared <= MOST_SHARED, (name, needed)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_is_compiled_and_listed(compiled, arch):
+@pytest.mark.parametrize(("dtype", "arch"), KINDS, ids=str)
+def test_every_kernel_is_compiled_and_listed(compiled, dtype, arch):
     """The lists are where the emulator finds the kernels that it tests."""
     listed = set(re.findall(r"\bX\((ncz_\w+)\)", SOURCES))
     assert set(declared()) == listed
-    assert set(resources(compiled[torch.float32, arch][1])) == listed
-    for dtype in DTYPES[1:]:
-        floats = {name for name in listed if "_huffman_" not in name and "_rans_" not in name} - {"ncz_select"}
-        assert set(resources(compiled[dtype, arch][1])) == floats
+    if dtype != torch.float32:  # what works on codes alone is in that module only
+        listed = {name for name in listed if "_huffman_" not in name and "_rans_" not in name} - {"ncz_select"}
+    if dtype == torch.float64:  # which a fixed rate does not serve
+        listed -= set(re.findall(r"\bX\((ncz_\w+)\)", (nvrtc.FOLDER / "fixed_rate.cuh").read_text()))
+    assert set(resources(compiled[dtype, arch][1])) == listed
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the PATH")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_nvcc_compiles_them_without_a_warning(dtype, tmp_path):
+def test_nvcc_compiles_them_without_a_warning(tmp_path):
     command = ["nvcc", "--std=c++17", "-arch=sm_90", "--fmad=false", "-cubin", "-Werror", "all-warnings"]
-    command += [f"-DNCZ_DTYPE={DTYPES.index(dtype)}", "-Xptxas", "-v", "-o", str(tmp_path / "cubin"), nvrtc.KERNELS]
+    command += ["-DNCZ_DTYPE=0", "-Xptxas", "-v", "-o", str(tmp_path / "cubin"), nvrtc.KERNELS]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = resources(done.stderr)
@@ -119,7 +126,7 @@ def compilations(monkeypatch, tmp_path, compiled):
 
 
 def test_each_module_is_compiled_once(compilations, compiled, tmp_path):
-    kinds = [(torch.float32, "sm_90"), (torch.float32, "sm_80"), (torch.bfloat16, "sm_90")]
+    kinds = [(torch.float32, "sm_90"), (torch.float32, "sm_80"), (torch.bfloat16, "sm_80")]
     for kind in kinds * 2:
         assert nvrtc.cubin(*kind) == compiled[kind][0]
     assert compilations == kinds

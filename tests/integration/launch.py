@@ -16,6 +16,7 @@ from repository import ROOT
 from ncz_plugins.cli.perf.launch import free_port
 
 WORKERS = Path(__file__).resolve().parent / "_workers"
+FORK = Path(__file__).with_name("fork.py")
 BIN = Path(sys.executable).parent
 
 needs_horovod = pytest.mark.skipif(
@@ -52,6 +53,20 @@ def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -
     """The same under Horovod's launcher, which takes `options` of its own."""
     # Unless it is told what to use, it starts processes of its own to find out what Horovod was built with.
     return [f"{BIN}/horovodrun", "--gloo", "-np", str(ranks), *options, sys.executable, *map(str, script)]
+
+
+def deepspeed_ranks(*script: object, ranks: int = 2) -> list[str]:
+    """The command that starts a script once per rank without a launcher, for tests that are not about one."""
+    return _forked("torch", "ncz_plugins.deepspeed", script, ranks)
+
+
+def horovod_ranks(*script: object, ranks: int = 2) -> list[str]:
+    """The same for Horovod."""
+    return _forked("horovod", "ncz_plugins.core.communicator,horovod.torch", script, ranks)
+
+
+def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int) -> list[str]:
+    return [sys.executable, str(FORK), kind, str(ranks), str(free_port()), modules, *map(str, script)]
 
 
 def launch(

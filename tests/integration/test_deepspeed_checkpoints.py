@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from launch import WORKERS, launch, torchrun
+from launch import WORKERS, deepspeed_ranks, launch
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +47,8 @@ class Runs:
         self.cases.write_text(json.dumps(CASES))
 
     def __call__(self, job: str, ranks: int = 2) -> list[dict]:
-        # torchrun starts in a third of the time that DeepSpeed's launcher takes, and does not set LOCAL_SIZE.
-        command = torchrun(WORKERS / "checkpoints.py", job, self.cases, self.folder, ranks=ranks)
-        results = launch(command, self.folder / job, timeout=240, environment={"LOCAL_SIZE": str(ranks)}).ranks
+        command = deepspeed_ranks(WORKERS / "checkpoints.py", job, self.cases, self.folder, ranks=ranks)
+        results = launch(command, self.folder / job, timeout=240).ranks
         assert len(results) == ranks
         return results
 

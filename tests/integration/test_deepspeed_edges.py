@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from launch import WORKERS, deepspeed, launch
+from launch import WORKERS, deepspeed_ranks, launch
 
 pytestmark = pytest.mark.slow
 
@@ -12,7 +12,7 @@ WITH_OVERFLOW_CHECK = ["bf16 stage 2", "bf16 stage 3"]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch(deepspeed(WORKERS / "edges.py"), tmp_path_factory.mktemp("edges"), timeout=120).ranks
+    return launch(deepspeed_ranks(WORKERS / "edges.py"), tmp_path_factory.mktemp("edges"), timeout=120).ranks
 
 
 @pytest.mark.parametrize("case", ["fp32", *WITH_OVERFLOW_CHECK])

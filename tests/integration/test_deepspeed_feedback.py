@@ -8,7 +8,7 @@ import csv
 import json
 
 import pytest
-from launch import WORKERS, deepspeed, launch
+from launch import WORKERS, deepspeed_ranks, launch
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def ranks(folder):
     cases = {**CASES, "late parameter": case(0), "alarm": alarm, "fp32 stage 2": case(2, **monitor)}
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
-    ranks = launch(deepspeed(WORKERS / "feedback.py", file), folder, timeout=240).ranks
+    ranks = launch(deepspeed_ranks(WORKERS / "feedback.py", file), folder, timeout=240).ranks
     assert len(ranks) == 2
     return ranks
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, deepspeed, launch
+from launch import WORKERS, deepspeed_ranks, launch
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def cases_file(folder):
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
-    return launch(deepspeed(WORKERS / "refusals.py", cases_file(folder)), folder, timeout=120)
+    return launch(deepspeed_ranks(WORKERS / "refusals.py", cases_file(folder)), folder, timeout=120)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,7 +117,7 @@ def test_every_rank_refuses_and_says_why(name, refused):
 
 
 def test_left_uncaught_it_ends_all_ranks_with_an_exit_status(tmp_path):
-    command = deepspeed(WORKERS / "refusals.py", cases_file(tmp_path), "different values")
+    command = deepspeed_ranks(WORKERS / "refusals.py", cases_file(tmp_path), "different values")
     outcome = launch(command, tmp_path, timeout=90, fails=True)
     assert "MismatchError: ranks differ: quantizer.value is 0.25 on rank 0, 0.1 on rank 1" in outcome.output
     assert outcome.ranks == []

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, deepspeed, launch
+from launch import WORKERS, deepspeed_ranks, launch
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ THREE_RANKS = ["fp32 stage 2", "bf16 stage 3"]  # an odd number: parts are padde
 def run(folder, names, ranks: int) -> list[dict]:
     cases = folder / "cases.json"
     cases.write_text(json.dumps({name: CASES[name] for name in names}))
-    outcome = launch(deepspeed(WORKERS / "compare.py", cases, ranks=ranks), folder, timeout=240)
+    outcome = launch(deepspeed_ranks(WORKERS / "compare.py", cases, ranks=ranks), folder, timeout=240)
     assert len(outcome.ranks) == ranks
     return outcome.ranks
 
