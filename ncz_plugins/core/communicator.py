@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ from .collective import Collectives
 from .config import Config
 from .errors import MismatchError, NczError, UnsupportedError, memory_errors
 from .regroup import regrouped
-from .runtime.device import require_tensor
+from .runtime.device import record_event, require_tensor
 from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
 from .runtime.stream import QueuedGpu, StreamHandle, is_captured, require_capturable
@@ -264,29 +264,42 @@ class Communicator:
         config, bypass = self._collectives.decide(request)
         if bypass is not None:
             return self._start_plain(request, bypass, async_op)
-        at_fixed_rate = config.quantizer.bits is not None
-        if is_captured(request.input.device):
+        captured = is_captured(request.input.device)
+        if captured:
             require_capturable(request.collective, config.quantizer)
+        call = self._collectives.prepare(request, config)
+        if captured:
+            call = replace(call, verify_as=None)  # which the host would have to look at
+        if config.quantizer.bits is not None and request.input.is_cuda and call.verify_as is None:
+            return self._start_on_stream(request, call, async_op, captured)
         for earlier in (self._plain_on_gpu, self._queued_on_gpu):
             if earlier is not None:
                 earlier.wait()  # on the current stream, whose work this call follows
-        call = self._collectives.prepare(request, config)
-        if at_fixed_rate and request.input.is_cuda and call.verify_as is None:
-            return self._start_on_stream(request, call, async_op)
         run = partial(self._collectives.run, call)
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
         return handle if async_op else handle.wait() and None
 
-    def _start_on_stream(self, request: Request, call: Call, async_op: bool):
-        """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing."""
+    def _start_on_stream(self, request: Request, call: Call, async_op: bool, captured: bool):
+        """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing.
+
+        Args:
+            captured: by a CUDA graph, which can't wait for what came before it, nor be waited for by what comes after.
+        """
         self._queue.drain()
         gpu, transport = self._on_streams(request.input.device)
         self._collectives.note_uncompared(request, None, call.config)
+
+        def work() -> None:
+            if self._plain_on_gpu is not None and not captured:
+                self._plain_on_gpu.wait()
+            self._collectives.queue(call, gpu, transport)
+
         with peer_errors(f"the {request.collective} at a fixed rate"), memory_errors(request.collective):
-            work = partial(self._collectives.queue, call, gpu, transport)
-            handle = self._queued_on_gpu = gpu.queue([request.input, request.output], work)
+            handle = gpu.queue([request.input, request.output], work)
+        if not captured:
+            self._queued_on_gpu = handle
         return handle if async_op else handle.wait() and None
 
     def _on_streams(self, device: torch.device) -> tuple[QueuedGpu, CollectiveTransport]:
@@ -314,12 +327,13 @@ class Communicator:
         if self.world_size > 1:
             self._queue.drain()
             self._collectives.note_uncompared(request, bypass)
-        if self._queued_on_gpu is not None:
-            self._queued_on_gpu.wait()
-        with peer_errors(f"the plain {request.collective}"):
-            handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
+        device = request.input.device
+        queued = self._queued.get(device)  # calls before this one may still write to the same tensor on their stream
+        with queued[0].after(record_event(device)) if queued else nullcontext():
+            with peer_errors(f"the plain {request.collective}"):
+                handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
         self._collectives.count_plain(request, bypass)  # while the data travel
-        if request.input.is_cuda:
+        if request.input.is_cuda and not is_captured(device):
             self._plain_on_gpu = handle
         return handle if async_op else handle.wait() and None
 

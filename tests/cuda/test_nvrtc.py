@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ncz_plugins.kernels.cuda import nvrtc
-from ncz_plugins.kernels.format import DTYPES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128}  # blocks of 256 threads; smaller ones

@@ -18,7 +18,7 @@ from ncz_plugins.core.tuning.tuning_file import Tuning
 NCZ = [sys.executable, "-m", "ncz_plugins"]
 
 
-@pytest.fixture(scope="module", params=[(2, "off"), (3, "off"), (4, "2")], ids=["2 ranks", "3 ranks", "2 nodes of 2"])
+@pytest.fixture(scope="module", params=[(3, "off"), (4, "2")], ids=["3 ranks", "2 nodes of 2"])
 def outcomes(request, tmp_path_factory):
     ranks, hierarchy = request.param
     arguments = [] if hierarchy == "off" else [hierarchy]

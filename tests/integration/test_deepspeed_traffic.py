@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from launch import ROOT, deepspeed, launch
+from launch import ROOT, deepspeed_ranks, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,9 +21,8 @@ CLOSE = {"quantizer": {"mode": "rms", "value": 0.002}}
 def train(private_network, config: Path, steps: int, folder) -> list[dict]:
     """The records that examples/train_deepspeed.py writes: one per step, and a last one for the whole run."""
     log = folder / "log.jsonl"
-    command = deepspeed(
-        EXAMPLES / "train_deepspeed.py", "--deepspeed_config", config, "--steps", steps, "--log", log, *MODEL
-    )
+    script = EXAMPLES / "train_deepspeed.py"
+    command = deepspeed_ranks(script, "--deepspeed_config", config, "--steps", steps, "--log", log, *MODEL)
     launch([*private_network, *command], folder, timeout=280, environment={"GLOO_SOCKET_IFNAME": "lo"})
     return [json.loads(line) for line in log.read_text().splitlines()]
 

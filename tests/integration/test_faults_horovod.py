@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -12,7 +12,7 @@ SOON = 60.0  # half of the time-out of what must end before it
 
 @pytest.fixture(scope="module")
 def living(tmp_path_factory):
-    command = horovodrun(WORKERS / "horovod_faults.py", "living")
+    command = horovod_ranks(WORKERS / "horovod_faults.py", "living")
     return launch(command, tmp_path_factory.mktemp("living"), timeout=200).ranks
 
 
@@ -53,7 +53,7 @@ def test_a_ring_that_broke_is_opened_again(living):
 
 @pytest.mark.parametrize("case", ["killed", "stopped"])
 def test_the_others_notice_a_rank_that_is_lost(case, tmp_path):
-    command = horovodrun(WORKERS / "horovod_faults.py", case, ranks=3)
+    command = horovod_ranks(WORKERS / "horovod_faults.py", case, ranks=3)
     launch(command, tmp_path, timeout=200, fails=True, environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
     for rank in (0, 1):
         first, second = json.loads((tmp_path / f"rank{rank}.json").read_text())["lost"]

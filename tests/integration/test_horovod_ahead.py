@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -15,7 +15,7 @@ SAME = ["ahead", "as it comes", "on the ring", "a metric beside", "another proce
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    command = horovodrun(WORKERS / "horovod_ahead.py", "living", ranks=3)
+    command = horovod_ranks(WORKERS / "horovod_ahead.py", "living", ranks=3)
     return launch(command, tmp_path_factory.mktemp("ahead"), timeout=200).ranks
 
 
@@ -55,7 +55,7 @@ def test_ranks_that_differ_are_refused_when_they_wait_and_can_go_on(ranks):
 
 
 def test_the_others_notice_a_rank_that_dies_while_they_compute(tmp_path):
-    command = horovodrun(WORKERS / "horovod_ahead.py", "killed", ranks=3)
+    command = horovod_ranks(WORKERS / "horovod_ahead.py", "killed", ranks=3)
     launch(command, tmp_path, timeout=200, fails=True, environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())

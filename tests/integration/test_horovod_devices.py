@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 GPU = pytest.param(
@@ -12,7 +12,7 @@ GPU = pytest.param(
 
 @pytest.fixture(scope="module", params=["cpu", GPU])
 def ranks(request, tmp_path_factory):
-    command = horovodrun(WORKERS / "horovod_devices.py", request.param)
+    command = horovod_ranks(WORKERS / "horovod_devices.py", request.param)
     outcome = launch(command, tmp_path_factory.mktemp("devices"), timeout=150)
     assert len(outcome.ranks) == 2
     return outcome.ranks

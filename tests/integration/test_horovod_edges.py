@@ -1,7 +1,7 @@
 """hvd.DistributedOptimizer where other settings alone do not lead: see the worker."""
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -12,12 +12,12 @@ COMPRESSED_ONCE = {"calls": 1, "compressed": 1, "bypasses": {}}
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    return launch(horovodrun(WORKERS / "horovod_edges.py"), tmp_path_factory.mktemp("two_ranks"), timeout=120).ranks
+    return launch(horovod_ranks(WORKERS / "horovod_edges.py"), tmp_path_factory.mktemp("two_ranks"), timeout=120).ranks
 
 
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory):
-    command = horovodrun(WORKERS / "horovod_edges.py", ranks=3)
+    command = horovod_ranks(WORKERS / "horovod_edges.py", ranks=3)
     return launch(command, tmp_path_factory.mktemp("three_ranks"), timeout=120).ranks
 
 

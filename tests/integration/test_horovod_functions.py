@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -20,7 +20,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("functions")
     config = folder / "config.json"
     config.write_text(json.dumps(CONFIG))
-    command = horovodrun(WORKERS / "horovod_functions.py")
+    command = horovod_ranks(WORKERS / "horovod_functions.py")
     outcome = launch(command, folder, timeout=120, environment={"NCZ_CONFIG": str(config)})
     assert len(outcome.ranks) == 2
     return outcome.ranks

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -42,7 +42,7 @@ def run(folder, names, ranks: int, schedule: str = "auto") -> list[dict]:
     config, cases = folder / "config.json", folder / "cases.json"
     config.write_text(json.dumps({**CONFIG, "transport": {**CONFIG["transport"], "schedule": schedule}}))
     cases.write_text(json.dumps({name: CASES[name] for name in names}))
-    command = horovodrun(WORKERS / "horovod_optimizer.py", cases, config, ranks=ranks)
+    command = horovod_ranks(WORKERS / "horovod_optimizer.py", cases, config, ranks=ranks)
     outcome = launch(command, folder, timeout=120, environment={"NCZ_CONFIG": str(config)})
     assert len(outcome.ranks) == ranks
     return outcome.ranks

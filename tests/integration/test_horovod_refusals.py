@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, horovodrun, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -54,7 +54,7 @@ def refused(tmp_path_factory):
     different, invalid = folder / "different.json", folder / "invalid.yaml"
     different.write_text(json.dumps(DIFFERENT))
     invalid.write_text(INVALID)
-    outcome = launch(horovodrun(WORKERS / "horovod_refusals.py", different, invalid), folder, timeout=90)
+    outcome = launch(horovod_ranks(WORKERS / "horovod_refusals.py", different, invalid), folder, timeout=90)
     assert len(outcome.ranks) == 2
     return outcome.ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from launch import ROOT, horovodrun, launch, needs_horovod
+from launch import ROOT, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod, pytest.mark.timeout(600)]
 
@@ -26,7 +26,8 @@ QUIET = {"GLOO_SOCKET_IFNAME": "lo", "HOROVOD_CYCLE_TIME": "10"}
 def train(private_network, compression: str | Path, steps: int, folder, ranks: int = 2) -> list[dict]:
     """The records that the example writes: one per step, and a last one for the whole run."""
     log = folder / "log.jsonl"
-    command = horovodrun(SCRIPT, "--compression", compression, "--steps", steps, "--log-file", log, *MODEL, ranks=ranks)
+    options = ("--compression", compression, "--steps", steps, "--log-file", log, *MODEL)
+    command = horovod_ranks(SCRIPT, *options, ranks=ranks)
     launch([*private_network, *command], folder, timeout=280, environment=QUIET)
     return [json.loads(line) for line in log.read_text().splitlines()]
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
@@ -27,7 +27,7 @@ def launched(tmp_path_factory):
     config.write_text(json.dumps(CONFIG))
 
     def run(part):
-        command = horovodrun(WORKERS / "horovod_training.py", folder, part)
+        command = horovod_ranks(WORKERS / "horovod_training.py", folder, part)
         return launch(command, folder / part, timeout=120, environment={"NCZ_CONFIG": str(config)})
 
     return run("all"), run("resumed")
