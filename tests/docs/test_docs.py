@@ -33,7 +33,7 @@ import yaml
 
 from ncz_plugins import Config
 from ncz_plugins.cli import main as cli
-from ncz_plugins.cli.perf.launch import run
+from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.config import find_in_deepspeed, is_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +251,12 @@ def test_programs_run(page, tmp_path, monkeypatch):
     program.write_text("\n".join(lines) + "\n")
     (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
     monkeypatch.chdir(tmp_path)
-    run([sys.executable, str(program)], ranks, tmp_path / "records", environment=environment(), timeout=PROGRAM_SECONDS)
+    imports = f"ncz_plugins.{page.stem}" if page.stem in FRAMEWORKS else "ncz_plugins.core.communicator"
+    command = [sys.executable, str(ROOT / "tests" / "forked_ranks.py"), "torch", str(ranks), str(free_port()), imports]
+    done = subprocess.run(
+        [*command, str(program)], env=environment(), text=True, timeout=PROGRAM_SECONDS, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_python_block_of_the_guides_runs_or_says_why_not():

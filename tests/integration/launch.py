@@ -16,7 +16,7 @@ from repository import ROOT
 from ncz_plugins.cli.perf.launch import free_port
 
 WORKERS = Path(__file__).resolve().parent / "_workers"
-FORK = Path(__file__).with_name("fork.py")
+FORK = ROOT / "tests" / "forked_ranks.py"
 BIN = Path(sys.executable).parent
 
 needs_horovod = pytest.mark.skipif(

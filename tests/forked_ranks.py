@@ -1,6 +1,6 @@
 """Starts a script once per rank, as a launcher does, in forks of a process that has imported what takes long.
 
-usage: fork.py torch | horovod RANKS PORT MODULES SCRIPT [ARGUMENTS]
+usage: forked_ranks.py torch | horovod RANKS PORT MODULES SCRIPT [ARGUMENTS]
 
 For tests that are not about a launcher: those import PyTorch, and what is built on it, in every process anew. Ends all
 ranks when one fails, and then itself with status 1. MODULES are separated by commas; none may start a thread.
