@@ -53,7 +53,7 @@ def described(
         "source rank": request.root,
         "transfer": 0 if bypass is None else 1 + _BYPASSES.index(bypass),
         "configuration": 0 if config is None else checksum_of(config),
-        "plain calls on GPUs before it": uncompared,
+        "calls on GPUs before it": uncompared,
         "refusal": 0,
     }
 
@@ -131,7 +131,7 @@ def _named(values: Sequence, number: int) -> str:
 
 
 _NOTHING = torch.empty(0)
-_CHECKSUMS = ("scale", "configuration", "plain calls on GPUs before it")
+_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
 _WORDS: dict[str, Callable[[int], str]] = {
     "collective": lambda number: _named(COLLECTIVES, number),

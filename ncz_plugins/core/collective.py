@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.backend import Backend
 from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import bypassing, described, refusal, require_plain, require_same
@@ -81,7 +83,7 @@ class Collectives:
         self.nodes = nodes
         self._auto_schedule = auto_schedule
         self._plain_calls = 0
-        self._uncompared = 0  # a checksum of plain calls on GPUs, which no host waits for
+        self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
 
     @property
     def state(self) -> GroupState:
@@ -210,14 +212,17 @@ class Collectives:
         if contribution is not None and done.compressed_calls:
             self._verify(call, contribution, device, transport)
 
-    def queue(self, call: Call, device: Device, transport: CollectiveTransport) -> None:
+    def queue(self, call: Call, backend: Backend, transport: CollectiveTransport) -> None:
         """Queue a call at a fixed rate on the current stream of a GPU, and count it: no host waits, here or elsewhere.
 
         So nothing is compared either: see `note_uncompared`.
+
+        Args:
+            backend: the kernels for the GPU.
         """
         counters = call.counters(transport.world_size)
         started = time.perf_counter()
-        codec = _fixed_rate_codec(call, device, transport, counters)
+        codec = _fixed_rate_codec(call, backend, transport, counters)
         call.schedule(transport, codec, counters)
         if call.feedback:
             call.feedback.keep(codec.remainder(call.measured))
@@ -388,7 +393,7 @@ def _agree(
     if call.config.quantizer.bits is not None:
         same_call.wait()
         require_same(call.collective, comparison, ranks)
-        return _fixed_rate_codec(call, device, transport, counters)
+        return replace(_fixed_rate_codec(call, device.backend, transport, counters), finish=device.synchronize)
     source, scales = call.source, None
     if call.within_node is None:
         source, scales = _measured(call, source, device, transport, counters)
@@ -414,14 +419,16 @@ def _agree(
     )
 
 
-def _fixed_rate_codec(call: Call, device: Device, transport: CollectiveTransport, counters: Counters) -> FixedRateCodec:
+def _fixed_rate_codec(
+    call: Call, backend: Backend, transport: CollectiveTransport, counters: Counters
+) -> FixedRateCodec:
     """The codec of a call that needs no agreement. Waits for no GPU."""
     source = call.source if call.within_node is None else call.within_node(transport, counters)
     if call.feedback:
         source = call.feedback.added_to(source)
     noise = noise_for(call.config, call.number, transport.rank)
     tensor = CodedTensor(call.layout, source, call.output)
-    return FixedRateCodec(device, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
+    return FixedRateCodec(backend, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
 
 
 def _measured(

@@ -19,10 +19,10 @@ from .collective import Collectives
 from .config import Config
 from .errors import MismatchError, NczError, UnsupportedError, memory_errors
 from .regroup import regrouped
-from .runtime.device import record_event, require_tensor
+from .runtime.device import require_tensor
 from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
-from .runtime.stream import QueuedGpu, StreamHandle, is_captured, require_capturable
+from .runtime.stream import CallStream, StreamHandle, is_captured, require_capturable
 from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors
@@ -92,7 +92,7 @@ class Communicator:
             self._connect(config, training)
         self._plain_on_gpu: WorkHandle | None = None  # the last of each kind that GPUs do without the host
         self._queued_on_gpu: StreamHandle | None = None
-        self._queued: dict[torch.device, tuple[QueuedGpu, CollectiveTransport]] = {}
+        self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
         self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
 
     def _connect(self, config, training: Training | None) -> None:
@@ -288,21 +288,21 @@ class Communicator:
             captured: by a CUDA graph, which can't wait for what came before it, nor be waited for by what comes after.
         """
         self._queue.drain()
-        gpu, transport = self._on_streams(request.input.device)
+        stream, transport = self._on_streams(request.input.device)
         self._collectives.note_uncompared(request, None, call.config)
 
         def work() -> None:
             if self._plain_on_gpu is not None and not captured:
                 self._plain_on_gpu.wait()
-            self._collectives.queue(call, gpu, transport)
+            self._collectives.queue(call, stream.backend, transport)
 
         with peer_errors(f"the {request.collective} at a fixed rate"), memory_errors(request.collective):
-            handle = gpu.queue([request.input, request.output], work)
+            handle = stream.queue([request.input, request.output], work)
         if not captured:
             self._queued_on_gpu = handle
         return handle if async_op else handle.wait() and None
 
-    def _on_streams(self, device: torch.device) -> tuple[QueuedGpu, CollectiveTransport]:
+    def _on_streams(self, device: torch.device) -> tuple[CallStream, CollectiveTransport]:
         """What serves calls that need no host: the user's own NCCL group, or ours where the user's is another kind."""
         if device not in self._queued:
             backend = self.group._get_backend(device)
@@ -310,7 +310,7 @@ class Communicator:
                 transport = GroupTransport(self.rank, self.world_size, TorchCollectives(lambda: backend))
             else:
                 transport = self._queue.routes.of(device).transport
-            self._queued[device] = QueuedGpu(device), transport
+            self._queued[device] = CallStream(device), transport
         return self._queued[device]
 
     def _start_plain(self, request: Request, bypass: Bypass, async_op: bool):
@@ -329,7 +329,7 @@ class Communicator:
             self._collectives.note_uncompared(request, bypass)
         device = request.input.device
         queued = self._queued.get(device)  # calls before this one may still write to the same tensor on their stream
-        with queued[0].after(record_event(device)) if queued else nullcontext():
+        with queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext():
             with peer_errors(f"the plain {request.collective}"):
                 handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
         self._collectives.count_plain(request, bypass)  # while the data travel

@@ -60,9 +60,11 @@ def deepspeed_ranks(*script: object, ranks: int = 2) -> list[str]:
     return _forked("torch", "ncz_plugins.deepspeed", script, ranks)
 
 
-def horovod_ranks(*script: object, ranks: int = 2) -> list[str]:
-    """The same for Horovod."""
-    return _forked("horovod", "ncz_plugins.core.communicator,horovod.torch", script, ranks)
+def horovod_ranks(
+    *script: object, ranks: int = 2, imports: str = "ncz_plugins.core.communicator,horovod.torch"
+) -> list[str]:
+    """The same for Horovod; `imports` are the modules that all ranks share."""
+    return _forked("horovod", imports, script, ranks)
 
 
 def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int) -> list[str]:

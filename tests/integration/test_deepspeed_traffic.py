@@ -1,7 +1,6 @@
 """The example GPT under ZeRO 2, plain and compressed, each alone on a network whose bytes the kernel counts."""
 
 import json
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -16,34 +15,34 @@ LAST_STEPS = 10
 MODEL = ("--layers", 2)  # a part of the example: enough that messages of another kind hardly count
 # What the default does to the loss needs many more steps to be told from noise: docs/results/convergence.md.
 CLOSE = {"quantizer": {"mode": "rms", "value": 0.002}}
+BATCH = {"train_micro_batch_size_per_gpu": 4}  # a third of the example's: gradients are as large
 
 
-def train(private_network, config: Path, steps: int, folder) -> list[dict]:
+def train(private_network, config: str, steps: int, folder, **settings) -> list[dict]:
     """The records that examples/train_deepspeed.py writes: one per step, and a last one for the whole run."""
-    log = folder / "log.jsonl"
+    log, file = folder / "log.jsonl", folder / "config.json"
+    file.write_text(json.dumps(json.loads((EXAMPLES / config).read_text()) | BATCH | settings))
     script = EXAMPLES / "train_deepspeed.py"
-    command = deepspeed_ranks(script, "--deepspeed_config", config, "--steps", steps, "--log", log, *MODEL)
+    command = deepspeed_ranks(script, "--deepspeed_config", file, "--steps", steps, "--log", log, *MODEL)
     launch([*private_network, *command], folder, timeout=280, environment={"GLOO_SOCKET_IFNAME": "lo"})
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def plain(private_network, tmp_path_factory):
-    return train(private_network, EXAMPLES / "deepspeed_plain.json", LONG, tmp_path_factory.mktemp("plain"))
+    return train(private_network, "deepspeed_plain.json", LONG, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
 def ncclz(private_network, tmp_path_factory):
-    return train(private_network, EXAMPLES / "deepspeed_ncclz.json", STEPS, tmp_path_factory.mktemp("ncclz"))
+    return train(private_network, "deepspeed_ncclz.json", STEPS, tmp_path_factory.mktemp("ncclz"))
 
 
 @pytest.fixture(scope="module")
 def close(private_network, tmp_path_factory):
     """Compressed so little that the losses must be those of the plain run."""
     folder = tmp_path_factory.mktemp("close")
-    settings = json.loads((EXAMPLES / "deepspeed_plain.json").read_text()) | {"communication_compression": CLOSE}
-    (file := folder / "close.json").write_text(json.dumps(settings))
-    return train(private_network, file, LONG, folder)
+    return train(private_network, "deepspeed_plain.json", LONG, folder, communication_compression=CLOSE)
 
 
 def bytes_per_step(records: list[dict]) -> float:

@@ -1,13 +1,13 @@
 """What carries no NCZ is left alone: Horovod's documented behaviours, with the plugin imported and without."""
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
+from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
 
 
 def run(tmp_path_factory, plugin: str) -> list[dict]:
-    command = horovodrun(WORKERS / "horovod_plain.py", plugin)
+    command = horovod_ranks(WORKERS / "horovod_plain.py", plugin, imports="horovod.torch")
     return launch(command, tmp_path_factory.mktemp(plugin), timeout=120).ranks
 
 

@@ -6,6 +6,7 @@ collective.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ...kernels.backend import Backend
 from ...kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
-from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .layout import Layout, Window
@@ -42,21 +42,23 @@ class FixedRateCodec:
     """Codes of what this rank holds, and values where the result belongs. Nothing here waits for a GPU but `finish`.
 
     Attributes:
-        device: where all of these tensors live.
+        backend: the kernels for the device where all of these tensors live.
         tensor: what is coded, and where values go. Every segment is one row, and all are equally long but for the end
             of the tensor.
         bits: per value.
         counters: takes the seconds spent in coding.
         noise: what a stochastic quantizer rounds by; where it is said to begin is the start of the layout.
         divisor: what sums are divided by.
+        finish: returns once all that was asked for is done, where the host waits for that.
     """
 
-    device: Device
+    backend: Backend
     tensor: CodedTensor
     bits: int
     counters: Counters
     noise: Noise | None = None
     divisor: float = 1
+    finish: Callable[[], None] = lambda: None
     bypass = None  # a NaN or an infinity comes out as NaN, and anything else fits
     _magnitudes: list[Tensor] = field(default_factory=list)  # shared with parts: what `remainder` needs of them
 
@@ -71,10 +73,6 @@ class FixedRateCodec:
     @property
     def output(self) -> Window:
         return self.tensor.output
-
-    @property
-    def backend(self) -> Backend:
-        return self.device.backend
 
     def part(self, segments: range) -> FixedRateCodec:
         """The codec of some neighbouring segments by themselves, which are numbered from 0."""
@@ -135,10 +133,6 @@ class FixedRateCodec:
             self.backend.unpack(packed, self.bits, rows, magnitudes, levels_of(self.bits), meant)
             x -= meant
         return self.source
-
-    def finish(self) -> None:
-        """Return once all that was asked for is done."""
-        self.device.synchronize()
 
     def _memory(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.source.data.device)

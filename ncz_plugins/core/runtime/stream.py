@@ -11,14 +11,14 @@ from torch import Tensor
 from ... import kernels
 from ..config import QuantizerConfig
 from ..errors import UnsupportedError
-from .device import Device
 from .handle import Handle
 
 
-class QueuedGpu(Device):
-    """The memory of one CUDA device, for calls whose sizes are all known beforehand: nothing waits on the host.
+class CallStream:
+    """A stream of one CUDA device, beside the caller's, for calls whose sizes are all known beforehand.
 
-    Work is queued on a stream of its own, beside the caller's.
+    Attributes:
+        backend: the kernels for this device.
 
     Raises ImportError where there are no kernels for the device, saying why.
     """
@@ -34,35 +34,18 @@ class QueuedGpu(Device):
         Args:
             tensors: the caller's memory that it uses, which is then not given to others before it is done.
         """
-        with self.after(torch.cuda.current_stream(self._device).record_event()):
+        with self.following(torch.cuda.current_stream(self._device)):
             for tensor in tensors:
                 tensor.record_stream(self._stream)
             work()
             return StreamHandle(self._stream.record_event(), self._device)
 
     @contextmanager
-    def after(self, event: torch.cuda.Event) -> Iterator[None]:
+    def following(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """A context in which this stream is the current one, and follows what `stream` has been given so far."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(event)
+            self._stream.wait_stream(stream)
             yield
-
-    def buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def trimmed(self, buffer: Tensor, size: int) -> Tensor:
-        return buffer[:size]
-
-    def seen(self, tensor: Tensor) -> Tensor:
-        raise UnsupportedError("a call at a fixed rate has nothing that the host must see")
-
-    def submit(self, job: Callable[[], None]) -> None:
-        job()
-
-    def synchronize(self) -> None:
-        pass  # the stream keeps the order, and whoever needs the result waits for its event
-
-    def abandon(self) -> None:
-        pass
 
 
 class StreamHandle(Handle):

@@ -4,6 +4,7 @@ Leaves, for each collective and peer, [relative L2 error, digest of the result] 
 """
 
 import os
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,16 @@ rank, world_size = start()
 os.environ["NCZ_TEST_RESULT"] = f"{os.environ['NCZ_TEST_FOLDER']}/rank{rank}.json"
 
 
-def exact(collective: str, everyone: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+@cache
+def held(numel: int, seed: int) -> list[torch.Tensor]:
+    """What every rank holds; drawn once for all peers."""
+    return [values(r, numel, seed=seed) for r in range(world_size)]
+
+
+@cache
+def exact(collective: str, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank should have in the end, of float64, and the norm of what goes into it."""
+    everyone = [one.double() for one in held(numel, seed)]
     if collective == "broadcast":
         return everyone[0], everyone[0].norm()
     if collective == "all_gather":
@@ -38,9 +47,9 @@ def check(name: str, collective: str, context: Context) -> dict:
         for size in SIZES:
             numel = size * world_size if collective == "reduce_scatter" else size
             for seed in (1, 2):
-                everyone = [values(r, numel, seed=seed) for r in range(world_size)]
+                everyone = held(numel, seed)
                 tensor = everyone[rank].clone()
-                wanted, scale = exact(collective, [one.double() for one in everyone])
+                wanted, scale = exact(collective, numel, seed)
                 exchange.load(tensor)
                 result = exchange.run()
                 assert torch.equal(tensor, everyone[rank]), f"{name} changed its input"

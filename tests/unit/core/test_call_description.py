@@ -62,7 +62,7 @@ def verdict(*ranks: dict[str, int], known_as=None) -> str:
             "transfer plain (too small) on rank 0, plain (role not enabled) on rank 1",
         ),
         (compressed(), "transfer plain (too small) on rank 0, compressed on rank 1"),
-        (described(request(), 1, Bypass.TOO_SMALL, uncompared=5), "plain calls on GPUs before it differs"),
+        (described(request(), 1, Bypass.TOO_SMALL, uncompared=5), "calls on GPUs before it differs"),
         (refusal(1), "rank 1 refused its call"),
     ],
 )

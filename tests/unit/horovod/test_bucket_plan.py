@@ -23,7 +23,7 @@ def small_buckets(monkeypatch):
 
 
 def tensors(numels=ELEMENTS) -> list[PendingTensor]:
-    kind = Kind(0, 1.0, 1.0, "float32")
+    kind = Kind(0, 1.0, 1.0, "float32", "cpu")
     return [
         PendingTensor(kind, name, 0, torch.zeros(numel), ParameterSlice(name, numel), ParameterSlice(name, numel))
         for name, numel in zip(NAMES, numels)
