@@ -38,7 +38,7 @@ quick: setup-tools  ## the tests that start no processes, in less than 2 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes and not slow" tests/unit $(ARGS)
 
 test: setup  ## all tests, in 18 minutes on two cores
-	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)
 
 # The processes that tests start are measured as well (patch in .coveragerc), wherever they run: so an absolute path.
 coverage: export COVERAGE_FILE := $(CURDIR)/.cache/coverage/data

@@ -1,4 +1,4 @@
-"""How `make test` shares the tests out between two processes, and what all tests may rely on."""
+"""How `make test` shares the tests out among its processes, and what all tests may rely on."""
 
 import signal
 from pathlib import PurePath
@@ -17,9 +17,9 @@ ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which one process does not need
 def pytest_xdist_make_scheduler(config, log):
-    """One process begins with what must not run side by side; the other takes the rest, file by file, and both end it.
+    """One process begins with what must not run side by side; the others take the rest, file by file, and all end it.
 
-    So the launchers of DeepSpeed and Horovod, which wait for each other more than they compute, fill the gaps.
+    So tests that compute fill the gaps that others leave while they wait: for launchers, for each other, for time-outs.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -39,7 +39,7 @@ GOLDEN_CODES = dict(np.load(GOLDEN / "codes.npz"))
 GOLDEN_FLOATS = dict(np.load(GOLDEN / "floats.npz"))
 
 COUNTS = (0, 1, 7, 8, 9, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77, 10007)
-SEEDS = (0, 1, 2)  # of the emulator: orders in which threads and blocks run
+SEEDS = (0, 1)  # of the emulator: orders in which threads and blocks run
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
 ASKED = [Coding(coder, predictor) for coder, predictor in itertools.product(CODERS, Predictor)]
 ONE_PASS = [Coding(Coder.FIXED, Predictor.NONE), Coding(Coder.FIXED, Predictor.DELTA)]

@@ -48,12 +48,12 @@ def declared() -> dict[str, str]:
     return {name: macro for macro, name in found}
 
 
-# float32 for all architectures, as it has every kernel; the others, whose kernels differ little, for two of them each.
+# float32 for all architectures, as it has every kernel; the others, whose kernels differ little, for one of them each.
 KINDS = [
     *((torch.float32, arch) for arch in ARCHITECTURES),
-    *((torch.bfloat16, arch) for arch in ("sm_80", "sm_100")),
-    *((torch.float16, arch) for arch in ("sm_90", "sm_120")),
-    *((torch.float64, arch) for arch in ("sm_80", "sm_90")),
+    (torch.bfloat16, "sm_80"),
+    (torch.float16, "sm_120"),
+    (torch.float64, "sm_90"),
 ]
 
 

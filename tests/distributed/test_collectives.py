@@ -4,7 +4,7 @@ import pytest
 from processes import results, run
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])  # four of them below, in nodes
 def test_every_collective_on_every_rank(world_size, tmp_path):
     outcomes = results(run("collectives", world_size, tmp_path, seconds=200))
     names = [name for name in outcomes[0] if not name.startswith("reduce_scatter")]

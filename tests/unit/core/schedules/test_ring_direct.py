@@ -47,7 +47,7 @@ ALL = {  # name: configuration, and whether frames travel in rounds
     "checked": (CHECKED, False),
     "in rounds": (CONFIG, True),
 }
-WORLD_SIZES = (2, 3, 4, 8)  # one rank never gets as far as a schedule
+WORLD_SIZES = (2, 3, 5)  # one rank never gets as far as a schedule
 
 
 def go(transport, config: Config, number: int = 1, device: Host | None = None, **call) -> Counters:
