@@ -26,10 +26,41 @@ damage shows only on decoding: what the output holds is then undefined. On a CUD
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts
+from .scratch import Scratch
+
+_scratch = Scratch()
+
+
+class Sum(NamedTuple):
+    """A frame to write, of the codes of values plus those of other frames.
+
+    Attributes:
+        x, inverse_steps: the values, and what turns them into codes.
+        out: where the frame is written; it overlaps no other tensor of the call.
+        frames: those whose codes are added, of as many codes.
+        first: the number of the first value, counted from the noise's first element.
+    """
+
+    x: Tensor
+    inverse_steps: Tensor
+    out: Tensor
+    frames: Sequence[Tensor] = ()
+    first: int = 0
+
+
+class Decoding(NamedTuple):
+    """A frame to read, and what its codes become."""
+
+    frame: Tensor
+    scales: Tensor
+    out: Tensor
 
 
 class Backend(ABC):
@@ -85,6 +116,45 @@ class Backend(ABC):
 
         `out` and `frame` must not overlap.
         """
+
+    # ------------------------------------------------------------------ several frames at once
+    #
+    # A GPU needs as many launches for several frames as for one. All tensors of a call have the same dtypes.
+
+    def statistics_of(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """`chunk_statistics` of one tensor behind the other."""
+        found = zip(*map(self.chunk_statistics, tensors))
+        lowest, highest, squares = map(torch.cat, found)
+        return lowest, highest, squares
+
+    def encode_sums(self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None) -> Tensor:
+        """Write frames. Returns the bytes of each: int64, [len(sums)], on the device of the frames."""
+        return torch.tensor([self._encode_sum(each, coding, noise) for each in sums])
+
+    def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None) -> int:
+        x, inverse_steps, out, frames, first = sum
+        noise = noise and noise._replace(first=noise.first + first)
+        if not frames:
+            return self.encode(x, inverse_steps, coding, out, noise)
+        if len(frames) == 1:
+            return self.reduce(frames[0], x, inverse_steps, coding, out, noise)
+        codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
+        self.quantize(x, inverse_steps, codes, noise)
+        for frame in frames:
+            self.decode_codes(frame, codes, add=True)
+        return self.encode_codes(codes, coding, out)
+
+    def decode_frames(self, decodings: Sequence[Decoding]) -> None:
+        """`decode` each frame."""
+        for each in decodings:
+            self.decode(*each)
+
+    def seal_frames(self, sealed: Sequence[Tensor]) -> None:
+        """`seal` each frame."""
+        for each in sealed:
+            self.seal(each)
+
+    # ------------------------------------------------------------------ checksums and damage
 
     @abstractmethod
     def checksum(self, frame: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ncz_plugins.kernels.cuda.arguments import Table
 from ncz_plugins.kernels.cuda.nvrtc import CupyLauncher
 
 
@@ -19,6 +20,8 @@ class CardLauncher:
         memory: dict[int, tuple[Tensor, Tensor]] = {}  # address: as it is here, and its copy there
 
         def there(argument):
+            if isinstance(argument, Table):
+                return argument.with_tensors(there)
             if not isinstance(argument, Tensor):
                 return argument
             storage = argument.untyped_storage()

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ncz_plugins.kernels.cuda.arguments import Table
 from ncz_plugins.kernels.format import DTYPES
 
 HERE = Path(__file__).resolve().parent
@@ -152,6 +153,8 @@ def _kind(argument) -> str:
         return f"p{ctypes.sizeof(ctypes.c_void_p)}"
     if isinstance(argument, ctypes.Structure):
         return f"s{ctypes.sizeof(argument)}"
+    if isinstance(argument, Table):
+        return f"s{len(argument.value)}"
     if isinstance(argument, np.generic):
         return f"{'u' if argument.dtype.kind == 'b' else argument.dtype.kind}{argument.dtype.itemsize}"
     raise TypeError(f"{type(argument).__name__} cannot be an argument of a kernel")
@@ -164,7 +167,14 @@ def _address(tensor: Tensor) -> int:
 
 
 def _bytes(argument) -> bytes:
+    if isinstance(argument, Table):
+        return argument.value
     return argument.tobytes() if isinstance(argument, np.generic) else bytes(argument)
+
+
+def _tensors(argument) -> list[tuple[int, Tensor]]:
+    """The tensors whose addresses stand in an argument, and where in it."""
+    return argument.tensors if isinstance(argument, Table) else [(0, argument)] if isinstance(argument, Tensor) else []
 
 
 # ---------------------------------------------------------------- launching
@@ -243,7 +253,8 @@ class _Library:
             return ctypes.c_void_p(None if argument is None else _address(argument))
         if isinstance(argument, ctypes.Structure):
             return argument
-        return ctypes.create_string_buffer(_bytes(argument))
+        value = _bytes(argument)
+        return ctypes.create_string_buffer(value, len(value))
 
 
 class Region(NamedTuple):
@@ -302,7 +313,7 @@ class _Process:
         return self._process.poll() is None
 
     def launch(self, kernel: str, grid: int, block: int, seed: int, seconds: int, arguments: tuple) -> None:
-        regions = regions_of([argument for argument in arguments if isinstance(argument, Tensor)])
+        regions = regions_of([tensor for argument in arguments for _, tensor in _tensors(argument)])
         request = [_text(kernel), _integers(grid, block, seed, seconds, len(regions))]
         for region in regions:
             request += [_integers(region.skip, region.end - region.begin), _memory(region)]
@@ -362,13 +373,16 @@ def _memory(region: Region) -> bytes:
 
 
 def _encoded(argument, regions: list[Region]) -> bytes:
-    """As runner.cpp reads it: -1, a region and an offset for pointers; otherwise how many bytes, and those."""
-    if argument is None:
-        return _integers(-1, -1, 0)
-    if not isinstance(argument, Tensor):
-        return _integers(len(_bytes(argument))) + _bytes(argument)
-    address = _address(argument)
+    """As runner.cpp reads it: how many bytes, these, how many addresses in them, and where, region, offset of each."""
+    value = bytes(8) if argument is None or isinstance(argument, Tensor) else _bytes(argument)
+    addresses = [(at, *place) for at, tensor in _tensors(argument) if (place := _place(tensor, regions))]
+    return _integers(len(value)) + value + _integers(len(addresses), *itertools.chain(*addresses))
+
+
+def _place(tensor: Tensor, regions: list[Region]) -> tuple[int, int] | None:
+    """The region that a tensor lies in, and where; None for an empty tensor."""
+    address = _address(tensor)
     for number, region in enumerate(regions):
         if region.begin <= address < region.end:
-            return _integers(-1, number, address - region.begin)
-    return _integers(-1, -1, 0)  # an empty tensor
+            return number, address - region.begin
+    return None

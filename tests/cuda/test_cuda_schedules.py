@@ -124,14 +124,16 @@ def damaging(byte: int):
     """Makes a device damage each frame of its rank's own values."""
 
     def damage(device):
-        encode = device.backend.encode
+        encode_sums = device.backend.encode_sums
 
-        def encode_and_damage(x, inverse_steps, coding, frame, noise=None):
-            size = encode(x, inverse_steps, coding, frame, noise)
-            frame[byte] ^= 0x55
-            return size
+        def encode_and_damage(sums, coding, noise=None):
+            sizes = encode_sums(sums, coding, noise)
+            for each in sums:
+                if not each.frames:
+                    each.out[byte] ^= 0x55
+            return sizes
 
-        device.backend.encode = encode_and_damage
+        device.backend.encode_sums = encode_and_damage
 
     return damage
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.backend import Backend
+from ...kernels.backend import Backend, Sum
 from ...kernels.format import (
     HEADER,
     HEADER_BYTES,
@@ -199,9 +199,6 @@ class QuantizingCodec(TensorCodec):
     noise: Noise | None = None
     agreement: ScaleAgreement | None = None
 
-    def __post_init__(self):
-        self._codes: Tensor | None = None
-
     @property
     def frame_capacity(self) -> int:
         return max_frame_bytes(self.layout.frame_elements)
@@ -252,17 +249,8 @@ class QuantizingCodec(TensorCodec):
         x, inverse_steps, noise = self._own(segment, index)
         if self.bypass:
             return self.backend.encode(x[:0], inverse_steps[:0], self.coding, buffer)
-        if not frames:
-            return self.backend.encode(x, inverse_steps, self.coding, buffer, noise)
-        if len(frames) == 1:
-            return self.backend.reduce(frames[0], x, inverse_steps, self.coding, buffer, noise)
-        if self._codes is None:
-            self._codes = torch.empty(self.layout.frame_elements, dtype=torch.int32, device=x.device)
-        codes = self._codes[: x.numel()]
-        self.backend.quantize(x, inverse_steps, codes, noise)
-        for frame in frames:
-            self.backend.decode_codes(frame, codes, add=True)
-        return self.backend.encode_codes(codes, self.coding, buffer)
+        [size] = self.backend.encode_sums([Sum(x, inverse_steps, buffer, frames)], self.coding, noise)
+        return size
 
     def _read(self, segment, index, frame):
         if self.bypass:

@@ -4,8 +4,10 @@
     frame.cuh     headers, checksums, and the checks before anything is decoded
     fixed_rate.cuh    codes of equally many bits, without frames
     fixed.cuh     the coders FIXED and RAW, and all that works in one pass
-    select.cuh, huffman.cuh, rans.cuh    the selector and the other coders; coders.py launches them
+    select.cuh, huffman.cuh, rans.cuh    the selector and the other coders
+    open.cuh      the first pass over frames that are read
     types.cuh, block.cuh, symbols.cuh    shared by these; ../common is shared with the CPU kernels
+    frames.py     launches what writes and reads frames, for a batch of them
     nvrtc.py      compiles and launches
 
 Only reading a `DeviceSize`, `checksum` and `check` wait for the device. Sizes and choices stay on the device, and
@@ -15,6 +17,7 @@ scratch memory is freed in the order of the stream. So a CUDA graph can capture 
 from __future__ import annotations
 
 import threading
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -22,23 +25,13 @@ import torch
 from torch import Tensor
 
 from .. import damage
-from ..backend import Backend
-from ..format import (
-    PIECE,
-    SAMPLE_PIECES,
-    Coder,
-    Coding,
-    Noise,
-    Predictor,
-    SelectorCosts,
-    chunks_of,
-    packed_bytes,
-)
-from . import coders
-from .arguments import RowsArgument, noise_argument
+from ..backend import Backend, Decoding, Sum
+from ..format import CHUNK, HEADER_BYTES, LANES, SelectorCosts, chunks_of, packed_bytes
+from . import frames
+from .arguments import RowsArgument, inputs_table, noise_argument, pieces_table
+from .frames import THREADS
 
-THREADS = 256  # of a block, as in types.cuh
-_STATUS = 7  # int64 numbers in ncz::Status
+_REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a damage
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
 _MOST_CHECKSUM_BLOCKS = 1024
 
@@ -49,8 +42,8 @@ class Launcher(Protocol):
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
         """Queue `kernel` of the module for `dtype`.
 
-        Arguments: tensors on one device, numpy scalars and ctypes structures of the size that the kernel's parameters
-        have, None for a null pointer.
+        Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the size that the kernel's
+        parameters have, None for a null pointer.
         """
 
 
@@ -78,27 +71,6 @@ class DeviceSize:
         return f"DeviceSize({int(self)})"
 
 
-class _Output:
-    """What the kernels that write a frame of `count` codes share about it; zeros at first."""
-
-    def __init__(self, count: int, device: torch.device):
-        memory = torch.zeros(4 + max(1, chunks_of(count)), dtype=torch.int64, device=device)
-        self.size = memory[:1]
-        self.choice = memory[1:3]  # ncz::Choice
-        self.places = memory[3:]  # a counter, then one number for each chunk; an empty frame counts as one chunk
-
-
-class _Input:
-    """What kernels need to read a frame of `count` codes, in the order of their parameters."""
-
-    def __init__(self, frame: Tensor, count: int):
-        memory = torch.zeros(_STATUS + 1, dtype=torch.int64, device=frame.device)
-        self.frame = frame
-        self.status = memory[:_STATUS]
-        self.checksum = memory[_STATUS:]
-        self.offsets = torch.empty(chunks_of(count), dtype=torch.int64, device=frame.device)
-
-
 class _Found(threading.local):
     """The damage that this thread's kernels met, by device. All communicators share the backend; each has a thread."""
 
@@ -110,9 +82,10 @@ class CudaBackend(Backend):
     """The CUDA kernels, for tensors on any CUDA device.
 
     `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
-    as far as the current stream has run. A damaged RAW or FIXED frame, or a damaged header, writes nothing; other
-    damaged frames write undefined values. `reduce` makes a spoiled frame of a damaged one, which every reader refuses,
-    and so does `encode_codes` after any damage of this thread that `check` has not raised yet.
+    as far as the current stream has run. A damaged frame writes nothing. `reduce` and `encode_sums` make a spoiled
+    frame of it, which every reader refuses.
+
+    A call for several frames launches its kernels once for up to 32 frames of up to 2**24 elements together.
     """
 
     name = "cuda"
@@ -126,14 +99,23 @@ class CudaBackend(Backend):
     # ------------------------------------------------------------------ numbers
 
     def chunk_statistics(self, x):
-        results = torch.empty(3, chunks_of(x.numel()), dtype=torch.float64, device=x.device).unbind()
-        chunks_per_block = THREADS // 128
-        grid = -(-chunks_of(x.numel()) // chunks_per_block)
-        self._launch("chunk_statistics", x.dtype, grid, x, np.int64(x.numel()), *results)
+        return self.statistics_of([x])
+
+    def statistics_of(self, tensors):
+        first_chunks = list(accumulate((chunks_of(x.numel()) for x in tensors), initial=0))
+        device, dtype = tensors[0].device, tensors[0].dtype
+        results = torch.empty(3, first_chunks[-1], dtype=torch.float64, device=device).unbind()
+        rows = [(x, None, None, None, 0, x.numel(), chunk, 0, 0) for x, chunk in zip(tensors, first_chunks)]
+        for part in frames.parts_of_tensors(len(rows)):
+            most = max(x.numel() for x in tensors[part])
+            grid = len(rows[part]) * max(1, -(-most // (CHUNK * (THREADS // LANES))))
+            self._launch("chunk_statistics", dtype, grid, pieces_table(rows[part]), *results)
         return results
 
     def quantize(self, x, inverse_steps, codes, noise=None):
-        self._launch_floats("quantize", (), x, inverse_steps, noise, np.int64(x.numel()), codes)
+        floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
+        name = "quantize" if noise is None else "quantize_at_random"
+        self._launch(name, x.dtype, chunks_of(x.numel()), *floats, np.int64(x.numel()), codes)
 
     def dequantize(self, codes, scales, out):
         count = out.numel()
@@ -142,64 +124,44 @@ class CudaBackend(Backend):
     # ------------------------------------------------------------------ frames
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
-        count = x.numel()
-        output = _Output(count, x.device)
-        choice = self._chosen(coding, count, output, x, inverse_steps, noise)
-        if coding.coder in (Coder.FIXED, Coder.AUTO):
-            fixed = _fixed_arguments(count, coding, choice, frame, output)
-            self._launch_floats("encode_fixed", (), x, inverse_steps, noise, *fixed)
-        if coding.coder != Coder.FIXED:
-            codes = torch.empty(count, dtype=torch.int32, device=x.device)
-            self._launch_floats("stage", (), x, inverse_steps, noise, np.int64(count), codes, output.choice)
-            self._encode_staged(codes, coding, frame, output)
-        return DeviceSize(output.size)
+        return DeviceSize(self.encode_sums([Sum(x, inverse_steps, frame)], coding, noise))
 
     def encode_codes(self, codes, coding, frame):
-        count = codes.numel()
-        output = _Output(count, codes.device)
-        choice = self._chosen(coding, count, output, codes=codes)
-        if coding.coder in (Coder.FIXED, Coder.AUTO):
-            fixed = _fixed_arguments(count, coding, choice, frame, output)
-            self._launch_codes("encode_fixed_codes", count, codes, *fixed)
-        if coding.coder != Coder.FIXED:
-            self._launch_codes("stage_codes", count, codes, np.int64(count), output.choice)
-            self._encode_staged(codes, coding, frame, output)
-        self._launch("spoil", torch.float32, 1, self._report(codes.device), np.int64(count), frame, output.size)
-        return DeviceSize(output.size)
+        return DeviceSize(frames.encode_codes(self._launcher, codes, coding, frame))
 
     def decode_codes(self, frame, codes, add=False):
-        decoded = torch.empty_like(codes) if add else codes
-        opened = self._opened(frame, decoded)
-        self._launch_codes("decode_codes", codes.numel(), *opened, codes, np.int32(add))
+        frames.decode_codes(self._launcher, frame, codes, add, self._report(codes.device))
 
     def decode(self, frame, scales, out):
-        decoded = torch.empty(out.numel(), dtype=torch.int32, device=out.device)
-        opened = self._opened(frame, decoded)
-        self._launch("decode", out.dtype, chunks_of(out.numel()), *opened, scales, out)
+        self.decode_frames([Decoding(frame, scales, out)])
 
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
-        if not _is_one_pass(coding):
-            codes = torch.empty(x.numel(), dtype=torch.int32, device=x.device)
-            self.quantize(x, inverse_steps, codes, noise)
-            self.decode_codes(frame, codes, add=True)
-            return self.encode_codes(codes, coding, out)
-        opened = self._opened(frame, torch.empty(x.numel(), dtype=torch.int32, device=x.device))
-        output = _Output(x.numel(), x.device)
-        predictor = np.int32(coding.predictor)
-        self._launch_floats("reduce_fixed", opened, x, inverse_steps, noise, predictor, out, output.size, output.places)
-        return DeviceSize(output.size)
+        return DeviceSize(self.encode_sums([Sum(x, inverse_steps, out, [frame])], coding, noise))
+
+    def encode_sums(self, sums, coding, noise=None):
+        return frames.encode_sums(self._launcher, sums, coding, noise, self._report(sums[0].x.device))
+
+    def decode_frames(self, decodings):
+        frames.decode(self._launcher, decodings, self._report(decodings[0].out.device))
 
     def checksum(self, frame):
         total = torch.zeros(1, dtype=torch.int64, device=frame.device)
-        self._launch_checksum("checksum", frame, np.int32(True), total)
+        self._launch("checksum", torch.float32, _checksum_blocks(frame), frame, np.int64(frame.numel()), total)
         return int(total)
 
     def seal(self, frame):
-        self._launch_checksum("seal", frame, torch.zeros(1, dtype=torch.int64, device=frame.device))
+        self.seal_frames([frame])
+
+    def seal_frames(self, sealed):
+        sums = torch.zeros(len(sealed), dtype=torch.int64, device=sealed[0].device)
+        for part in frames.parts_of_tensors(len(sealed)):
+            table = inputs_table([(frame, frame.numel(), 0, 0) for frame in sealed[part]])
+            blocks = max(map(_checksum_blocks, sealed[part]))
+            self._launch("seal", torch.float32, len(table) * blocks, table, sums[part])
 
     def check(self):
         for report in self._found.reports.values():
-            result, _, count, frame_bytes, *header = report.tolist()
+            result, count, frame_bytes, *header = report[:_REPORTED].tolist()
             if result:
                 report.zero_()
                 header = np.array(header, dtype="<i8").tobytes()
@@ -227,71 +189,10 @@ class CudaBackend(Backend):
 
     # ------------------------------------------------------------------ launching
 
-    def _chosen(self, coding: Coding, count: int, output: _Output, x=None, inverse_steps=None, noise=None, codes=None):
-        """Launch what chooses coder and predictor of the codes, or of `x`, and return where they will be.
-
-        None if the kernels for FIXED need not look there.
-        """
-        if _is_one_pass(coding):
-            return None
-        if coding.predictor != Predictor.AUTO and coding.coder in (Coder.RAW, Coder.HUFFMAN):
-            sample, sampled = None, 0  # nothing is left to choose, not even a mode for RANS
-        else:
-            sample, sampled = self._sample(count, x, inverse_steps, noise, codes, output.size.device), _sampled(count)
-        coders.select(self._launcher, sample, sampled, count, coding, output.choice)
-        return output.choice
-
-    def _sample(self, count: int, x, inverse_steps, noise, codes, device: torch.device) -> Tensor:
-        sample = torch.empty(PIECE * SAMPLE_PIECES, dtype=torch.int32, device=device)
-        floats = x, inverse_steps, noise_argument(noise), np.int32(noise is not None)
-        dtype = torch.float32 if x is None else x.dtype
-        self._launch("sample", dtype, -(-sample.numel() // THREADS), *floats, codes, np.int64(count), sample)
-        return sample
-
-    def _encode_staged(self, codes: Tensor, coding: Coding, frame: Tensor, output: _Output) -> None:
-        """Launch all coders but FIXED; each kernel checks whether its coder was chosen."""
-        if coding.coder != Coder.RAW:
-            coders.encode(self._launcher, codes, coding, output.choice, frame, output.size)
-        count = codes.numel()
-        self._launch_codes("encode_raw", count, codes, np.int64(count), output.choice, frame, output.size)
-
-    def _opened(self, frame: Tensor, decoded: Tensor) -> tuple:
-        """Launch what verifies `frame` and what decodes HUFFMAN and RANS to `decoded` (int32, [count]).
-
-        Returns the arguments with which all kernels that read a frame begin.
-        """
-        count = decoded.numel()
-        opened = _Input(frame, count)
-        self._launch_checksum("checksum", frame, np.int32(False), opened.checksum)
-        sizes = np.int64(frame.numel()), np.int64(count)
-        self._launch("open", torch.float32, 1, frame, *sizes, opened.checksum, opened.status, opened.offsets)
-        chunks_per_block = THREADS // 32
-        grid = -(-chunks_of(count) // chunks_per_block)
-        self._launch("check", torch.float32, grid, frame, np.int64(count), opened.offsets, opened.status)
-        coders.decode(self._launcher, frame, opened.status, decoded)
-        return frame, opened.status, self._report(frame.device), opened.offsets, decoded
-
     def _report(self, device: torch.device) -> Tensor:
-        """Where kernels leave the first damage that they find: ncz::Status."""
         if device not in self._found.reports:
-            self._found.reports[device] = torch.zeros(_STATUS, dtype=torch.int64, device=device)
+            self._found.reports[device] = frames.new_report(device)
         return self._found.reports[device]
-
-    def _launch_checksum(self, kernel: str, frame: Tensor, *arguments) -> None:
-        blocks = min(_MOST_CHECKSUM_BLOCKS, -(-frame.numel() // (4 * _WORDS_PER_CHECKSUM_BLOCK)))
-        self._launch(kernel, torch.float32, blocks, frame, np.int64(frame.numel()), *arguments)
-
-    def _launch_floats(
-        self, kernel: str, before: tuple, x: Tensor, inverse_steps: Tensor, noise: Noise | None, *behind
-    ) -> None:
-        """Launch a kernel that quantizes, a block per chunk, or its twin that rounds at random."""
-        floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
-        name = kernel if noise is None else f"{kernel}_at_random"
-        self._launch(name, x.dtype, chunks_of(x.numel()), *before, *floats, *behind)
-
-    def _launch_codes(self, kernel: str, count: int, *arguments) -> None:
-        """Launch a kernel that works on codes, a block per chunk."""
-        self._launch(kernel, torch.float32, chunks_of(count), *arguments)
 
     def _launch_blocks(self, kernel: str, dtype: torch.dtype, blocks: int, *arguments) -> None:
         """Launch a kernel for a fixed rate: a warp per block of values, if there are any."""
@@ -302,18 +203,5 @@ class CudaBackend(Backend):
         self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), THREADS, *arguments)
 
 
-def _is_one_pass(coding: Coding) -> bool:
-    """Whether codes can be encoded in one pass, because nothing about all of them must be known first."""
-    return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
-
-
-def _fixed_arguments(count: int, coding: Coding, choice: Tensor | None, frame: Tensor, output: _Output) -> tuple:
-    """The arguments of the kernels that write FIXED frames, after the codes."""
-    return np.int64(count), np.int32(coding.predictor), choice, frame, output.size, output.places
-
-
-def _sampled(count: int) -> int:
-    """How many codes the selector looks at. The last piece, which may be short, is always among them."""
-    pieces = -(-count // PIECE)
-    missing = PIECE * pieces - count
-    return PIECE * min(pieces, SAMPLE_PIECES) - missing
+def _checksum_blocks(frame: Tensor) -> int:
+    return max(1, min(_MOST_CHECKSUM_BLOCKS, -(-frame.numel() // (4 * _WORDS_PER_CHECKSUM_BLOCK))))

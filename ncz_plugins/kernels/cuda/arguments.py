@@ -1,11 +1,18 @@
-"""The structures of common/format.h that kernels take by value."""
+"""The structures that kernels take by value: those of common/format.h, and the tables of types.cuh."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
 
 from ..format import Coding, Noise, Rows
+
+MOST_PIECES, MOST_INPUTS = 32, 64  # rows of the tables
 
 
 class CodingArgument(ctypes.Structure):
@@ -36,6 +43,66 @@ def coding_argument(coding: Coding) -> CodingArgument:
     return CodingArgument(coding.coder, coding.predictor, tuple(coding.costs))
 
 
+@functools.cache
+def integer(value: int) -> np.int32:
+    return np.int32(value)
+
+
 def noise_argument(noise: Noise | None) -> NoiseArgument:
     """`noise` as a kernel's argument; zeros for None."""
     return NoiseArgument() if noise is None else NoiseArgument(*noise)
+
+
+class Table:
+    """ncz::Pieces or ncz::Inputs: what a launch must know of each frame that it works on.
+
+    Args:
+        rows: the members of each row; a tensor stands for its address, None for a null pointer.
+    """
+
+    def __init__(self, row: struct.Struct, most: int, rows: list[tuple]):
+        self._row = row
+        self._most = most
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @functools.cached_property
+    def value(self) -> bytes:
+        """The structure. Valid as long as this object holds the tensors."""
+        rows = (self._row.pack(*map(_number, row)) for row in self._rows)
+        return b"".join((struct.pack("<ii", len(self), 0), *rows)).ljust(8 + self._most * self._row.size, b"\0")
+
+    @property
+    def tensors(self) -> list[tuple[int, Tensor]]:
+        """Where in the structure the address of a tensor stands, and the tensor."""
+        # Addresses come first in a row, and have 8 bytes like all before them.
+        return [
+            (8 + number * self._row.size + 8 * place, member)
+            for number, row in enumerate(self._rows)
+            for place, member in enumerate(row)
+            if isinstance(member, Tensor)
+        ]
+
+    def with_tensors(self, other: Callable[[Tensor], Tensor]) -> Table:
+        """The same table of other tensors."""
+        rows = [tuple(other(each) if isinstance(each, Tensor) else each for each in row) for row in self._rows]
+        return Table(self._row, self._most, rows)
+
+
+def _number(member: Tensor | int | None) -> int:
+    return member.data_ptr() if isinstance(member, Tensor) else member or 0
+
+
+def inputs_table(rows: list[tuple]) -> Table:
+    """ncz::Inputs: (frame, bytes, count, first chunk) of each."""
+    return Table(_INPUT, MOST_INPUTS, rows)
+
+
+def pieces_table(rows: list[tuple]) -> Table:
+    """ncz::Pieces: (values, steps, codes, frame, first element, count, first chunk, first input, inputs) of each."""
+    return Table(_PIECE, MOST_PIECES, rows)
+
+
+_INPUT, _PIECE = struct.Struct("<QqII"), struct.Struct("<5Q4I")

@@ -106,12 +106,12 @@ NCZ_DEVICE int64_t take_number(uint32_t* counter, int64_t* shared) {
     return *shared;
 }
 
-// Whether this block is the last of the grid that comes here. It sees what all others wrote.
-NCZ_DEVICE bool finished_last(uint32_t* counter, int* shared) {
+// Whether this block is the last of `blocks` that come here. It sees what all others wrote.
+NCZ_DEVICE bool finished_last(uint32_t* counter, int64_t blocks, int* shared) {
     __syncthreads();
     if (threadIdx.x == 0) {  // its fences count for the whole block, as they lie between the barriers
         __threadfence();
-        *shared = atomicAdd(counter, 1u) == gridDim.x - 1;
+        *shared = atomicAdd(counter, 1u) + 1 == blocks;
         __threadfence();
     }
     __syncthreads();

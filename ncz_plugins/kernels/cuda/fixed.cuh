@@ -118,16 +118,24 @@ struct Packing {
     int64_t* number;    // 1
 };
 
-// Where the chunks of a FIXED frame go, for find_place: device memory, zeros.
-struct Places {
-    unsigned long long* memory;  // a number more than there are blocks
-    NCZ_DEVICE uint32_t* counter() const { return reinterpret_cast<uint32_t*>(memory); }
-    NCZ_DEVICE unsigned long long* of_chunks() const { return memory + 1; }
+// What the kernels that write frames share: device memory for each frame, and for each chunk the place that look_back
+// needs, zeros at first; an empty frame counts as one chunk.
+struct Writing {
+    Written* written;
+    unsigned long long* places;
+    long long* sizes;
+
+    NCZ_DEVICE unsigned long long* places_of(const Piece& piece, int f) const {
+        return places + piece.first_chunk + f;
+    }
 };
+
+// Chunks that are written for a piece.
+NCZ_DEVICE int64_t written_chunks(const Piece& piece) { return piece.count ? chunks_of(piece.count) : 1; }
 
 // Packs and writes chunk c of a FIXED frame. The block of the last chunk writes header and size of the frame, too.
 NCZ_DEVICE void write_fixed(const ThreadCodes& codes, int64_t c, int64_t count, int32_t predictor, uint8_t* frame,
-                            long long* size, const Places& places, const Packing& shared) {
+                            long long* size, unsigned long long* places, const Packing& shared) {
     int length = length_of(c, count), blocks = blocks_of(length), octets = octets_of(length);
     ThreadSymbols symbols;
     clear(shared.words, CHUNK_WORDS);
@@ -145,11 +153,11 @@ NCZ_DEVICE void write_fixed(const ThreadCodes& codes, int64_t c, int64_t count, 
     }
     octet_starts(widths, shared.scratch, starts, packed);  // its barriers also end the clearing
     unsigned bytes = unsigned(blocks) + packed;
-    if (threadIdx.x == 0) leave_own(places.of_chunks(), c, bytes);
+    if (threadIdx.x == 0) leave_own(places, c, bytes);
 #pragma unroll
     for (int j = 0; j < OCTETS_PER_THREAD; ++j) pack_octet(symbols[j], widths[j], shared.words, starts[j]);
     if (warp() == 0) {
-        int64_t before = look_back(places.of_chunks(), c, bytes);
+        int64_t before = look_back(places, c, bytes);
         if (lane() == 0) shared.number[0] = before;
     }
     __syncthreads();
@@ -170,35 +178,46 @@ NCZ_DEVICE void write_fixed(const ThreadCodes& codes, int64_t c, int64_t count, 
     NCZ_SHARED(int64_t, name##_number, 1);         \
     const Packing name = {name##_words, name##_widths, name##_scratch, name##_number}
 
-// A FIXED frame of `source`: unless `choice` is null, only if it says so, and with its predictor.
+// A FIXED frame of `source`, with this predictor; or with that of `choice`, if FIXED is what it says.
 template <class Source>
-NCZ_DEVICE void encode_fixed(const Source& source, int64_t count, int32_t predictor, const Choice* choice,
-                             uint8_t* frame, long long* size, const Places& places, const Packing& shared) {
-    if (choice && choice->coder != FIXED) return;
-    int64_t c = take_number(places.counter(), shared.number);
+NCZ_DEVICE void encode_fixed(const Source& source, const Pieces& pieces, int32_t predictor, int is_chosen,
+                             const Writing& writing, const Packing& shared) {
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    const Choice& choice = writing.written[f].choice;
+    if (unit_number(pieces.n) >= written_chunks(piece) || (is_chosen && choice.coder != FIXED)) return;
+    int64_t c = take_number(&writing.written[f].taken, shared.number), count = piece.count;
     ThreadCodes codes = {};
     load_chunk(source, c, length_of(c, count), codes);
-    write_fixed(codes, c, count, choice ? choice->predictor : predictor, frame, size, places, shared);
+    write_fixed(codes, c, count, is_chosen ? choice.predictor : predictor, piece.frame, writing.sizes + f,
+                writing.places_of(piece, f), shared);
 }
 
 // ------------------------------------------------------------------ reading
 
-// The codes of chunk c of a frame that was opened; `decoded` are those of a HUFFMAN or RANS frame. `words`
-// (CHUNK_WORDS) and `scratch` (WARPS) are shared memory, free for other use after a barrier. Behind the end of the
-// chunk is anything.
-NCZ_DEVICE void read_chunk(const uint8_t* frame, const Status* status, const long long* offsets, const int32_t* decoded,
-                           int64_t c, uint32_t* words, uint32_t* scratch, ThreadCodes& codes) {
-    int64_t count = status->count;
-    int length = length_of(c, count);
-    int32_t coder = status->header.coder;
+// Frames that were opened: how they are, for each chunk of a FIXED frame how far behind the table it begins, and the
+// codes of HUFFMAN and RANS frames.
+struct Opened {
+    const Status* statuses;
+    const long long* offsets;
+    const int32_t* decoded;
+};
+
+// The codes of chunk c of a frame without damage. `words` (CHUNK_WORDS) and `scratch` (WARPS) are shared memory, free for
+// other use after a barrier. Behind the end of the chunk is anything.
+NCZ_DEVICE void read_chunk(const Input& input, const Status& status, const Opened& opened, int64_t c, uint32_t* words,
+                           uint32_t* scratch, ThreadCodes& codes) {
+    int length = length_of(c, input.count);
+    int32_t coder = status.header.coder;
     if (length <= 0) return;  // a frame of nothing, which has no chunk
-    if (coder != FIXED && coder != RAW) return load_chunk(PlainCodes{decoded}, c, length, codes);
-    unsigned raw_width = status->header.width;
+    if (coder != FIXED && coder != RAW)
+        return load_chunk(PlainCodes{opened.decoded}, input.first_chunk + c, length, codes);
+    unsigned raw_width = status.header.width;
     int octets = octets_of(length), first;
     unsigned widths[OCTETS_PER_THREAD] = {}, starts[OCTETS_PER_THREAD] = {};
     if (coder == RAW) {
         int64_t begin = HEADER_BYTES + c * CHUNK * (raw_width / 8);
-        first = copy_to_shared(words, frame + begin, length * int(raw_width / 8));
+        first = copy_to_shared(words, input.frame + begin, length * int(raw_width / 8));
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
@@ -206,7 +225,7 @@ NCZ_DEVICE void read_chunk(const uint8_t* frame, const Status* status, const lon
             starts[j] = raw_width * unsigned(octet_of(j));
         }
     } else {
-        FixedChunk chunk(frame, c, count, offsets);
+        FixedChunk chunk(input.frame, c, input.count, opened.offsets[input.first_chunk + c]);
         int phase = copy_to_shared(words, chunk.at, chunk.bytes);
         __syncthreads();
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(words) + phase;
@@ -222,129 +241,190 @@ NCZ_DEVICE void read_chunk(const uint8_t* frame, const Status* status, const lon
     for (int j = 0; j < OCTETS_PER_THREAD; ++j)
         if (octet_of(j) < octets) unpack_octet(words, unsigned(first) + starts[j], widths[j], symbols[j]);
     __syncthreads();
-    unpredict(symbols, status->header.predictor, scratch, codes);
+    unpredict(symbols, status.header.predictor, scratch, codes);
 }
 
-// A frame that was opened, and the sum of its codes and those of `source` as a FIXED frame. Of a damaged one, a spoiled
-// one.
-template <class Source>
-NCZ_DEVICE void reduce_fixed(const uint8_t* frame, const Status* status, Status* report, const long long* offsets,
-                             const int32_t* decoded, const Source& source, int32_t predictor, uint8_t* out,
-                             long long* size, const Places& places, const Packing& shared) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        report_damage(status, report);
-        if (is_damaged(status)) write_spoiled(out, status->count, size);
+// The sum of the codes of chunk c of all frames of a piece. Ends with a barrier.
+NCZ_DEVICE void add_up_inputs(const Piece& piece, const Inputs& inputs, const Opened& opened, int64_t c,
+                              uint32_t* words, uint32_t* scratch, ThreadCodes& codes) {
+    for (unsigned i = piece.first_input; i < piece.first_input + piece.inputs; ++i) {
+        ThreadCodes own = {};
+        read_chunk(inputs.of[i], opened.statuses[i], opened, c, words, scratch, own);
+#pragma unroll
+        for (int j = 0; j < OCTETS_PER_THREAD; ++j)
+#pragma unroll
+            for (int k = 0; k < OCTET; ++k) codes[j][k] = sum(codes[j][k], own[j][k]);
+        __syncthreads();  // before the same shared memory is used again
     }
-    if (is_damaged(status)) return;
-    int64_t c = take_number(places.counter(), shared.number), count = status->count;
+}
+
+// Whether a frame that a piece is made of is damaged. If so, what is made of it is spoiled, which one thread writes.
+NCZ_DEVICE bool is_spoiled(const Piece& piece, int f, int64_t unit, const Opened& opened, const Writing& writing) {
+    if (!is_any_damaged(piece, opened.statuses)) return false;
+    if (piece.frame && unit == 0 && threadIdx.x == 0) {
+        write_spoiled(piece.frame, piece.count, writing.sizes + f);
+        writing.written[f].choice.coder = NO_CODER;
+    }
+    return true;
+}
+
+// The sum of the codes of frames that were opened and those of a piece's own as a FIXED frame. Of a damaged one, a spoiled
+// one. `source_of` gives the own codes: only then, as until then registers are short.
+template <class SourceOf>
+NCZ_DEVICE void sum_fixed(SourceOf source_of, const Pieces& pieces, const Inputs& inputs, const Opened& opened,
+                          int32_t predictor, const Writing& writing, const Packing& shared) {
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t unit = unit_number(pieces.n), count = piece.count;
+    if (unit >= written_chunks(piece) || is_spoiled(piece, f, unit, opened, writing)) return;
+    int64_t c = take_number(&writing.written[f].taken, shared.number);
     ThreadCodes codes = {};
-    read_chunk(frame, status, offsets, decoded, c, shared.words, shared.scratch, codes);
-    add_chunk(source, c, length_of(c, count), codes);
-    __syncthreads();  // before the same shared memory is used for packing
-    write_fixed(codes, c, count, predictor, out, size, places, shared);
+    add_up_inputs(piece, inputs, opened, c, shared.words, shared.scratch, codes);
+    add_chunk(source_of(piece), c, length_of(c, count), codes);
+    write_fixed(codes, c, count, predictor, piece.frame, writing.sizes + f, writing.places_of(piece, f), shared);
+}
+
+// The same to a piece's codes in memory, for the other coders.
+template <class SourceOf>
+NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, const Inputs& inputs,
+                          const Opened& opened, const Writing& writing, uint32_t* words, uint32_t* scratch) {
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t c = unit_number(pieces.n);
+    if (is_spoiled(piece, f, c, opened, writing)) return;
+    int length = length_of(c, piece.count);
+    if (length <= 0) return;
+    ThreadCodes codes = {};
+    add_up_inputs(piece, inputs, opened, c, words, scratch, codes);
+    if (adds) add_chunk(source_of(piece), c, length, codes);
+    store_codes(piece.codes + c * CHUNK, length, codes, false);
 }
 
 // ------------------------------------------------------------------ kernels, all with a block per chunk
 //
-// `places`: zeros, a number more than there are blocks. Kernels that read a frame follow ncz_open, ncz_check and, for
-// HUFFMAN and RANS, the kernels that fill `decoded`; they write nothing if the frame is damaged, and report that.
+// Kernels that read frames follow ncz_open. They write nothing if a frame is damaged, or a frame that says so.
 
-// A FIXED frame of `x`: unless `choice` is null, only if it says so, and with its predictor.
+// FIXED frames of values: with this predictor; if `is_chosen`, those for which that coder was chosen, with theirs.
 NCZ_KERNEL(ncz_encode_fixed)
-(const Element* x, const Scale* inverse_steps, long long count, int predictor, const Choice* choice, uint8_t* frame,
- long long* size, unsigned long long* places) {
+(const __grid_constant__ Pieces pieces, int predictor, int is_chosen, Written* written, unsigned long long* places,
+ long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    encode_fixed(Floats{x, inverse_steps}, count, predictor, choice, frame, size, Places{places}, shared);
+    Floats source = floats_of(pieces.of[frame_number(pieces.n)]);
+    encode_fixed(source, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
 NCZ_KERNEL(ncz_encode_fixed_at_random)
-(const Element* x, const Scale* inverse_steps, Noise noise, long long count, int predictor, const Choice* choice,
- uint8_t* frame, long long* size, unsigned long long* places) {
+(const __grid_constant__ Pieces pieces, Noise noise, int predictor, int is_chosen, Written* written,
+ unsigned long long* places, long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    RandomFloats source = {x, inverse_steps, noise};
-    encode_fixed(source, count, predictor, choice, frame, size, Places{places}, shared);
+    RandomFloats source = random_floats_of(pieces.of[frame_number(pieces.n)], noise);
+    encode_fixed(source, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
 NCZ_KERNEL(ncz_encode_fixed_codes)
-(const int32_t* codes, long long count, int predictor, const Choice* choice, uint8_t* frame, long long* size,
- unsigned long long* places) {
+(const __grid_constant__ Pieces pieces, int predictor, int is_chosen, Written* written, unsigned long long* places,
+ long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    encode_fixed(PlainCodes{codes}, count, predictor, choice, frame, size, Places{places}, shared);
+    PlainCodes source = {pieces.of[frame_number(pieces.n)].codes};
+    encode_fixed(source, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
-// The inner step of a ring: decodes `frame`, adds the codes of `x`, and writes the sum as FIXED frame to `out`.
-NCZ_KERNEL(ncz_reduce_fixed)
-(const uint8_t* frame, const Status* status, Status* report, const long long* offsets, const int32_t* decoded,
- const Element* x, const Scale* inverse_steps, int predictor, uint8_t* out, long long* size,
- unsigned long long* places) {
+// Of each piece the sum of its values' codes and of its frames, as FIXED frame.
+NCZ_KERNEL(ncz_sum_fixed)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded, int predictor, Written* written, unsigned long long* places,
+ long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    reduce_fixed(frame, status, report, offsets, decoded, Floats{x, inverse_steps}, predictor, out, size,
-                 Places{places}, shared);
+    sum_fixed(floats_of, pieces, inputs, Opened{statuses, offsets, decoded}, predictor, Writing{written, places, sizes},
+              shared);
 }
 
-NCZ_KERNEL(ncz_reduce_fixed_at_random)
-(const uint8_t* frame, const Status* status, Status* report, const long long* offsets, const int32_t* decoded,
- const Element* x, const Scale* inverse_steps, Noise noise, int predictor, uint8_t* out, long long* size,
- unsigned long long* places) {
+NCZ_KERNEL(ncz_sum_fixed_at_random)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded, int predictor, Written* written, unsigned long long* places,
+ long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    RandomFloats source = {x, inverse_steps, noise};
-    reduce_fixed(frame, status, report, offsets, decoded, source, predictor, out, size, Places{places}, shared);
+    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
+    sum_fixed(source_of, pieces, inputs, Opened{statuses, offsets, decoded}, predictor, Writing{written, places, sizes},
+              shared);
 }
 
-// If RAW was chosen, by the selector or as a way out.
-NCZ_KERNEL(ncz_encode_raw)
-(const int32_t* codes, long long count, const Choice* choice, uint8_t* frame, long long* size) {
+// The same sums as codes.
+NCZ_KERNEL(ncz_sum_codes)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded, Written* written, long long* sizes) {
+    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    sum_codes(floats_of, true, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, words,
+              scratch);
+}
+
+NCZ_KERNEL(ncz_sum_codes_at_random)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded, Written* written, long long* sizes) {
+    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
+    sum_codes(source_of, true, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, words,
+              scratch);
+}
+
+// Of each piece the sum of its frames' codes; with `add`, onto the codes that stand there.
+NCZ_KERNEL(ncz_decode_codes)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded, Written* written, long long* sizes, int add) {
+    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    auto source_of = [](const Piece& piece) { return PlainCodes{piece.codes}; };
+    sum_codes(source_of, add != 0, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes},
+              words, scratch);
+}
+
+// RAW frames of codes, where RAW was chosen, by the selector or as a way out.
+NCZ_KERNEL(ncz_encode_raw)(const __grid_constant__ Pieces pieces, const Written* written, long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    if (choice->coder != RAW) return;
-    int64_t c = blockIdx.x;
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    const Choice& choice = written[f].choice;
+    int64_t c = unit_number(pieces.n), count = piece.count;
+    if (c >= written_chunks(piece) || choice.coder != RAW) return;
     int length = length_of(c, count);
-    unsigned width = raw_width_of(*choice);
+    unsigned width = raw_width_of(choice);
     ThreadCodes own = {};
     ThreadSymbols symbols;
     clear(shared.words, CHUNK_WORDS);
-    load_chunk(PlainCodes{codes}, c, length, own);
-    predict(own, length, choice->predictor, reinterpret_cast<int32_t*>(shared.scratch), symbols);
+    load_chunk(PlainCodes{piece.codes}, c, length, own);
+    predict(own, length, choice.predictor, reinterpret_cast<int32_t*>(shared.scratch), symbols);
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < OCTETS_PER_THREAD; ++j)
         pack_octet(symbols[j], width, shared.words, width * unsigned(octet_of(j)));
     __syncthreads();
-    copy_to_global(frame + HEADER_BYTES + c * CHUNK * (width / 8), shared.words, length * int(width / 8));
-    if (blockIdx.x || threadIdx.x) return;
+    copy_to_global(piece.frame + HEADER_BYTES + c * CHUNK * (width / 8), shared.words, length * int(width / 8));
+    if (c || threadIdx.x) return;
     int64_t bytes = count * (width / 8);
-    write_header(frame, RAW, choice->predictor, width, count, bytes);
-    *size = HEADER_BYTES + bytes;
+    write_header(piece.frame, RAW, choice.predictor, width, count, bytes);
+    sizes[f] = HEADER_BYTES + bytes;
 }
 
+// Of each piece the values of its only frame, which has its number.
 NCZ_KERNEL(ncz_decode)
-(const uint8_t* frame, const Status* status, Status* report, const long long* offsets, const int32_t* decoded,
- const Scale* scales, Element* out) {
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded) {
     NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
-    int64_t c = blockIdx.x;
-    if (c == 0 && threadIdx.x == 0) report_damage(status, report);
-    if (is_damaged(status)) return;
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t c = unit_number(pieces.n);
+    int length = length_of(c, piece.count);
+    if (length <= 0 || statuses[f].result) return;
     ThreadCodes codes = {};
-    read_chunk(frame, status, offsets, decoded, c, words, scratch, codes);
-    int length = length_of(c, status->count);
-    if (length > 0) store_values(out + c * CHUNK, length, codes, scales[c]);
+    read_chunk(inputs.of[f], statuses[f], Opened{statuses, offsets, decoded}, c, words, scratch, codes);
+    store_values(static_cast<Element*>(piece.values) + c * CHUNK, length, codes,
+                 static_cast<const Scale*>(piece.steps)[c]);
 }
 
-// To codes; with `add`, onto those that stand there.
-NCZ_KERNEL(ncz_decode_codes)
-(const uint8_t* frame, const Status* status, Status* report, const long long* offsets, const int32_t* decoded,
- int32_t* codes, int add) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
-    NCZ_SHARED(uint32_t, scratch, WARPS);
-    int64_t c = blockIdx.x;
-    if (c == 0 && threadIdx.x == 0) report_damage(status, report);
-    bool is_there = codes == decoded && !add && status->header.coder != FIXED && status->header.coder != RAW;
-    if (is_damaged(status) || is_there) return;
-    ThreadCodes own = {};
-    read_chunk(frame, status, offsets, decoded, c, words, scratch, own);
-    store_codes(codes + c * CHUNK, length_of(c, status->count), own, add);
-}
-
-#define NCZ_FIXED_KERNELS(X)                                                                                      \
-    X(ncz_encode_fixed) X(ncz_encode_fixed_at_random) X(ncz_encode_fixed_codes) X(ncz_reduce_fixed) \
-    X(ncz_reduce_fixed_at_random) X(ncz_encode_raw) X(ncz_decode) X(ncz_decode_codes)
+#define NCZ_FIXED_KERNELS(X)                                                                                     \
+    X(ncz_encode_fixed) X(ncz_encode_fixed_at_random) X(ncz_encode_fixed_codes) X(ncz_sum_fixed) \
+    X(ncz_sum_fixed_at_random) X(ncz_sum_codes) X(ncz_sum_codes_at_random) X(ncz_encode_raw) X(ncz_decode)   \
+    X(ncz_decode_codes)

@@ -27,22 +27,18 @@ NCZ_DEVICE void write_spoiled(uint8_t* frame, int64_t count, long long* size) {
     *size = HEADER_BYTES;
 }
 
-// Spoils a frame that was just written if `report` tells of damage. One thread.
-NCZ_KERNEL(ncz_spoil)(const Status* report, long long count, uint8_t* frame, long long* size) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && report->result) write_spoiled(frame, count, size);
-}
-
 // ------------------------------------------------------------------ the checksum
 
 constexpr int64_t FLAGS_WORD = 4, CHECKSUM_WORD = 5;
 
-// This block's share of the checksum of `bytes` of a frame, in thread 0. Whatever stands in its checksum field does not
-// count. With `seal`, its flags count as they will be.
-NCZ_DEVICE uint32_t checksum_share(const uint8_t* frame, int64_t bytes, bool seal, uint32_t* scratch) {
+// The share of one of `units` blocks in the checksum of `bytes` of a frame, in thread 0. Whatever stands in its checksum
+// field does not count. With `seal`, its flags count as they will be.
+NCZ_DEVICE uint32_t checksum_share(const uint8_t* frame, int64_t bytes, bool seal, int64_t unit, int64_t units,
+                                   uint32_t* scratch) {
     bool aligned = reinterpret_cast<uintptr_t>(frame) % 4 == 0;
-    int64_t words = (bytes + 3) / 4, stride = int64_t(gridDim.x) * THREADS;
+    int64_t words = (bytes + 3) / 4, stride = units * THREADS;
     uint32_t total = 0;
-    for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < words; i += stride) {
+    for (int64_t i = unit * THREADS + threadIdx.x; i < words; i += stride) {
         const uint8_t* from = frame + 4 * i;
         uint32_t word = 0;
         if (4 * i + 4 > bytes)
@@ -55,111 +51,63 @@ NCZ_DEVICE uint32_t checksum_share(const uint8_t* frame, int64_t bytes, bool sea
     return block_sum(total, scratch);
 }
 
-// Adds up the checksum of a frame in `checksum`, which was 0; unless `always`, only if the header says that it has one.
-// Any number of blocks.
-NCZ_KERNEL(ncz_checksum)(const uint8_t* frame, long long bytes, int always, uint32_t* checksum) {
+// Adds up the checksum of a frame of at least a header in `checksum`, which was 0. Any number of blocks.
+NCZ_KERNEL(ncz_checksum)(const uint8_t* frame, long long bytes, uint32_t* checksum) {
     NCZ_SHARED(uint32_t, scratch, WARPS);
-    if (bytes < HEADER_BYTES || (!always && load32(frame + 4 * FLAGS_WORD) != HAS_CHECKSUM)) return;
-    uint32_t share = checksum_share(frame, bytes, false, scratch);
+    uint32_t share = checksum_share(frame, bytes, false, blockIdx.x, gridDim.x, scratch);
     if (threadIdx.x == 0) atomicAdd(checksum, share);
 }
 
-// Writes the checksum of the frame that `frame` begins with; `frame` has `capacity` bytes. `sum_and_blocks`: two zeros.
-// Any number of blocks; the last to end writes the fields.
-NCZ_KERNEL(ncz_seal)(uint8_t* frame, long long capacity, uint32_t* sum_and_blocks) {
+// Writes the checksums of the frames that the memory of `inputs` begins with. `sums_and_blocks`: two zeros for each. Any
+// number of blocks; the last of each frame to end writes the fields.
+NCZ_KERNEL(ncz_seal)(const __grid_constant__ Inputs inputs, uint32_t* sums_and_blocks) {
     NCZ_SHARED(uint32_t, scratch, WARPS);
     NCZ_SHARED(int, is_last, 1);
+    int f = frame_number(inputs.n);
+    int64_t units = gridDim.x / unsigned(inputs.n), capacity = inputs.of[f].bytes;
+    uint8_t* frame = const_cast<uint8_t*>(inputs.of[f].frame);
+    sums_and_blocks += 2 * f;
     if (capacity < HEADER_BYTES || load32(frame + 4 * FLAGS_WORD) == SPOILED) return;
     int64_t bytes = HEADER_BYTES + int64_t(load32(frame + 12));
-    uint32_t share = checksum_share(frame, bytes < capacity ? bytes : capacity, true, scratch);
-    if (threadIdx.x == 0) atomicAdd(sum_and_blocks, share);
-    if (!finished_last(sum_and_blocks + 1, is_last) || threadIdx.x) return;
+    bytes = bytes < capacity ? bytes : capacity;
+    uint32_t share = checksum_share(frame, bytes, true, unit_number(inputs.n), units, scratch);
+    if (threadIdx.x == 0) atomicAdd(sums_and_blocks, share);
+    if (!finished_last(sums_and_blocks + 1, units, is_last) || threadIdx.x) return;
     store32(frame + 4 * FLAGS_WORD, HAS_CHECKSUM);
-    store32(frame + 4 * CHECKSUM_WORD, atomicAdd(sum_and_blocks, 0u));
+    store32(frame + 4 * CHECKSUM_WORD, atomicAdd(sums_and_blocks, 0u));
 }
 
 // ------------------------------------------------------------------ reading
 
-// The damage that shows in the header and the checksum, or 0.
-NCZ_DEVICE int64_t opening_damage(const Header& header, int64_t bytes, int64_t count, uint32_t checksum) {
-    if (int64_t wrong = header_damage(header, bytes, count)) return wrong;
-    if (header.flags == HAS_CHECKSUM && checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
-    if (int64_t wrong = coder_damage(header)) return wrong;
-    return header.coder == FIXED && bytes - HEADER_BYTES < 2 * chunks_of(count) ? damaged(NO_TABLE) : 0;
-}
-
-// Verifies the header and FIXED's table, whose prefix sums become `offsets` (from the first chunk on). One block.
-NCZ_KERNEL(ncz_open)
-(const uint8_t* frame, long long bytes, long long count, const uint32_t* checksum, Status* status, long long* offsets) {
-    NCZ_SHARED(long long, scratch, WARPS);
-    NCZ_SHARED(bool, has_table, 1);
-    if (threadIdx.x == 0) {
-        Header header = {};
-        if (bytes >= HEADER_BYTES) memcpy(&header, frame, sizeof header);
-        status->header = header;
-        status->count = count;
-        status->bytes = bytes;
-        status->result = opening_damage(header, bytes, count, *checksum);
-        has_table[0] = !status->result && header.coder == FIXED;
-    }
-    __syncthreads();
-    if (!has_table[0]) return;
-    int64_t chunks = chunks_of(count);
-    long long end = 0;
-    for (int64_t first = 0; first < chunks; first += THREADS) {
-        int64_t c = first + threadIdx.x;
-        long long size = c < chunks ? load16(frame + HEADER_BYTES + 2 * c) : 0, total;
-        long long before = block_exclusive_sum(size, scratch, total);
-        if (c < chunks) offsets[c] = end + before;
-        end += total;
-    }
-    if (threadIdx.x == 0 && end != bytes - HEADER_BYTES - 2 * chunks) record(status, TABLE_SUM, end);
-}
-
-// Chunk c of a FIXED frame that was opened.
+// Chunk c of a FIXED frame of `count` codes, which begins so many bytes behind the table.
 struct FixedChunk {
     const uint8_t* at;
     int bytes;
 
-    NCZ_DEVICE FixedChunk(const uint8_t* frame, int64_t c, int64_t count, const long long* offsets)
-        : at(frame + HEADER_BYTES + 2 * chunks_of(count) + offsets[c]),
+    NCZ_DEVICE FixedChunk(const uint8_t* frame, int64_t c, int64_t count, int64_t offset)
+        : at(frame + HEADER_BYTES + 2 * chunks_of(count) + offset),
           bytes(int(load16(frame + HEADER_BYTES + 2 * c))) {}
 };
 
-// Verifies the widths in all chunks of a FIXED frame, so that no decoder needs to. A warp per chunk.
-NCZ_KERNEL(ncz_check)(const uint8_t* frame, long long count, const long long* offsets, Status* status) {
-    int64_t c = int64_t(blockIdx.x) * WARPS + warp();
-    if (status->result || status->header.coder != FIXED || c >= chunks_of(count)) return;
-    FixedChunk chunk(frame, c, count, offsets);
-    int length = length_of(c, count), blocks = blocks_of(length);
-    int missing_octets = OCTETS * blocks - octets_of(length);  // of the last block
-    bool is_wrong = chunk.bytes < blocks;
-    int taken = 0;
-    for (int b = lane(); b < blocks && !is_wrong; b += WARP) {
-        int width = chunk.at[b];
-        is_wrong = width > 32;
-        taken += 1 + width * (b == blocks - 1 ? OCTETS - missing_octets : OCTETS);
+// Adds up the sizes of `n` parts of a frame: those before the part `first`, and all. By a block; every block does so by
+// itself.
+template <class Size>
+NCZ_DEVICE int64_t add_up_sizes(int n, int first, Size size_of, int64_t* scratch, int64_t& all) {
+    int64_t before = 0, total = 0;
+    for (int i = int(threadIdx.x); i < n; i += THREADS) {
+        int64_t own = size_of(i);
+        total += own;
+        if (i < first) before += own;
     }
-    is_wrong = __any_sync(ALL_LANES, is_wrong);
-    taken = warp_sum(taken);
-    if (lane() || (!is_wrong && taken == chunk.bytes)) return;
-    // Of several damages, the first chunk's stays.
-    unsigned cause = is_wrong ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong ? 0 : unsigned(chunk.bytes);
-    atomicMax(&status->chunk_damage, (unsigned long long)~uint32_t(c) << 32 | value << 8 | cause);
+    all = block_sum(total, scratch);
+    return block_sum(before, scratch);
 }
 
-// Copies a damage to where the host looks, unless there is one already. By one thread, in the last kernel of those that
-// read the frame.
-NCZ_DEVICE void report_damage(const Status* status, Status* report) {
-    Status copy = *status;
-    if (!copy.result && !copy.chunk_damage) return;
-    if (!copy.result)
-        copy.result = damaged(Damage(copy.chunk_damage & 0xff), int64_t(copy.chunk_damage >> 8 & 0xffff));
-    auto* result = reinterpret_cast<unsigned long long*>(&report->result);
-    if (atomicCAS(result, 0ull, (unsigned long long)copy.result)) return;
-    report->count = copy.count;
-    report->bytes = copy.bytes;
-    report->header = copy.header;
+// Whether kernels must not read some of a piece's frames.
+NCZ_DEVICE bool is_any_damaged(const Piece& piece, const Status* statuses) {
+    bool is_any = false;
+    for (unsigned i = 0; i < piece.inputs; ++i) is_any |= statuses[piece.first_input + i].result != 0;
+    return is_any;
 }
 
-#define NCZ_FRAME_KERNELS(X) X(ncz_spoil) X(ncz_checksum) X(ncz_seal) X(ncz_open) X(ncz_check)
+#define NCZ_FRAME_KERNELS(X) X(ncz_checksum) X(ncz_seal)

@@ -3,8 +3,7 @@
 //
 //     ncz_huffman_count     a block for each chunk   counts tokens; the last block makes the code and writes it
 //     ncz_huffman_encode    a block for each chunk   makes a chunk's lanes in shared memory and finds their place
-//     ncz_huffman_open      one block                checks code and sizes, finds where chunks begin
-//     ncz_huffman_decode    a thread for each lane
+//     decode_huffman        in ncz_open, a block for some chunks, a thread for each lane
 #pragma once
 
 #include "fixed.cuh"
@@ -141,12 +140,10 @@ NCZ_DEVICE unsigned reversed(unsigned code) { return __brev(code) >> (32 - HUFFM
 struct HuffmanEncoding {
     uint32_t counts[TOKENS];
     uint32_t codes[TOKENS];  // of tokens, with the length from bit 16 on
-    uint32_t blocks;         // that have counted
-    uint32_t chunks;         // that are in work
     uint32_t code_bytes;
-    uint32_t unused;
+    uint32_t unused[3];
 };
-static_assert(sizeof(HuffmanEncoding) == 1840, "as coders.py has it");
+static_assert(sizeof(HuffmanEncoding) == 1840, "as frames.py has it");
 
 NCZ_DEVICE int64_t raw_bytes(int64_t count, const Choice& choice) { return count * (raw_width_of(choice) / 8); }
 
@@ -181,21 +178,27 @@ NCZ_DEVICE void make_code(HuffmanEncoding& encoding, HuffmanTree& tree, int64_t 
 }
 
 NCZ_KERNEL(ncz_huffman_count)
-(const int32_t* codes, int64_t count, Choice* choice, HuffmanEncoding* encoding, uint8_t* frame) {
+(const __grid_constant__ Pieces pieces, Written* written, HuffmanEncoding* encodings) {
     NCZ_SHARED(HuffmanTree, tree, 1);
     NCZ_SHARED(uint64_t, scratch, WARPS);
     NCZ_SHARED(int, is_last, 1);
-    if (choice->coder != HUFFMAN) return;
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t chunk = unit_number(pieces.n), count = piece.count;
+    if (chunk >= written_chunks(piece)) return;
+    Choice& choice = written[f].choice;
+    HuffmanEncoding& encoding = encodings[f];
+    if (choice.coder != HUFFMAN) return;
     uint32_t* counts = tree[0].counts;
     if (threadIdx.x < TOKENS) counts[threadIdx.x] = 0;
     __syncthreads();
-    int64_t first = blockIdx.x * CHUNK;
-    int n = length_of(blockIdx.x, count);
+    int n = length_of(chunk, count);
     for (int i = int(threadIdx.x); i < n; i += THREADS)
-        atomicAdd(counts + token_of(symbol_at(codes + first, i, 0, choice->predictor)), 1u);
+        atomicAdd(counts + token_of(symbol_at(piece.codes + chunk * CHUNK, i, 0, choice.predictor)), 1u);
     __syncthreads();
-    if (threadIdx.x < TOKENS && counts[threadIdx.x]) atomicAdd(encoding->counts + threadIdx.x, counts[threadIdx.x]);
-    if (finished_last(&encoding->blocks, is_last)) make_code(*encoding, tree[0], count, *choice, frame, scratch);
+    if (threadIdx.x < TOKENS && counts[threadIdx.x]) atomicAdd(encoding.counts + threadIdx.x, counts[threadIdx.x]);
+    if (finished_last(&written[f].counted, written_chunks(piece), is_last))
+        make_code(encoding, tree[0], count, choice, piece.frame, scratch);
 }
 
 // What one thread encodes: so many consecutive symbols, of which every HUFFMAN_LANES-th is in the same lane.
@@ -221,19 +224,25 @@ NCZ_DEVICE void load_symbols(const int32_t* codes, int n, int32_t predictor, uin
 NCZ_DEVICE unsigned of_lane(uint64_t numbers, int lane) { return unsigned(numbers >> 16 * lane) & 0xffffu; }
 
 NCZ_KERNEL(ncz_huffman_encode)
-(const int32_t* codes, int64_t count, Choice* choice, HuffmanEncoding* encoding, unsigned long long* places,
- uint8_t* frame, int64_t* size) {
+(const __grid_constant__ Pieces pieces, Written* written, const HuffmanEncoding* encodings, unsigned long long* places,
+ long long* sizes) {
     NCZ_SHARED(uint32_t, words, HUFFMAN_LANES * MOST_LANE_BYTES / 4 + 1);
     NCZ_SHARED(uint32_t, token_codes, TOKENS);
     NCZ_SHARED(uint64_t, sums, WARPS);
     NCZ_SHARED(int64_t, shared_number, 1);
-    if (choice->coder != HUFFMAN) return;
-    if (threadIdx.x < TOKENS) token_codes[threadIdx.x] = encoding->codes[threadIdx.x];
-    int64_t chunk = take_number(&encoding->chunks, shared_number);
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t count = piece.count;
+    if (unit_number(pieces.n) >= chunks_of(count)) return;
+    Choice& choice = written[f].choice;
+    if (choice.coder != HUFFMAN) return;
+    places += piece.first_chunk + f;
+    if (threadIdx.x < TOKENS) token_codes[threadIdx.x] = encodings[f].codes[threadIdx.x];
+    int64_t chunk = take_number(&written[f].taken, shared_number);
     int n = length_of(chunk, count);
 
     uint32_t symbols[OWN_SYMBOLS];
-    load_symbols(codes + chunk * CHUNK, n, choice->predictor, words, symbols);
+    load_symbols(piece.codes + chunk * CHUNK, n, choice.predictor, words, symbols);
     int own = n - int(threadIdx.x) * OWN_SYMBOLS;  // may be less than none, or more than there is room for
     uint64_t bits = 0, all_bits;
     for (int i = 0; i < OWN_SYMBOLS; ++i) {
@@ -260,15 +269,15 @@ NCZ_KERNEL(ncz_huffman_encode)
         first_byte += lane_bytes[l];
     }
 
-    int64_t table = encoding->code_bytes, lanes = table + 2 * HUFFMAN_LANES * chunks_of(count);
+    int64_t table = encodings[f].code_bytes, lanes = table + 2 * HUFFMAN_LANES * chunks_of(count);
     if (warp() == 0) {
         int64_t before = look_back(places, chunk, bytes);
         if (lane() == 0) *shared_number = before;
     }
     __syncthreads();
     int64_t end = lanes + *shared_number + bytes;
-    bool has_room = end <= raw_bytes(count, *choice);
-    uint8_t* payload = frame + HEADER_BYTES;
+    bool has_room = end <= raw_bytes(count, choice);
+    uint8_t* payload = piece.frame + HEADER_BYTES;
     if (has_room) {
         if (threadIdx.x < HUFFMAN_LANES)
             store16(payload + table + 2 * (HUFFMAN_LANES * chunk + threadIdx.x),
@@ -277,22 +286,14 @@ NCZ_KERNEL(ncz_huffman_encode)
     }
     if (chunk + 1 < chunks_of(count) || threadIdx.x) return;
     if (has_room) {
-        write_header(frame, HUFFMAN, choice->predictor, 0, count, end);
-        *size = HEADER_BYTES + end;
+        write_header(piece.frame, HUFFMAN, choice.predictor, 0, count, end);
+        sizes[f] = HEADER_BYTES + end;
     } else {
-        choice->coder = RAW;
+        choice.coder = RAW;
     }
 }
 
 // ------------------------------------------------------------------ decoding
-
-// What the kernels of one frame tell each other.
-struct HuffmanDecoding {
-    uint32_t entries[HUFFMAN_WHOLE];  // by the next bits: bits of the code, and the token from bit 8 on
-    uint32_t code_bytes;
-    uint32_t unused;
-};
-static_assert(sizeof(HuffmanDecoding) == 8200, "as coders.py has it");
 
 // Reads the code in front of a payload, by a block. Gives what is wrong with it, the same to all threads: 0 if nothing.
 NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t capacity, uint8_t* lengths, uint32_t* scratch) {
@@ -337,43 +338,17 @@ NCZ_DEVICE void fill_entries(const uint8_t* lengths, uint16_t* firsts, uint8_t* 
     }
 }
 
-// begins: where in the payload each chunk begins.
-NCZ_KERNEL(ncz_huffman_open)
-(const uint8_t* frame, int64_t count, HuffmanDecoding* decoding, uint32_t* begins, Status* status) {
-    NCZ_SHARED(uint8_t, lengths, TOKENS);
-    NCZ_SHARED(uint16_t, firsts, TOKENS);
-    NCZ_SHARED(uint8_t, tokens, TOKENS);
-    NCZ_SHARED(int64_t, sums, WARPS);
-    if (is_damaged(status) || status->header.coder != HUFFMAN) return;
-    const uint8_t* payload = frame + HEADER_BYTES;
-    int64_t bytes = status->header.payload_bytes, chunks = chunks_of(count);
-    __syncthreads();  // all have seen that there is no damage
-
-    int64_t wrong = read_code(payload, bytes, lengths, reinterpret_cast<uint32_t*>(sums));
-    int64_t code = wrong ? 0 : code_bytes(payload[0]), first_lane = code + 2 * HUFFMAN_LANES * chunks;
-    if (!wrong && bytes < first_lane) wrong = damaged(HUFFMAN_NO_LANES, bytes - code);
-    int64_t sum = 0;
-    for (int64_t first = 0; first < chunks && !wrong; first += THREADS) {
-        int64_t chunk = first + threadIdx.x, own = 0, all;
-        const uint8_t* sizes = payload + code + 2 * HUFFMAN_LANES * chunk;
-        if (chunk < chunks)
-            for (int l = 0; l < HUFFMAN_LANES; ++l) own += load16(sizes + 2 * l);
-        int64_t before = block_exclusive_sum(own, sums, all);
-        if (chunk < chunks) begins[chunk] = uint32_t(first_lane + sum + before);
-        sum += all;
-    }
-    if (!wrong && sum != bytes - first_lane) wrong = damaged(HUFFMAN_LANE_SUM, bytes - code);
-    if (!wrong) fill_entries(lengths, firsts, tokens, decoding->entries, reinterpret_cast<int*>(sums));
-    if (threadIdx.x) return;
-    decoding->code_bytes = uint32_t(code);
-    if (wrong) record(status, Damage(-wrong % 256), -wrong / 256);
+// How many bytes there are from `at` on, below 0 behind the end; of very many, as many as nobody reads.
+NCZ_DEVICE int bytes_left(const uint8_t* at, const uint8_t* end) {
+    constexpr int64_t MANY = 1 << 30;
+    return int(end - at < MANY ? end - at : MANY);
 }
 
-// The 4 bytes at a multiple of 4, as far as they lie before `end`, and zeros behind.
-NCZ_DEVICE uint32_t load_word(const uint8_t* at, const uint8_t* end) {
-    if (end - at >= 4) return *reinterpret_cast<const uint32_t*>(at);
+// The 4 bytes at a multiple of 4, as far as there are so many left, and zeros behind.
+NCZ_DEVICE uint32_t load_word(const uint8_t* at, int left) {
+    if (left >= 4) return *reinterpret_cast<const uint32_t*>(at);
     uint32_t word = 0;
-    for (int i = 0; i < end - at; ++i) word |= uint32_t(at[i]) << 8 * i;
+    for (int i = 0; i < left; ++i) word |= uint32_t(at[i]) << 8 * i;
     return word;
 }
 
@@ -381,9 +356,10 @@ NCZ_DEVICE uint32_t load_word(const uint8_t* at, const uint8_t* end) {
 // are zeros. The next word is loaded long before it is needed.
 class LaneBits {
   public:
-    NCZ_DEVICE LaneBits(const uint8_t* begin, const uint8_t* end) : end_(end) {
+    NCZ_DEVICE LaneBits(const uint8_t* begin, const uint8_t* end) {
         unsigned phase = unsigned(reinterpret_cast<uintptr_t>(begin) % 4);
         at_ = begin - phase;
+        left_ = bytes_left(at_, end);
         bits_ = load() >> 8 * phase;
         bits_ |= uint64_t(load()) << (filled_ = 32 - 8 * phase);
         filled_ += 32;
@@ -404,29 +380,21 @@ class LaneBits {
 
   private:
     NCZ_DEVICE uint32_t load() {
-        uint32_t word = load_word(at_, end_);
+        uint32_t word = load_word(at_, left_);
         at_ += 4;
+        left_ -= 4;
         return word;
     }
 
-    const uint8_t *at_, *end_;
+    const uint8_t* at_;
+    int left_;
     uint64_t bits_;
     uint32_t next_;
     unsigned filled_, read_;
 };
 
-// Whether there is a frame of this coder without damage, the same for a whole block: others may record one meanwhile.
-NCZ_DEVICE bool is_to_decode(const Status* status, int coder, int* shared) {
-    if (threadIdx.x == 0) {
-        bool is_damaged = load_acquire(reinterpret_cast<const unsigned long long*>(&status->result)) != 0;
-        *shared = !is_damaged && status->header.coder == coder;
-    }
-    __syncthreads();
-    return *shared;
-}
-
 // A warp decodes eight chunks together: a tile of each in shared memory, which then is stored side by side.
-constexpr int HUFFMAN_DECODERS = 128;  // threads of a block
+constexpr int HUFFMAN_DECODER_WARPS = 4;  // of a block: more would need too much shared memory
 constexpr int WARP_CHUNKS = WARP / HUFFMAN_LANES;
 constexpr int TILE_SYMBOLS = 32;  // of a lane
 constexpr int TILE_CODES = TILE_SYMBOLS * HUFFMAN_LANES;
@@ -475,51 +443,76 @@ NCZ_DEVICE void store_codes(FourCodes four, int n, int32_t predictor, uint32_t& 
         if (4 * lane() + i < n) codes[4 * lane() + i] = four.of[i];
 }
 
-NCZ_KERNEL_OF(HUFFMAN_DECODERS, 8, ncz_huffman_decode)
-(const uint8_t* frame, int64_t count, const HuffmanDecoding* decoding, const uint32_t* begins, int32_t* codes,
- Status* status) {
-    NCZ_SHARED(uint32_t, entries, HUFFMAN_WHOLE);
-    NCZ_SHARED(HuffmanTile, tiles, HUFFMAN_DECODERS / WARP);
-    NCZ_SHARED(int, shared, 1);
-    if (!is_to_decode(status, HUFFMAN, shared)) return;
-    for (int i = int(threadIdx.x); i < int(HUFFMAN_WHOLE); i += HUFFMAN_DECODERS) entries[i] = decoding->entries[i];
-    __syncthreads();
+// Shared memory that a block decodes with.
+struct HuffmanDecoding {
+    uint32_t entries[HUFFMAN_WHOLE];  // by the next bits: bits of the code, and the token from bit 8 on
+    HuffmanTile tiles[HUFFMAN_DECODER_WARPS];
+    uint16_t firsts[TOKENS];
+    uint8_t lengths[TOKENS], tokens[TOKENS];
+};
 
-    int64_t first_chunk = (blockIdx.x * int64_t(HUFFMAN_DECODERS / WARP) + warp()) * WARP_CHUNKS;
+// Decodes the chunks of one part of a frame, of as many as a warp has lanes: after it has checked the code and all sizes,
+// as every block does by itself. Gives what is wrong with these, the same to all threads, and records what is wrong with
+// its own chunks.
+NCZ_CALLED int64_t decode_huffman(const Input& input, const Header& header, int part, Status& status,
+                                  int32_t* codes, HuffmanDecoding& shared, int64_t* sums) {
+    const uint8_t* payload = input.frame + HEADER_BYTES;
+    int64_t bytes = header.payload_bytes, count = input.count;
+    int chunks = int(chunks_of(count)), first_of_part = part * WARP;
+    if (part && first_of_part >= chunks) return 0;
+    int64_t wrong = read_code(payload, bytes, shared.lengths, reinterpret_cast<uint32_t*>(sums));
+    if (wrong) return wrong;
+    int code = code_bytes(payload[0]), first_lane = code + 2 * HUFFMAN_LANES * chunks;
+    int64_t all;
+    if (bytes < first_lane) return damaged(HUFFMAN_NO_LANES, bytes - code);
+    auto chunk_bytes = [=](int chunk) {
+        const uint8_t* sizes = payload + code + 2 * HUFFMAN_LANES * chunk;
+        int64_t own = 0;
+        for (int l = 0; l < HUFFMAN_LANES; ++l) own += load16(sizes + 2 * l);
+        return own;
+    };
+    int64_t before = add_up_sizes(chunks, first_of_part, chunk_bytes, sums, all);
+    if (all != bytes - first_lane) return damaged(HUFFMAN_LANE_SUM, bytes - code);
+    fill_entries(shared.lengths, shared.firsts, shared.tokens, shared.entries, reinterpret_cast<int*>(sums));
+    __syncthreads();
+    if (warp() >= HUFFMAN_DECODER_WARPS) return 0;
+
+    int64_t own_bytes = first_of_part + lane() < chunks ? chunk_bytes(first_of_part + lane()) : 0;
+    int64_t begins = first_lane + before + warp_inclusive_sum(own_bytes) - own_bytes;  // in lane c that of chunk c
+    int first_chunk = first_of_part + warp() * WARP_CHUNKS;
     int in_warp = lane() / HUFFMAN_LANES, in_chunk = lane() % HUFFMAN_LANES;
-    int64_t chunk = first_chunk + in_warp;
-    bool is_chunk = chunk < chunks_of(count);
+    int chunk = first_chunk + in_warp;
+    bool is_chunk = chunk < chunks;
     int own = is_chunk ? (length_of(chunk, count) - in_chunk + HUFFMAN_LANES - 1) / HUFFMAN_LANES : 0;
-    const uint8_t *payload = frame + HEADER_BYTES, *begin = payload;
-    unsigned bytes = 0;
+    const uint8_t* begin = payload + __shfl_sync(ALL_LANES, begins, warp() * WARP_CHUNKS + in_warp);
+    unsigned lane_bytes = 0;
     if (is_chunk) {
-        const uint8_t* sizes = payload + decoding->code_bytes + 2 * HUFFMAN_LANES * chunk;
-        begin += begins[chunk];
+        const uint8_t* sizes = payload + code + 2 * HUFFMAN_LANES * chunk;
         for (int l = 0; l < in_chunk; ++l) begin += load16(sizes + 2 * l);
-        bytes = load16(sizes + 2 * in_chunk);
+        lane_bytes = load16(sizes + 2 * in_chunk);
     }
 
-    LaneBits bits(begin, payload + status->header.payload_bytes);
-    HuffmanTile& tile = tiles[warp()];
-    uint32_t sums = 0;                             // DELTA's, in lane c that of chunk c
+    LaneBits bits(begin, payload + bytes);
+    HuffmanTile& tile = shared.tiles[warp()];
+    uint32_t delta_sums = 0;                       // in lane c that of chunk c
     int longest = __shfl_sync(ALL_LANES, own, 0);  // only the last chunk of a frame is short
     for (int done = 0; done < longest; done += TILE_SYMBOLS) {
         int n = own - done < TILE_SYMBOLS ? own - done : TILE_SYMBOLS;
         for (int i = 0; i < n; ++i)
-            tile.codes[in_warp][HUFFMAN_LANES * i + in_chunk] = unzigzag(next_symbol(bits, entries));
+            tile.codes[in_warp][HUFFMAN_LANES * i + in_chunk] = unzigzag(next_symbol(bits, shared.entries));
         __syncwarp(ALL_LANES);
-        for (int c = 0; c < WARP_CHUNKS && first_chunk + c < chunks_of(count); ++c) {
+        for (int c = 0; c < WARP_CHUNKS && first_chunk + c < chunks; ++c) {
             int first = HUFFMAN_LANES * done, left = length_of(first_chunk + c, count) - first;
             FourCodes four = *reinterpret_cast<const FourCodes*>(tile.codes[c] + 4 * lane());
-            uint32_t sum = __shfl_sync(ALL_LANES, sums, c);
-            store_codes(four, left < TILE_CODES ? left : TILE_CODES, status->header.predictor, sum,
-                        codes + (first_chunk + c) * CHUNK + first);
-            if (lane() == c) sums = sum;
+            uint32_t sum = __shfl_sync(ALL_LANES, delta_sums, c);
+            store_codes(four, left < TILE_CODES ? left : TILE_CODES, header.predictor, sum,
+                        codes + int64_t(first_chunk + c) * CHUNK + first);
+            if (lane() == c) delta_sums = sum;
         }
         __syncwarp(ALL_LANES);
     }
-    if (is_chunk && !is_at_end(bits, bytes)) record(status, HUFFMAN_LANE);
+    if (is_chunk && !is_at_end(bits, lane_bytes)) record(status, damaged(HUFFMAN_LANE));
+    return 0;
 }
 
-#define NCZ_HUFFMAN_KERNELS(X) \
-    X(ncz_huffman_count) X(ncz_huffman_encode) X(ncz_huffman_open) X(ncz_huffman_decode)
+#define NCZ_HUFFMAN_KERNELS(X) X(ncz_huffman_count) X(ncz_huffman_encode)

@@ -15,10 +15,9 @@
     NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X)
 
 #if NCZ_DTYPE == 0  // what works on codes alone is in this module only
-#include "huffman.cuh"
-#include "rans.cuh"
-#include "select.cuh"
-#define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X) NCZ_SELECT_KERNELS(X) NCZ_HUFFMAN_KERNELS(X) NCZ_RANS_KERNELS(X)
+#include "open.cuh"
+#define NCZ_KERNELS(X) \
+    NCZ_MODULE_KERNELS(X) NCZ_SELECT_KERNELS(X) NCZ_HUFFMAN_KERNELS(X) NCZ_RANS_KERNELS(X) NCZ_OPEN_KERNELS(X)
 #else
 #define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X)
 #endif

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cache import ENVIRONMENT, private_folder, read_private, write_private
 from ..format import DTYPES
+from .arguments import Table
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
@@ -87,6 +88,8 @@ def _value(argument):
         return ctypes.c_void_p(None if argument is None else argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return argument
+    if isinstance(argument, Table):
+        return ctypes.create_string_buffer(argument.value, len(argument.value))
     return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
 
 

@@ -4,8 +4,7 @@
 //     ncz_rans_collect   a block for each page   masks, tokens and extra bits, and their counts; the last block makes
 //                                                all frequencies and writes them
 //     ncz_rans_encode    a warp for each page    makes words of masks and tokens, then puts the page into its place
-//     ncz_rans_open      one block               checks frequencies and sizes, finds where pages begin
-//     ncz_rans_decode    a block for each page
+//     decode_rans        in ncz_open, a block for each page
 //
 // A page's words come from four states in turn, so four lanes of a warp work on them. All lanes share the rest of the
 // work on a page, before and after.
@@ -90,11 +89,10 @@ struct alignas(16) RansStep {
 struct RansEncoding {
     RansStep mask_steps[BYTE_VALUES], token_steps[BYTE_VALUES];
     uint32_t mask_counts[BYTE_VALUES], token_counts[BYTE_VALUES];
-    uint32_t collected, taken;  // pages
-    uint32_t table;             // where in the payload the pages' sizes are
-    uint32_t unused;
+    uint32_t table;  // where in the payload the pages' sizes are
+    uint32_t unused[3];
 };
-static_assert(sizeof(RansEncoding) == 10256, "as coders.py has it");
+static_assert(sizeof(RansEncoding) == 10256, "as frames.py has it");
 
 // A page on its way to the frame.
 struct alignas(16) RansPage {
@@ -104,7 +102,12 @@ struct alignas(16) RansPage {
     uint32_t extra[EXTRA_WORDS];
     uint16_t words[PAGE_WORDS];  // filled from the end
 };
-static_assert(sizeof(RansPage) == 7 * RANS_PAGE + 16, "as coders.py has it");
+static_assert(sizeof(RansPage) == 7 * RANS_PAGE + 16, "as frames.py has it");
+
+// A piece's pages among those of all pieces: each has room for one more than the chunks before it fill.
+NCZ_DEVICE RansPage* pages_for(const Piece& piece, int f, RansPage* pages) {
+    return pages + piece.first_chunk / (RANS_PAGE / CHUNK) + f;
+}
 
 NCZ_DEVICE void make_step(uint32_t frequency, uint32_t start, RansStep& step) {
     if (!frequency) return;
@@ -205,20 +208,23 @@ NCZ_DEVICE void write_part(const int32_t* codes, int n, const Choice& choice, Ra
 }
 
 NCZ_KERNEL(ncz_rans_collect)
-(const int32_t* codes, int64_t count, Choice* choice, RansEncoding* encoding, RansPage* pages, uint8_t* frame) {
+(const __grid_constant__ Pieces pieces, Written* written, RansEncoding* encodings, RansPage* pages) {
     NCZ_SHARED(uint32_t, mask_counts, BYTE_VALUES);
     NCZ_SHARED(uint32_t, token_counts, BYTE_VALUES);
     NCZ_SHARED(uint64_t, scratch, WARPS);
     NCZ_SHARED(int, is_last, 1);
-    if (choice->coder != RANS) return;
-    Choice chosen = *choice;
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t number = unit_number(pieces.n), count = piece.count, blocks = count ? pages_of(count) : 1;
+    if (number >= blocks || written[f].choice.coder != RANS) return;
+    Choice chosen = written[f].choice;
+    RansEncoding& encoding = encodings[f];
     mask_counts[threadIdx.x] = token_counts[threadIdx.x] = 0;
     __syncthreads();
-    int64_t number = blockIdx.x;
     int n = length_of_page(number, count), tokens, extra_bits, all_tokens, all_extra_bits;
-    codes += number * RANS_PAGE;
+    const int32_t* codes = piece.codes + number * RANS_PAGE;
     if (n > 0) {
-        RansPage& page = pages[number];
+        RansPage& page = pages_for(piece, f, pages)[number];
         count_part(codes, n, chosen, page, mask_counts, token_counts, tokens, extra_bits);
         int* sums = reinterpret_cast<int*>(scratch);
         int tokens_before = block_exclusive_sum(lane() ? 0 : tokens, sums, all_tokens);
@@ -233,9 +239,10 @@ NCZ_KERNEL(ncz_rans_collect)
         extra_before = __shfl_sync(ALL_LANES, extra_before, 0);
         write_part(codes, n, chosen, page, tokens_before, extra_before, all_extra_bits > 0);
     }
-    if (mask_counts[threadIdx.x]) atomicAdd(encoding->mask_counts + threadIdx.x, mask_counts[threadIdx.x]);
-    if (token_counts[threadIdx.x]) atomicAdd(encoding->token_counts + threadIdx.x, token_counts[threadIdx.x]);
-    if (finished_last(&encoding->collected, is_last)) make_frequencies(*encoding, count, *choice, frame, scratch);
+    if (mask_counts[threadIdx.x]) atomicAdd(encoding.mask_counts + threadIdx.x, mask_counts[threadIdx.x]);
+    if (token_counts[threadIdx.x]) atomicAdd(encoding.token_counts + threadIdx.x, token_counts[threadIdx.x]);
+    if (finished_last(&written[f].counted, blocks, is_last))
+        make_frequencies(encoding, count, written[f].choice, piece.frame, scratch);
 }
 
 // Takes `n` values, four to a word, from the last to the first, by a warp whose lane l has the state of values l, l + 4
@@ -280,18 +287,25 @@ NCZ_DEVICE void copy_by_warp(uint8_t* to, const uint8_t* from, int bytes) {
 constexpr int RANS_ENCODERS = WARP;  // threads of a block
 
 NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
-(int64_t count, Choice* choice, RansEncoding* encoding, RansPage* pages, unsigned long long* places, uint8_t* frame,
- int64_t* size) {
+(const __grid_constant__ Pieces pieces, Written* written, const RansEncoding* encodings, RansPage* pages,
+ unsigned long long* places, long long* sizes) {
     NCZ_SHARED(RansStep, mask_steps, BYTE_VALUES);
     NCZ_SHARED(RansStep, token_steps, BYTE_VALUES);
     NCZ_SHARED(int64_t, shared_number, 1);
-    if (choice->coder != RANS) return;
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t count = piece.count;
+    if (unit_number(pieces.n) >= pages_of(count)) return;
+    Choice& choice = written[f].choice;
+    if (choice.coder != RANS) return;
+    const RansEncoding& encoding = encodings[f];
     for (int value = lane(); value < BYTE_VALUES; value += WARP) {
-        mask_steps[value] = encoding->mask_steps[value];
-        token_steps[value] = encoding->token_steps[value];
+        mask_steps[value] = encoding.mask_steps[value];
+        token_steps[value] = encoding.token_steps[value];
     }
-    int64_t number = take_number(&encoding->taken, shared_number);  // has a barrier
-    RansPage& page = pages[number];
+    places += piece.first_chunk + f;
+    int64_t number = take_number(&written[f].taken, shared_number);  // has a barrier
+    RansPage& page = pages_for(piece, f, pages)[number];
     int masks = octets_of(length_of_page(number, count));
     uint32_t state = RANS_LOWEST;
     int first_word = put_values(token_steps, reinterpret_cast<const uint32_t*>(page.token), page.tokens, state,
@@ -302,9 +316,9 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
     int64_t bytes = STATE_BYTES + 2 * words + extra_bytes;
     if (lane() == 0) leave_own(places, number, bytes);
     int64_t before = look_back(places, number, bytes);
-    int64_t end = encoding->table + 4 * pages_of(count) + before + bytes;
-    bool has_room = end <= raw_bytes(count, *choice);
-    uint8_t *payload = frame + HEADER_BYTES, *out = payload + end - bytes;
+    int64_t end = encoding.table + 4 * pages_of(count) + before + bytes;
+    bool has_room = end <= raw_bytes(count, choice);
+    uint8_t *payload = piece.frame + HEADER_BYTES, *out = payload + end - bytes;
     __syncwarp(ALL_LANES);  // the words of all lanes are written
     if (has_room) {
         if (lane() < RANS_LANES) store32(out + 4 * lane(), state);
@@ -313,28 +327,19 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
     }
     if (lane()) return;
     if (has_room) {
-        store16(payload + encoding->table + 4 * number, unsigned(words));
-        store16(payload + encoding->table + 4 * number + 2, unsigned(extra_bytes));
+        store16(payload + encoding.table + 4 * number, unsigned(words));
+        store16(payload + encoding.table + 4 * number + 2, unsigned(extra_bytes));
     }
     if (number + 1 < pages_of(count)) return;
     if (has_room) {
-        write_header(frame, RANS, choice->predictor, 0, count, end);
-        *size = HEADER_BYTES + end;
+        write_header(piece.frame, RANS, choice.predictor, 0, count, end);
+        sizes[f] = HEADER_BYTES + end;
     } else {
-        choice->coder = RAW;
+        choice.coder = RAW;
     }
 }
 
 // ------------------------------------------------------------------ decoding
-
-// What the kernels of one frame tell each other.
-struct RansDecoding {
-    // What a state becomes, by its slot, and the value: frequency - 1 in 12 bits, slot - start in 12, the value in 8.
-    uint32_t mask_slots[RANS_WHOLE], token_slots[RANS_WHOLE];
-    int32_t has_masks, has_tokens, has_extra_bits;  // whether there are frequencies of any, and of such with extra bits
-    uint32_t table;                                 // where in the payload the pages' sizes are
-};
-static_assert(sizeof(RansDecoding) == 32784, "as coders.py has it");
 
 // Reads this thread's frequency of those that begin at `in`, which it moves behind them. Gives what is wrong with them,
 // the same to all threads: 0 if nothing. None at all are valid.
@@ -353,7 +358,8 @@ NCZ_DEVICE int64_t read_frequencies(const uint8_t*& in, const uint8_t* end, int 
     return !kinds || sum == RANS_WHOLE ? 0 : damaged(RANS_FREQUENCIES);
 }
 
-// Slots from this thread's frequency; gives whether there are any. `starts` and `frequencies` are shared memory.
+// What a state becomes, by its slot, and the value: frequency - 1 in 12 bits, slot - start in 12, the value in 8. From this
+// thread's frequency; gives whether there are any. All of it in shared memory.
 NCZ_DEVICE bool fill_slots(uint32_t frequency, uint16_t* starts, uint16_t* frequencies, uint32_t* scratch,
                            uint32_t* slots) {
     uint32_t sum;
@@ -370,45 +376,6 @@ NCZ_DEVICE bool fill_slots(uint32_t frequency, uint16_t* starts, uint16_t* frequ
 
 NCZ_DEVICE int64_t page_bytes(const uint8_t* sizes) { return STATE_BYTES + 2 * load16(sizes) + load16(sizes + 2); }
 
-// begins: where in the payload each page begins.
-NCZ_KERNEL(ncz_rans_open)
-(const uint8_t* frame, int64_t count, RansDecoding* decoding, uint32_t* begins, Status* status) {
-    NCZ_SHARED(uint16_t, starts, BYTE_VALUES);
-    NCZ_SHARED(uint16_t, frequencies, BYTE_VALUES);
-    NCZ_SHARED(int64_t, sums, WARPS);
-    if (is_damaged(status) || status->header.coder != RANS) return;
-    int64_t bytes = status->header.payload_bytes, pages = pages_of(count);
-    const uint8_t *payload = frame + HEADER_BYTES, *in = payload + 1, *end = payload + bytes;
-    __syncthreads();  // all have seen that there is no damage
-
-    uint32_t *scratch = reinterpret_cast<uint32_t*>(sums), mask = 0, token = 0;
-    unsigned mode = bytes ? payload[0] : DIRECT;
-    int64_t wrong = mode < DIRECT ? 0 : damaged(RANS_MODE, mode);
-    if (!wrong) wrong = read_frequencies(in, end, BYTE_VALUES, scratch, mask);
-    if (!wrong) wrong = read_frequencies(in, end, TOKENS, scratch, token);
-    if (!wrong && end - in < 4 * pages) wrong = damaged(RANS_NO_PAGES, end - in);
-    int64_t first_page = in + 4 * pages - payload, sum = 0;
-    for (int64_t first = 0; first < pages && !wrong; first += THREADS) {
-        int64_t page = first + threadIdx.x, all;
-        int64_t before = block_exclusive_sum(page < pages ? page_bytes(in + 4 * page) : int64_t(0), sums, all);
-        if (page < pages) begins[page] = uint32_t(first_page + sum + before);
-        sum += all;
-    }
-    if (!wrong && sum != bytes - first_page) wrong = damaged(RANS_PAGE_SUM, end - in);
-    if (wrong) {
-        if (threadIdx.x == 0) record(status, Damage(-wrong % 256), -wrong / 256);
-        return;
-    }
-    bool has_masks = fill_slots(mask, starts, frequencies, scratch, decoding->mask_slots);
-    bool has_tokens = fill_slots(token, starts, frequencies, scratch, decoding->token_slots);
-    bool has_extra_bits = block_or(token && threadIdx.x >= DIRECT, scratch);
-    if (threadIdx.x) return;
-    decoding->has_masks = has_masks;
-    decoding->has_tokens = has_tokens;
-    decoding->has_extra_bits = has_extra_bits;
-    decoding->table = uint32_t(in - payload);
-}
-
 // The words of a page, in a ring in shared memory that a warp keeps filled: loaded long before they are needed. Never
 // reads at `end` or behind: there are zeros.
 class PageWords {
@@ -416,8 +383,9 @@ class PageWords {
     static constexpr int RING = 4 * WARP;  // numbers of 32 bits
     static constexpr int HALF = RING;      // words, which at most are taken between two calls of `refill`
 
-    NCZ_DEVICE PageWords(uint32_t* ring, const uint8_t* begin, const uint8_t* end) : ring_(ring), end_(end) {
+    NCZ_DEVICE PageWords(uint32_t* ring, const uint8_t* begin, const uint8_t* end) : ring_(ring) {
         at_ = begin + 8 * lane();
+        left_ = bytes_left(at_, end);
         load();
     }
 
@@ -448,15 +416,18 @@ class PageWords {
     NCZ_DEVICE void load() {
         unsigned phase = unsigned(reinterpret_cast<uintptr_t>(at_) % 4);
         const uint8_t* aligned = at_ - phase;
-        uint32_t first = load_word(aligned, end_), second = load_word(aligned + 4, end_);
-        uint32_t third = load_word(aligned + 8, end_);
+        int left = left_ + int(phase);
+        uint32_t first = load_word(aligned, left), second = load_word(aligned + 4, left - 4);
+        uint32_t third = load_word(aligned + 8, left - 8);
         next_ = __funnelshift_r(first, second, 8 * phase);
         next_ |= uint64_t(__funnelshift_r(second, third, 8 * phase)) << 32;
         at_ += 2 * HALF;
+        left_ -= 2 * HALF;
     }
 
     uint32_t* ring_;
-    const uint8_t *at_, *end_;
+    const uint8_t* at_;
+    int left_;
     uint64_t next_;
     int taken_ = 0, filled_ = 0;
 };
@@ -485,18 +456,17 @@ NCZ_DEVICE void take_values(const uint32_t* slots, int n, uint32_t& state, PageW
 NCZ_DEVICE uint32_t bits_before(const uint8_t* end, const uint8_t* from, int bit) {
     from += bit / 8;
     unsigned phase = unsigned(reinterpret_cast<uintptr_t>(from) % 4);
-    uint32_t first = load_word(from - phase, end), second = load_word(from - phase + 4, end);
+    int left = bytes_left(from - phase, end);
+    uint32_t first = load_word(from - phase, left), second = load_word(from - phase + 4, left - 4);
     return __funnelshift_r(first, second, 8 * phase + unsigned(bit % 8));
 }
 
-// Threads of a block: a warp for each chunk of the page.
-constexpr int RANS_DECODERS = int(RANS_PAGE / CHUNK) * WARP;
-constexpr int RANS_DECODER_WARPS = RANS_DECODERS / WARP;
+constexpr int RANS_DECODER_WARPS = int(RANS_PAGE / CHUNK);  // each of which expands a chunk of the page
 constexpr int CHUNK_MASK_WORDS = int(CHUNK) / 32;
 
-// Numbers of the warps, added up: those before this warp's and all. `shared` must not be written again.
+// Numbers of the decoders' warps, added up: those before this warp's and all. `shared` must not be written again.
 NCZ_DEVICE int add_up_warps(int own, int* shared, int& all) {
-    if (lane() == 0) shared[warp()] = own;
+    if (lane() == 0 && warp() < RANS_DECODER_WARPS) shared[warp()] = own;
     __syncthreads();
     int before = 0;
     all = 0;
@@ -549,60 +519,77 @@ NCZ_DEVICE void expand_chunk(RansChunk chunk, int n, int32_t predictor, int32_t*
     }
 }
 
-NCZ_KERNEL_OF(RANS_DECODERS, 6, ncz_rans_decode)
-(const uint8_t* frame, int64_t count, const RansDecoding* decoding, const uint32_t* begins, int32_t* codes,
- Status* status) {
-    NCZ_SHARED(uint32_t, slots, RANS_WHOLE);
-    NCZ_SHARED(uint32_t, masks, PAGE_MASKS / 4);
-    NCZ_SHARED(uint8_t, tokens, RANS_PAGE);
-    NCZ_SHARED(uint32_t, ring, PageWords::RING);
-    NCZ_SHARED(int, warp_tokens, RANS_DECODER_WARPS);
-    NCZ_SHARED(int, warp_bits, RANS_DECODER_WARPS);
-    NCZ_SHARED(int, shared, 1);
-    if (!is_to_decode(status, RANS, shared)) return;
-    int64_t number = blockIdx.x;
+// Shared memory that a block decodes with.
+struct RansDecoding {
+    uint32_t slots[RANS_WHOLE];
+    uint32_t masks[PAGE_MASKS / 4];
+    uint8_t tokens[RANS_PAGE];
+    uint32_t ring[PageWords::RING];
+    uint16_t starts[BYTE_VALUES], frequencies[BYTE_VALUES];
+    int warp_tokens[RANS_DECODER_WARPS], warp_bits[RANS_DECODER_WARPS];
+};
+
+// Decodes one page of a frame, after it has checked the frequencies and all sizes, as every block does by itself. Gives
+// what is wrong with these, the same to all threads, and records what is wrong with its own page.
+NCZ_DEVICE int64_t decode_rans(const Input& input, const Header& header, int number, Status& status,
+                               int32_t* codes, RansDecoding& shared, int64_t* sums) {
+    int64_t bytes = header.payload_bytes, count = input.count;
+    int pages = int(pages_of(count));
+    if (number && number >= pages) return 0;
+    const uint8_t *payload = input.frame + HEADER_BYTES, *in = payload + 1, *end = payload + bytes;
+    uint32_t *scratch = reinterpret_cast<uint32_t*>(sums), mask, token;
+    unsigned mode = bytes ? payload[0] : DIRECT;
+    if (mode >= DIRECT) return damaged(RANS_MODE, mode);
+    if (int64_t wrong = read_frequencies(in, end, BYTE_VALUES, scratch, mask)) return wrong;
+    if (int64_t wrong = read_frequencies(in, end, TOKENS, scratch, token)) return wrong;
+    if (end - in < 4 * pages) return damaged(RANS_NO_PAGES, end - in);
+    int64_t first_page = in + 4 * pages - payload, all;
+    int64_t before = add_up_sizes(pages, number, [in](int i) { return page_bytes(in + 4 * i); }, sums, all);
+    if (all != bytes - first_page) return damaged(RANS_PAGE_SUM, end - in);
+    if (!pages) return 0;
+
+    const uint8_t *sizes = in + 4 * number, *page = payload + first_page + before;
     int n = length_of_page(number, count), octets = octets_of(n);
-    const uint8_t *payload = frame + HEADER_BYTES, *end = payload + status->header.payload_bytes;
-    const uint8_t *sizes = payload + decoding->table + 4 * number, *page = payload + begins[number];
     int page_words = int(load16(sizes)), extra_bytes = int(load16(sizes + 2));
     const uint8_t* extra = page + STATE_BYTES + 2 * page_words;
-    for (int i = int(threadIdx.x); i < int(RANS_WHOLE); i += RANS_DECODERS) slots[i] = decoding->mask_slots[i];
-    for (int i = int(threadIdx.x); i < PAGE_MASKS / 4; i += RANS_DECODERS) masks[i] = 0;
-    __syncthreads();
+    for (int i = int(threadIdx.x); i < PAGE_MASKS / 4; i += THREADS) shared.masks[i] = 0;
+    bool has_masks = fill_slots(mask, shared.starts, shared.frequencies, scratch, shared.slots);
 
-    uint8_t* mask_bytes = reinterpret_cast<uint8_t*>(masks);
-    PageWords words(ring, page + STATE_BYTES, end);
+    uint8_t* mask_bytes = reinterpret_cast<uint8_t*>(shared.masks);
+    PageWords words(shared.ring, page + STATE_BYTES, end);
     uint32_t state = lane() < RANS_LANES ? load32(page + 4 * lane()) : 0;
-    if (warp() == 0 && decoding->has_masks) take_values(slots, octets, state, words, mask_bytes);
+    if (warp() == 0 && has_masks) take_values(shared.slots, octets, state, words, mask_bytes);
     __syncthreads();
+    bool is_decoder = warp() < RANS_DECODER_WARPS;
     int own_tokens = 0, all_tokens;
-    for (int i = lane(); i < CHUNK_MASK_WORDS; i += WARP) own_tokens += __popc(masks[warp() * CHUNK_MASK_WORDS + i]);
+    for (int i = lane(); i < CHUNK_MASK_WORDS && is_decoder; i += WARP)
+        own_tokens += __popc(shared.masks[warp() * CHUNK_MASK_WORDS + i]);
     own_tokens = warp_sum(own_tokens);
-    int first_token = add_up_warps(own_tokens, warp_tokens, all_tokens);
-    bool is_wrong = !decoding->has_masks || (n % OCTET && mask_bytes[octets - 1] >> n % OCTET) ||
-                    (all_tokens && !decoding->has_tokens);
-
-    for (int i = int(threadIdx.x); i < int(RANS_WHOLE); i += RANS_DECODERS) slots[i] = decoding->token_slots[i];
-    __syncthreads();
+    int first_token = add_up_warps(own_tokens, shared.warp_tokens, all_tokens);
+    bool has_tokens = fill_slots(token, shared.starts, shared.frequencies, scratch, shared.slots);
+    bool has_extra_bits = block_or(token && threadIdx.x >= DIRECT, scratch);
+    bool is_wrong = !has_masks || (n % OCTET && mask_bytes[octets - 1] >> n % OCTET) || (all_tokens && !has_tokens);
     if (warp() == 0 && !is_wrong) {
-        take_values(slots, all_tokens, state, words, tokens);
+        take_values(shared.slots, all_tokens, state, words, shared.tokens);
         is_wrong = words.taken() != page_words || __any_sync(ALL_LANES, lane() < RANS_LANES && state != RANS_LOWEST);
     }
     __syncthreads();
 
     int own_bits = 0, all_bits;
-    if (decoding->has_extra_bits && !is_wrong)
-        for (int i = lane(); i < own_tokens; i += WARP) own_bits += int(extra_bits_of(tokens[first_token + i]));
+    if (has_extra_bits && !is_wrong)
+        for (int i = lane(); i < own_tokens; i += WARP) own_bits += int(extra_bits_of(shared.tokens[first_token + i]));
     own_bits = warp_sum(own_bits);
-    int first_bit = add_up_warps(own_bits, warp_bits, all_bits);
+    int first_bit = add_up_warps(own_bits, shared.warp_bits, all_bits);
     is_wrong = is_wrong || (all_bits + 7) / 8 != extra_bytes;
     is_wrong = is_wrong || (all_bits % 8 && extra[all_bits / 8] >> all_bits % 8);
-    if (is_wrong && lane() == 0) record(status, RANS_DAMAGED_PAGE);
-    if (is_wrong) return;
+    if (is_wrong && lane() == 0) record(status, damaged(RANS_DAMAGED_PAGE));
     int64_t first = number * RANS_PAGE + warp() * CHUNK;
-    RansChunk chunk = {masks + warp() * CHUNK_MASK_WORDS, tokens + first_token, extra, end, first_bit, payload[0]};
+    if (is_wrong || !is_decoder || first >= count) return 0;
+    RansChunk chunk = {shared.masks + warp() * CHUNK_MASK_WORDS, shared.tokens + first_token, extra, end, first_bit,
+                       mode};
     int length = int(count - first < CHUNK ? count - first : CHUNK);
-    expand_chunk(chunk, length, status->header.predictor, codes + first);
+    expand_chunk(chunk, length, header.predictor, codes + first);
+    return 0;
 }
 
-#define NCZ_RANS_KERNELS(X) X(ncz_rans_collect) X(ncz_rans_encode) X(ncz_rans_open) X(ncz_rans_decode)
+#define NCZ_RANS_KERNELS(X) X(ncz_rans_collect) X(ncz_rans_encode)

@@ -4,7 +4,6 @@
 
 #include "huffman.cuh"
 
-constexpr int MOST_SAMPLED = int(PIECE * SAMPLE_PIECES);
 constexpr int BYTE_VALUES = 256;
 constexpr int PREDICTORS = 2;  // NONE and DELTA, which are numbered so
 
@@ -134,14 +133,20 @@ NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_
 constexpr int CODERS = 4;
 NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? FIXED : place == 1 ? RAW : place == 2 ? HUFFMAN : RANS; }
 
-// Sets all of `choice` but the symbols. `sample`: `sampled` codes of the frame, none where `coding` settles everything.
-NCZ_KERNEL(ncz_select)(const int32_t* codes, int32_t sampled, int64_t count, Coding coding, Choice* choice) {
+// Sets all of the choice for each piece but the symbols, a block for each; none if its frame was written already.
+// `samples`: null where `coding` settles everything, also RANS's mode, which then is 0.
+NCZ_KERNEL(ncz_select)
+(const __grid_constant__ Pieces pieces, const int32_t* samples, Coding coding, Written* written) {
     NCZ_SHARED(HuffmanTree, trees, PREDICTORS);
     NCZ_SHARED(uint32_t, masks, PREDICTORS * BYTE_VALUES);
     NCZ_SHARED(SampleSums, sums, PREDICTORS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
     NCZ_SHARED(int64_t, costs, CODERS * PREDICTORS);
-    Sample sample = {codes, sampled};
+    int f = int(blockIdx.x), sampled = samples ? sampled_of(pieces.of[f].count) : 0;
+    int64_t count = pieces.of[f].count;
+    Choice& choice = written[f].choice;
+    if (choice.coder == NO_CODER) return;
+    Sample sample = {samples + f * MOST_SAMPLED, sampled};
     auto is_allowed = [&](int32_t predictor) {
         return coding.predictor == AUTO_PREDICTOR || coding.predictor == predictor;
     };
@@ -179,9 +184,9 @@ NCZ_KERNEL(ncz_select)(const int32_t* codes, int32_t sampled, int64_t count, Cod
         if (coding.coder != AUTO_CODER && coding.coder != coder_at(i / PREDICTORS)) continue;
         if (best < 0 || (!is_settled && costs[i] < costs[best])) best = i;
     }
-    choice->coder = coder_at(best / PREDICTORS);
-    choice->predictor = best % PREDICTORS;
-    choice->mode = int32_t(sums[best % PREDICTORS].mode);
+    choice.coder = coder_at(best / PREDICTORS);
+    choice.predictor = best % PREDICTORS;
+    choice.mode = int32_t(sums[best % PREDICTORS].mode);
 }
 
 #define NCZ_SELECT_KERNELS(X) X(ncz_select)

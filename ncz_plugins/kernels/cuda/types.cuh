@@ -19,6 +19,12 @@
 
 #define NCZ_DEVICE __device__ __forceinline__
 
+// Declares a function that is called and not inlined, so that the registers of its caller suffice. The emulator has its
+// own.
+#ifndef NCZ_CALLED
+#define NCZ_CALLED __device__ __noinline__
+#endif
+
 using namespace ncz;
 
 constexpr int THREADS = 256;
@@ -44,22 +50,66 @@ typedef double Scale;
 
 namespace ncz {
 
-// What the selector chose for a frame that is being written. Zeroed before the first kernel.
+// A launch works on several frames: what it must know of each lies in a table that it takes by value. These are the
+// rows, and their numbers are limited so that two tables fit into the 4 KiB that arguments of a kernel may take.
+constexpr int MOST_PIECES = 32, MOST_INPUTS = 64;  // as in arguments.py
+
+// A frame that is read.
+struct Input {
+    const uint8_t* frame;
+    long long bytes;
+    uint32_t count;        // codes that it must hold
+    uint32_t first_chunk;  // the number of its first chunk among those of all inputs
+};
+struct Inputs {
+    int32_t n, unused;
+    Input of[MOST_INPUTS];
+};
+
+// Values or codes that become a frame or come from frames. What a kernel does not need is null.
+struct Piece {
+    void* values;             // Element
+    const void* steps;        // Scale: inverse steps or scales
+    int32_t* codes;
+    uint8_t* frame;           // that is written
+    unsigned long long first;  // the number of its first element, counted from that of the noise
+    uint32_t count;
+    uint32_t first_chunk;          // the number of its first chunk among those of all pieces
+    uint32_t first_input, inputs;  // the frames that belong to it
+};
+struct Pieces {
+    int32_t n, unused;
+    Piece of[MOST_PIECES];
+};
+static_assert(sizeof(Input) == 24 && sizeof(Piece) == 56, "as arguments.py has it");
+
+// What the selector chose for a frame that is being written.
 struct Choice {
     int32_t coder, predictor;
     int32_t mode;      // for RANS
     uint32_t symbols;  // the bits of all symbols of the frame, or-ed together by ncz_stage
 };
+constexpr int32_t NO_CODER = -1;  // the frame was written already
 
-// How a frame that is being read is. Zeroed before the first kernel; kernels return at once if it is damaged. The host
-// words the damage from a copy of this.
-struct Status {
-    long long result;                 // 0, or -(cause + 256 * value) as in format.h
-    unsigned long long chunk_damage;  // of the first damaged chunk of a FIXED frame, see ncz_check; 0: none
-    long long count, bytes;           // that the caller expects, and that the frame has
-    Header header;                    // of the frame; valid if there is no damage
+// What the kernels of one frame that is being written tell each other. Zeroed before the first.
+struct Written {
+    Choice choice;
+    uint32_t counted, taken;  // blocks that have counted, and that have taken a number
 };
-static_assert(sizeof(Status) == 56, "as the host reads it");
+static_assert(sizeof(Written) == 24, "as frames.py has it");
+
+// How a frame that is being read is. Zeroed before the first kernel, and complete behind ncz_open. The host words the
+// damage from a copy of its first part.
+struct Status {
+    long long result;  // 0, or -(cause + 256 * value) as in format.h
+    long long count, bytes;  // that the caller expects, and that the frame has
+    Header header;           // of the frame; valid if there is no damage
+    // What the blocks of ncz_open find, for the last of them to judge.
+    unsigned long long payload_damage;  // as `result`: of the first block to find one
+    unsigned long long chunk_damage;    // of the first damaged chunk of a FIXED frame; 0: none
+    uint32_t checksum, finished;        // blocks that have finished
+};
+static_assert(sizeof(Status) == 72, "as frames.py has it");
 
 }  // namespace ncz
 
@@ -68,10 +118,12 @@ NCZ_DEVICE unsigned raw_width_of(const Choice& choice) {
     return raw_width_of(choice.symbols ? 32u - unsigned(__clz(int(choice.symbols))) : 0u);
 }
 
-NCZ_DEVICE bool is_damaged(const Status* status) { return status->result || status->chunk_damage; }
+// The blocks of a launch serve its `n` frames in turns, so that they don't wait for each other at one place: which frame
+// this block serves, and its number among those that do.
+NCZ_DEVICE int frame_number(int n) { return int(blockIdx.x % unsigned(n)); }
+NCZ_DEVICE int64_t unit_number(int n) { return blockIdx.x / unsigned(n); }
 
-// Records a damage; the first one stays.
-NCZ_DEVICE void record(Status* status, Damage cause, int64_t value = 0) {
-    unsigned long long result = (unsigned long long)damaged(cause, value);
-    atomicCAS(reinterpret_cast<unsigned long long*>(&status->result), 0ull, result);
+// Records what is wrong with a payload; the first one stays.
+NCZ_DEVICE void record(Status& status, int64_t damage) {
+    if (damage) atomicCAS(&status.payload_damage, 0ull, (unsigned long long)damage);
 }

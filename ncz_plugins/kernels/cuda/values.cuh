@@ -170,12 +170,20 @@ struct RandomFloats {
         Scale inverse_step = inverse_steps[chunk];
         Element values[OCTET];
         uint32_t words[OCTET];
+        random_words(noise, noise.first + uint64_t(element), words);  // first, as it takes many registers
         load_octet(x + element, n, values);
-        random_words(noise, noise.first + uint64_t(element), words);
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, words[i]);
     }
 };
+
+NCZ_DEVICE Floats floats_of(const Piece& piece) {
+    return {static_cast<const Element*>(piece.values), static_cast<const Scale*>(piece.steps)};
+}
+NCZ_DEVICE RandomFloats random_floats_of(const Piece& piece, Noise noise) {
+    noise.first += piece.first;
+    return {static_cast<const Element*>(piece.values), static_cast<const Scale*>(piece.steps), noise};
+}
 
 // Codes that lie in memory.
 struct PlainCodes {
@@ -326,74 +334,97 @@ NCZ_KERNEL(ncz_dequantize)(const int32_t* codes, const Scale* scales, long long 
     if (length > 0) store_values(out + c * CHUNK, length, own, scales[c]);
 }
 
-// What the selector looks at, piece behind piece: of `codes` if there are any, else of `x`. A thread per code.
-NCZ_KERNEL(ncz_sample)
-(const Element* x, const Scale* inverse_steps, Noise noise, int is_random, const int32_t* codes, long long count,
- int32_t* sample) {
-    int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x, piece = i / PIECE;
-    int64_t pieces = (count + PIECE - 1) / PIECE;
-    if (piece >= pieces || piece >= SAMPLE_PIECES) return;
-    if (pieces > SAMPLE_PIECES) piece = piece * (pieces - 1) / (SAMPLE_PIECES - 1);
+// How many codes of a frame the selector looks at. The last piece of PIECE, which may be short, is always among them.
+NCZ_DEVICE int sampled_of(int64_t count) {
+    int64_t pieces = (count + PIECE - 1) / PIECE, missing = PIECE * pieces - count;
+    return int(PIECE * (pieces < SAMPLE_PIECES ? pieces : SAMPLE_PIECES) - missing);
+}
+constexpr int MOST_SAMPLED = int(PIECE * SAMPLE_PIECES);
+
+// What the selector looks at, piece behind piece: of the pieces' codes, or of what their values become. A thread per code.
+enum Sampled : int { CODES, VALUES, VALUES_AT_RANDOM };
+NCZ_KERNEL(ncz_sample)(const __grid_constant__ Pieces pieces, Noise noise, int sampled, int32_t* samples) {
+    const Piece& of = pieces.of[frame_number(pieces.n)];
+    int64_t i = unit_number(pieces.n) * THREADS + threadIdx.x, count = of.count;
+    if (i >= sampled_of(count)) return;
+    int64_t all = (count + PIECE - 1) / PIECE, piece = i / PIECE;
+    if (all > SAMPLE_PIECES) piece = piece * (all - 1) / (SAMPLE_PIECES - 1);
     int64_t element = PIECE * piece + i % PIECE;
-    if (element >= count) return;
-    sample[i] = codes       ? codes[element]
-                : is_random ? RandomFloats{x, inverse_steps, noise}.code(element)
-                            : Floats{x, inverse_steps}.code(element);
+    samples[frame_number(pieces.n) * MOST_SAMPLED + i] = sampled == CODES    ? of.codes[element]
+                                                        : sampled == VALUES ? floats_of(of).code(element)
+                                                                            : random_floats_of(of, noise).code(element);
 }
 
 // The bits of all symbols, for RAW's width.
-NCZ_DEVICE void collect_symbols(const ThreadCodes& codes, int length, Choice* choice, uint32_t* scratch) {
+NCZ_DEVICE void collect_symbols(const ThreadCodes& codes, int length, Choice& choice, uint32_t* scratch) {
     ThreadSymbols symbols;
-    predict(codes, length, choice->predictor, reinterpret_cast<int32_t*>(scratch), symbols);
+    predict(codes, length, choice.predictor, reinterpret_cast<int32_t*>(scratch), symbols);
     uint32_t all = 0;
 #pragma unroll
     for (int j = 0; j < OCTETS_PER_THREAD; ++j)
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) all |= symbols[j][i];
     all = block_or(all, scratch);
-    if (threadIdx.x == 0 && all) atomicOr(&choice->symbols, all);
+    if (threadIdx.x == 0 && all) atomicOr(&choice.symbols, all);
 }
 
-// Unless FIXED was chosen: the codes of `x`, and the bits of their symbols. A block per chunk, as the two below.
-NCZ_KERNEL(ncz_stage)
-(const Element* x, const Scale* inverse_steps, long long count, int32_t* codes, Choice* choice) {
-    NCZ_SHARED(uint32_t, scratch, WARPS);
-    if (choice->coder == FIXED) return;
+// The codes of a piece's values, and the bits of their symbols.
+template <class Source>
+NCZ_DEVICE void stage(const Source& source, const Piece& piece, int64_t c, Choice& choice, uint32_t* scratch) {
     ThreadCodes own = {};
-    quantize(Floats{x, inverse_steps}, blockIdx.x, count, codes, own);
-    collect_symbols(own, length_of(blockIdx.x, count), choice, scratch);
+    quantize(source, c, piece.count, piece.codes, own);
+    collect_symbols(own, length_of(c, piece.count), choice, scratch);
 }
 
-NCZ_KERNEL(ncz_stage_at_random)
-(const Element* x, const Scale* inverse_steps, Noise noise, long long count, int32_t* codes, Choice* choice) {
-    NCZ_SHARED(uint32_t, scratch, WARPS);
-    if (choice->coder == FIXED) return;
-    ThreadCodes own = {};
-    quantize(RandomFloats{x, inverse_steps, noise}, blockIdx.x, count, codes, own);
-    collect_symbols(own, length_of(blockIdx.x, count), choice, scratch);
+// Whether a block has to stage a chunk: there is one, and neither FIXED nor nothing was chosen.
+NCZ_DEVICE bool is_to_stage(const Piece& piece, int64_t c, const Choice& choice) {
+    return c < chunks_of(piece.count) && choice.coder != FIXED && choice.coder != NO_CODER;
 }
 
-NCZ_KERNEL(ncz_stage_codes)(const int32_t* codes, long long count, Choice* choice) {
+// A block per chunk, as the two below.
+NCZ_KERNEL(ncz_stage)(const __grid_constant__ Pieces pieces, Written* written) {
     NCZ_SHARED(uint32_t, scratch, WARPS);
-    if (choice->coder == FIXED) return;
-    int length = length_of(blockIdx.x, count);
+    int f = frame_number(pieces.n);
+    int64_t c = unit_number(pieces.n);
+    if (is_to_stage(pieces.of[f], c, written[f].choice))
+        stage(floats_of(pieces.of[f]), pieces.of[f], c, written[f].choice, scratch);
+}
+
+NCZ_KERNEL(ncz_stage_at_random)(const __grid_constant__ Pieces pieces, Noise noise, Written* written) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    int f = frame_number(pieces.n);
+    int64_t c = unit_number(pieces.n);
+    if (is_to_stage(pieces.of[f], c, written[f].choice))
+        stage(random_floats_of(pieces.of[f], noise), pieces.of[f], c, written[f].choice, scratch);
+}
+
+// Of codes that are there already.
+NCZ_KERNEL(ncz_stage_codes)(const __grid_constant__ Pieces pieces, Written* written) {
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    int f = frame_number(pieces.n);
+    int64_t c = unit_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    if (!is_to_stage(piece, c, written[f].choice)) return;
+    int length = length_of(c, piece.count);
     ThreadCodes own = {};
-    load_chunk(PlainCodes{codes}, blockIdx.x, length, own);
-    collect_symbols(own, length, choice, scratch);
+    load_chunk(PlainCodes{piece.codes}, c, length, own);
+    collect_symbols(own, length, written[f].choice, scratch);
 }
 
 // Lowest and highest value and sum of squares of each chunk: -inf, inf and inf if it holds a NaN or an infinity. Half a
 // block per chunk, so that thread i of it adds up elements i, i + LANES, ... as every backend does.
 NCZ_KERNEL(ncz_chunk_statistics)
-(const Element* x, long long count, double* lowest, double* highest, double* squares) {
+(const __grid_constant__ Pieces pieces, double* lowest, double* highest, double* squares) {
     constexpr int CHUNKS = THREADS / LANES;
     NCZ_SHARED(double, sums, THREADS);
     NCZ_SHARED(double, lows, THREADS);
     NCZ_SHARED(double, highs, THREADS);
     NCZ_SHARED(uint32_t, are_special, WARPS);
     int thread = int(threadIdx.x), first = thread % LANES;
-    int64_t c = int64_t(blockIdx.x) * CHUNKS + thread / LANES;
-    int length = length_of(c, count);  // below 0 behind the last chunk
+    const Piece& piece = pieces.of[frame_number(pieces.n)];
+    const Element* x = static_cast<const Element*>(piece.values);
+    int64_t c = unit_number(pieces.n) * CHUNKS + thread / LANES, at = piece.first_chunk + c;
+    int length = length_of(c, piece.count);  // below 0 behind the last chunk
     const double infinity = __longlong_as_double(0x7ff0000000000000ll);
     double square = 0, low = infinity, high = -infinity;
     bool is_special = false;
@@ -420,9 +451,9 @@ NCZ_KERNEL(ncz_chunk_statistics)
     if (first || length <= 0) return;
     any = false;
     for (int w = 0; w < LANES / WARP; ++w) any |= are_special[warp() + w] != 0;
-    lowest[c] = any ? -infinity : __dadd_rn(lows[thread], 0.0);  // not -0.0
-    highest[c] = any ? infinity : __dadd_rn(highs[thread], 0.0);
-    squares[c] = any ? infinity : sums[thread];
+    lowest[at] = any ? -infinity : __dadd_rn(lows[thread], 0.0);  // not -0.0
+    highest[at] = any ? infinity : __dadd_rn(highs[thread], 0.0);
+    squares[at] = any ? infinity : sums[thread];
 }
 
 #define NCZ_VALUE_KERNELS(X)                                                                                   \

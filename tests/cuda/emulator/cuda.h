@@ -34,6 +34,8 @@
 #define __host__
 #define __constant__
 #define __forceinline__ inline
+#define __grid_constant__
+#define NCZ_CALLED inline
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 

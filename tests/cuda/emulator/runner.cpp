@@ -75,16 +75,17 @@ void write_and_release(const std::vector<Region>& regions) {
     }
 }
 
-// The value of an argument: that many bytes, or an address (bytes < 0) in a region, or null (no region).
+// The value of an argument: its bytes, in which addresses in regions stand at some places.
 std::vector<uint64_t> read_argument(const std::vector<Region>& regions) {
     int64_t bytes = read_integer();
-    if (bytes >= 0) {
-        std::vector<uint64_t> value((bytes + 7) / 8);
-        read(value.data(), bytes);
-        return value;
+    std::vector<uint64_t> value((bytes + 7) / 8);
+    read(value.data(), bytes);
+    for (int64_t addresses = read_integer(); addresses; --addresses) {
+        int64_t at = read_integer(), region = read_integer(), offset = read_integer();
+        const char* address = regions[region].begin() + offset;
+        memcpy(reinterpret_cast<char*>(value.data()) + at, &address, sizeof address);
     }
-    int64_t region = read_integer(), offset = read_integer();
-    return {region < 0 ? 0 : reinterpret_cast<uint64_t>(regions[region].begin() + offset)};
+    return value;
 }
 
 // False: the launch failed.

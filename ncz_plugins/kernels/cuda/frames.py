@@ -1,0 +1,284 @@
+"""Launches the kernels that write and read frames, each for all frames of a batch.
+
+Nothing here waits for the device. Grids depend only on the numbers of codes: a coder's kernels are launched even if
+another coder was chosen, or wrote the frame, and then return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..backend import Decoding, Sum
+from ..format import CHUNK, PIECE, RANS_PAGE, SAMPLE_PIECES, Coder, Coding, Noise, Predictor, chunks_of
+from .arguments import (
+    MOST_INPUTS,
+    MOST_PIECES,
+    Table,
+    coding_argument,
+    inputs_table,
+    integer,
+    noise_argument,
+    pieces_table,
+)
+
+THREADS = 256  # of a block, as in types.cuh
+_RANS_ENCODERS = 32  # threads of a block that encodes pages
+_ANY = torch.float32  # kernels for codes don't depend on the element type; the module for float32 has them
+
+# A larger batch goes in parts, so that working memory, of up to 11 bytes for each element, does not grow with it.
+MOST_ELEMENTS = 1 << 24
+
+# Bytes of the structures of the same name.
+_WRITTEN, _STATUS = 24, 72
+_HUFFMAN_ENCODING, _RANS_ENCODING = 1840, 10256
+_RANS_PAGE = 7 * RANS_PAGE + 16
+
+_CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample looks at
+
+
+def new_report(device: torch.device) -> Tensor:
+    """Where kernels leave the first damage that they find: ncz::Status, as int64 numbers."""
+    return torch.zeros(_STATUS // 8, dtype=torch.int64, device=device)
+
+
+# ------------------------------------------------------------------ several frames
+
+
+def encode_sums(launcher, sums: Sequence[Sum], coding: Coding, noise: Noise | None, report: Tensor) -> Tensor:
+    """See `Backend.encode_sums`."""
+    sizes = torch.empty(len(sums), dtype=torch.int64, device=report.device)
+    inputs = [len(each.frames) for each in sums]
+    elements = [each.x.numel() * max(1, n) for each, n in zip(sums, inputs)]
+    for part in _parts(elements, inputs):
+        _write_sums(launcher, sums[part], coding, noise, sizes[part], report)
+    return sizes
+
+
+def decode(launcher, frames: Sequence[Decoding], report: Tensor) -> None:
+    """See `Backend.decode_frames`."""
+    for part in _parts([each.out.numel() for each in frames], [1] * len(frames)):
+        batch = _Batch(launcher, [each.out.numel() for each in frames[part]])
+        rows = [(each.out, each.scales, None, None, 0) for each in frames[part]]
+        inputs = [(each.frame, each.out.numel()) for each in frames[part]]
+        pieces = batch.pieces(rows, [1] * len(rows))
+        batch.launch("decode", frames[0].out.dtype, pieces, *_opened(launcher, inputs, report))
+
+
+def _write_sums(
+    launcher, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor, report: Tensor
+) -> None:
+    writer = _Writer(launcher, coding, [each.x.numel() for each in sums], sizes)
+    inputs = [(frame, each.x.numel()) for each in sums for frame in each.frames]
+    dtype, values = sums[0].x.dtype, [(each.x, each.inverse_steps) for each in sums]
+    outs = [(each.out, each.first) for each in sums]
+    if is_one_pass(coding) and len(inputs) <= MOST_INPUTS:
+        pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
+        if inputs:
+            opened = _opened(launcher, inputs, report)
+            writer.launch_values("sum_fixed", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.shared)
+        else:
+            writer.launch_values("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
+        return
+    codes = writer.room_for_codes()
+    rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
+    if not inputs:
+        writer.encode(writer.pieces(rows), dtype, noise)
+        return
+    # Only a sum of more frames than a launch takes, which then is the only one, takes several launches.
+    shares = [len(each.frames) for each in sums] if len(inputs) <= MOST_INPUTS else [MOST_INPUTS]
+    opened = _opened(launcher, inputs[:MOST_INPUTS], report)
+    writer.launch_values("sum_codes", dtype, writer.pieces(rows, shares), noise, *opened, *writer.noted)
+    for start in range(MOST_INPUTS, len(inputs), MOST_INPUTS):
+        more = inputs[start : start + MOST_INPUTS]
+        opened = _opened(launcher, more, report)
+        pieces = writer.pieces(rows, [len(more)])
+        writer.launch("decode_codes", _ANY, pieces, *opened, *writer.noted, integer(True))
+    writer.encode(writer.pieces(rows))
+
+
+# ------------------------------------------------------------------ codes
+
+
+def encode_codes(launcher, codes: Tensor, coding: Coding, frame: Tensor) -> Tensor:
+    """Write `codes` as one frame. Returns its bytes: int64, [1]."""
+    size = torch.empty(1, dtype=torch.int64, device=codes.device)
+    writer = _Writer(launcher, coding, [codes.numel()], size)
+    pieces = writer.pieces([(None, None, codes, frame, 0)])
+    if is_one_pass(coding):
+        writer.launch("encode_fixed_codes", _ANY, pieces, integer(coding.predictor), *writer.unchosen)
+    else:
+        writer.encode(pieces)
+    return size
+
+
+def decode_codes(launcher, frame: Tensor, codes: Tensor, add: bool, report: Tensor) -> None:
+    """See `Backend.decode_codes`."""
+    batch = _Batch(launcher, [codes.numel()])
+    pieces = batch.pieces([(None, None, codes, None, 0)], [1])
+    opened = _opened(launcher, [(frame, codes.numel())], report)
+    batch.launch("decode_codes", _ANY, pieces, *opened, None, None, integer(add))
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _parts(elements: list[int], inputs: list[int]) -> Iterator[slice]:
+    """Neighbouring frames that go together."""
+    start = 0
+    while start < len(elements):
+        end, all_elements, all_inputs = start + 1, elements[start], inputs[start]
+        while end < len(elements) and end - start < MOST_PIECES:
+            all_elements, all_inputs = all_elements + elements[end], all_inputs + inputs[end]
+            if all_elements > MOST_ELEMENTS or all_inputs > MOST_INPUTS:
+                break
+            end += 1
+        yield slice(start, end)
+        start = end
+
+
+def parts_of_tensors(count: int) -> Iterator[slice]:
+    """Parts of so many tensors that kernels only look at."""
+    return (slice(start, start + MOST_PIECES) for start in range(0, count, MOST_PIECES))
+
+
+class _Batch:
+    """Launches for some frames, in which each has as many blocks as the largest needs."""
+
+    def __init__(self, launcher, counts: list[int]):
+        self._launcher = launcher
+        self._counts = counts
+        self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
+
+    def pieces(self, rows: list[tuple], inputs: list[int] | None = None) -> Table:
+        """ncz::Pieces, from (values, steps, codes, frame, first element) of each and how many frames belong to it."""
+        shares = inputs or [0] * len(rows)
+        firsts = accumulate(shares, initial=0)
+        more = zip(self._counts, self._first_chunks, firsts, shares)
+        return pieces_table([(*row, *rest) for row, rest in zip(rows, more)])
+
+    def launch(
+        self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=THREADS
+    ) -> None:
+        """Launch a kernel, with a block for so many elements of a frame."""
+        blocks = max(1, -(-max(self._counts) // elements))
+        self._launcher.launch(f"ncz_{kernel}", dtype, len(self._counts) * blocks, threads, pieces, *arguments)
+
+    def launch_values(self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments) -> None:
+        """Launch a kernel that quantizes, or its twin that rounds at random."""
+        if noise is None:
+            self.launch(kernel, dtype, pieces, *arguments)
+        else:
+            self.launch(f"{kernel}_at_random", dtype, pieces, noise_argument(noise), *arguments)
+
+
+class _Writer(_Batch):
+    """Launches that write frames, and what they share.
+
+    Args:
+        coding: how all frames are written.
+        counts: codes of each frame.
+        sizes: where kernels leave the bytes of each: int64.
+
+    Attributes:
+        shared: the arguments that tell kernels where frames and sizes go.
+        unchosen: the same of kernels that may have to look at a choice, where there is none.
+        noted: those of kernels that write nothing but spoiled frames.
+    """
+
+    def __init__(self, launcher, coding: Coding, counts: list[int], sizes: Tensor):
+        super().__init__(launcher, counts)
+        n, chunks = len(counts), self._first_chunks[-1]
+        huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)
+        rans = coding.coder in (Coder.RANS, Coder.AUTO)
+        lengths = _WRITTEN * n, 8 * (chunks + n), huffman * _HUFFMAN_ENCODING * n, rans * _RANS_ENCODING * n
+        written, places, self._huffman, self._rans = _sections(torch.zeros, sizes.device, *lengths)
+        self._coding = coding
+        self._device = sizes.device
+        self.shared = written, places, sizes
+        self.unchosen = integer(False), *self.shared
+        self.noted = written, sizes
+
+    def room_for_codes(self) -> list[Tensor]:
+        """Working memory for the codes of each frame."""
+        room = torch.empty(self._first_chunks[-1] * CHUNK, dtype=torch.int32, device=self._device)
+        return [room[first * CHUNK :][:count] for first, count in zip(self._first_chunks, self._counts)]
+
+    def encode(self, pieces: Table, dtype: torch.dtype | None = None, noise: Noise | None = None) -> None:
+        """Choose what is left to choose, then write the frames with all coders that may have been chosen.
+
+        Args:
+            pieces: with codes, or with room for those of the values.
+            dtype: of the values; None: the codes are there.
+        """
+        written, places, sizes = self.shared
+        coder = self._coding.coder
+        self._select(pieces, dtype, noise)
+        if coder in (Coder.FIXED, Coder.AUTO):
+            chosen = integer(self._coding.predictor), integer(True), *self.shared
+            if dtype is None:
+                self.launch("encode_fixed_codes", _ANY, pieces, *chosen)
+            else:
+                self.launch_values("encode_fixed", dtype, pieces, noise, *chosen)
+        if coder == Coder.FIXED:
+            return
+        if dtype is None:
+            self.launch("stage_codes", _ANY, pieces, written)
+        else:
+            self.launch_values("stage", dtype, pieces, noise, written)
+        if coder in (Coder.HUFFMAN, Coder.AUTO):
+            self.launch("huffman_count", _ANY, pieces, written, self._huffman)
+            self.launch("huffman_encode", _ANY, pieces, written, self._huffman, places, sizes)
+        if coder in (Coder.RANS, Coder.AUTO):
+            pages = self._first_chunks[-1] * CHUNK // RANS_PAGE + len(self._counts)
+            room = torch.empty(_RANS_PAGE * pages, dtype=torch.uint8, device=self._device)
+            shared = written, self._rans, room
+            self.launch("rans_collect", _ANY, pieces, *shared, elements=RANS_PAGE)
+            shared = *shared, places, sizes
+            self.launch("rans_encode", _ANY, pieces, *shared, elements=RANS_PAGE, threads=_RANS_ENCODERS)
+        self.launch("encode_raw", _ANY, pieces, written, sizes)
+
+    def _select(self, pieces: Table, dtype: torch.dtype | None, noise: Noise | None) -> None:
+        written, *_ = self.shared
+        coding, n, sampled = self._coding, len(self._counts), PIECE * SAMPLE_PIECES
+        samples = None
+        if coding.predictor == Predictor.AUTO or coding.coder in (Coder.RANS, Coder.AUTO):
+            samples = torch.empty(n * sampled, dtype=torch.int32, device=self._device)
+            kind = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
+            arguments = pieces, noise_argument(noise), kind, samples
+            self._launcher.launch("ncz_sample", dtype or _ANY, n * sampled // THREADS, THREADS, *arguments)
+        # Otherwise nothing is left to choose, not even a mode for RANS.
+        self._launcher.launch("ncz_select", _ANY, n, THREADS, pieces, samples, coding_argument(coding), written)
+
+
+def is_one_pass(coding: Coding) -> bool:
+    """Whether codes can be encoded in one pass, because nothing about all of them must be known first."""
+    return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
+
+
+def _opened(launcher, frames: list[tuple[Tensor, int]], report: Tensor) -> tuple:
+    """Launch what verifies frames, and decodes HUFFMAN and RANS to working memory.
+
+    Args:
+        frames: each with the number of its codes.
+
+    Returns the arguments about frames to read, of all kernels that read some.
+    """
+    first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
+    inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
+    (statuses,) = _sections(torch.zeros, report.device, _STATUS * len(frames))
+    offsets, decoded = _sections(torch.empty, report.device, 8 * first_chunks[-1], 4 * CHUNK * first_chunks[-1])
+    blocks = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
+    arguments = inputs, statuses, report, offsets, decoded
+    launcher.launch("ncz_open", _ANY, len(frames) * blocks, THREADS, *arguments)
+    return inputs, statuses, offsets, decoded
+
+
+def _sections(make, device: torch.device, *lengths: int) -> list[Tensor]:
+    """Memory of one allocation for tables of so many bytes, each aligned for any structure."""
+    starts = list(accumulate((-(-length // 16) * 16 for length in lengths), initial=0))
+    memory = make(starts[-1], dtype=torch.uint8, device=device)
+    return [memory[start : start + length] for start, length in zip(starts, lengths)]

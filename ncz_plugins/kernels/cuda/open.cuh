@@ -1,0 +1,117 @@
+// What comes before any frame is read: the checks of all its bytes, and the decoding of HUFFMAN and RANS to codes.
+//
+// Blocks read headers and tables by themselves, so that one launch does for all frames, whatever their coders are. The last
+// block of each frame judges what all of them have found.
+#pragma once
+
+#include "rans.cuh"
+
+// Verifies sizes and widths of one part of a FIXED frame, of as many chunks as a warp has lanes, and leaves where they
+// begin. Gives what is wrong with the sizes, the same to all threads, and records what is wrong with its own chunks.
+NCZ_DEVICE int64_t check_fixed(const Input& input, const Header& header, int part, Status& status,
+                               long long* offsets, int64_t* scratch) {
+    int64_t count = input.count, all;
+    int chunks = int(chunks_of(count)), first = part * WARP;
+    if (part && first >= chunks) return 0;
+    const uint8_t* sizes = input.frame + HEADER_BYTES;
+    auto size_of = [sizes](int c) { return int64_t(load16(sizes + 2 * c)); };
+    int64_t before = add_up_sizes(chunks, first, size_of, scratch, all);
+    if (all != header.payload_bytes - 2 * chunks) return damaged(TABLE_SUM, all);
+    int64_t own = first + lane() < chunks ? size_of(first + lane()) : 0;
+    int64_t own_offset = before + warp_inclusive_sum(own) - own;
+    if (warp() == 0 && first + lane() < chunks) offsets[first + lane()] = own_offset;
+    for (int i = warp(); i < WARP && first + i < chunks; i += WARPS) {
+        FixedChunk chunk(input.frame, first + i, count, __shfl_sync(ALL_LANES, own_offset, i));
+        int length = length_of(first + i, count), blocks = blocks_of(length);
+        int missing_octets = OCTETS * blocks - octets_of(length);  // of the last block
+        int is_wrong = chunk.bytes < blocks, taken = 0;
+        for (int b = lane(); b < blocks && !is_wrong; b += WARP) {
+            int width = chunk.at[b];
+            is_wrong = width > 32;
+            taken += 1 + width * (b == blocks - 1 ? OCTETS - missing_octets : OCTETS);
+        }
+        is_wrong = __any_sync(ALL_LANES, is_wrong);
+        taken = warp_sum(taken);
+        if (lane() || (!is_wrong && taken == chunk.bytes)) continue;
+        // Of several damages, the first chunk's stays.
+        unsigned cause = is_wrong ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong ? 0 : unsigned(chunk.bytes);
+        atomicMax(&status.chunk_damage, (unsigned long long)~uint32_t(first + i) << 32 | value << 8 | cause);
+    }
+    return 0;
+}
+
+// What the header says about the payload, or 0.
+NCZ_DEVICE int64_t payload_damage(const Header& header) {
+    if (int64_t wrong = coder_damage(header)) return wrong;
+    return header.coder == FIXED && header.payload_bytes < 2 * chunks_of(header.count) ? damaged(NO_TABLE) : 0;
+}
+
+// Of all damages, that which a decoder that goes from front to back would meet first.
+NCZ_DEVICE int64_t verdict(const Input& input, const Header& header, const Status& status) {
+    if (int64_t wrong = header_damage(header, input.bytes, input.count)) return wrong;
+    if (header.flags == HAS_CHECKSUM && status.checksum != header.checksum)
+        return damaged(OTHER_CHECKSUM, status.checksum);
+    if (status.payload_damage) return int64_t(status.payload_damage);
+    unsigned long long of_chunk = status.chunk_damage;
+    return of_chunk ? damaged(Damage(of_chunk & 0xff), int64_t(of_chunk >> 8 & 0xffff)) : 0;
+}
+
+// Copies a damage to where the host looks, unless there is one already.
+NCZ_DEVICE void report_damage(const Status& status, Status* report) {
+    auto* result = reinterpret_cast<unsigned long long*>(&report->result);
+    if (!status.result || atomicCAS(result, 0ull, (unsigned long long)status.result)) return;
+    report->count = status.count;
+    report->bytes = status.bytes;
+    report->header = status.header;
+}
+
+union OpeningMemory {
+    HuffmanDecoding huffman;
+    RansDecoding rans;
+};
+
+// Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets` and `decoded` have places
+// for the chunks and the codes of all frames.
+NCZ_KERNEL(ncz_open)
+(const __grid_constant__ Inputs inputs, Status* statuses, Status* report, long long* offsets, int32_t* decoded) {
+    NCZ_SHARED(OpeningMemory, memory, 1);
+    NCZ_SHARED(Input, shared_input, 1);  // what it is about, which would take too many registers
+    NCZ_SHARED(Header, shared_header, 1);
+    NCZ_SHARED(int64_t, scratch, WARPS);
+    NCZ_SHARED(int, is_last, 1);
+    const Input& input = *shared_input;
+    const Header& header = *shared_header;
+    int f = frame_number(inputs.n), unit = int(unit_number(inputs.n)), units = int(gridDim.x / unsigned(inputs.n));
+    Status& status = statuses[f];
+    if (threadIdx.x == 0) {
+        *shared_input = inputs.of[f];
+        *shared_header = Header();
+        if (input.bytes >= HEADER_BYTES) memcpy(shared_header, input.frame, sizeof header);
+    }
+    __syncthreads();
+    if (!header_damage(header, input.bytes, input.count)) {
+        if (header.flags == HAS_CHECKSUM) {
+            uint32_t share = checksum_share(input.frame, input.bytes, false, unit, units,
+                                            reinterpret_cast<uint32_t*>(scratch));
+            if (threadIdx.x == 0) atomicAdd(&status.checksum, share);
+        }
+        int64_t wrong = payload_damage(header);
+        int coder = wrong ? RAW : header.coder;  // RAW needs no more checks
+        if (coder == FIXED)
+            wrong = check_fixed(input, header, unit, status, offsets + input.first_chunk, scratch);
+        else if (coder == HUFFMAN)
+            wrong = decode_huffman(input, header, unit, status, decoded + input.first_chunk * CHUNK, memory->huffman,
+                                   scratch);
+        else if (coder == RANS)
+            wrong = decode_rans(input, header, unit, status, decoded + input.first_chunk * CHUNK, memory->rans, scratch);
+        if (threadIdx.x == 0) record(status, wrong);
+    }
+    if (!finished_last(&status.finished, units, is_last) || threadIdx.x) return;
+    status.count = input.count;
+    status.bytes = input.bytes;
+    status.header = header;
+    status.result = verdict(input, header, status);
+    report_damage(status, report);
+}
+
+#define NCZ_OPEN_KERNELS(X) X(ncz_open)

@@ -1,0 +1,192 @@
+"""Several frames in one launch: the bytes and numbers of one frame after the other, whatever is batched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from emulator import EmulatedLauncher
+from samples import assert_same, codes_of_width, floats
+from test_cuda_kernels import CODERS, FAST, NOISE, ONE_PASS, buffer, coding_name, cuda, encode, encode_codes
+
+from ncz_plugins.kernels.backend import Decoding, Sum
+from ncz_plugins.kernels.cuda import CudaBackend, frames
+from ncz_plugins.kernels.cuda.arguments import MOST_INPUTS, MOST_PIECES
+from ncz_plugins.kernels.format import CHUNK, DTYPES, Coder, Coding, DamagedFrame, Predictor, chunks_of
+
+COUNTS = [2 * CHUNK + 77, 0, CHUNK, 5, 3 * CHUNK]  # of one batch
+CODINGS = [*ONE_PASS, *(Coding(coder) for coder in CODERS)]
+
+
+class CountingLauncher(EmulatedLauncher):
+    """Also counts launches, by kernel."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__(seed)
+        self.launched: dict[str, int] = {}
+
+    def launch(self, kernel, dtype, grid, block, *arguments):
+        self.launched[kernel] = self.launched.get(kernel, 0) + 1
+        super().launch(kernel, dtype, grid, block, *arguments)
+
+
+def values_of(count: int, seed: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sums_of(counts: list[int], inputs: int, dtype=torch.float32) -> list[Sum]:
+    """A sum of each count, of values and of so many frames, each of another coder."""
+    sums = []
+    for i, count in enumerate(counts):
+        inverse_steps = torch.full((chunks_of(count),), 4.0, dtype=dtype if dtype == torch.float64 else torch.float32)
+        codings = itertools.islice(itertools.cycle(CODINGS[i:] + CODINGS[:i]), inputs)
+        added = [encode(FAST, values_of(count, 10 * i + j, dtype), inverse_steps, c) for j, c in enumerate(codings)]
+        sums.append(Sum(values_of(count, 99 + i, dtype), inverse_steps, buffer(count), added, first=1000 * i))
+    return sums
+
+
+def frames_of(backend, sums: list[Sum], coding: Coding, noise=None) -> list[torch.Tensor]:
+    sums = [each._replace(out=buffer(each.x.numel())) for each in sums]
+    sizes = backend.encode_sums(sums, coding, noise).tolist()
+    return [each.out[:size] for each, size in zip(sums, sizes)]
+
+
+def assert_same_sums(backend, sums: list[Sum], coding: Coding, noise=None) -> None:
+    for ours, theirs in zip(frames_of(backend, sums, coding, noise), frames_of(FAST, sums, coding, noise), strict=True):
+        assert_same(ours, theirs)
+    backend.check()
+
+
+@pytest.mark.parametrize("inputs", [0, 1, 3])
+@pytest.mark.parametrize("coding", [*CODINGS, Coding(Coder.FIXED)], ids=coding_name)
+def test_sums(coding, inputs):
+    for seed, noise in enumerate((None, NOISE)):
+        assert_same_sums(cuda(seed + 1), sums_of(COUNTS, inputs), coding, noise)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_all_dtypes(dtype):
+    for coding, inputs in itertools.product((ONE_PASS[1], Coding()), (0, 2)):
+        assert_same_sums(cuda(2), sums_of([CHUNK + 3, 9], inputs, dtype), coding, NOISE)
+
+
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(Coder.HUFFMAN, Predictor.NONE)], ids=coding_name)
+def test_more_frames_than_a_table_has_rows(coding):
+    assert_same_sums(cuda(1), sums_of([5] * (2 * MOST_PIECES + 1), 1), coding)
+    assert_same_sums(cuda(1), sums_of([5, 40, 6], MOST_INPUTS - 1), coding)
+    assert_same_sums(cuda(1), sums_of([70], 2 * MOST_INPUTS + 3), coding)
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(), Coding(Coder.HUFFMAN), Coding(Coder.RANS)], ids=coding_name)
+def test_under_sanitizers(coding, sanitizer):
+    backend, sums = cuda(1, sanitizer), sums_of([CHUNK + 9, 0, 40], 5)
+    assert_same_sums(backend, sums, coding)
+    assert_same_sums(backend, [each._replace(frames=()) for each in sums], coding, NOISE)
+    decode(backend, sums)
+    sealed = [torch.cat([frame, frame[:3]]) for each in sums for frame in each.frames]
+    backend.seal_frames(sealed)
+    backend.statistics_of([each.x for each in sums])
+
+
+def decode(backend, sums: list[Sum]) -> list[torch.Tensor]:
+    decodings = [
+        Decoding(frame, each.inverse_steps / 3, torch.full_like(each.x, 7)) for each in sums for frame in each.frames
+    ]
+    backend.decode_frames(decodings)
+    return [each.out for each in decodings]
+
+
+def test_decoding():
+    """Of frames of all coders at once."""
+    for sums in (sums_of(COUNTS, len(CODINGS)), sums_of([9] * MOST_PIECES, 2)):
+        for ours, theirs in zip(decode(cuda(1), sums), decode(FAST, sums), strict=True):
+            assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics(dtype):
+    for counts in (COUNTS, [0], [3] * (MOST_PIECES + 2)):
+        tensors = [floats(count, dtype) for count in counts]
+        for ours, theirs in zip(cuda(1).statistics_of(tensors), FAST.statistics_of(tensors), strict=True):
+            assert_same(ours, theirs)
+
+
+def test_seals():
+    ours, theirs = ([encode_codes(FAST, codes_of_width(n, 9), ONE_PASS[0]) for n in COUNTS] for _ in range(2))
+    cuda(1).seal_frames(ours)
+    FAST.seal_frames(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(Coder.HUFFMAN), Coding()], ids=coding_name)
+def test_damage_spoils_what_is_made_of_it(coding):
+    """And nothing else of the batch."""
+    sums = sums_of([CHUNK + 3, 50, 60], 3)
+    whole = frames_of(FAST, sums, coding)
+    sums[1] = sums[1]._replace(frames=[*sums[1].frames[:2], sums[1].frames[2][:-1]])
+    backend = cuda(1)
+    made = frames_of(backend, sums, coding)
+    with pytest.raises(DamagedFrame, match="payload has"):
+        backend.check()
+    assert_same(made[0], whole[0])
+    assert_same(made[2], whole[2])
+    with pytest.raises(DamagedFrame, match="made of a frame that was damaged"):
+        FAST.decode_codes(made[1], torch.empty(50, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("coder", [Coder.FIXED, Coder.HUFFMAN, Coder.RANS])
+def test_of_a_damaged_frame_nothing_is_written(coder):
+    """Also where only decoding shows the damage; the other frames of the batch are decoded."""
+    count = 2 * CHUNK
+    scales = torch.ones(2)
+    frame = encode(FAST, values_of(count, 1), scales, Coding(coder, Predictor.NONE))
+    assert frame[5] == coder
+    damaged = frame.clone()
+    damaged[-1] ^= 0x80
+    damaged[-700] ^= 0x55
+    decodings = [Decoding(each, scales, torch.full((count,), 9.5)) for each in (frame, damaged, frame)]
+    backend = cuda(2)
+    backend.decode_frames(decodings)
+    is_damaged = False
+    try:
+        backend.check()
+    except DamagedFrame:
+        is_damaged = True
+    assert is_damaged == (coder != Coder.FIXED)  # in FIXED, these bits are codes
+    assert is_damaged == bool((decodings[1].out == 9.5).all())
+    assert not (decodings[0].out == 9.5).any() and torch.equal(decodings[0].out, decodings[2].out)
+
+
+LAUNCHES = {  # to encode, and to add frames to what is encoded
+    ONE_PASS[0]: (1, 2),
+    Coding(Coder.FIXED): (3, 5),
+    Coding(Coder.RAW, Predictor.NONE): (3, 5),
+    Coding(Coder.HUFFMAN, Predictor.NONE): (5, 7),
+    Coding(Coder.RANS, Predictor.NONE): (6, 8),
+    Coding(): (9, 11),
+}
+
+
+@pytest.mark.parametrize("coding", LAUNCHES, ids=coding_name)
+def test_launches(coding, monkeypatch):
+    """As many for several frames as for one; those of a part more for each part."""
+
+    def launches(work: Callable, *arguments) -> int:
+        launcher = CountingLauncher()
+        work(CudaBackend(launcher), *arguments)
+        return sum(launcher.launched.values())
+
+    one, several = sums_of([CHUNK + 9], 2), sums_of(COUNTS, 2)
+    for sums in (one, several):
+        without = [each._replace(frames=()) for each in sums]
+        assert launches(CudaBackend.encode_sums, without, coding) == LAUNCHES[coding][0]
+        assert launches(CudaBackend.encode_sums, sums, coding) == LAUNCHES[coding][1]
+        assert launches(decode, sums) == 2
+        assert launches(CudaBackend.statistics_of, [each.x for each in sums]) == 1
+    monkeypatch.setattr(frames, "MOST_ELEMENTS", 6 * CHUNK)
+    assert launches(CudaBackend.encode_sums, several, coding) == 3 * LAUNCHES[coding][1]
+    assert_same_sums(cuda(1), several, coding)
