@@ -444,7 +444,7 @@ def _measured(
 
     def measured(frames: range) -> Tensor:
         with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
-            return measure(device.backend, source, layout, call.measured, quantizer, frames)
+            return measure(device.backend, source, layout, call.measured, quantizer, frames, device.seen)
 
     def agree(measured: Tensor) -> Callable[[], None]:
         return transport.start_max(measured, counters).wait

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import damage
 from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts
 from .scratch import Scratch
 
@@ -121,18 +122,26 @@ class Backend(ABC):
     #
     # A GPU needs as many launches for several frames as for one. All tensors of a call have the same dtypes.
 
-    def statistics_of(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """`chunk_statistics` of one tensor behind the other."""
-        found = zip(*map(self.chunk_statistics, tensors))
-        lowest, highest, squares = map(torch.cat, found)
-        return lowest, highest, squares
+    def statistics_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """`chunk_statistics` of one tensor behind the other: float64, [3, chunks of all]."""
+        return torch.cat([torch.stack(self.chunk_statistics(x)) for x in tensors], 1)
 
-    def encode_sums(self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None) -> Tensor:
-        """Write frames. Returns the bytes of each: int64, [len(sums)], on the device of the frames."""
-        return torch.tensor([self._encode_sum(each, coding, noise) for each in sums])
+    def encode_sums(
+        self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None, sealed: bool = False
+    ) -> Tensor:
+        """Write frames.
 
-    def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None) -> int:
+        Args:
+            sealed: whether a frame that is added counts as damaged if it has no checksum.
+
+        Returns the bytes of each: int64, [len(sums)], on the device of the frames.
+        """
+        return torch.tensor([self._encode_sum(each, coding, noise, sealed) for each in sums])
+
+    def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None, sealed: bool) -> int:
         x, inverse_steps, out, frames, first = sum
+        if sealed:
+            require_seals(frames)
         noise = noise and noise._replace(first=noise.first + first)
         if not frames:
             return self.encode(x, inverse_steps, coding, out, noise)
@@ -144,8 +153,10 @@ class Backend(ABC):
             self.decode_codes(frame, codes, add=True)
         return self.encode_codes(codes, coding, out)
 
-    def decode_frames(self, decodings: Sequence[Decoding]) -> None:
-        """`decode` each frame."""
+    def decode_frames(self, decodings: Sequence[Decoding], sealed: bool = False) -> None:
+        """`decode` each frame. `sealed`: as above."""
+        if sealed:
+            require_seals([each.frame for each in decodings])
         for each in decodings:
             self.decode(*each)
 
@@ -200,3 +211,12 @@ class Backend(ABC):
         self, packed: Tensor, bits: int, rows: Rows, magnitudes: Tensor, denominator: float, out: Tensor
     ) -> None:
         """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`; NaN for +inf."""
+
+
+def require_seals(frames: Sequence[Tensor]) -> None:
+    """Raise DamagedFrame if one of these frames, in host memory, has no checksum."""
+    for frame in frames:
+        if frame.numel() >= HEADER_BYTES:
+            *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+            if not flags:  # others that are unknown, kernels refuse
+                raise damage.error(-damage.NO_CHECKSUM, b"", frame.numel(), 0)

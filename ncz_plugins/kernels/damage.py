@@ -49,7 +49,9 @@ _MESSAGES = {  # by cause
     24: "pages add up to {page_bytes} bytes, the payload holds {pages}",
     25: "a RANS page is not what its frequencies allow, or does not end where it should",
     26: "it was made of a frame that was damaged; the error of the rank that got that one says how",
+    27: "it has no checksum, and entropy.checksum asks for one",
 }
+NO_CHECKSUM = 27
 _HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # their messages need a table of the frame
 _WITHOUT_TABLE = {
     _HUFFMAN_LANE_SUM: "lane sizes do not add up to the {lanes} bytes that the payload holds",

@@ -122,6 +122,27 @@ def test_seals():
         assert_same(one, other)
 
 
+def test_where_frames_must_have_a_checksum_one_without_is_damaged():
+    sums = sums_of([CHUNK + 3, 0, 60], 1)
+    made = []
+    for backend in (FAST, cuda(1)):
+        sealed = [each._replace(frames=[each.frames[0].clone()]) for each in sums]
+        backend.seal_frames([each.frames[0] for each in sealed])
+        assert backend.encode_sums(sealed, ONE_PASS[0], None, True).tolist()
+        backend.check()
+        sealed[1] = sealed[1]._replace(frames=sums[1].frames)
+        decodings = [Decoding(each.frames[0], each.inverse_steps, torch.full_like(each.x, 9.5)) for each in sealed]
+        for work in (
+            lambda backend=backend, sealed=sealed: backend.encode_sums(sealed, ONE_PASS[0], None, True),
+            lambda backend=backend, decodings=decodings: backend.decode_frames(decodings, True),
+        ):
+            with pytest.raises(DamagedFrame, match="^it has no checksum"):
+                work()
+                backend.check()
+        made.append(decodings[0].out)
+    assert not (made[1] == 9.5).any()  # the other frames are read
+
+
 @pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(Coder.HUFFMAN), Coding()], ids=coding_name)
 def test_damage_spoils_what_is_made_of_it(coding):
     """And nothing else of the batch."""

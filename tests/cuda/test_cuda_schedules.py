@@ -4,13 +4,14 @@ import pytest
 import torch
 from emulator import EmulatedLauncher
 from ranks import play
+from test_cuda_batches import CountingLauncher
 
 from ncz_plugins.core.call import Call, Request
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import Collectives, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
-from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.device import Gpu, Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
@@ -23,15 +24,37 @@ NUMEL = 3 * CHUNK + 17
 OF_ALL = 6 * CHUNK + 17  # elements of which every one of 3 ranks owns some
 
 
-class EmulatedGpu(Host):
-    """Host memory as that of a GPU, whose kernels the emulator executes."""
+class EmulatedGpu(Gpu):
+    """Host memory as that of a GPU, whose kernels the emulator executes.
+
+    Attributes:
+        launched: how many kernels were launched.
+        waits: how often the host waited for the GPU.
+        seen_bytes: how many bytes were copied to the host.
+    """
 
     def __init__(self, seed: int):
-        super().__init__()
-        self.backend = CudaBackend(EmulatedLauncher(seed=seed))
+        self._launcher = CountingLauncher(seed=seed)
+        self.backend = CudaBackend(self._launcher)
+        self._device = torch.device("cpu")
+        self.waits = self.seen_bytes = 0
+
+    @property
+    def launched(self) -> int:
+        return sum(self._launcher.launched.values())
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def seen(self, tensor):
+        self.synchronize()
+        self.seen_bytes += tensor.nbytes
+        return tensor.clone()
 
 
-def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage=None, numel: int = NUMEL) -> list:
+def all_reduce(
+    schedule: str, world_size: int, config: Config, device_of, damage=None, numel: int = NUMEL, layout=None
+) -> list:
     """The result on each rank, or the FrameError that ended its call."""
 
     def body(transport):
@@ -42,7 +65,7 @@ def all_reduce(schedule: str, world_size: int, config: Config, device_of, damage
         call = Call(
             "all_reduce",
             config,
-            Layout.split(numel, world_size, CHUNK, 0),
+            layout or Layout.split(numel, world_size, CHUNK, 0),
             source=Window(tensor),
             output=Window(tensor),
             measured=range(world_size),
@@ -126,8 +149,8 @@ def damaging(byte: int):
     def damage(device):
         encode_sums = device.backend.encode_sums
 
-        def encode_and_damage(sums, coding, noise=None):
-            sizes = encode_sums(sums, coding, noise)
+        def encode_and_damage(sums, *arguments):
+            sizes = encode_sums(sums, *arguments)
             for each in sums:
                 if not each.frames:
                     each.out[byte] ^= 0x55
@@ -151,14 +174,45 @@ def test_damage_is_an_error_on_every_rank_in_that_call(schedule, entropy, byte):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_so_it_is_where_only_a_checksum_tells(schedule):
     def damage(device):
-        seal = device.backend.seal
+        seal_frames = device.backend.seal_frames
 
-        def seal_and_damage(frame):
-            seal(frame)
-            frame[30:31] ^= 0x55  # a spoiled frame ends before
+        def seal_and_damage(frames):
+            seal_frames(frames)
+            for frame in frames:
+                frame[30:31] ^= 0x55  # a spoiled frame ends before
 
-        device.backend.seal = seal_and_damage
+        device.backend.seal_frames = seal_and_damage
 
     config = Config(entropy={"coder": "fixed", "checksum": True})
     errors = all_reduce(schedule, 3, config, EmulatedGpu, damage, OF_ALL)
     assert all(isinstance(error, FrameError) for error in errors), errors
+
+
+# What kernels of a coder launch to encode, and to add frames to what is encoded; see test_cuda_batches.py.
+CODERS = {"fixed": (1, 2), "huffman": (5, 7), "auto": (9, 11)}
+MEASURE, DECODE = 1, 2  # launches
+STATISTICS, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of a chunk, of a frame that is sent, of a call
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("frames", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_call_costs_the_host(schedule, frames, coder, world_size):
+    """Launches and waits for the GPU do not grow with the tensor, and of its contents the host sees next to nothing."""
+    n, chunks = world_size, world_size * frames
+    config = Config(entropy={"coder": coder, "predictor": "auto" if coder == "auto" else "none"})
+    devices = {}
+
+    def device_of(rank: int) -> EmulatedGpu:
+        devices[rank] = EmulatedGpu(rank)
+        return devices[rank]
+
+    lengths = *[frames * CHUNK] * (n - 1), frames * CHUNK - 5
+    all_reduce(schedule, n, config, device_of, numel=sum(lengths), layout=Layout(lengths, CHUNK))
+    encode, add = CODERS[coder]
+    batches = {"direct": 1, "ring": n - 1}[schedule]  # of sums
+    for device in devices.values():
+        assert device.launched == MEASURE + encode + batches * add + DECODE
+        assert device.waits == 1 + 1 + batches + 1  # statistics, sizes of what is encoded and of sums, the end
+        assert device.seen_bytes == STATISTICS * chunks + SIZE * n * frames + REPORT

@@ -6,6 +6,7 @@ the same quantization steps from it. A maximum is exact, so the order in which r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +85,7 @@ def measure(
     segments: range,
     quantizer: QuantizerConfig,
     frames: range | None = None,
+    seen: Callable[[Tensor], Tensor] = Tensor.cpu,
 ) -> Tensor:
     """This rank's part of the agreement, in the dtype that steps have.
 
@@ -94,14 +96,15 @@ def measure(
 
     Args:
         frames: neighbouring ones of each segment, to look at no others; they begin and end where blocks or segments do.
+        seen: gives the values of a tensor of the backend's device in host memory.
     """
     frames = range(layout.frames) if frames is None else frames
     cut = layout.cut(frames)
     highest, negated = np.full((2, cut.chunks), -np.inf if quantizer.mode == "range" else 0.0)
     squares = np.zeros(cut.chunks)
-    for i in segments:
-        here = cut.segment_chunks(i)
-        low, high, total = (each.cpu().numpy() for each in backend.chunk_statistics(source[layout.run(i, frames)]))
+    if segments:
+        here = cut.chunks_of(segments)
+        low, high, total = seen(backend.statistics_of([source[layout.run(i, frames)] for i in segments])).numpy()
         highest[here], negated[here], squares[here] = high, -low, total
     sizes = cut.chunks_per_block(quantizer.block_in_effect)
     first = np.cumsum(sizes) - sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.backend import Backend, Sum
+from ...kernels.backend import Backend, Decoding, Sum, require_seals
 from ...kernels.format import (
     HEADER,
     HEADER_BYTES,
@@ -31,6 +32,14 @@ from ..runtime.trace import span
 from .layout import Layout, Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
+
+
+class FrameSum(NamedTuple):
+    """A frame to make: of this rank's values of frame `index` of a segment, and of other ranks' in `frames`."""
+
+    segment: int
+    index: int
+    frames: list[Tensor]
 
 
 class CodedTensor(NamedTuple):
@@ -125,42 +134,58 @@ class TensorCodec(ABC):
         Args:
             frames: if there are several, those of all other ranks, the rank after this one first.
         """
-        elements = self.layout.frame(segment, index)
-        with (
-            span("encode", self.source[elements].nbytes, self.counters),
-            _naming(f"frame {index} of segment {segment}"),
-        ):
-            buffer = self.device.buffer(self.frame_capacity)
-            for frame in frames:
-                self._require_checksum(frame)
-            written = self.device.trimmed(buffer, self._write_sum(segment, index, frames, buffer))
-            if self.checksum:
-                self.backend.seal(written)
-        self._count(written)
-        return written
+        [frame] = self._sums([FrameSum(segment, index, frames)])
+        return frame
+
+    def encode_each(self, places: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+        """As `encode` of each (segment, index).
+
+        On a GPU all `places` are taken before the first frame is there, as they are encoded together; on a CPU one at
+        a time, as its frame is asked for. So it is with `sum_each`.
+        """
+        return self._sums_in_batches(FrameSum(segment, index, []) for segment, index in places)
+
+    def sum_each(self, segment: int, frames: Iterable[list[Tensor]]) -> Iterator[Tensor]:
+        """As `sum`, for one frame of a segment after the other."""
+        return self._sums_in_batches(FrameSum(segment, index, each) for index, each in enumerate(frames))
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         """Write the values of a finished frame to the output, where they stand once `finish` returns."""
         self.device.submit(partial(self._decode, segment, index, frame))
 
-    def _decode(self, segment: int, index: int, frame: Tensor) -> None:
-        with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
-            self._require_checksum(frame)
-            self._read(segment, index, frame)
-
     def finish(self) -> None:
         """Return once all that was asked for is done. Raises FrameError for damage that did not show before."""
-        self.device.synchronize()
         with _naming("a frame"):
-            self.backend.check()
+            self.device.check()
+
+    def _sums_in_batches(self, wanted: Iterable[FrameSum]) -> Iterator[Tensor]:
+        batches = [list(wanted)] if self.device.in_batches else ([each] for each in wanted)
+        for batch in batches:
+            yield from self._sums(batch)
+
+    def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
+        nbytes = sum(self.source[self.layout.frame(each.segment, each.index)].nbytes for each in batch)
+        with span("encode", nbytes, self.counters), _naming(_name(batch)):
+            buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
+            sizes = self._write_sums(batch, buffers)
+            if self.checksum:
+                self.backend.seal_frames(buffers)
+            written = self.device.trimmed(buffers, sizes)
+        for frame in written:
+            self._count(frame)
+        return written
+
+    def _decode(self, segment: int, index: int, frame: Tensor) -> None:
+        with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
+            self._read(segment, index, frame)
 
     def part(self, segments: range) -> TensorCodec:
         """The codec of some neighbouring segments by themselves, which are numbered from 0."""
         return replace(self, tensor=self.tensor.part(segments))
 
     @abstractmethod
-    def _write_sum(self, segment: int, index: int, frames: list[Tensor], buffer: Tensor) -> int:
-        """As `sum`, written to `buffer`. Returns the size of the frame in bytes. Raises DamagedFrame."""
+    def _write_sums(self, batch: list[FrameSum], buffers: list[Tensor]) -> Tensor:
+        """As `sum`, each written to a buffer. Returns the bytes of each, int64. Raises DamagedFrame."""
 
     @abstractmethod
     def _read(self, segment: int, index: int, frame: Tensor) -> None:
@@ -172,13 +197,6 @@ class TensorCodec(ABC):
             _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
             name = Coder(coder).name.lower()
             self.counters.coders[name] = self.counters.coders.get(name, 0) + 1
-
-    def _require_checksum(self, frame: Tensor) -> None:
-        """Kernels verify a checksum where there is one."""
-        if self.checksum and frame.numel() >= HEADER_BYTES:
-            *_, flags, _ = HEADER.unpack(self.device.seen(frame[:HEADER_BYTES]).numpy())
-            if not flags:  # others that are unknown, kernels refuse
-                raise DamagedFrame("it has no checksum, and entropy.checksum asks for one")
 
 
 @dataclass
@@ -207,13 +225,24 @@ class QuantizingCodec(TensorCodec):
     def bypass(self) -> object | None:
         return self.agreement and self.agreement.bypass
 
-    def sum(self, segment: int, index: int, frames: list[Tensor]) -> Tensor:
-        self._require_scales(index + 1)
-        return super().sum(segment, index, frames)
+    def __post_init__(self):
+        self._decodings: list[Decoding] = []  # that wait for others, to be done together
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
-        super().decode(segment, index, frame)
+        if self.bypass:
+            return
+        if self.device.in_batches:
+            self._decodings.append(self._decoding(segment, index, frame))
+        else:
+            super().decode(segment, index, frame)
+
+    def finish(self) -> None:
+        decodings, self._decodings = self._decodings, []
+        if decodings:
+            with span("decode", sum(each.frame.nbytes for each in decodings), self.counters):
+                self.backend.decode_frames(decodings, self.checksum)
+        super().finish()
 
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
@@ -227,36 +256,44 @@ class QuantizingCodec(TensorCodec):
         meant = torch.empty(count, dtype=self.source.data.dtype, device=codes.device)
         for segment in segments:
             for index in range(self.layout.frames):
-                x, inverse_steps, noise = self._own(segment, index)
+                x, inverse_steps = self._own(segment, index)
+                first = self.layout.frame(segment, index).start
+                noise = self.noise and self.noise._replace(first=self.noise.first + first)
                 if x.numel():
                     self.backend.quantize(x, inverse_steps, codes[: x.numel()], noise)
                     self.backend.dequantize(codes[: x.numel()], 1 / inverse_steps, meant[: x.numel()])
                     x -= meant[: x.numel()]
         return self.source
 
-    def _own(self, segment: int, index: int) -> tuple[Tensor, Tensor, Noise | None]:
+    def _own(self, segment: int, index: int) -> tuple[Tensor, Tensor]:
         """This rank's values of one frame, and what turns them into codes."""
-        elements = self.layout.frame(segment, index)
-        noise = self.noise and self.noise._replace(first=self.noise.first + elements.start)
-        return self.source[elements], self.scales.inverse_steps[self.layout.frame_chunks(segment, index)], noise
+        inverse_steps = self.scales.inverse_steps[self.layout.frame_chunks(segment, index)]
+        return self.source[self.layout.frame(segment, index)], inverse_steps
 
     def _require_scales(self, frames: int) -> None:
         if self.agreement is not None and not self.agreement.complete:
             with span("agree", self.source.data.nbytes, self.counters):
                 self.agreement.require(frames)
 
-    def _write_sum(self, segment, index, frames, buffer):
-        x, inverse_steps, noise = self._own(segment, index)
+    def _write_sums(self, batch, buffers):
+        self._require_scales(1 + max(each.index for each in batch))
         if self.bypass:
-            return self.backend.encode(x[:0], inverse_steps[:0], self.coding, buffer)
-        [size] = self.backend.encode_sums([Sum(x, inverse_steps, buffer, frames)], self.coding, noise)
-        return size
+            nothing = self.source.data[:0]
+            empty = [Sum(nothing, self.scales.inverse_steps[:0], buffer) for buffer in buffers]
+            return self.backend.encode_sums(empty, self.coding)
+        sums = []
+        for each, buffer in zip(batch, buffers):
+            x, inverse_steps = self._own(each.segment, each.index)
+            first = self.layout.frame(each.segment, each.index).start
+            sums.append(Sum(x, inverse_steps, buffer, each.frames, first))
+        return self.backend.encode_sums(sums, self.coding, self.noise, self.checksum)
 
     def _read(self, segment, index, frame):
-        if self.bypass:
-            return
+        self.backend.decode_frames([self._decoding(segment, index, frame)], self.checksum)
+
+    def _decoding(self, segment: int, index: int, frame: Tensor) -> Decoding:
         scales = self.scales.scales[self.layout.frame_chunks(segment, index)]
-        self.backend.decode(frame, scales, self.output[self.layout.frame(segment, index)])
+        return Decoding(frame, scales, self.output[self.layout.frame(segment, index)])
 
 
 @dataclass
@@ -274,7 +311,10 @@ class LosslessCodec(TensorCodec):
         window = self.source or self.output
         return max_lossless_bytes(self.layout.frame_elements, window.data.element_size())
 
-    def _write_sum(self, segment, index, frames, buffer):
+    def _write_sums(self, batch, buffers):
+        return torch.tensor([self._write_sum(*each, buffer) for each, buffer in zip(batch, buffers)])
+
+    def _write_sum(self, segment: int, index: int, frames: list[Tensor], buffer: Tensor) -> int:
         own = self.source[self.layout.frame(segment, index)]
         if not frames:
             return encode_floats(self.backend, own, self.coding, buffer)
@@ -301,8 +341,9 @@ class LosslessCodec(TensorCodec):
         return values
 
     def _decode_floats(self, frame: Tensor, out: Tensor) -> None:
-        if frame.device.type != "cpu":
-            self.device.synchronize()  # until the frame is there, within the time-out: decoding reads its headers
+        header = self.device.seen(frame[:HEADER_BYTES])  # within the time-out, as decoding waits without one
+        if self.checksum:
+            require_seals([header])
         decode_floats(self.backend, frame, out)
 
 
@@ -343,6 +384,10 @@ def noise_for(config: Config, call: int, rank: int) -> Noise | None:
     None for other quantizers.
     """
     return Noise(config.quantizer.seed, call % 2**32, rank) if config.quantizer.kind == "stochastic" else None
+
+
+def _name(batch: list[FrameSum]) -> str:
+    return f"frame {batch[0].index} of segment {batch[0].segment}" if len(batch) == 1 else "a frame"
 
 
 @contextmanager

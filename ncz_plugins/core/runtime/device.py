@@ -71,9 +71,11 @@ class Device(ABC):
 
     Attributes:
         backend: the kernels for this device.
+        in_batches: whether frames are coded as many as possible at a time, and not one after the other.
     """
 
     backend: Backend
+    in_batches: bool
 
     @abstractmethod
     def after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
@@ -84,16 +86,16 @@ class Device(ABC):
         """Memory to write one frame to, uint8, [nbytes]. It is valid until the next call of `buffer`."""
 
     @abstractmethod
-    def trimmed(self, buffer: Tensor, size) -> Tensor:
-        """The first `size` bytes of `buffer`, which were just written, in memory that the caller keeps.
+    def trimmed(self, buffers: list[Tensor], sizes: Tensor) -> list[Tensor]:
+        """The bytes of each of `buffers` that were just written, in memory that the caller keeps.
 
         Args:
-            size: an integer, or on a GPU a `cuda.DeviceSize`, whose value the host does not know yet.
+            sizes: how many of each, as `Backend.encode_sums` returns them.
         """
 
     @abstractmethod
     def seen(self, tensor: Tensor) -> Tensor:
-        """The same values in host memory, once they have been computed."""
+        """The same values in host memory, once they have been computed. On a GPU as `synchronize`."""
 
     @abstractmethod
     def submit(self, job: Callable[[], None]) -> None:
@@ -110,6 +112,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def check(self) -> None:
+        """`synchronize`, and raise DamagedFrame if kernels met damage."""
+
+    @abstractmethod
     def abandon(self) -> None:
         """After a failure, return once no job writes to the caller's memory any more. Raises nothing."""
 
@@ -120,6 +126,8 @@ class Host(Device):
     Args:
         two_threads: run submitted jobs on a second thread; worth it where there is a core for it.
     """
+
+    in_batches = False  # so that some frames travel while others are coded
 
     def __init__(self, two_threads: bool = False):
         self.backend = kernels.cpu_backend()
@@ -132,8 +140,9 @@ class Host(Device):
     def buffer(self, nbytes: int) -> Tensor:
         return _scratch.of("frame", nbytes, torch.uint8)
 
-    def trimmed(self, buffer: Tensor, size) -> Tensor:
-        return buffer[:size].clone()  # most frames are much smaller than the buffer
+    def trimmed(self, buffers: list[Tensor], sizes: Tensor) -> list[Tensor]:
+        # Most frames are much smaller than the buffer.
+        return [buffer[:size].clone() for buffer, size in zip(buffers, sizes.tolist())]
 
     def seen(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -150,6 +159,9 @@ class Host(Device):
         for error in filter(None, errors):
             raise error
 
+    def check(self) -> None:
+        self.synchronize()  # kernels of the host raise at once
+
     def abandon(self) -> None:
         wait(self._jobs)
         self._jobs.clear()
@@ -164,6 +176,8 @@ class Gpu(Device):
 
     Raises ImportError where there are no kernels for the device, saying why.
     """
+
+    in_batches = True  # so that a frame's size costs nothing: neither launches nor waits are made for each
 
     def __init__(self, device: torch.device, timeout: timedelta, require_healthy: Callable[[], None]):
         self.backend = kernels.cuda_backend()
@@ -182,13 +196,14 @@ class Gpu(Device):
     def buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def trimmed(self, buffer: Tensor, size) -> Tensor:
-        self.synchronize()  # the host must know the size, and so must NCCL
-        return buffer[:size]
+    def trimmed(self, buffers: list[Tensor], sizes: Tensor) -> list[Tensor]:
+        # The host must know the sizes, and so must NCCL.
+        return [buffer[:size] for buffer, size in zip(buffers, self.seen(sizes).tolist())]
 
     def seen(self, tensor: Tensor) -> Tensor:
-        self.synchronize()  # copying alone would wait without a limit
-        return tensor.cpu()
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        self.synchronize()
+        return copy
 
     def submit(self, job: Callable[[], None]) -> None:
         job()  # it only queues work on the stream
@@ -197,6 +212,9 @@ class Gpu(Device):
         # Not torch's synchronize: if a peer has died, that would wait for ever.
         done = torch.cuda.current_stream(self._device).record_event()
         poll(done.query, self._require_healthy, self._timeout, f"{self._device}")
+
+    def check(self) -> None:
+        self.backend.check(self.seen(self.backend.report(self._device)))
 
     def abandon(self) -> None:
         pass  # queued work that waits for a dead peer would not end

@@ -22,8 +22,9 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
 def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode every rank's own segment to the output."""
     streams = _peers(transport, codec, 1, counters)
-    for index in range(codec.layout.frames):
-        _publish(transport, codec, streams, index, codec.encode(transport.rank, index))
+    own = [(transport.rank, index) for index in range(codec.layout.frames)]
+    for index, frame in enumerate(codec.encode_each(own)):
+        _publish(transport, codec, streams, index, frame)
     _collect(codec, streams)
     _finish(streams)
 
@@ -42,8 +43,9 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
     sends = transport.rank == root
     peers = [(root + i) % transport.world_size for i in range(1, transport.world_size)] if sends else [root]
     streams = _open(transport, codec, peers, 0 if sends else 1, counters)
-    for index in range(codec.layout.frames):
-        frame = codec.encode(0, index) if sends else streams[root].receive()
+    indices = range(codec.layout.frames)
+    frames = codec.encode_each((0, index) for index in indices) if sends else (streams[root].receive() for _ in indices)
+    for index, frame in enumerate(frames):
         if sends:
             for stream in streams.values():
                 stream.send(frame)
@@ -66,12 +68,11 @@ def _open(transport: FrameTransport, codec: TensorCodec, peers: list[int], segme
 
 def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream]):
     """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
-    for index in range(codec.layout.frames):
-        for peer, stream in streams.items():
-            stream.exchange(codec.encode(peer, index))
-    for index in range(codec.layout.frames):
-        frames = [stream.receive() for stream in streams.values()]
-        yield index, codec.sum(transport.rank, index, frames)
+    places = [(peer, index) for index in range(codec.layout.frames) for peer in streams]
+    for (peer, _), frame in zip(places, codec.encode_each(places)):
+        streams[peer].exchange(frame)
+    received = ([stream.receive() for stream in streams.values()] for _ in range(codec.layout.frames))
+    yield from enumerate(codec.sum_each(transport.rank, received))
 
 
 def _publish(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream], index: int, frame) -> None:

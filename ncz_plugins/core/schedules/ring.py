@@ -23,8 +23,8 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
 def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode every rank's own segment to the output."""
     stream = _neighbors(transport, codec, transport.world_size - 1, counters)
-    for index in range(codec.layout.frames):
-        frame = codec.encode(transport.rank, index)
+    own = [(transport.rank, index) for index in range(codec.layout.frames)]
+    for index, frame in enumerate(codec.encode_each(own)):
         stream.exchange(frame)
         codec.decode(transport.rank, index, frame)
     _forward(transport, codec, stream)
@@ -45,8 +45,9 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
     first = transport.rank == root
     last = (transport.rank + 1) % transport.world_size == root
     stream = _neighbors(transport, codec, 0 if first else 1, counters)
-    for index in range(codec.layout.frames):
-        frame = codec.encode(0, index) if first else stream.receive()
+    indices = range(codec.layout.frames)
+    frames = codec.encode_each((0, index) for index in indices) if first else (stream.receive() for _ in indices)
+    for index, frame in enumerate(frames):
         if not last:
             stream.send(frame)
         codec.decode(0, index, frame)
@@ -64,11 +65,11 @@ def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counter
 def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream, last_hop_is_sent: bool):
     """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
-    for index in range(frames):
-        stream.exchange(codec.encode((rank - 1) % n, index))
+    for frame in codec.encode_each(((rank - 1) % n, index) for index in range(frames)):
+        stream.exchange(frame)
     for hop in range(2, n + 1):
-        for index in range(frames):
-            frame = codec.reduce((rank - hop) % n, index, stream.receive())
+        received = ([stream.receive()] for _ in range(frames))
+        for index, frame in enumerate(codec.sum_each((rank - hop) % n, received)):
             if hop < n or last_hop_is_sent:
                 stream.exchange(frame)
             if hop == n:

@@ -118,7 +118,8 @@ enum Damage : int64_t {
     RANS_NO_PAGES = 23,  // value: bytes behind the frequencies
     RANS_PAGE_SUM = 24,  // value: as before
     RANS_DAMAGED_PAGE = 25,
-    MADE_OF_DAMAGE = 26
+    MADE_OF_DAMAGE = 26,
+    NO_CHECKSUM = 27
 };
 
 }  // namespace ncz

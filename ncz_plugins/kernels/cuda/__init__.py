@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,22 +28,11 @@ from ..backend import Backend, Decoding, Sum
 from ..format import CHUNK, HEADER_BYTES, LANES, SelectorCosts, chunks_of, packed_bytes
 from . import frames
 from .arguments import RowsArgument, inputs_table, noise_argument, pieces_table
-from .frames import THREADS
+from .frames import THREADS, Launcher
 
 _REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a damage
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
 _MOST_CHECKSUM_BLOCKS = 1024
-
-
-class Launcher(Protocol):
-    """Runs kernels: `nvrtc.CupyLauncher` on a GPU, an emulator in the tests."""
-
-    def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
-        """Queue `kernel` of the module for `dtype`.
-
-        Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the size that the kernel's
-        parameters have, None for a null pointer.
-        """
 
 
 class DeviceSize:
@@ -99,17 +87,17 @@ class CudaBackend(Backend):
     # ------------------------------------------------------------------ numbers
 
     def chunk_statistics(self, x):
-        return self.statistics_of([x])
+        return self.statistics_of([x]).unbind()
 
     def statistics_of(self, tensors):
         first_chunks = list(accumulate((chunks_of(x.numel()) for x in tensors), initial=0))
         device, dtype = tensors[0].device, tensors[0].dtype
-        results = torch.empty(3, first_chunks[-1], dtype=torch.float64, device=device).unbind()
+        results = torch.empty(3, first_chunks[-1], dtype=torch.float64, device=device)
         rows = [(x, None, None, None, 0, x.numel(), chunk, 0, 0) for x, chunk in zip(tensors, first_chunks)]
         for part in frames.parts_of_tensors(len(rows)):
             most = max(x.numel() for x in tensors[part])
             grid = len(rows[part]) * max(1, -(-most // (CHUNK * (THREADS // LANES))))
-            self._launch("chunk_statistics", dtype, grid, pieces_table(rows[part]), *results)
+            self._launch("chunk_statistics", dtype, grid, pieces_table(rows[part]), *results.unbind())
         return results
 
     def quantize(self, x, inverse_steps, codes, noise=None):
@@ -130,7 +118,7 @@ class CudaBackend(Backend):
         return DeviceSize(frames.encode_codes(self._launcher, codes, coding, frame))
 
     def decode_codes(self, frame, codes, add=False):
-        frames.decode_codes(self._launcher, frame, codes, add, self._report(codes.device))
+        frames.decode_codes(self._reader(codes.device), frame, codes, add)
 
     def decode(self, frame, scales, out):
         self.decode_frames([Decoding(frame, scales, out)])
@@ -138,11 +126,11 @@ class CudaBackend(Backend):
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
         return DeviceSize(self.encode_sums([Sum(x, inverse_steps, out, [frame])], coding, noise))
 
-    def encode_sums(self, sums, coding, noise=None):
-        return frames.encode_sums(self._launcher, sums, coding, noise, self._report(sums[0].x.device))
+    def encode_sums(self, sums, coding, noise=None, sealed=False):
+        return frames.encode_sums(self._reader(sums[0].x.device, sealed), sums, coding, noise)
 
-    def decode_frames(self, decodings):
-        frames.decode(self._launcher, decodings, self._report(decodings[0].out.device))
+    def decode_frames(self, decodings, sealed=False):
+        frames.decode(self._reader(decodings[0].out.device, sealed), decodings)
 
     def checksum(self, frame):
         total = torch.zeros(1, dtype=torch.int64, device=frame.device)
@@ -159,13 +147,27 @@ class CudaBackend(Backend):
             blocks = max(map(_checksum_blocks, sealed[part]))
             self._launch("seal", torch.float32, len(table) * blocks, table, sums[part])
 
-    def check(self):
-        for report in self._found.reports.values():
-            result, count, frame_bytes, *header = report[:_REPORTED].tolist()
-            if result:
-                report.zero_()
-                header = np.array(header, dtype="<i8").tobytes()
-                raise damage.error(result, header, frame_bytes, count)
+    def report(self, device: torch.device) -> Tensor:
+        """Where this thread's kernels on `device` leave the first damage that they meet; zeros: none."""
+        if device not in self._found.reports:
+            self._found.reports[device] = frames.new_report(device)
+        return self._found.reports[device]
+
+    def check(self, report=None):
+        """As in Backend.
+
+        Args:
+            report: the values of `report`, in host memory; None to look at all of this thread's.
+        """
+        if report is None:
+            for found in self._found.reports.values():
+                self.check(found.cpu())
+            return
+        result, count, frame_bytes, *header = report[:_REPORTED].tolist()
+        if result:
+            for found in self._found.reports.values():
+                found.zero_()
+            raise damage.error(result, np.array(header, dtype="<i8").tobytes(), frame_bytes, count)
 
     # ------------------------------------------------------------------ a fixed rate: nothing waits for the device
 
@@ -189,10 +191,8 @@ class CudaBackend(Backend):
 
     # ------------------------------------------------------------------ launching
 
-    def _report(self, device: torch.device) -> Tensor:
-        if device not in self._found.reports:
-            self._found.reports[device] = frames.new_report(device)
-        return self._found.reports[device]
+    def _reader(self, device: torch.device, sealed: bool = False) -> frames.Reader:
+        return frames.Reader(self._launcher, self.report(device), sealed)
 
     def _launch_blocks(self, kernel: str, dtype: torch.dtype, blocks: int, *arguments) -> None:
         """Launch a kernel for a fixed rate: a warp per block of values, if there are any."""

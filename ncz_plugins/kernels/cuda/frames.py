@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,17 @@ _RANS_PAGE = 7 * RANS_PAGE + 16
 _CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample looks at
 
 
+class Launcher(Protocol):
+    """Runs kernels: `nvrtc.CupyLauncher` on a GPU, an emulator in the tests."""
+
+    def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
+        """Queue `kernel` of the module for `dtype`.
+
+        Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the size that the kernel's
+        parameters have, None for a null pointer.
+        """
+
+
 def new_report(device: torch.device) -> Tensor:
     """Where kernels leave the first damage that they find: ncz::Status, as int64 numbers."""
     return torch.zeros(_STATUS // 8, dtype=torch.int64, device=device)
@@ -48,37 +60,66 @@ def new_report(device: torch.device) -> Tensor:
 # ------------------------------------------------------------------ several frames
 
 
-def encode_sums(launcher, sums: Sequence[Sum], coding: Coding, noise: Noise | None, report: Tensor) -> Tensor:
+class Reader(NamedTuple):
+    """What all launches that read frames have in common.
+
+    Attributes:
+        report: where they leave the first damage, see `new_report`.
+        sealed: whether frames must have a checksum.
+    """
+
+    launcher: Launcher
+    report: Tensor
+    sealed: bool = False
+
+    def opened(self, frames: list[tuple[Tensor, int]]) -> tuple:
+        """Launch what verifies frames, and decodes HUFFMAN and RANS to working memory.
+
+        Args:
+            frames: each with the number of its codes.
+
+        Returns the arguments about frames to read, of all kernels that read some.
+        """
+        first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
+        inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
+        device, chunks = self.report.device, first_chunks[-1]
+        (statuses,) = _sections(torch.zeros, device, _STATUS * len(frames))
+        offsets, decoded = _sections(torch.empty, device, 8 * chunks, 4 * CHUNK * chunks)
+        blocks = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
+        arguments = inputs, integer(self.sealed), statuses, self.report, offsets, decoded
+        self.launcher.launch("ncz_open", _ANY, len(frames) * blocks, THREADS, *arguments)
+        return inputs, statuses, offsets, decoded
+
+
+def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None) -> Tensor:
     """See `Backend.encode_sums`."""
-    sizes = torch.empty(len(sums), dtype=torch.int64, device=report.device)
+    sizes = torch.empty(len(sums), dtype=torch.int64, device=reader.report.device)
     inputs = [len(each.frames) for each in sums]
     elements = [each.x.numel() * max(1, n) for each, n in zip(sums, inputs)]
     for part in _parts(elements, inputs):
-        _write_sums(launcher, sums[part], coding, noise, sizes[part], report)
+        _write_sums(reader, sums[part], coding, noise, sizes[part])
     return sizes
 
 
-def decode(launcher, frames: Sequence[Decoding], report: Tensor) -> None:
+def decode(reader: Reader, frames: Sequence[Decoding]) -> None:
     """See `Backend.decode_frames`."""
     for part in _parts([each.out.numel() for each in frames], [1] * len(frames)):
-        batch = _Batch(launcher, [each.out.numel() for each in frames[part]])
+        batch = _Batch(reader.launcher, [each.out.numel() for each in frames[part]])
         rows = [(each.out, each.scales, None, None, 0) for each in frames[part]]
         inputs = [(each.frame, each.out.numel()) for each in frames[part]]
         pieces = batch.pieces(rows, [1] * len(rows))
-        batch.launch("decode", frames[0].out.dtype, pieces, *_opened(launcher, inputs, report))
+        batch.launch("decode", frames[0].out.dtype, pieces, *reader.opened(inputs))
 
 
-def _write_sums(
-    launcher, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor, report: Tensor
-) -> None:
-    writer = _Writer(launcher, coding, [each.x.numel() for each in sums], sizes)
+def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor) -> None:
+    writer = _Writer(reader.launcher, coding, [each.x.numel() for each in sums], sizes)
     inputs = [(frame, each.x.numel()) for each in sums for frame in each.frames]
     dtype, values = sums[0].x.dtype, [(each.x, each.inverse_steps) for each in sums]
     outs = [(each.out, each.first) for each in sums]
     if is_one_pass(coding) and len(inputs) <= MOST_INPUTS:
         pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
         if inputs:
-            opened = _opened(launcher, inputs, report)
+            opened = reader.opened(inputs)
             writer.launch_values("sum_fixed", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.shared)
         else:
             writer.launch_values("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
@@ -90,11 +131,11 @@ def _write_sums(
         return
     # Only a sum of more frames than a launch takes, which then is the only one, takes several launches.
     shares = [len(each.frames) for each in sums] if len(inputs) <= MOST_INPUTS else [MOST_INPUTS]
-    opened = _opened(launcher, inputs[:MOST_INPUTS], report)
+    opened = reader.opened(inputs[:MOST_INPUTS])
     writer.launch_values("sum_codes", dtype, writer.pieces(rows, shares), noise, *opened, *writer.noted)
     for start in range(MOST_INPUTS, len(inputs), MOST_INPUTS):
         more = inputs[start : start + MOST_INPUTS]
-        opened = _opened(launcher, more, report)
+        opened = reader.opened(more)
         pieces = writer.pieces(rows, [len(more)])
         writer.launch("decode_codes", _ANY, pieces, *opened, *writer.noted, integer(True))
     writer.encode(writer.pieces(rows))
@@ -103,7 +144,7 @@ def _write_sums(
 # ------------------------------------------------------------------ codes
 
 
-def encode_codes(launcher, codes: Tensor, coding: Coding, frame: Tensor) -> Tensor:
+def encode_codes(launcher: Launcher, codes: Tensor, coding: Coding, frame: Tensor) -> Tensor:
     """Write `codes` as one frame. Returns its bytes: int64, [1]."""
     size = torch.empty(1, dtype=torch.int64, device=codes.device)
     writer = _Writer(launcher, coding, [codes.numel()], size)
@@ -115,11 +156,11 @@ def encode_codes(launcher, codes: Tensor, coding: Coding, frame: Tensor) -> Tens
     return size
 
 
-def decode_codes(launcher, frame: Tensor, codes: Tensor, add: bool, report: Tensor) -> None:
+def decode_codes(reader: Reader, frame: Tensor, codes: Tensor, add: bool) -> None:
     """See `Backend.decode_codes`."""
-    batch = _Batch(launcher, [codes.numel()])
+    batch = _Batch(reader.launcher, [codes.numel()])
     pieces = batch.pieces([(None, None, codes, None, 0)], [1])
-    opened = _opened(launcher, [(frame, codes.numel())], report)
+    opened = reader.opened([(frame, codes.numel())])
     batch.launch("decode_codes", _ANY, pieces, *opened, None, None, integer(add))
 
 
@@ -148,7 +189,7 @@ def parts_of_tensors(count: int) -> Iterator[slice]:
 class _Batch:
     """Launches for some frames, in which each has as many blocks as the largest needs."""
 
-    def __init__(self, launcher, counts: list[int]):
+    def __init__(self, launcher: Launcher, counts: list[int]):
         self._launcher = launcher
         self._counts = counts
         self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
@@ -189,7 +230,7 @@ class _Writer(_Batch):
         noted: those of kernels that write nothing but spoiled frames.
     """
 
-    def __init__(self, launcher, coding: Coding, counts: list[int], sizes: Tensor):
+    def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
         super().__init__(launcher, counts)
         n, chunks = len(counts), self._first_chunks[-1]
         huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)
@@ -257,24 +298,6 @@ class _Writer(_Batch):
 def is_one_pass(coding: Coding) -> bool:
     """Whether codes can be encoded in one pass, because nothing about all of them must be known first."""
     return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
-
-
-def _opened(launcher, frames: list[tuple[Tensor, int]], report: Tensor) -> tuple:
-    """Launch what verifies frames, and decodes HUFFMAN and RANS to working memory.
-
-    Args:
-        frames: each with the number of its codes.
-
-    Returns the arguments about frames to read, of all kernels that read some.
-    """
-    first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
-    inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
-    (statuses,) = _sections(torch.zeros, report.device, _STATUS * len(frames))
-    offsets, decoded = _sections(torch.empty, report.device, 8 * first_chunks[-1], 4 * CHUNK * first_chunks[-1])
-    blocks = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
-    arguments = inputs, statuses, report, offsets, decoded
-    launcher.launch("ncz_open", _ANY, len(frames) * blocks, THREADS, *arguments)
-    return inputs, statuses, offsets, decoded
 
 
 def _sections(make, device: torch.device, *lengths: int) -> list[Tensor]:

@@ -47,8 +47,9 @@ NCZ_DEVICE int64_t payload_damage(const Header& header) {
 }
 
 // Of all damages, that which a decoder that goes from front to back would meet first.
-NCZ_DEVICE int64_t verdict(const Input& input, const Header& header, const Status& status) {
+NCZ_DEVICE int64_t verdict(const Input& input, const Header& header, int must_be_sealed, const Status& status) {
     if (int64_t wrong = header_damage(header, input.bytes, input.count)) return wrong;
+    if (must_be_sealed && header.flags != HAS_CHECKSUM) return damaged(NO_CHECKSUM);
     if (header.flags == HAS_CHECKSUM && status.checksum != header.checksum)
         return damaged(OTHER_CHECKSUM, status.checksum);
     if (status.payload_damage) return int64_t(status.payload_damage);
@@ -71,9 +72,10 @@ union OpeningMemory {
 };
 
 // Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets` and `decoded` have places
-// for the chunks and the codes of all frames.
+// for the chunks and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
 NCZ_KERNEL(ncz_open)
-(const __grid_constant__ Inputs inputs, Status* statuses, Status* report, long long* offsets, int32_t* decoded) {
+(const __grid_constant__ Inputs inputs, int must_be_sealed, Status* statuses, Status* report, long long* offsets,
+ int32_t* decoded) {
     NCZ_SHARED(OpeningMemory, memory, 1);
     NCZ_SHARED(Input, shared_input, 1);  // what it is about, which would take too many registers
     NCZ_SHARED(Header, shared_header, 1);
@@ -110,7 +112,7 @@ NCZ_KERNEL(ncz_open)
     status.count = input.count;
     status.bytes = input.bytes;
     status.header = header;
-    status.result = verdict(input, header, status);
+    status.result = verdict(input, header, must_be_sealed, status);
     report_damage(status, report);
 }
 

@@ -371,18 +371,20 @@ def test_wire_bytes_are_what_the_peer_receives():
 
         def schedule(transport, codec, counters):
             before = counters.wire_bytes
-            reduce, decode = codec.reduce, codec.decode
+            sum_each, decode = codec.sum_each, codec.decode
 
-            def noted_reduce(segment, index, frame):
-                received.append((transport.rank, frame.nbytes))
-                return reduce(segment, index, frame)
+            def noted(frames):
+                for each in frames:
+                    received.extend((transport.rank, frame.nbytes) for frame in each)
+                    yield each
 
             def noted_decode(segment, index, frame):
                 if segment != transport.rank:
                     received.append((transport.rank, frame.nbytes))
                 decode(segment, index, frame)
 
-            codec.reduce, codec.decode = noted_reduce, noted_decode
+            codec.sum_each = lambda segment, frames: sum_each(segment, noted(frames))
+            codec.decode = noted_decode
             ring.all_reduce(transport, codec, counters)
             frames_only.append(counters.wire_bytes - before)
 
@@ -511,14 +513,14 @@ def test_damage_that_the_second_thread_finds_is_raised():
 
         def schedule(transport, codec, counters):
             if transport.rank == 0:
-                whole = codec.sum
+                whole = codec.encode_each
 
-                def damaging(segment, index, frames):
-                    frame = whole(segment, index, frames)
-                    frame[12] ^= 1
-                    return frame
+                def damaging(places):
+                    for frame in whole(places):
+                        frame[12] ^= 1
+                        yield frame
 
-                codec.sum = damaging
+                codec.encode_each = damaging
             ring.all_gather(transport, codec, counters)
 
         with pytest.raises(FrameError, match="damaged"):
