@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ncz_plugins.kernels.cuda.arguments import Table
+from ncz_plugins.kernels.cuda.arguments import ArgumentMemory, Table
 from ncz_plugins.kernels.format import DTYPES
 
 HERE = Path(__file__).resolve().parent
@@ -142,10 +142,16 @@ def parse_kernels(text: str) -> dict[str, list[str]]:
 
 
 def check_arguments(kernel: str, parameters: list[str], arguments: tuple) -> None:
-    """Raise TypeError unless all arguments have the kinds and sizes of the parameters: CUDA would not check."""
+    """Raise TypeError unless all arguments have the kinds and sizes of the parameters: CUDA would not check.
+
+    And ValueError for tensors that kernels can't work on.
+    """
     found = [_kind(argument) for argument in arguments]
     if found != parameters:
         raise TypeError(f"{kernel} takes {' '.join(parameters)}, got {' '.join(found)}")
+    for argument in arguments:
+        for _, tensor in _tensors(argument):
+            _address(tensor)
 
 
 def _kind(argument) -> str:
@@ -240,21 +246,15 @@ class _Library:
             ctypes.c_void_p,
         ]
         self.kernels = parse_kernels(self._library.emulator_kernels().decode())
+        self._memory: dict[str, ArgumentMemory] = {}
 
     def launch(self, kernel: str, grid: int, block: int, seed: int, seconds: int, arguments: tuple) -> None:
-        values = [self._value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        if kernel not in self._memory:
+            self._memory[kernel] = ArgumentMemory(arguments)
+        pointers = self._memory[kernel].filled(arguments)
         self._library.emulator_limit(seconds)
         if self._library.emulate(kernel.encode(), grid, block, seed, pointers):
             raise EmulatorError(self._library.emulator_error().decode())
-
-    def _value(self, argument):
-        if argument is None or isinstance(argument, Tensor):
-            return ctypes.c_void_p(None if argument is None else _address(argument))
-        if isinstance(argument, ctypes.Structure):
-            return argument
-        value = _bytes(argument)
-        return ctypes.create_string_buffer(value, len(value))
 
 
 class Region(NamedTuple):

@@ -1,4 +1,4 @@
-"""The structures that kernels take by value: those of common/format.h, and the tables of types.cuh."""
+"""What kernels take: the structures of common/format.h and the tables of types.cuh, and how a launch passes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
@@ -106,3 +107,50 @@ def pieces_table(rows: list[tuple]) -> Table:
 
 
 _INPUT, _PIECE = struct.Struct("<QqII"), struct.Struct("<5Q4I")
+
+
+# ------------------------------------------------------------------ of one launch
+
+
+class ArgumentMemory:
+    """Where launches of one kernel copy their arguments from: made once, and filled for each launch. For one thread.
+
+    Args:
+        arguments: of the first launch. Those of others have the same kinds.
+    """
+
+    def __init__(self, arguments: tuple):
+        formats = list(map(_format, arguments))
+        self._fields = struct.Struct("<" + "".join(f"{each}{-struct.calcsize(each) % _ALIGNMENT}x" for each in formats))
+        self._bytes = ctypes.create_string_buffer(self._fields.size)
+        sizes = (-(-struct.calcsize(each) // _ALIGNMENT) * _ALIGNMENT for each in formats)
+        begin = ctypes.addressof(self._bytes)
+        places = list(accumulate(sizes, initial=begin))[:-1]
+        self._pointers = (ctypes.c_void_p * len(places))(*places)
+
+    def filled(self, arguments: tuple) -> int:
+        """The address of the pointers to these arguments, until the next call."""
+        self._fields.pack_into(self._bytes, 0, *map(_packed, arguments))
+        return ctypes.addressof(self._pointers)
+
+
+_ALIGNMENT = 8  # of every parameter
+
+
+def _format(argument) -> str:
+    """As `struct` has it."""
+    if argument is None or isinstance(argument, Tensor):
+        return "Q"
+    if isinstance(argument, np.generic):
+        return argument.dtype.char.replace("l", "q")
+    return f"{len(_packed(argument))}s"
+
+
+def _packed(argument) -> int | float | bytes:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if argument is None:
+        return 0
+    if isinstance(argument, np.generic):
+        return argument.item()
+    return argument.value if isinstance(argument, Table) else bytes(argument)

@@ -6,7 +6,6 @@ find it on disk.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import threading
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..cache import ENVIRONMENT, private_folder, read_private, write_private
 from ..format import DTYPES
-from .arguments import Table
+from .arguments import ArgumentMemory
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
@@ -50,6 +49,14 @@ def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()
         nvrtc.destroyProgram(program)
 
 
+class _Thread(threading.local):
+    """What a thread needs for launching."""
+
+    def __init__(self):
+        self.devices: set[int] = set()  # whose contexts were current in it
+        self.arguments: dict[tuple[str, torch.dtype], ArgumentMemory] = {}
+
+
 class CupyLauncher:
     """Launches kernels on torch's current stream of the device where their arguments are."""
 
@@ -57,18 +64,29 @@ class CupyLauncher:
         self._functions: dict[tuple[str, torch.dtype, int], int] = {}
         self._modules: dict[tuple[torch.dtype, int], int] = {}
         self._lock = threading.Lock()
+        self._thread = _Thread()
 
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
         """See `Launcher`. At least one of `arguments` is a tensor."""
         device = next(a.device.index for a in arguments if isinstance(a, Tensor))
-        with torch.cuda.device(device):
+        if device == torch.cuda.current_device():  # as it nearly always is; entering the context takes longer than this
+            self._launch(kernel, dtype, device, grid, block, arguments)
+        else:
+            with torch.cuda.device(device):
+                self._launch(kernel, dtype, device, grid, block, arguments)
+
+    def _launch(self, kernel: str, dtype: torch.dtype, device: int, grid: int, block: int, arguments: tuple) -> None:
+        mine = self._thread
+        if device not in mine.devices:
             runtime.setDevice(device)  # makes its context current, also in a thread that never used it
-            function = self._functions.get((kernel, dtype, device)) or self._load(kernel, dtype, device)
-            stream = torch.cuda.current_stream(device).cuda_stream
-            # CUDA copies the values before it returns, so that they need not outlive the call.
-            values = [_value(argument) for argument in arguments]
-            pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-            driver.launchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+            mine.devices.add(device)
+        function = self._functions.get((kernel, dtype, device)) or self._load(kernel, dtype, device)
+        memory = mine.arguments.get((kernel, dtype))
+        if memory is None:
+            memory = mine.arguments[kernel, dtype] = ArgumentMemory(arguments)
+        stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream takes several us
+        # CUDA copies the values before it returns.
+        driver.launchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, memory.filled(arguments), 0)
 
     def _load(self, kernel: str, dtype: torch.dtype, device: int) -> int:
         with self._lock:
@@ -80,17 +98,6 @@ class CupyLauncher:
             function = driver.moduleGetFunction(module, kernel)
             self._functions[kernel, dtype, device] = function
         return function
-
-
-def _value(argument):
-    """What cuLaunchKernel copies `argument` from."""
-    if argument is None or isinstance(argument, Tensor):
-        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
-    if isinstance(argument, ctypes.Structure):
-        return argument
-    if isinstance(argument, Table):
-        return ctypes.create_string_buffer(argument.value, len(argument.value))
-    return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
 
 
 # ------------------------------------------------------------------ kept on disk
