@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_kernels.py [--json FILE]
 
-Each operation is captured in a CUDA graph, so that launches from Python don't count, and the graphs are replayed in
-turns with a plain copy of the tensor; figures are medians. GB/s counts the float32 bytes that go in or come out.
+Each operation on all frames of the tensor is captured in a CUDA graph, so that launches from Python don't count, and
+the graphs are replayed in turns with a plain copy of the tensor; figures are medians. GB/s counts the float32 bytes
+that go in or come out.
 "of floor" is the speed as a share of what the copy bandwidth allows: with c bytes of frame per element, encode and
 decode move 4 + c bytes, and decode + add + encode 4 + 2 c.
 
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ncz_plugins import kernels
+from ncz_plugins.kernels.backend import Decoding, Sum
 from ncz_plugins.kernels.format import CHUNK, chunks_of, max_frame_bytes
 
 MIB = 1 << 20
@@ -97,23 +99,25 @@ def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float
     runs = {"copy": captured(lambda: copy.copy_(x))}
     shares = {}
     for name, coding in CODERS.items():
-        frames = [
-            buffer[: int(backend.encode(x[cut], inverse[at], coding, buffer))].clone()
-            for cut, at, buffer in zip(cuts, chunks, buffers[0])
-        ]
+        sums = [Sum(x[cut], inverse[at], buffer) for cut, at, buffer in zip(cuts, chunks, buffers[0])]
+        sizes = backend.encode_sums(sums, coding).tolist()
+        frames = [buffer[:size].clone() for buffer, size in zip(buffers[0], sizes)]
         shares[name] = sum(frame.numel() for frame in frames) / x.numel()
 
-        def encode(coding=coding):
-            for cut, at, buffer in zip(cuts, chunks, buffers[0]):
-                backend.encode(x[cut], inverse[at], coding, buffer)
+        decodings = [Decoding(frame, steps[at], out[cut]) for cut, at, frame in zip(cuts, chunks, frames)]
+        added = [
+            Sum(others[cut], inverse[at], buffer, [frame])
+            for cut, at, frame, buffer in zip(cuts, chunks, frames, buffers[1])
+        ]
 
-        def decode(frames=frames):
-            for cut, at, frame in zip(cuts, chunks, frames):
-                backend.decode(frame, steps[at], out[cut])
+        def encode(sums=sums, coding=coding):
+            backend.encode_sums(sums, coding)
 
-        def reduce(frames=frames, coding=coding):
-            for cut, at, frame, buffer in zip(cuts, chunks, frames, buffers[1]):
-                backend.reduce(frame, others[cut], inverse[at], coding, buffer)
+        def decode(decodings=decodings):
+            backend.decode_frames(decodings)
+
+        def reduce(added=added, coding=coding):
+            backend.encode_sums(added, coding)
 
         for operation in (encode, decode, reduce):
             runs[name, operation.__name__] = captured(operation)

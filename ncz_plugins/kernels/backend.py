@@ -11,7 +11,7 @@ Shapes and dtypes that all methods share:
   wrote. `frame` to read: uint8, exactly one frame.
 - All tensors of a call are on one device. On a CUDA device calls return before the work is done; it
   follows the order of the current stream. Sizes are then `cuda.DeviceSize`: the host waits for one when it uses it
-  as an integer.
+  as an integer. Those of several frames are a tensor.
 - For a fixed rate (`block_magnitudes` and below): `rows`: `format.Rows`, which blocks a call covers. `magnitudes`:
   bfloat16, one of each block of all rows, [rows, blocks of a row]. `packed`: uint8, [rows, blocks covered,
   `format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.

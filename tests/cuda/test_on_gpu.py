@@ -1,9 +1,11 @@
 """On a real card: the tests that otherwise run on the emulator, and what only a card can do."""
 
 import pytest
+import test_cuda_batches
 import test_cuda_coders
 import test_cuda_kernels
 import torch
+from test_cuda_batches import *  # noqa: F403
 from test_cuda_coders import *  # noqa: F403
 from test_cuda_kernels import *  # noqa: F403
 from test_cuda_kernels import FAST, buffer, floats, steps_of
@@ -26,7 +28,7 @@ def card():
 
 @pytest.fixture(autouse=True)
 def on_the_card(card, monkeypatch):
-    for module in (test_cuda_kernels, test_cuda_coders):
+    for module in (test_cuda_kernels, test_cuda_coders, test_cuda_batches):
         monkeypatch.setattr(module, "cuda", lambda seed=0, sanitizer=None: card)
 
 

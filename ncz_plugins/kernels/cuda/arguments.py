@@ -61,7 +61,7 @@ class Table:
         rows: the members of each row; a tensor stands for its address, None for a null pointer.
     """
 
-    def __init__(self, row: struct.Struct, most: int, rows: list[tuple]):
+    def __init__(self, row: str, most: int, rows: list[tuple]):
         self._row = row
         self._most = most
         self._rows = rows
@@ -72,15 +72,16 @@ class Table:
     @functools.cached_property
     def value(self) -> bytes:
         """The structure. Valid as long as this object holds the tensors."""
-        rows = (self._row.pack(*map(_number, row)) for row in self._rows)
-        return b"".join((struct.pack("<ii", len(self), 0), *rows)).ljust(8 + self._most * self._row.size, b"\0")
+        members = [each.data_ptr() if isinstance(each, Tensor) else each or 0 for row in self._rows for each in row]
+        return _structure(self._row, len(self), self._most).pack(len(self), 0, *members)
 
     @property
     def tensors(self) -> list[tuple[int, Tensor]]:
         """Where in the structure the address of a tensor stands, and the tensor."""
         # Addresses come first in a row, and have 8 bytes like all before them.
+        size = struct.calcsize(f"<{self._row}")
         return [
-            (8 + number * self._row.size + 8 * place, member)
+            (8 + number * size + 8 * place, member)
             for number, row in enumerate(self._rows)
             for place, member in enumerate(row)
             if isinstance(member, Tensor)
@@ -92,8 +93,9 @@ class Table:
         return Table(self._row, self._most, rows)
 
 
-def _number(member: Tensor | int | None) -> int:
-    return member.data_ptr() if isinstance(member, Tensor) else member or 0
+@functools.cache
+def _structure(row: str, rows: int, most: int) -> struct.Struct:
+    return struct.Struct(f"<ii{row * rows}{(most - rows) * struct.calcsize(f'<{row}')}x")
 
 
 def inputs_table(rows: list[tuple]) -> Table:
@@ -106,7 +108,7 @@ def pieces_table(rows: list[tuple]) -> Table:
     return Table(_PIECE, MOST_PIECES, rows)
 
 
-_INPUT, _PIECE = struct.Struct("<QqII"), struct.Struct("<5Q4I")
+_INPUT, _PIECE = "QqII", "5Q4I"  # as `struct` has them
 
 
 # ------------------------------------------------------------------ of one launch

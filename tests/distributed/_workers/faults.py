@@ -28,7 +28,7 @@ without_2 = dist.new_group([0, 1, 3])
 processes: list[int] = [None] * world_size
 dist.all_gather_object(processes, os.getpid())
 backend = kernels.cuda_backend() if on_gpu else kernels.cpu_backend()
-encode = backend.encode
+encode_sums = backend.encode_sums
 outcomes = {}
 
 
@@ -60,7 +60,7 @@ def broken(case: str, size: int, config: dict, misbehave, elements: int = 300_00
     if on_gpu:
         torch.cuda.synchronize()  # nothing waits there any more
     leave(outcomes)
-    backend.encode = encode
+    backend.encode_sums = encode_sums
 
 
 def absent() -> None:
@@ -72,24 +72,26 @@ def absent() -> None:
 
 # What the last rank does, each with the communicator and the tensor of the call that is to fail.
 def damage(communicator, tensor) -> None:
-    def damaging(x, inverse_steps, coding, frame, noise=None):
-        size = encode(x, inverse_steps, coding, frame, noise)
-        frame[4] += 1  # the version
-        return size
+    def damaging(sums, *arguments):
+        sizes = encode_sums(sums, *arguments)
+        for each in sums:
+            if not each.frames:
+                each.out[4] += 1  # the version
+        return sizes
 
-    backend.encode = damaging
+    backend.encode_sums = damaging
 
 
 def fail(communicator, tensor) -> None:
     def failing(*_):
         raise MemoryError("for this test")
 
-    backend.encode = failing
+    backend.encode_sums = failing
 
 
 def die(communicator, tensor) -> None:
     # After the agreement, when the others wait for frames.
-    backend.encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    backend.encode_sums = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_before_neighbors_have_read(communicator, tensor) -> None:
@@ -101,7 +103,7 @@ def stop(communicator, tensor) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)  # the signal is for the process: this thread may go on for a moment
 
-    backend.encode = stopping
+    backend.encode_sums = stopping
 
 
 refused_at_the_start("config", {"quantizer": {"value": 0.125}})
