@@ -146,7 +146,7 @@ NCZ_KERNEL(ncz_select)
     int64_t count = pieces.of[f].count;
     Choice& choice = written[f].choice;
     if (choice.coder == NO_CODER) return;
-    Sample sample = {samples + f * MOST_SAMPLED, sampled};
+    Sample sample = {samples ? samples + f * MOST_SAMPLED : nullptr, sampled};
     auto is_allowed = [&](int32_t predictor) {
         return coding.predictor == AUTO_PREDICTOR || coding.predictor == predictor;
     };
