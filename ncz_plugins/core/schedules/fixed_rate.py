@@ -70,6 +70,8 @@ def broadcast(transport: CollectiveTransport, codec: FixedRateCodec, counters: C
     """Write the values of rank `root` to the output."""
     n = transport.world_size
     rows = codec.all_rows
+    if not rows.blocks:
+        return
     # On other ranks this is memory of the right sizes.
     magnitudes = codec.magnitudes(rows)
     packed = codec.pack(rows, magnitudes)
