@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -61,7 +63,9 @@ def main():
         table.add_row(*(f"{value:.3g}" for value in row.values()))
     Console().print(table)
     if arguments.json:
-        report = {"command": "python benchmarks/fixed_rate.py", "machine": machine.report(), "rows": rows}
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        about = {"cpu": machine.cpu(), **versions}
+        report = {"command": "python benchmarks/fixed_rate.py", "machine": about, "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
