@@ -80,6 +80,13 @@ def test_more_frames_than_a_table_has_rows(coding):
     assert_same_sums(cuda(1), sums_of([70], 2 * MOST_INPUTS + 3), coding)
 
 
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding()], ids=coding_name)
+def test_a_sum_of_more_codes_than_there_is_working_memory_for(coding, monkeypatch):
+    monkeypatch.setattr(frames, "MOST_ELEMENTS", 4 * CHUNK)
+    monkeypatch.setattr(frames, "MOST_ADDED_ELEMENTS", 4 * CHUNK)
+    assert_same_sums(cuda(1), sums_of([2 * CHUNK, 5, 5 * CHUNK], 3), coding)
+
+
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 @pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(), ONE_HUFFMAN, Coding(Coder.RANS)], ids=coding_name)
 def test_under_sanitizers(coding, sanitizer):

@@ -30,8 +30,10 @@ THREADS = 256  # of a block, as in types.cuh
 _RANS_ENCODERS = 32  # threads of a block that encodes pages
 _ANY = torch.float32  # kernels for codes don't depend on the element type; the module for float32 has them
 
-# A larger batch goes in parts, so that working memory, of up to 11 bytes for each element, does not grow with it.
+# A larger batch goes in parts, so that working memory does not grow with it: up to 11 bytes for each element that is
+# written, and 4 for each that is read. A sum is a part at least, and takes several launches beyond the second limit.
 MOST_ELEMENTS = 1 << 24
+MOST_ADDED_ELEMENTS = 1 << 27
 
 # Bytes of the structures of the same name.
 _WRITTEN, _STATUS = 24, 72
@@ -116,7 +118,8 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
     inputs = [(frame, each.x.numel()) for each in sums for frame in each.frames]
     dtype, values = sums[0].x.dtype, [(each.x, each.inverse_steps) for each in sums]
     outs = [(each.out, each.first) for each in sums]
-    if is_one_pass(coding) and len(inputs) <= MOST_INPUTS:
+    at_once = MOST_INPUTS if len(sums) > 1 else _inputs_at_once(sums[0].x.numel())
+    if is_one_pass(coding) and len(inputs) <= at_once:
         pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
         if inputs:
             opened = reader.opened(inputs)
@@ -130,15 +133,20 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         writer.encode(writer.pieces(rows), dtype, noise)
         return
     # Only a sum of more frames than a launch takes, which then is the only one, takes several launches.
-    shares = [len(each.frames) for each in sums] if len(inputs) <= MOST_INPUTS else [MOST_INPUTS]
-    opened = reader.opened(inputs[:MOST_INPUTS])
+    shares = [len(each.frames) for each in sums] if len(inputs) <= at_once else [at_once]
+    opened = reader.opened(inputs[:at_once])
     writer.launch_values("sum_codes", dtype, writer.pieces(rows, shares), noise, *opened, *writer.noted)
-    for start in range(MOST_INPUTS, len(inputs), MOST_INPUTS):
-        more = inputs[start : start + MOST_INPUTS]
+    for start in range(at_once, len(inputs), at_once):
+        more = inputs[start : start + at_once]
         opened = reader.opened(more)
         pieces = writer.pieces(rows, [len(more)])
         writer.launch("decode_codes", _ANY, pieces, *opened, *writer.noted, integer(True))
     writer.encode(writer.pieces(rows))
+
+
+def _inputs_at_once(count: int) -> int:
+    """How many frames of so many codes a launch adds up."""
+    return min(MOST_INPUTS, max(1, MOST_ADDED_ELEMENTS // max(1, count)))
 
 
 # ------------------------------------------------------------------ codes
