@@ -160,7 +160,7 @@ class TensorCodec(ABC):
 
     def _sums_in_batches(self, wanted: Iterable[FrameSum]) -> Iterator[Tensor]:
         batches = [list(wanted)] if self.device.in_batches else ([each] for each in wanted)
-        for batch in batches:
+        for batch in filter(None, batches):
             yield from self._sums(batch)
 
     def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
