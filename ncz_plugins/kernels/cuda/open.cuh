@@ -73,7 +73,9 @@ union OpeningMemory {
 
 // Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets` and `decoded` have places
 // for the chunks and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
-NCZ_KERNEL(ncz_open)
+//
+// Of three blocks on a multiprocessor, not four: with 64 registers the decoders would spill.
+NCZ_KERNEL_OF(THREADS, 3, ncz_open)
 (const __grid_constant__ Inputs inputs, int must_be_sealed, Status* statuses, Status* report, long long* offsets,
  int32_t* decoded) {
     NCZ_SHARED(OpeningMemory, memory, 1);
