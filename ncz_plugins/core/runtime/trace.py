@@ -141,13 +141,18 @@ class _Watcher:
         before = 0.0
         while (job := self.jobs.get()) is not None:
             work, what, nbytes, started, done = job
+            error = None
             try:
                 work.wait()
                 ended = time.perf_counter()
                 # Frames of a row travel one after another, however early they were started.
                 self._recorder.add(self._row, what, max(started, before), ended, nbytes())
-            except BaseException as error:
+                before = ended
+            except BaseException as raised:
+                error = raised
+            # Whoever waits may end the program next. A thread that frees a work of torch's just then aborts it.
+            del job, work, nbytes
+            if error is None:
+                done.set_result(None)
+            else:
                 done.set_exception(error)
-                continue
-            before = ended
-            done.set_result(None)

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_a_transfer_is_waited_for_once_and_its_row_is_without_overlap():
     one, two = spans(events)
     assert [one["args"]["bytes"], two["args"]["bytes"]] == [0, 1] and one["tid"] == two["tid"]
     assert one["ts"] + one["dur"] <= two["ts"] + 1e-3  # microseconds
+
+
+def test_a_transfer_is_let_go_before_whoever_waits_goes_on():
+    """They may end the program next, and torch aborts it if a thread frees a send or a receive just then."""
+    work = Work()
+    there = weakref.ref(work)
+    work.go.set()
+    with trace.recording():
+        watched = trace.transfer(work, "a", "frame", lambda: 1)
+        del work
+        watched.wait()
+        assert there() is None
 
 
 def refused() -> int:
