@@ -188,58 +188,40 @@ class HorovodCollectives(PlainCollectives):
             postscale_factor=postscale,
             process_set=self._process_set,
         )
-        return _HorovodWork(handle, carried, tensor)
+        return _HorovodWork(handle, tensor)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
         self._operations += 1
         splits = torch.full([self._process_set.size()], input.numel() // self._process_set.size(), dtype=torch.int32)
         name = f"{self._name}.{self._operations}"
         handle = hvd.alltoall_async(input, splits, name=name, process_set=self._process_set)
-        return _HorovodResult(handle, output, lambda received: received[0])
+        return _HorovodWork(handle, output, lambda received: received[0])
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
         self._operations += 1
         name = f"{self._name}.{self._operations}"
         handle = hvd.allgather_async(input, name=name, process_set=self._process_set)
-        return _HorovodResult(handle, output, lambda gathered: gathered)
+        return _HorovodWork(handle, output)
 
 
-class _HorovodResult:
-    """An operation under way that returns its result, which goes to `output`.
+class _HorovodWork:
+    """An operation under way, whose result goes to `output`.
 
     Args:
-        result: finds it in what Horovod returns.
+        result: finds it in what Horovod returns; it may be `output` itself.
     """
 
-    def __init__(self, handle, output: Tensor, result: Callable[[object], Tensor]):
+    def __init__(self, handle, output: Tensor, result: Callable[[object], Tensor] = lambda returned: returned):
         self._handle = handle
         self._output = output
         self._result = result
 
     def wait(self, *timeout) -> bool:
         if self._handle is not None:
-            self._output.copy_(self._result(result_of(self._handle)))
+            result = self._result(result_of(self._handle))
             self._handle = None
-        return True
-
-    def is_completed(self) -> bool:
-        return self._handle is None or hvd.poll(self._handle)
-
-
-class _HorovodWork:
-    """An all-reduce of `carried` under way, whose result goes to `tensor`, which may be the same."""
-
-    def __init__(self, handle, carried: Tensor, tensor: Tensor):
-        self._handle = handle
-        self._carried = carried
-        self._tensor = tensor
-
-    def wait(self, *timeout) -> bool:
-        if self._handle is not None:
-            result_of(self._handle)
-            self._handle = None
-            if self._carried is not self._tensor:
-                self._tensor.copy_(self._carried)
+            if result is not self._output:
+                self._output.copy_(result)
         return True
 
     def is_completed(self) -> bool:
