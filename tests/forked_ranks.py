@@ -1,11 +1,10 @@
 """Starts a script once per rank, as a launcher does, in forks of a process that has imported what takes long.
 
-usage: forked_ranks.py torch | horovod RANKS PORT MODULES SCRIPT [ARGUMENTS]
-
-For tests that are not about a launcher: those import PyTorch, and what is built on it, in every process anew. Ends all
-ranks when one fails, and then itself with status 1. MODULES are separated by commas; none may start a thread.
+For tests that are not about a launcher: those import PyTorch, and what is built on it, in every process anew.
 """
 
+import argparse
+import json
 import os
 import runpy
 import signal
@@ -18,6 +17,16 @@ def torch_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
     """As torchrun has it, and LOCAL_SIZE as DeepSpeed's launcher."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def hosts_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """As if every rank had a host of its own: several may then share one GPU."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    return {name: str(number) for name, number in numbers.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "NCCL_HOSTID": f"host-{rank}",
+    }
 
 
 def horovod_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
@@ -34,10 +43,21 @@ def horovod_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
     }
 
 
+ENVIRONMENTS = {"torch": torch_environment, "hosts": hosts_environment, "horovod": horovod_environment}
+
+
 def run(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def leave_in(folder: Path, rank: int) -> None:
+    """Have what this rank prints, and what it saves for the test, in files of its own."""
+    os.environ["NCZ_TEST_RESULT"] = str(folder / f"rank{rank}.json")
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
 
 
 def serve_horovod(ranks: int, port: int) -> None:
@@ -51,30 +71,48 @@ def serve_horovod(ranks: int, port: int) -> None:
     in_thread(target=server.serve_forever)
 
 
+def wait_for(processes: list[int], folder: Path | None) -> bool:
+    """Whether all ranks ended well. When one did not, ends the others, unless their exits go to a folder."""
+    exits: list[int | None] = [None] * len(processes)
+    while None in exits:
+        process, status = os.wait()
+        exits[processes.index(process)] = os.waitstatus_to_exitcode(status)
+        if folder is not None:
+            (folder / "exits.json").write_text(json.dumps(exits))
+        elif status:
+            for rank, process in enumerate(processes):
+                if exits[rank] is None:
+                    os.kill(process, signal.SIGTERM)
+    return not any(exits)
+
+
 def main() -> int:
-    kind, ranks, port, modules, script, *arguments = sys.argv[1:]
-    for module in filter(None, modules.split(",")):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("environment", choices=ENVIRONMENTS)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("port")
+    parser.add_argument("modules", help="to import before the forks, separated by commas; none may start a thread")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument(
+        "--into", type=Path, metavar="FOLDER", help="for rankN.log, rankN.json, and exits.json: null while a rank runs"
+    )
+    args = parser.parse_args()
+    for module in filter(None, args.modules.split(",")):
         import_module(module)
-    environment = horovod_environment if kind == "horovod" else torch_environment
     processes = []
-    for rank in range(int(ranks)):
+    for rank in range(args.ranks):
         process = os.fork()
         if process == 0:
-            os.environ |= environment(rank, int(ranks), port)
-            run(script, arguments)
+            os.environ |= ENVIRONMENTS[args.environment](rank, args.ranks, args.port)
+            if args.into is not None:
+                leave_in(args.into, rank)
+            run(args.script, args.arguments)
             return 0
         processes.append(process)
-    if kind == "horovod":
-        serve_horovod(int(ranks), int(port))
-    failed = False
-    while processes:
-        process, status = os.wait()
-        processes.remove(process)
-        if status and not failed:
-            failed = True
-            for each in processes:
-                os.kill(each, signal.SIGTERM)
-    return int(failed)
+    if args.environment == "horovod":
+        serve_horovod(args.ranks, int(args.port))
+    return 0 if wait_for(processes, args.into) else 1
 
 
 if __name__ == "__main__":

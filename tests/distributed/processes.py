@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import FORKED_RANKS
 
 from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.cli.perf.link import Node
@@ -52,17 +53,17 @@ def run(
     launcher, and the file to write its result to in NCZ_TEST_RESULT.
 
     Args:
-        imports: modules that the worker will import, none of which may start a thread.
+        imports: modules that the worker will import, separated by commas, none of which may start a thread.
     """
-    script = [str(WORKERS / "fork.py"), str(world_size), str(folder), str(WORKERS / f"{worker}.py")]
-    settings = _meeting(world_size) | {
-        "NCZ_TEST_IMPORTS": imports,
+    forks = [FORKED_RANKS, "--into", folder, "hosts", world_size, free_port(), imports, WORKERS / f"{worker}.py"]
+    settings = {
+        "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join([str(WORKERS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     with open(folder / "fork.log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, *script, *arguments],
+            [sys.executable, *map(str, forks), *arguments],
             env={**os.environ, **settings, **(environment or {})},
             stdout=log,
             stderr=log,
@@ -93,10 +94,13 @@ def run_in_nodes(
 ) -> list[Finished]:
     """As `run`, on machines of a laboratory, equally many ranks on each."""
     started = []
-    meeting = _meeting(world_size)
+    port = free_port()
     for rank in range(world_size):
-        environment = meeting | {
+        environment = {
+            "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": nodes[0].address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": nodes[0].interface,
             "RANK": str(rank),
             "NCZ_TEST_RESULT": str(folder / f"rank{rank}.json"),
@@ -122,16 +126,6 @@ def run_in_nodes(
         log.close()
     assert not late, f"ranks {late} did not end within {seconds} s:\n" + report(finished)
     return finished
-
-
-def _meeting(world_size: int) -> dict[str, str]:
-    """What ranks find in their environment about where they meet."""
-    return {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def _result(folder: Path, rank: int) -> object:

@@ -30,13 +30,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import yaml
+from repository import FORKED_RANKS, ROOT
 
 from ncz_plugins import Config
 from ncz_plugins.cli import main as cli
 from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.config import find_in_deepspeed, is_deepspeed
 
-ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -252,7 +252,7 @@ def test_programs_run(page, tmp_path, monkeypatch):
     (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
     monkeypatch.chdir(tmp_path)
     imports = f"ncz_plugins.{page.stem}" if page.stem in FRAMEWORKS else "ncz_plugins.core.communicator"
-    command = [sys.executable, str(ROOT / "tests" / "forked_ranks.py"), "torch", str(ranks), str(free_port()), imports]
+    command = [sys.executable, str(FORKED_RANKS), "torch", str(ranks), str(free_port()), imports]
     done = subprocess.run(
         [*command, str(program)], env=environment(), text=True, timeout=PROGRAM_SECONDS, capture_output=True
     )

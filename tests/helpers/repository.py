@@ -3,4 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKED_RANKS = ROOT / "tests" / "forked_ranks.py"
 GOLDEN = ROOT / "tests" / "unit" / "golden"

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from repository import FORKED_RANKS, ROOT
 
 from ncz_plugins.cli.perf.launch import free_port
 
 WORKERS = Path(__file__).resolve().parent / "_workers"
-FORK = ROOT / "tests" / "forked_ranks.py"
 BIN = Path(sys.executable).parent
 
 needs_horovod = pytest.mark.skipif(
@@ -68,7 +67,7 @@ def horovod_ranks(
 
 
 def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int) -> list[str]:
-    return [sys.executable, str(FORK), kind, str(ranks), str(free_port()), modules, *map(str, script)]
+    return [sys.executable, str(FORKED_RANKS), kind, str(ranks), str(free_port()), modules, *map(str, script)]
 
 
 def launch(

@@ -3,27 +3,16 @@
 devices.py cpu | cuda
 """
 
-import sys
-
 import torch
 import torch.distributed as dist
-from common import digest, finish, start, values
+from common import digest, finish
+from on_device import NUMEL, device, everyone, exact, mine, rank, world_size
 
 from ncz_plugins import Communicator
 
-NUMEL = 300_007
 FINE = {"mode": "rms", "value": 0.01}
 
-device = torch.device(sys.argv[1])
-on_gpu = device.type == "cuda"
-rank, world_size = start(device)
-everyone = [values(r, NUMEL) for r in range(world_size)]
-exact = sum(everyone)
 outcomes = {}
-
-
-def mine() -> torch.Tensor:
-    return everyone[rank].to(device, copy=True)
 
 
 def near(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -42,7 +31,7 @@ for case, config in {
     for where in (device, torch.device("cpu")):
         with Communicator(config) as communicator:
             for _ in range(2):
-                tensor = everyone[rank].to(where, copy=True)
+                tensor = mine(where)
                 communicator.all_reduce(tensor, name="body")
             residuals = communicator.training.residuals.by_name.values()
             digests.append([digest(each.cpu()) for each in (tensor, *residuals)])
@@ -77,7 +66,7 @@ with Communicator({"quantizer": FINE}) as communicator:
     for i in reversed(range(6)):
         assert handles[i].wait() and near(tensors[i] / (i + 1), exact)
 
-if on_gpu:
+if device.type == "cuda":
     side = torch.cuda.Stream()
     some_time = 200_000_000  # cycles: a tenth of a second
 

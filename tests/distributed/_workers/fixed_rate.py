@@ -3,27 +3,17 @@
 fixed_rate.py cpu | cuda
 """
 
-import sys
-
 import torch
 import torch.distributed as dist
-from common import digest, finish, start, values
+from common import digest, finish
+from on_device import NUMEL, device, everyone, exact, mine, rank, world_size
 
 from ncz_plugins import Communicator, UnsupportedError
 
-NUMEL = 300_007
 BITS = {"mode": "bits", "value": 4}
 
-device = torch.device(sys.argv[1])
 on_gpu = device.type == "cuda"
-rank, world_size = start(device)
-everyone = [values(r, NUMEL) for r in range(world_size)]
-exact = sum(everyone)
 outcomes = {}
-
-
-def mine(where: torch.device = device) -> torch.Tensor:
-    return everyone[rank].to(where, copy=True)
 
 
 def near(got: torch.Tensor, wanted: torch.Tensor = exact) -> bool:

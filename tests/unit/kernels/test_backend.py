@@ -52,16 +52,6 @@ COUNTS = (0, 1, 7, 8, 9, 31, 32, 33, 100, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK
 WIDTHS = (0, 1, 5, 8, 9, 13, 16, 17, 24, 31, 32)
 
 
-@pytest.fixture(params=COMPILED)
-def backend(request):
-    return kernels.load(request.param)
-
-
-@pytest.fixture(params=["reference", *COMPILED])
-def any_backend(request):
-    return kernels.load(request.param)
-
-
 def in_turns(values: tuple, first: int):
     """`values` again and again, from another one for each `first`: beside COUNTS, all pairs of the three occur."""
     return itertools.islice(itertools.cycle(values), first % len(values), None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import COMPILED, assert_same, floats
+from samples import assert_same, floats
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
@@ -28,16 +28,6 @@ SHAPES = [
     (5 * SCALE_BLOCK + 77, 2, 3 * SCALE_BLOCK),
     (2 * SCALE_BLOCK - 1, 4, SCALE_BLOCK),
 ]
-
-
-@pytest.fixture(params=COMPILED)
-def backend(request):
-    return kernels.load(request.param)
-
-
-@pytest.fixture(params=["reference", *COMPILED])
-def any_backend(request):
-    return kernels.load(request.param)
 
 
 def magnitudes_of(backend, x, rows) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import COMPILED
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor, max_frame_bytes
@@ -13,11 +12,6 @@ REFERENCE = kernels.load("reference")
 HUFFMAN = Coding(Coder.HUFFMAN, Predictor.NONE)
 CODER = 5  # where the header has it
 COUNT = 3 * CHUNK + 77
-
-
-@pytest.fixture(params=COMPILED)
-def backend(request):
-    return kernels.load(request.param)
 
 
 def gaussian(deviation: float) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import COMPILED
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.format import (
@@ -23,11 +22,6 @@ REFERENCE = kernels.load("reference")
 UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK  # the symbols that are coded together, and what is touched behind them
 CODER, WIDTH = 5, 7  # where the header has them
 SEVERAL_UNITS = RANS_PAGE + CHUNK + 77
-
-
-@pytest.fixture(params=COMPILED)
-def backend(request):
-    return kernels.load(request.param)
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 100, CHUNK, CHUNK + 1, RANS_PAGE - 1, 1 << 18, 10**6 + 7, 1 << 30])
