@@ -16,11 +16,12 @@ from ..kernels.backend import Backend
 from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import bypassing, described, refusal, require_plain, require_same
+from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
 from .codec.quantize import Scales, measure
 from .codec.scale_agreement import ScaleAgreement, pieces_of
-from .codec.tensor_codec import CodedTensor, TensorCodec, codec_for, noise_for
+from .codec.tensor_codec import codec_for, noise_for
 from .config import FRAME_BYTES, GPU_FRAME_BYTES, Config
 from .errors import UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels, require_tensor
@@ -384,7 +385,7 @@ def _run_compressed(
 
 def _agree(
     call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
-) -> TensorCodec | FixedRateCodec | Bypass:
+) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     # Whether all ranks make the same call is asked first: the vector after it has a length that
     # depends on the call. The answer travels while the tensor is being measured.
@@ -393,7 +394,7 @@ def _agree(
     if call.config.quantizer.bits is not None:
         same_call.wait()
         require_same(call.collective, comparison, ranks)
-        return replace(_fixed_rate_codec(call, device.backend, transport, counters), finish=device.synchronize)
+        return replace(_fixed_rate_codec(call, device.backend, transport, counters), synchronize=device.synchronize)
     source, scales = call.source, None
     if call.within_node is None:
         source, scales = _measured(call, source, device, transport, counters)

@@ -36,9 +36,10 @@ from ...kernels.format import CHUNK, DTYPES, RANS_LANES, RANS_PAGE, chunks_of
 from ..config import Config, QuantizerConfig
 from ..errors import BoundError, FrameError, UnsupportedError
 from ..runtime.device import Host
+from .coded_tensor import CodedTensor
 from .layout import Layout, Window
 from .quantize import Scales, derive, measure, smallest_value, work_dtype
-from .tensor_codec import CodedTensor, codec_for
+from .tensor_codec import codec_for
 
 _MAGIC = 0x435A434E  # "NCZC", little endian
 _VERSION = 1

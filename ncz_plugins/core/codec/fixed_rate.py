@@ -16,8 +16,8 @@ from ...kernels.backend import Backend
 from ...kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
+from .coded_tensor import Codec, CodedTensor
 from .layout import Layout, Window
-from .tensor_codec import CodedTensor
 
 
 def equal_rows(numel: int, count: int, frame_elements: int) -> Layout:
@@ -38,18 +38,19 @@ def sum_bits(bits: int, addends: int) -> int:
 
 
 @dataclass
-class FixedRateCodec:
-    """Codes of what this rank holds, and values where the result belongs. Nothing here waits for a GPU but `finish`.
+class FixedRateCodec(Codec):
+    """Codes of equally many bits. Every segment is one row, and all are equally long but for the end of the tensor.
+
+    A NaN or an infinity comes out as NaN, and anything else fits: there is no `bypass`. Nothing waits for a GPU but
+    `finish`.
 
     Attributes:
         backend: the kernels for the device where all of these tensors live.
-        tensor: what is coded, and where values go. Every segment is one row, and all are equally long but for the end
-            of the tensor.
         bits: per value.
         counters: takes the seconds spent in coding.
         noise: what a stochastic quantizer rounds by; where it is said to begin is the start of the layout.
         divisor: what sums are divided by.
-        finish: returns once all that was asked for is done, where the host waits for that.
+        synchronize: returns once the device has done all that was asked for; by default at once.
     """
 
     backend: Backend
@@ -58,27 +59,16 @@ class FixedRateCodec:
     counters: Counters
     noise: Noise | None = None
     divisor: float = 1
-    finish: Callable[[], None] = lambda: None
-    bypass = None  # a NaN or an infinity comes out as NaN, and anything else fits
+    synchronize: Callable[[], None] = lambda: None
     _magnitudes: list[Tensor] = field(default_factory=list)  # shared with parts: what `remainder` needs of them
 
-    @property
-    def layout(self) -> Layout:
-        return self.tensor.layout
-
-    @property
-    def source(self) -> Window:
-        return self.tensor.source
-
-    @property
-    def output(self) -> Window:
-        return self.tensor.output
-
     def part(self, segments: range) -> FixedRateCodec:
-        """The codec of some neighbouring segments by themselves, which are numbered from 0."""
         start = self.layout.elements(segments).start
         noise = self.noise and self.noise._replace(first=self.noise.first + start)
         return replace(self, tensor=self.tensor.part(segments), noise=noise)
+
+    def finish(self) -> None:
+        self.synchronize()
 
     @property
     def own_rows(self) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +29,8 @@ from ..errors import FrameError
 from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from .layout import Layout, Window
+from .coded_tensor import Codec, CodedTensor
+from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
 
@@ -40,25 +41,6 @@ class FrameSum(NamedTuple):
     segment: int
     index: int
     frames: list[Tensor]
-
-
-class CodedTensor(NamedTuple):
-    """A tensor that frames are made of, and one that they are decoded into.
-
-    Attributes:
-        layout: how it is cut.
-        source: this rank's values; None where nothing is encoded.
-        output: where decoded frames go; it may be the memory of `source`. None where nothing is decoded.
-    """
-
-    layout: Layout
-    source: Window | None = None
-    output: Window | None = None
-
-    def part(self, segments: range) -> CodedTensor:
-        """Some neighbouring segments by themselves, which are numbered from 0."""
-        start = self.layout.elements(segments).start
-        return CodedTensor(self.layout.part(segments), self.source.counted_from(start), self.output.counted_from(start))
 
 
 def coding_for(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
@@ -75,14 +57,13 @@ def coding_for(config: Config, backend: Backend, link_gbps: float | None = None)
 
 
 @dataclass
-class TensorCodec(ABC):
-    """Encodes what this rank holds, and decodes into where the result belongs.
+class TensorCodec(Codec):
+    """Encodes into frames, and decodes them.
 
     FrameError says what is damaged. On a GPU that shows when a call is over: see `finish`.
 
     Attributes:
         device: where all of these tensors live.
-        tensor: what is encoded and decoded.
         coding: how codes are written.
         checksum: whether frames get a checksum, and must come with one.
         counters: takes the seconds spent in coding.
@@ -95,18 +76,6 @@ class TensorCodec(ABC):
     counters: Counters
 
     @property
-    def layout(self) -> Layout:
-        return self.tensor.layout
-
-    @property
-    def source(self) -> Window:
-        return self.tensor.source
-
-    @property
-    def output(self) -> Window:
-        return self.tensor.output
-
-    @property
     def backend(self) -> Backend:
         return self.device.backend
 
@@ -114,11 +83,6 @@ class TensorCodec(ABC):
     @abstractmethod
     def frame_capacity(self) -> int:
         """Bytes that no frame of this tensor can exceed."""
-
-    @property
-    def bypass(self) -> object | None:
-        """The reason why the call must go plain after all, if it turned out that it must."""
-        return None
 
     def encode(self, segment: int, index: int) -> Tensor:
         """The frame of this rank's own values."""
@@ -180,7 +144,6 @@ class TensorCodec(ABC):
             self._read(segment, index, frame)
 
     def part(self, segments: range) -> TensorCodec:
-        """The codec of some neighbouring segments by themselves, which are numbered from 0."""
         return replace(self, tensor=self.tensor.part(segments))
 
     @abstractmethod
@@ -217,6 +180,9 @@ class QuantizingCodec(TensorCodec):
     noise: Noise | None = None
     agreement: ScaleAgreement | None = None
 
+    def __post_init__(self):
+        self._decodings: list[Decoding] = []  # that wait for others, to be done together
+
     @property
     def frame_capacity(self) -> int:
         return max_frame_bytes(self.layout.frame_elements)
@@ -224,9 +190,6 @@ class QuantizingCodec(TensorCodec):
     @property
     def bypass(self) -> object | None:
         return self.agreement and self.agreement.bypass
-
-    def __post_init__(self):
-        self._decodings: list[Decoding] = []  # that wait for others, to be done together
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured

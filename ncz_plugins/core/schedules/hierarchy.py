@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...kernels.scratch import Scratch
 from ..call import Call, plain_wire_bytes
+from ..codec.coded_tensor import Codec
 from ..codec.layout import Layout, Window
-from ..codec.tensor_codec import TensorCodec
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import Transport
@@ -56,7 +56,7 @@ def _all_reduce(call: Call, nodes: Nodes) -> Call:
 
         return _node_sum(call, nodes, transport, part, counters)
 
-    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+    def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         _between(call, nodes, transport, codec, own, counters)
         _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
 
@@ -77,7 +77,7 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
 
         return _node_sum(call, nodes, transport, part, counters)
 
-    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+    def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         _between(call, nodes, transport, codec, own, counters)
 
     output = Window(call.output.data, call.layout.segment(own[nodes.node]).start)
@@ -92,7 +92,7 @@ def _all_gather(call: Call, nodes: Nodes) -> Call:
     own = _pieces(nodes)[nodes.local_rank]
     segment = own[nodes.node]
 
-    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+    def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         elements = call.layout.elements(own)
         mine = _buffer("part", call.output.data, elements.stop - elements.start)
         own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
@@ -125,7 +125,7 @@ def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
             mine = _dealt(nodes, transport, call.root, parts(call.source), counters)
         return Window(mine, layout.elements(own).start)
 
-    def schedule(transport: Transport, codec: TensorCodec, counters: Counters) -> None:
+    def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         _between(call, nodes, transport, codec, own, counters, root=root)
         _share(nodes, transport, parts(call.output), counters)
 
@@ -144,7 +144,7 @@ def _having(nodes: Nodes, local_rank: int) -> list[int]:
 
 
 def _between(
-    call: Call, nodes: Nodes, transport: Transport, codec: TensorCodec, piece: range, counters: Counters, **root
+    call: Call, nodes: Nodes, transport: Transport, codec: Codec, piece: range, counters: Counters, **root
 ) -> None:
     """Run the flat call's schedule on one piece, with the nodes for ranks. The output is then there to be shared."""
     counters.plain_bytes = plain_wire_bytes(call.collective, codec.source.data.nbytes, nodes.count)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ncz_plugins import kernels
+from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales
 from ncz_plugins.core.codec.tensor_codec import (
-    CodedTensor,
     LosslessCodec,
     QuantizingCodec,
     TensorCodec,
