@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.format import DTYPES
 from .codec.layout import Layout
-from .codec.quantize import Scales, derive
+from .codec.quantize import Derived, Scales, derive
 from .config import Config, Policy, QuantizerConfig
 
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -111,13 +111,16 @@ def scales_or_bypass(
         agreed, layout, quantizer, dtype, addends, divisor: see `quantize.derive`.
     """
     derived = derive(agreed, layout, quantizer, dtype, addends, divisor)
+    return by_scales(derived, dtype) or derived.scales
+
+
+def by_scales(derived: Derived, dtype: torch.dtype) -> Bypass | None:
+    """There may be no quantization steps, or none that make values of `dtype` noticeably smaller."""
     if not derived.finite:
         return Bypass.NON_FINITE
     if derived.scales is None:
         return Bypass.CODE_OVERFLOW
-    if not derived.is_worthwhile(dtype):
-        return Bypass.NOT_WORTH
-    return derived.scales
+    return None if derived.is_worthwhile(dtype) else Bypass.NOT_WORTH
 
 
 # ------------------------------------------------------------------ by what became of similar calls

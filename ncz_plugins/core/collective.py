@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Backend
-from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_size, scales_or_bypass
+from ..kernels.backend import Backend, GpuBackend
+from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import bypassing, described, refusal, require_plain, require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
-from .codec.quantize import Scales, measure
-from .codec.scale_agreement import ScaleAgreement, pieces_of
+from .codec.quantize import Scales, derive_on_gpu, derived_on_gpu, measure, measure_on_gpu, step_rule
+from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
 from .codec.tensor_codec import codec_for, noise_for
 from .config import FRAME_BYTES, GPU_FRAME_BYTES, Config
 from .errors import UnsupportedError, memory_errors
@@ -443,17 +443,41 @@ def _measured(
     if quantizer.kind == "lossless":
         return source, None
 
+    dtype = source.data.dtype
+    if device.in_batches:
+        return source, _on_gpu(call, source, device.backend, transport, counters)
+
     def measured(frames: range) -> Tensor:
         with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
-            return measure(device.backend, source, layout, call.measured, quantizer, frames, device.seen)
+            return measure(device.backend, source, layout, call.measured, quantizer, frames)
 
     def agree(measured: Tensor) -> Callable[[], None]:
         return transport.start_max(measured, counters).wait
 
     def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
-        return scales_or_bypass(agreed, layout, quantizer, source.data.dtype, call.addends, call.divisor)
+        return scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor)
 
-    # A GPU measures in no time, and would have to be waited for.
-    in_pieces = call.in_pieces and transport.overlaps and source.data.device.type == "cpu"
-    pieces = pieces_of(layout, call.config) if in_pieces else [range(layout.frames)]
-    return source, ScaleAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)
+    pieces = pieces_of(layout, call.config) if call.in_pieces and transport.overlaps else [range(layout.frames)]
+    return source, PiecewiseAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)
+
+
+def _on_gpu(
+    call: Call, source: Window, backend: GpuBackend, transport: Transport, counters: Counters
+) -> DeviceAgreement:
+    layout, quantizer, dtype = call.layout, call.config.quantizer, source.data.dtype
+    rule = step_rule(quantizer, dtype, call.addends, call.divisor)
+
+    def agree(measured: Tensor) -> None:
+        with peer_errors("agreeing on quantization steps"):
+            transport.plain.all_reduce(measured, torch.distributed.ReduceOp.MAX).wait()
+        counters.wire_bytes += 2 * measured.nbytes * (transport.world_size - 1) // transport.world_size
+
+    def derived(agreed: Tensor) -> tuple[Scales, Tensor]:
+        return derive_on_gpu(backend, agreed, layout, quantizer, rule)
+
+    def judge(scales: Scales, outcome: list[int]) -> Bypass | None:
+        return by_scales(derived_on_gpu(scales, outcome, layout, quantizer), dtype)
+
+    with span("measure", source.data.nbytes, counters):
+        measured = measure_on_gpu(backend, source, layout, call.measured, quantizer)
+    return DeviceAgreement(measured, agree, derived, judge)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from . import damage
-from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts
+from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, StepRule
 from .scratch import Scratch
 
 _scratch = Scratch()
@@ -171,8 +171,12 @@ class Backend(ABC):
     def checksum(self, frame: Tensor) -> int:
         """The checksum of a whole frame, ignoring its checksum field."""
 
-    def check(self) -> None:  # noqa: B027 - most backends have nothing to do here
-        """Raise DamagedFrame if a call since the last check met damage. CPU kernels raise at once instead."""
+    def check(self, report: Tensor | None = None) -> None:  # noqa: B027 - most backends have nothing to do here
+        """Raise DamagedFrame if a call since the last check met damage. CPU kernels raise at once instead.
+
+        Args:
+            report: see `GpuBackend.report`.
+        """
 
     def seal(self, frame: Tensor) -> None:
         """Give a finished frame its checksum. The decoders verify it.
@@ -211,6 +215,47 @@ class Backend(ABC):
         self, packed: Tensor, bits: int, rows: Rows, magnitudes: Tensor, denominator: float, out: Tensor
     ) -> None:
         """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`; NaN for +inf."""
+
+
+class GpuBackend(Backend):
+    """Kernels of a GPU, which meet damage while the host does something else, and derive quantization steps there."""
+
+    @abstractmethod
+    def report(self, device: torch.device) -> Tensor:
+        """Where this thread's kernels on `device` leave the first damage that they meet: int64, zeros for none.
+
+        `check` takes its values in host memory; without them it waits for those of all devices.
+        """
+
+    @abstractmethod
+    def measure_blocks(
+        self,
+        tensors: Sequence[Tensor],
+        lengths: Sequence[int],
+        segments: range,
+        block: int,
+        mode: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """What `quantize.measure` in core/codec returns, on the device; sums of several chunks may differ by a bit.
+
+        Args:
+            tensors: the values of each of `segments`, of all those of `lengths` elements.
+            block: elements that share a scale; 0: all.
+            mode: one of `format.MODES`.
+            dtype: that steps have: float64 for float64 values, float32 for all others.
+        """
+
+    @abstractmethod
+    def derive_steps(
+        self, agreed: Tensor, lengths: Sequence[int], block: int, rule: StepRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `quantize.derive` in core/codec finds of the maximum over ranks, on the device.
+
+        Returns: the inverse steps and scales, [chunks] each, zeros where a block allows none; and int64, [3]: how many
+        blocks hold what is not finite, and have codes that overflow, and 2**20 times the bits of all chunks' values.
+        """
 
 
 def require_seals(frames: Sequence[Tensor]) -> None:

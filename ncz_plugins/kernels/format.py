@@ -105,6 +105,29 @@ class Rows(NamedTuple):
         return cls(numel, count, elements, 0, blocks_of(elements))
 
 
+class StepRule(NamedTuple):
+    """How quantization steps follow from what ranks measured: the numbers that all blocks of a call share.
+
+    core/codec/quantize.py says what follows from them.
+    """
+
+    mode: int  # as in MODES
+    value: float  # the bound, relative to what the mode says
+    addends: float  # codes that are summed
+    share: float  # of a sum of equal addends, in the result
+    divisor: float  # of a sum
+    steps_per_bound: float  # 2 where codes are rounded to nearest, 1 at random
+    least: float  # smaller bounds count as this one
+    reserved: float  # for the arithmetic, as a part of the largest result
+    most: float  # larger results are not finite
+    rounding: float  # of a result to its dtype, relative to it; 0 where that does not count
+    tiny: float  # the smallest normal number of that dtype
+    cap: float  # no step is larger
+
+
+MODES = ("abs", "rel", "rms", "range")
+
+
 class DamagedFrame(ValueError):
     """The bytes are not a whole, valid frame of the expected number of codes."""
 

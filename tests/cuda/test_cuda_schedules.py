@@ -14,6 +14,7 @@ from ncz_plugins.core.runtime.device import Gpu, Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
+from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
 from ncz_plugins.kernels.format import CHUNK
 
@@ -32,7 +33,7 @@ class EmulatedGpu(Gpu):
         seen_bytes: how many bytes were copied to the host.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int = 1):
         self._launcher = CountingLauncher(seed=seed)
         self.backend = CudaBackend(self._launcher)
         self._device = torch.device("cpu")
@@ -182,8 +183,8 @@ def test_so_it_is_where_only_a_checksum_tells(schedule):
 
 # What kernels of a coder launch to encode, and to add frames to what is encoded; see test_cuda_batches.py.
 CODERS = {"fixed": (1, 2), "huffman": (5, 7), "auto": (9, 11)}
-MEASURE, DECODE = 1, 2  # launches
-STATISTICS, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of a chunk, of a frame that is sent, of a call
+SCALES, DECODE = 3, 2  # launches: chunks and blocks are measured, and steps derived
+OUTCOME, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of all scales, of a frame that is sent, of a call
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -192,7 +193,7 @@ STATISTICS, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of a chunk, of 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_call_costs_the_host(schedule, frames, coder, world_size):
     """Launches and waits for the GPU do not grow with the tensor, and of its contents the host sees next to nothing."""
-    n, chunks = world_size, world_size * frames
+    n = world_size
     config = Config(entropy={"coder": coder, "predictor": "auto" if coder == "auto" else "none"})
     devices = {}
 
@@ -205,6 +206,81 @@ def test_what_a_call_costs_the_host(schedule, frames, coder, world_size):
     encode, add = CODERS[coder]
     batches = {"direct": 1, "ring": n - 1}[schedule]  # of sums
     for device in devices.values():
-        assert device.launched == MEASURE + encode + batches * add + DECODE
-        assert device.waits == 1 + 1 + batches + 1  # statistics, sizes of what is encoded and of sums, the end
-        assert device.seen_bytes == STATISTICS * chunks + SIZE * n * frames + REPORT
+        assert device.launched == SCALES + encode + batches * add + DECODE
+        assert device.waits == 1 + batches + 1  # sizes of what is encoded, and of sums; the end
+        assert device.seen_bytes == OUTCOME + SIZE * n * frames + REPORT
+
+
+# ------------------------------------------------------------------ all collectives, as users ask for them
+
+
+def requests_of(rank: int, world_size: int, dtype: torch.dtype, poison: float | None) -> list[Request]:
+    """One of each collective. A value of rank 1 is `poison`."""
+    tensor = torch.randn(world_size * 2 * CHUNK, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    if poison is not None and rank == 1:
+        tensor[-9] = poison
+    part = tensor[-2 * CHUNK :].clone()
+    new, parts = tensor.new_zeros, [ParameterSlice(None, 2 * CHUNK)]
+    return [
+        Request("all_reduce", (x := tensor.clone()), x, SUM, parts=[ParameterSlice(None, x.numel())]),
+        Request("reduce_scatter_tensor", tensor, new(2 * CHUNK), SUM, parts=[ParameterSlice(None, tensor.numel())]),
+        Request("all_gather_into_tensor", part, new(tensor.numel()), None, parts=parts),
+        Request("broadcast", (y := tensor.clone()), y, None, root=1, parts=[ParameterSlice(None, y.numel())]),
+    ]
+
+
+def outcomes_of(
+    transport, config: Config, device, per_node: int = 1, dtype=torch.float32, poison: float | None = None
+) -> tuple[torch.Tensor, dict, int]:
+    """All results behind each other, how many calls went plain and why, and how many were compressed."""
+    n, rank = transport.world_size, transport.rank
+    ranks = tuple(tuple(range(first, first + per_node)) for first in range(0, n, per_node))
+    nodes = None if per_node == 1 else Nodes(ranks, rank // per_node, rank % per_node)
+    ours = Collectives(Training(config), config, range(n), rank, nodes)
+    results = []
+    for request in requests_of(rank, n, dtype, poison):
+        ours.run(ours.prepare(request, config), device, transport)
+        results.append(request.output)
+    total = ours.training.stats.total
+    return torch.cat(results), total.bypasses, total.compressed_calls
+
+
+RANKS = pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (3, 1), (4, 2)])  # and how many share a node
+
+
+@RANKS
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("quantizer", [{}, {"mode": "abs", "value": 0.1}, {"mode": "range", "value": 0.01}], ids=str)
+def test_every_collective(quantizer, schedule, world_size, per_node):
+    config = Config(quantizer=quantizer, transport={"schedule": schedule, "min_bytes": 0}).resolved()
+
+    def on(device):
+        return play(world_size, lambda transport: outcomes_of(transport, config, device(), per_node), in_rounds=True)
+
+    for (ours, *counted), (expected, *_) in zip(on(EmulatedGpu), on(Host), strict=True):
+        assert torch.equal(ours, expected) and counted == [{}, 4]
+
+
+@RANKS
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("reason", "quantizer", "dtype", "poison"),
+    [
+        ("non-finite", {}, torch.float32, float("nan")),
+        ("non-finite", {"mode": "rel", "value": 0.01}, torch.float16, float("-inf")),
+        ("code overflow", {"mode": "rel", "value": 1e-9}, torch.float32, None),
+        ("not worth it", {"mode": "rel", "value": 3e-5}, torch.bfloat16, None),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_coded_goes_plain(reason, quantizer, dtype, poison, schedule, world_size, per_node):
+    """The host hears of it late: with the sizes of the first frames, or at the end of a rank that only receives."""
+    config = Config(quantizer=quantizer, transport={"schedule": schedule, "min_bytes": 0}).resolved()
+
+    def on(device):
+        how = config, device(), per_node, dtype, poison
+        return play(world_size, lambda transport: outcomes_of(transport, *how), in_rounds=True)
+
+    for (ours, *counted), (expected, *on_host) in zip(on(EmulatedGpu), on(Host), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+        assert counted == [{reason: 4}, 0] == on_host

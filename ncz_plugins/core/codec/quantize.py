@@ -6,7 +6,6 @@ the same quantization steps from it. A maximum is exact, so the order in which r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.backend import Backend
+from ...kernels.backend import Backend, GpuBackend
+from ...kernels.format import MODES, StepRule
 from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
@@ -78,6 +78,25 @@ def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
     return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 
 
+def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> StepRule:
+    """The numbers that all blocks of a call share: see `derive`, which takes the same arguments."""
+    work, final = np.finfo(work_dtype(dtype)), torch.finfo(dtype)
+    return StepRule(
+        mode=MODES.index(quantizer.mode),
+        value=quantizer.value,
+        addends=addends,
+        share=addends / divisor,
+        divisor=divisor,
+        steps_per_bound=_STEP_PER_BOUND[quantizer.kind],
+        least=smallest_bound(dtype, divisor),
+        reserved=_ROUNDINGS * float(work.epsneg),
+        most=final.max,
+        rounding=final.eps / 2 if addends == 1 and dtype.itemsize == 2 else 0.0,
+        tiny=final.tiny,
+        cap=float(work.max) / 4,
+    )
+
+
 def measure(
     backend: Backend,
     source: Window,
@@ -85,9 +104,8 @@ def measure(
     segments: range,
     quantizer: QuantizerConfig,
     frames: range | None = None,
-    seen: Callable[[Tensor], Tensor] = Tensor.cpu,
 ) -> Tensor:
-    """This rank's part of the agreement, in the dtype that steps have.
+    """This rank's part of the agreement, in the dtype that steps have, of values in host memory.
 
     In mode abs one number, the largest magnitude. Else numbers of each block, so that its step follows from them
     alone, one kind after the other: in rel the largest magnitudes, [blocks]; in rms these and the root mean squares; in
@@ -96,7 +114,6 @@ def measure(
 
     Args:
         frames: neighbouring ones of each segment, to look at no others; they begin and end where blocks or segments do.
-        seen: gives the values of a tensor of the backend's device in host memory.
     """
     frames = range(layout.frames) if frames is None else frames
     cut = layout.cut(frames)
@@ -104,7 +121,7 @@ def measure(
     squares = np.zeros(cut.chunks)
     if segments:
         here = cut.chunks_of(segments)
-        low, high, total = seen(backend.statistics_of([source[layout.run(i, frames)] for i in segments])).numpy()
+        low, high, total = backend.statistics_of([source[layout.run(i, frames)] for i in segments]).numpy()
         highest[here], negated[here], squares[here] = high, -low, total
     sizes = cut.chunks_per_block(quantizer.block_in_effect)
     first = np.cumsum(sizes) - sizes
@@ -147,22 +164,21 @@ def derive(
     """
     if torch.isposinf(agreed).any():
         return Derived(None, finite=False)
-    work = work_dtype(dtype)
-    info, final = np.finfo(work), torch.finfo(dtype)
+    work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
     with np.errstate(over="ignore"):
         relative_to, largest, typical = _blocks(agreed, quantizer)
-        bound = quantizer.value * relative_to
-        if ((largest + bound) * (addends / divisor) > final.max).any():
+        bound = rule.value * relative_to
+        if ((largest + bound) * rule.share > rule.most).any():
             return Derived(None, finite=False)
-    bound = np.maximum(bound, smallest_bound(dtype, divisor))
-    too_fine = bound < _finest(largest, quantizer, work, addends)
-    usable = bound - _reserved(work) * (largest + bound)
-    if addends == 1 and dtype.itemsize == 2:
+    bound = np.maximum(bound, rule.least)
+    too_fine = bound < _finest(largest, rule)
+    usable = bound - rule.reserved * (largest + bound)
+    if rule.rounding:
         # The result's own rounding, too. That of a small error doubles it at most: what was rounded had this dtype.
-        rounding = final.eps / 2 * np.maximum(largest + bound, final.tiny)
+        rounding = rule.rounding * np.maximum(largest + bound, rule.tiny)
         usable = np.maximum(usable - rounding, usable / 2)
     # The cap keeps an absurdly wide absolute bound from becoming infinite.
-    step = _rounded_down(np.minimum(_STEP_PER_BOUND[quantizer.kind] * usable, float(info.max) / 4), work)
+    step = _rounded_down(np.minimum(rule.steps_per_bound * usable, rule.cap), work)
     if quantizer.mode == "range" and quantizer.kind == "error_bound":
         # A block that holds nothing but one value leaves no room for an error, and needs none if that is the step.
         single = too_fine & (relative_to == 0)
@@ -180,10 +196,43 @@ def derive(
     return Derived(scales, bits_per_value=float(np.average(bits, weights=np.maximum(blocks, 1))) if len(bits) else 0.0)
 
 
+# ------------------------------------------------------------------ the same on a GPU
+
+_ONE_BIT = 1 << 20  # in what the kernel counts
+
+
+def measure_on_gpu(
+    backend: GpuBackend, source: Window, layout: Layout, segments: range, quantizer: QuantizerConfig
+) -> Tensor:
+    """What `measure` returns, on the device."""
+    values = [source[layout.segment(segment)] for segment in segments]
+    dtype = torch.float64 if source.data.dtype == torch.float64 else torch.float32
+    how = quantizer.block_in_effect, quantizer.mode, dtype
+    return backend.measure_blocks(values, layout.lengths, segments, *how, source.data.device)
+
+
+def derive_on_gpu(
+    backend: GpuBackend, agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, rule: StepRule
+) -> tuple[Scales, Tensor]:
+    """Scales on the device, and what `derived_on_gpu` takes once the host has seen it."""
+    *scales, outcome = backend.derive_steps(agreed, layout.lengths, quantizer.block_in_effect, rule)
+    return Scales(*scales), outcome
+
+
+def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout, quantizer: QuantizerConfig) -> Derived:
+    """What `derive` returns, of what `derive_on_gpu` does."""
+    infinite, too_fine, bits = outcome
+    chunks = np.maximum(layout.chunks_per_block(quantizer.block_in_effect), 1).sum()
+    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, int(chunks)))
+
+
+# ------------------------------------------------------------------ blocks
+
+
 def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtype) -> float | None:
     """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
     relative_to, largest, _ = _blocks(agreed, quantizer)
-    finest = _finest(largest, quantizer, work_dtype(dtype), addends=1)
+    finest = _finest(largest, step_rule(quantizer, dtype, addends=1))
     needed = largest > 0
     if quantizer.kind == "error_bound":
         needed &= relative_to > 0  # see the blocks of one value above
@@ -210,15 +259,10 @@ def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.
     return extent, np.maximum(np.abs(highest), np.abs(negated)), extent
 
 
-def _reserved(work: type[np.floating]) -> float:
-    """The part of the largest result that the arithmetic may add to the error."""
-    return _ROUNDINGS * float(np.finfo(work).epsneg)
-
-
-def _finest(largest: np.ndarray, quantizer: QuantizerConfig, work: type[np.floating], addends: int) -> np.ndarray:
+def _finest(largest: np.ndarray, rule: StepRule) -> np.ndarray:
     """The smallest bound of each block that leaves a quarter of it to the steps, and whose codes don't overflow."""
-    reserved = _reserved(work)
-    usable = addends * (largest / (_MAX_CODE - addends)) / _STEP_PER_BOUND[quantizer.kind]
+    reserved = rule.reserved
+    usable = rule.addends * (largest / (_MAX_CODE - rule.addends)) / rule.steps_per_bound
     return np.maximum(reserved * largest / (0.75 - reserved), (reserved * largest + usable) / (1 - reserved))
 
 

@@ -1,12 +1,16 @@
-"""The quantization steps that all ranks share for one call, measured and agreed on piece by piece.
+"""How ranks agree on the quantization steps of one call: piece by piece on CPUs, all at once on GPUs.
 
-Measuring a tensor takes a pass over it, during which nothing would cross the link. So a large tensor is measured in
+Measuring a tensor takes a pass over it, during which nothing would cross the link. So a CPU measures a large tensor in
 pieces: some frames of every segment first, which then travel while the next piece is measured. The pieces change no
 quantization step, because the step of a block depends on that block alone.
+
+A GPU measures in no time. There the steps stay on the device, and the host hears whether there are any when it first
+has to wait for something else: the sizes of the first frames. Nothing has been sent by then.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -38,8 +42,39 @@ def pieces_of(layout: Layout, config: Config) -> list[range]:
     return [range(start, end) for start, end in zip(starts, [*starts[1:], frames])]
 
 
-class ScaleAgreement:
-    """The quantization steps of one call, on which the ranks agree piece by piece.
+class ScaleAgreement(ABC):
+    """The quantization steps of one call, on which the ranks agree.
+
+    Attributes:
+        scales: of the whole tensor; only those of required frames are filled in. None as long as none are.
+        bypass: the reason why the call must go plain; None as long as there is none.
+        outcome: on a GPU, what the host has yet to `learn` once it waits for something anyway: int64. Else None.
+    """
+
+    def __init__(self):
+        self.scales: Scales | None = None
+        self.bypass: object | None = None
+        self.outcome: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether all scales are filled in, or there is a `bypass`, and the host knows."""
+
+    @abstractmethod
+    def require(self, frames: int) -> None:
+        """Return once the scales of the first `frames` frames of every segment are filled in, or there is a `bypass`.
+
+        On a GPU they are in the order of the stream. All ranks must require the same, in the same order relative to
+        their other agreements.
+        """
+
+    def learn(self, outcome: list[int]) -> None:  # noqa: B027 - a host has nothing to learn of itself
+        """Take note of what the host has seen in `outcome`."""
+
+
+class PiecewiseAgreement(ScaleAgreement):
+    """On a CPU, piece by piece.
 
     The first piece is measured at once. Nothing is sent before the first `require`.
 
@@ -50,10 +85,6 @@ class ScaleAgreement:
         measure: returns what this rank measured of some frames, see `quantize.measure`.
         agree: begins to replace that by its maximum over ranks, and returns a function that waits for it.
         derive: takes such a maximum and the layout that it belongs to. Returns scales, or the reason to go plain.
-
-    Attributes:
-        scales: of the whole tensor, in host memory. Only those of required frames are filled in.
-        bypass: the reason why the call must go plain; None as long as there is none.
     """
 
     def __init__(
@@ -65,8 +96,7 @@ class ScaleAgreement:
         agree: Callable[[Tensor], Callable[[], None]],
         derive: Callable[[Tensor, Layout], Scales | object],
     ):
-        self.scales: Scales | None = None
-        self.bypass: object | None = None
+        super().__init__()
         self._layout = layout
         self._pieces = pieces
         self._block = block
@@ -80,15 +110,11 @@ class ScaleAgreement:
 
     @property
     def complete(self) -> bool:
-        """Whether all scales are filled in, or there is a `bypass`."""
         return self._agreed == len(self._pieces)
 
     def require(self, frames: int) -> None:
-        """Return once the scales of the first `frames` frames of every segment are filled in, or there is a `bypass`.
-
-        All ranks must require the same, in the same order relative to their other agreements. Before the last frame of
-        a piece is used, the next piece is measured and its agreement begins: it need not queue behind that frame.
-        """
+        # Before the last frame of a piece is used, the next piece is measured and its agreement begins: it need not
+        # queue behind that frame.
         while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
             self._begin()
             self._end()
@@ -134,3 +160,40 @@ class ScaleAgreement:
             self.scales = found
         else:
             self._fill_in(range(self._layout.frames), found)
+
+
+class DeviceAgreement(ScaleAgreement):
+    """On a GPU, of all frames at once. All of it is queued on the stream.
+
+    Args:
+        measured: what this rank measured, see `quantize.measure_on_gpu`.
+        agree: replaces that by its maximum over ranks.
+        derive: takes the maximum, and returns the scales and the outcome, see `quantize.derive_on_gpu`.
+        judge: takes these once the host has seen the outcome. Returns the reason to go plain, or None.
+    """
+
+    def __init__(
+        self,
+        measured: Tensor,
+        agree: Callable[[Tensor], None],
+        derive: Callable[[Tensor], tuple[Scales, Tensor]],
+        judge: Callable[[Scales, list[int]], object | None],
+    ):
+        super().__init__()
+        self._measured = measured
+        self._agree = agree
+        self._derive = derive
+        self._judge = judge
+
+    @property
+    def complete(self) -> bool:
+        return self.scales is not None and self.outcome is None
+
+    def require(self, frames: int) -> None:
+        if self.scales is None:
+            self._agree(self._measured)
+            self.scales, self.outcome = self._derive(self._measured)
+
+    def learn(self, outcome: list[int]) -> None:
+        self.bypass = self._judge(self.scales, outcome)
+        self.outcome = None

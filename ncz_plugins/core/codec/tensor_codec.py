@@ -134,10 +134,14 @@ class TensorCodec(Codec):
             sizes = self._write_sums(batch, buffers)
             if self.checksum:
                 self.backend.seal_frames(buffers)
-            written = self.device.trimmed(buffers, sizes)
+            written = self.device.trimmed(buffers, self._seen(sizes))
         for frame in written:
             self._count(frame)
         return written
+
+    def _seen(self, sizes: Tensor) -> list[int]:
+        """Sizes of frames, as the host knows them."""
+        return self.device.seen(sizes).tolist()
 
     def _decode(self, segment: int, index: int, frame: Tensor) -> None:
         with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
@@ -201,8 +205,10 @@ class QuantizingCodec(TensorCodec):
             super().decode(segment, index, frame)
 
     def finish(self) -> None:
+        if self._untold is not None:
+            self.agreement.learn(self.device.seen(self._untold).tolist())
         decodings, self._decodings = self._decodings, []
-        if decodings:
+        if decodings and not self.bypass:
             with span("decode", sum(each.frame.nbytes for each in decodings), self.counters):
                 self.backend.decode_frames(decodings, self.checksum)
         super().finish()
@@ -232,6 +238,24 @@ class QuantizingCodec(TensorCodec):
         """This rank's values of one frame, and what turns them into codes."""
         inverse_steps = self.scales.inverse_steps[self.layout.frame_chunks(segment, index)]
         return self.source[self.layout.frame(segment, index)], inverse_steps
+
+    @property
+    def _untold(self) -> Tensor | None:
+        """What the host has yet to see of the agreement."""
+        return self.agreement and self.agreement.outcome
+
+    def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
+        bypass = self.bypass
+        frames = super()._sums(batch)
+        # The host may have learned only now that the call must go plain.
+        return frames if self.bypass is bypass else super()._sums(batch)
+
+    def _seen(self, sizes: Tensor) -> list[int]:
+        if self._untold is None:
+            return super()._seen(sizes)
+        told = self.device.seen(torch.cat([sizes, self._untold])).tolist()  # with one wait
+        self.agreement.learn(told[sizes.numel() :])
+        return told[: sizes.numel()]
 
     def _require_scales(self, frames: int) -> None:
         if self.agreement is not None and not self.agreement.complete:

@@ -86,11 +86,11 @@ class Device(ABC):
         """Memory to write one frame to, uint8, [nbytes]. It is valid until the next call of `buffer`."""
 
     @abstractmethod
-    def trimmed(self, buffers: list[Tensor], sizes: Tensor) -> list[Tensor]:
+    def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """The bytes of each of `buffers` that were just written, in memory that the caller keeps.
 
         Args:
-            sizes: how many of each, as `Backend.encode_sums` returns them.
+            sizes: how many of each.
         """
 
     @abstractmethod
@@ -140,9 +140,9 @@ class Host(Device):
     def buffer(self, nbytes: int) -> Tensor:
         return _scratch.of("frame", nbytes, torch.uint8)
 
-    def trimmed(self, buffers: list[Tensor], sizes: Tensor) -> list[Tensor]:
+    def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
         # Most frames are much smaller than the buffer.
-        return [buffer[:size].clone() for buffer, size in zip(buffers, sizes.tolist())]
+        return [buffer[:size].clone() for buffer, size in zip(buffers, sizes)]
 
     def seen(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -196,9 +196,8 @@ class Gpu(Device):
     def buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def trimmed(self, buffers: list[Tensor], sizes: Tensor) -> list[Tensor]:
-        # The host must know the sizes, and so must NCCL.
-        return [buffer[:size] for buffer, size in zip(buffers, self.seen(sizes).tolist())]
+    def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        return [buffer[:size] for buffer, size in zip(buffers, sizes)]
 
     def seen(self, tensor: Tensor) -> Tensor:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

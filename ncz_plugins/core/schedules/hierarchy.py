@@ -58,7 +58,8 @@ def _all_reduce(call: Call, nodes: Nodes) -> Call:
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         _between(call, nodes, transport, codec, own, counters)
-        _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
+        if not codec.bypass:
+            _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
 
     return replace(call, measured=own, within_node=within_node, schedule=schedule, addends=nodes.count)
 
@@ -97,6 +98,8 @@ def _all_gather(call: Call, nodes: Nodes) -> Call:
         mine = _buffer("part", call.output.data, elements.stop - elements.start)
         own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
         _between(call, nodes, transport, own_codec, own, counters)
+        if codec.bypass:
+            return
         by_rank = call.output.data.view(nodes.count * nodes.size, -1)
         by_rank[_having(nodes, nodes.local_rank)] = mine.view(nodes.count, -1)
         ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
@@ -127,7 +130,8 @@ def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         _between(call, nodes, transport, codec, own, counters, root=root)
-        _share(nodes, transport, parts(call.output), counters)
+        if not codec.bypass:
+            _share(nodes, transport, parts(call.output), counters)
 
     measured = own if at_root else range(0)
     return replace(call, layout=layout, measured=measured, within_node=within_node, schedule=schedule)
@@ -146,7 +150,10 @@ def _having(nodes: Nodes, local_rank: int) -> list[int]:
 def _between(
     call: Call, nodes: Nodes, transport: Transport, codec: Codec, piece: range, counters: Counters, **root
 ) -> None:
-    """Run the flat call's schedule on one piece, with the nodes for ranks. The output is then there to be shared."""
+    """Run the flat call's schedule on one piece, with the nodes for ranks.
+
+    The output is then there to be shared, unless `codec` has a bypass: the same on all ranks.
+    """
     counters.plain_bytes = plain_wire_bytes(call.collective, codec.source.data.nbytes, nodes.count)
     part = codec.part(piece)
     call.schedule(nodes.between(transport), part, counters, **root)

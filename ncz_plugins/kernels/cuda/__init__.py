@@ -6,6 +6,7 @@
     fixed.cuh     the coders FIXED and RAW, and all that works in one pass
     select.cuh, huffman.cuh, rans.cuh    the selector and the other coders
     open.cuh      the first pass over frames that are read
+    scales.cuh    quantization steps from what chunks are like; scales.py launches it
     types.cuh, block.cuh, symbols.cuh    shared by these; ../common is shared with the CPU kernels
     frames.py     launches what writes and reads frames, for a batch of them
     nvrtc.py      compiles and launches
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from .. import damage
-from ..backend import Backend, Decoding, Sum
+from ..backend import Decoding, GpuBackend, Sum
 from ..format import CHUNK, HEADER_BYTES, LANES, SelectorCosts, chunks_of, packed_bytes
-from . import frames
+from . import frames, scales
 from .arguments import RowsArgument, inputs_table, noise_argument, pieces_table
 from .frames import THREADS, Launcher
 
@@ -66,7 +67,7 @@ class _Found(threading.local):
         self.reports: dict[torch.device, Tensor] = {}
 
 
-class CudaBackend(Backend):
+class CudaBackend(GpuBackend):
     """The CUDA kernels, for tensors on any CUDA device.
 
     `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
@@ -99,6 +100,14 @@ class CudaBackend(Backend):
             grid = len(rows[part]) * max(1, -(-most // (CHUNK * (THREADS // LANES))))
             self._launch("chunk_statistics", dtype, grid, pieces_table(rows[part]), *results.unbind())
         return results
+
+    def measure_blocks(self, tensors, lengths, segments, block, mode, dtype, device):
+        statistics = self.statistics_of(tensors) if tensors else None
+        blocks = scales.Blocks(lengths, block)
+        return scales.measure(self._launcher, statistics, blocks, segments, mode, dtype, device)
+
+    def derive_steps(self, agreed, lengths, block, rule):
+        return scales.derive(self._launcher, agreed, scales.Blocks(lengths, block), rule)
 
     def quantize(self, x, inverse_steps, codes, noise=None):
         floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
@@ -147,18 +156,12 @@ class CudaBackend(Backend):
             blocks = max(map(_checksum_blocks, sealed[part]))
             self._launch("seal", torch.float32, len(table) * blocks, table, sums[part])
 
-    def report(self, device: torch.device) -> Tensor:
-        """Where this thread's kernels on `device` leave the first damage that they meet; zeros: none."""
+    def report(self, device):
         if device not in self._found.reports:
             self._found.reports[device] = frames.new_report(device)
         return self._found.reports[device]
 
     def check(self, report=None):
-        """As in Backend.
-
-        Args:
-            report: the values of `report`, in host memory; None to look at all of this thread's.
-        """
         if report is None:
             for found in self._found.reports.values():
                 self.check(found.cpu())

@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from ..format import Coding, Noise, Rows
+from ..format import Coding, Noise, Rows, StepRule
 
 MOST_PIECES, MOST_INPUTS = 32, 64  # rows of the tables
 
@@ -39,6 +39,20 @@ class RowsArgument(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in Rows._fields]
 
 
+class StepRuleArgument(ctypes.Structure):
+    """ncz::StepRule"""
+
+    _fields_ = [
+        ("mode", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in StepRule._fields if name != "mode"),
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def step_rule_argument(rule: StepRule) -> StepRuleArgument:
+    return StepRuleArgument(*rule)
+
+
 @functools.lru_cache(maxsize=64)
 def coding_argument(coding: Coding) -> CodingArgument:
     return CodingArgument(coding.coder, coding.predictor, tuple(coding.costs))
@@ -55,7 +69,7 @@ def noise_argument(noise: Noise | None) -> NoiseArgument:
 
 
 class Table:
-    """ncz::Pieces or ncz::Inputs: what a launch must know of each frame that it works on.
+    """ncz::Pieces, ncz::Inputs or ncz::Runs: what a launch must know of each frame that it works on.
 
     Args:
         rows: the members of each row; a tensor stands for its address, None for a null pointer.
@@ -108,7 +122,12 @@ def pieces_table(rows: list[tuple]) -> Table:
     return Table(_PIECE, MOST_PIECES, rows)
 
 
-_INPUT, _PIECE = "QqII", "5Q4I"  # as `struct` has them
+def runs_table(rows: list[tuple]) -> Table:
+    """ncz::Runs: (elements, first chunk, chunks, first block, blocks) of each."""
+    return Table(_RUN, MOST_PIECES, rows)
+
+
+_INPUT, _PIECE, _RUN = "QqII", "5Q4I", "q4I"  # as `struct` has them
 
 
 # ------------------------------------------------------------------ of one launch

@@ -11,8 +11,14 @@
 #define NCZ_FIXED_RATE_KERNELS(X)
 #endif
 
+#if NCZ_DTYPE == 0 || NCZ_DTYPE == 3  // the types of steps
+#include "scales.cuh"
+#else
+#define NCZ_SCALE_KERNELS(X)
+#endif
+
 #define NCZ_MODULE_KERNELS(X) \
-    NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X)
+    NCZ_SCALE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X)
 
 #if NCZ_DTYPE == 0  // what works on codes alone is in this module only
 #include "open.cuh"

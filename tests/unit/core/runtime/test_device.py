@@ -75,6 +75,6 @@ def test_a_frame_keeps_its_bytes_when_the_room_is_used_again():
     host = Host()
     buffer = host.buffer(100)
     buffer[:10] = 7
-    [kept] = host.trimmed([buffer], torch.tensor([10]))
+    [kept] = host.trimmed([buffer], [10])
     host.buffer(100).zero_()
     assert kept.tolist() == [7] * 10

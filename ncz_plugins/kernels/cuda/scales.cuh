@@ -1,0 +1,193 @@
+// From what chunks are like to the quantization steps that all ranks share. core/codec/quantize.py specifies it: the same
+// numbers, as long as a block has one chunk; with more, sums of squares may differ in their last bit.
+//
+// A warp works for one block of a scale, or, where these are long, a whole block of threads.
+#pragma once
+
+#include "values.cuh"
+
+namespace ncz {
+
+// format.StepRule
+struct StepRule {
+    long long mode;
+    double value, addends, share, divisor, steps_per_bound, least, reserved, most, rounding, tiny, cap;
+};
+enum StepMode : int { ABS, REL, RMS, RANGE };
+
+// Neighbouring elements that are cut into blocks from their beginning on.
+struct Run {
+    long long elements;
+    uint32_t first_chunk, chunks, first_block, blocks;
+};
+struct Runs {
+    int32_t n, unused;
+    Run of[MOST_PIECES];
+};
+
+// What kernels find out about all blocks together.
+struct Outcome {
+    unsigned long long infinite, too_fine;  // blocks with values or results that are not finite; whose codes overflow
+    unsigned long long bits;                // roughly those of a value, times 2**20, summed over chunks
+};
+
+}  // namespace ncz
+
+namespace {
+
+constexpr double LARGEST_CODE = 2147482624.0;  // _MAX_CODE of quantize.py
+constexpr double ONE_BIT = 1048576.0;
+
+struct BlockOfScale {
+    int64_t number, first_chunk;
+    int chunks;
+    double elements;
+    bool exists;
+};
+
+// That of this warp, or of this block of threads.
+NCZ_DEVICE BlockOfScale block_of_scale(const Runs& runs, int64_t chunks_per_block, bool wide) {
+    const Run& run = runs.of[frame_number(runs.n)];
+    int64_t at = wide ? unit_number(runs.n) : unit_number(runs.n) * WARPS + warp(), first = at * chunks_per_block;
+    int64_t chunks = run.chunks - first, elements = run.elements - first * CHUNK;
+    bool exists = at < run.blocks;
+    if (chunks > chunks_per_block) {
+        chunks = chunks_per_block;
+        elements = elements < chunks * CHUNK ? elements : chunks * CHUNK;
+    }
+    return {run.first_block + at, run.first_chunk + first, exists ? int(chunks) : 0, double(elements), exists};
+}
+
+NCZ_DEVICE double larger(double a, double b) { return a >= b ? a : b; }
+NCZ_DEVICE double smaller(double a, double b) { return a < b ? a : b; }
+NCZ_DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
+
+NCZ_DEVICE double warp_largest(double value) {
+    for (int distance = WARP / 2; distance; distance /= 2)
+        value = larger(value, __shfl_xor_sync(ALL_LANES, value, distance));
+    return value;
+}
+
+// The nearest number of the type of steps that is not lower; not higher, of a number that is not negative.
+NCZ_DEVICE void round_up(double value, double& out) { out = value; }
+NCZ_DEVICE void round_up(double value, float& out) {
+    out = __double2float_rn(value);
+    if (double(out) < value) out = float_of(out < 0 ? bits_of(out) - 1 : bits_of(out) + 1);
+}
+NCZ_DEVICE void round_down(double value, double& out) { out = value; }
+NCZ_DEVICE void round_down(double value, float& out) {
+    out = __double2float_rn(value);
+    if (double(out) > value && out > 0) out = float_of(bits_of(out) - 1);
+}
+
+}  // namespace
+
+// What this rank measured of each block, [numbers of a block, blocks], from what chunks hold, [3, chunks].
+NCZ_KERNEL(ncz_measure_blocks)
+(const __grid_constant__ Runs runs, long long chunks_per_block, int wide, int mode, const double* statistics,
+ long long chunks, long long blocks, Scale* measured) {
+    NCZ_SHARED(double, scratch, 3 * WARPS);
+    BlockOfScale block = block_of_scale(runs, chunks_per_block, wide);
+    const double nothing = mode == RANGE ? -infinity() : 0;
+    double highest = nothing, negated = nothing, squares = 0;
+    for (int i = wide ? int(threadIdx.x) : lane(); i < block.chunks; i += wide ? THREADS : WARP) {
+        int64_t at = block.first_chunk + i;
+        negated = larger(negated, -statistics[at]);
+        highest = larger(highest, statistics[chunks + at]);
+        squares = __dadd_rn(squares, statistics[2 * chunks + at]);
+    }
+    highest = warp_largest(highest);
+    negated = warp_largest(negated);
+    for (int distance = WARP / 2; distance; distance /= 2)
+        squares = __dadd_rn(squares, __shfl_xor_sync(ALL_LANES, squares, distance));
+    if (wide) {
+        if (lane() == 0) {
+            scratch[warp()] = highest;
+            scratch[WARPS + warp()] = negated;
+            scratch[2 * WARPS + warp()] = squares;
+        }
+        __syncthreads();
+        highest = negated = nothing;
+        squares = 0;
+        for (int w = 0; w < WARPS; ++w) {
+            highest = larger(highest, scratch[w]);
+            negated = larger(negated, scratch[WARPS + w]);
+            squares = __dadd_rn(squares, scratch[2 * WARPS + w]);
+        }
+    }
+    if (lane() || (wide && warp()) || !block.exists) return;
+    if (mode == RANGE) {
+        round_up(highest, measured[block.number]);
+        round_up(negated, measured[blocks + block.number]);
+        return;
+    }
+    double largest = larger(highest, negated);
+    round_up(largest, measured[block.number]);
+    if (mode != RMS) return;
+    double mean = __dmul_rn(squares / block.elements, 1 - (64 + block.chunks) * 0x1p-53);
+    bool usable = mean > 1e-290 && mean < infinity();
+    round_up(larger(usable ? sqrt(mean) : 0, largest / sqrt(block.elements)), measured[blocks + block.number]);
+}
+
+// The steps of all chunks, from the maximum over ranks of what they measured. Where that allows none they are 0, and
+// `outcome` says why.
+NCZ_KERNEL(ncz_derive_steps)
+(const __grid_constant__ Runs runs, long long chunks_per_block, int wide, StepRule rule, const Scale* agreed,
+ long long blocks, Scale* inverse_steps, Scale* scales, Outcome* outcome) {
+    NCZ_SHARED(unsigned long long, bits_of_warps, WARPS);
+    BlockOfScale block = block_of_scale(runs, chunks_per_block, wide);
+    bool first = lane() == 0 && !(wide && warp());
+    unsigned long long bits = 0;
+    if (block.exists) {
+        int64_t second = rule.mode == RMS || rule.mode == RANGE ? blocks : 0;
+        double one = double(agreed[block.number]), two = double(agreed[second + block.number]);
+        bool infinite = one == infinity() || two == infinity();
+        double relative_to = 1, largest = one, typical = one;
+        if (rule.mode == REL) relative_to = one;
+        if (rule.mode == RMS) {
+            relative_to = two;
+            typical = smaller(one, 4 * two);
+        }
+        if (rule.mode == RANGE) {
+            one = one == -infinity() ? 0 : one;
+            two = two == -infinity() ? 0 : two;
+            relative_to = typical = one + two;
+            largest = larger(fabs(one), fabs(two));
+        }
+        double bound = rule.value * relative_to;
+        infinite |= (largest + bound) * rule.share > rule.most;
+        bound = larger(bound, rule.least);
+        double codes = rule.addends * (largest / (LARGEST_CODE - rule.addends)) / rule.steps_per_bound;
+        double finest = larger(rule.reserved * largest / (0.75 - rule.reserved),
+                               (rule.reserved * largest + codes) / (1 - rule.reserved));
+        bool too_fine = bound < finest;
+        double usable = bound - rule.reserved * (largest + bound);
+        if (rule.rounding != 0)
+            usable = larger(usable - rule.rounding * larger(largest + bound, rule.tiny), usable / 2);
+        Scale step;
+        round_down(smaller(rule.steps_per_bound * usable, rule.cap), step);
+        if (too_fine && relative_to == 0 && rule.mode == RANGE && rule.steps_per_bound == 2) {
+            step = Scale(largest);
+            too_fine = false;
+        }
+        bool fits = !infinite && !too_fine;
+        Scale inverse = fits ? 1 / step : 0, scale = fits ? step / Scale(rule.divisor) : 0;
+        for (int i = wide ? int(threadIdx.x) : lane(); i < block.chunks; i += wide ? THREADS : WARP) {
+            inverse_steps[block.first_chunk + i] = inverse;
+            scales[block.first_chunk + i] = scale;
+        }
+        if (first && infinite) atomicAdd(&outcome->infinite, 1ull);
+        if (first && too_fine) atomicAdd(&outcome->too_fine, 1ull);
+        if (first && fits) {
+            double of_value = log2(2 * typical / double(step) + 1) + 1;
+            bits = (unsigned long long)(of_value * ONE_BIT) * (unsigned long long)(block.chunks > 1 ? block.chunks : 1);
+        }
+    }
+    if (lane() == 0) bits_of_warps[warp()] = bits;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int w = 1; w < WARPS; ++w) bits += bits_of_warps[w];
+    if (bits) atomicAdd(&outcome->bits, bits);
+}
+
+#define NCZ_SCALE_KERNELS(X) X(ncz_measure_blocks) X(ncz_derive_steps)
