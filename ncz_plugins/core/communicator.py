@@ -279,7 +279,7 @@ class Communicator:
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
-        return handle if async_op else handle.wait() and None
+        return handle.giving(request.output) if async_op else handle.wait() and None
 
     def _start_on_stream(self, request: Request, call: Call, async_op: bool, captured: bool):
         """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing.
@@ -300,7 +300,7 @@ class Communicator:
             handle = stream.queue([request.input, request.output], work)
         if not captured:
             self._queued_on_gpu = handle
-        return handle if async_op else handle.wait() and None
+        return handle.giving(request.output) if async_op else handle.wait() and None
 
     def _on_streams(self, device: torch.device) -> tuple[CallStream, CollectiveTransport]:
         """What serves calls that need no host: the user's own NCCL group, or ours where the user's is another kind."""
@@ -319,7 +319,7 @@ class Communicator:
         call = self._collectives.prepare_plain(request, bypass)
         run = partial(self._collectives.run_plain, call)
         if async_op:
-            return self._queue.submit(request.collective, request.input.device, run)
+            return self._queue.submit(request.collective, request.input.device, run).giving(request.output)
         return self._queue.run(request.collective, run)
 
     def _start_in_group(self, request: Request, bypass: Bypass, async_op: bool):
@@ -335,7 +335,7 @@ class Communicator:
         self._collectives.count_plain(request, bypass)  # while the data travel
         if request.input.is_cuda and not is_captured(device):
             self._plain_on_gpu = handle
-        return handle if async_op else handle.wait() and None
+        return handle.giving(request.output) if async_op else handle.wait() and None
 
     @contextmanager
     def _refusals(self, collective: str) -> Iterator[None]:

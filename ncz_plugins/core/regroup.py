@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+from torch.futures import Future, collect_all
 
 from .runtime.handle import Handle
 from .training.policy import ParameterSlice
@@ -31,7 +32,7 @@ def regrouped(
         mine = [pieces[at] for at in indices]
         together = torch.cat(mine)
         under_way.append((reduce(together, [parts[at] for at in indices]), together, mine))
-    return Regrouped(under_way)
+    return Regrouped(under_way).giving(tensor)
 
 
 class Regrouped(Handle):
@@ -68,3 +69,10 @@ class Regrouped(Handle):
 
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
+
+    def get_future(self) -> Future[list[Tensor]]:
+        def result(_: Future) -> list[Tensor]:
+            self.wait()
+            return [self.output]
+
+        return collect_all([handle.get_future() for handle, _, _ in self._under_way]).then(result)

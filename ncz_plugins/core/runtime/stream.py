@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ... import kernels
 from ..config import QuantizerConfig
@@ -38,7 +39,7 @@ class CallStream:
             for tensor in tensors:
                 tensor.record_stream(self._stream)
             work()
-            return StreamHandle(self._stream.record_event(), self._device)
+            return StreamHandle(self._stream, self._stream.record_event(), self._device)
 
     @contextmanager
     def following(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -54,7 +55,8 @@ class StreamHandle(Handle):
     So `wait` tells of no failure and knows no time-out; NCCL's watchdog ends the process of a rank whose peer has died.
     """
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device):
+    def __init__(self, stream: torch.cuda.Stream, done: torch.cuda.Event, device: torch.device):
+        self._stream = stream
         self._done = done
         self._device = device
 
@@ -70,6 +72,12 @@ class StreamHandle(Handle):
 
     def exception(self) -> None:
         return None
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future = self._new_future()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            future.set_result([self.output])  # whoever waits, waits for this stream
+        return future
 
 
 def is_captured(device: torch.device) -> bool:

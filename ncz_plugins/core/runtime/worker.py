@@ -8,6 +8,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from torch import Tensor
+from torch.futures import Future
+
 from ..errors import PeerError, UnsupportedError
 from .handle import Handle, seconds_of
 
@@ -35,6 +38,18 @@ class FutureHandle(Handle):
 
     def exception(self) -> BaseException | None:
         return self._future.exception() if self._future.done() else None
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future = self._new_future()
+
+        def complete(done: concurrent.futures.Future) -> None:  # on a GPU, too, the result is in place by now
+            if (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result([self.output])
+
+        self._future.add_done_callback(complete)
+        return future
 
 
 class Worker:

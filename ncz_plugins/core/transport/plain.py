@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from ..errors import PeerError
 from ..runtime.handle import Handle, seconds_of
@@ -117,6 +118,10 @@ class _Divided:
             self._divisor = 1
         return True
 
+    def get_future(self) -> Future:
+        """As that of torch.distributed's works, but for its value."""
+        return self._work.get_future().then(lambda done: (done.value(), self.wait()))
+
     def is_completed(self) -> bool:
         # Only sums in host memory are divided here, and waiting for one that is complete takes no time.
         return self._work.is_completed() and (self._divisor == 1 or self.wait())
@@ -155,3 +160,11 @@ class WorkHandle(Handle):
             with suppress(PeerError):
                 self.wait()  # which takes no time
         return self._error
+
+    def get_future(self) -> Future[list[Tensor]]:
+        def result(done: Future) -> list[Tensor]:
+            with peer_errors(self._doing):
+                done.value()
+            return [self.output]
+
+        return self._work.get_future().then(result)

@@ -1,0 +1,1 @@
+"""What plugs compression into PyTorch's own parallelism: `ddp` for DistributedDataParallel."""

@@ -1,0 +1,150 @@
+"""Compressed gradients for DistributedDataParallel.
+
+from ncz_plugins.torch import ddp
+
+model = DistributedDataParallel(model)
+compression = ddp.compress(model, "ncclz")
+"""
+
+# No `from __future__ import annotations` here: DDP looks at the annotations of a hook, and does not take strings.
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.communicator import Communicator
+from ..core.errors import UnsupportedError
+from ..core.runtime.statistics import Statistics
+from ..core.training.policy import ParameterSlice
+from ..core.training.state import Training
+
+
+class Compression:
+    """The state of the hook: what lasts from one backward pass to the next.
+
+    Making one is a collective: every rank of the group must do it, in the same order relative to its other collectives.
+
+    Args:
+        config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
+        group: the process group whose ranks average their gradients; None is the default group.
+        named_parameters: what policies and error feedback know parameters by.
+        training: what lasts from step to step, if several models are to share it.
+
+    Raises MismatchError where ranks differ in version or configuration, ConfigError.
+
+    Attributes:
+        communicator: carries the calls.
+    """
+
+    def __init__(
+        self,
+        config=None,
+        group: dist.ProcessGroup | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        training: Training | None = None,
+    ):
+        self.communicator = Communicator(config, group, training)
+        self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+
+    @property
+    def training(self) -> Training:
+        """What lasts from step to step, and is saved with a checkpoint."""
+        return self.communicator.training
+
+    @property
+    def stats(self) -> Statistics:
+        """What was counted. A step is a backward pass that reduces gradients."""
+        return self.training.stats
+
+    def state_dict(self) -> dict:
+        """What this rank needs to go on as if it had not been stopped: see `Training.state_dict`. Ranks differ."""
+        return self.training.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what `state_dict` gave to the same rank: see `Training.load_state_dict`."""
+        self.training.load_state_dict(state)
+
+    def close(self) -> None:
+        """Finish what was asked for and free the connections. Safe to call twice."""
+        self.communicator.close()
+
+    def average(self, bucket: dist.GradBucket) -> Future:
+        """Begin to average a bucket over ranks. Returns a future of the bucket's tensor, [elements of the bucket].
+
+        With the last bucket of a backward pass a step of the training is over.
+        """
+        self._require_initial_divisor()
+        tensor = bucket.buffer()
+        parts = [ParameterSlice(self._names.get(id(each)), each.numel()) for each in bucket.parameters()]
+        handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
+        return handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
+
+    def _end_step(self, done: Future) -> Tensor:
+        result = _result_of(done)  # calls run in order, so all others of this pass are over as well
+        self.communicator.end_step()
+        return result
+
+    def _require_initial_divisor(self) -> None:
+        model = self._model and self._model()
+        if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
+            raise UnsupportedError(
+                "model.join(divide_by_initial_world_size=False): a communication hook does not learn how many ranks "
+                "are left; leave it at True, or train without compression"
+            )
+
+
+def hook(state: Compression, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """A communication hook for `DistributedDataParallel.register_comm_hook(state, hook)`.
+
+    A failure comes out of the backward pass as a RuntimeError whose text has the error of ours. Later calls raise that.
+    """
+    return state.average(bucket)
+
+
+def compress(
+    model: DistributedDataParallel,
+    config=None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    training: Training | None = None,
+) -> Compression:
+    """Have a model's gradients averaged by compressed all-reduces from now on. Every rank must call this.
+
+    Args:
+        model: one that has no communication hook yet.
+        config: see `Compression`.
+        group: the process group; None is the model's own.
+        training: see `Compression`.
+
+    Returns: what holds the statistics, and the state for checkpoints.
+
+    Raises UnsupportedError for a model that can't be served, and what `Compression` raises.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            f"ddp.compress takes a DistributedDataParallel, got {type(model).__name__}: wrap the model first"
+        )
+    if model.mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel(mixed_precision=...) uses the communication hook itself: use torch.autocast, or "
+            "parameters in bfloat16"
+        )
+    if model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "one")
+        raise UnsupportedError(f"the model has a communication hook already ({name}), and DDP takes one only")
+    group = model.process_group if group is None else group
+    state = Compression(config, group, model.module.named_parameters(), training)
+    state._model = weakref.ref(model)
+    model.register_comm_hook(state, hook)
+    return state
+
+
+def _result_of(done: Future) -> Tensor:
+    [tensor] = done.value()
+    return tensor

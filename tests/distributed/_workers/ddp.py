@@ -1,0 +1,311 @@
+"""What compression does to DistributedDataParallel: `ddp.py cpu | cuda`. Each check is a test of its own."""
+
+import sys
+
+import torch
+from checks import check, raises, run_checks, same_on_all_ranks
+from common import digest, start
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ncz_plugins import Communicator, MismatchError, Training, UnsupportedError
+from ncz_plugins.torch import ddp
+
+device = torch.device(sys.argv[1])
+rank, world_size = start(device)
+SMALL = {"transport": {"min_bytes": 0}}
+LOSSLESS = SMALL | {"quantizer": {"kind": "lossless"}}
+WIDTH = 307  # a prime
+
+
+class Net(nn.Module):
+    """Parameters of 1, of prime, and of some hundred thousand elements; `spare` is used only where asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 7)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, spare: bool = True):
+        x = self.second(self.first(x).relu()).relu()
+        if spare:
+            x = self.spare(x).relu()
+        return self.last(x) * self.scale
+
+
+def wrapped(group, dtype=torch.float32, **options) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = Net().to(device, dtype)
+    return DistributedDataParallel(model, process_group=group, **{"bucket_cap_mb": 0.4} | options)
+
+
+def batches(count: int, dtype=torch.float32, seed: int = 0):
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    for _ in range(count):
+        x = torch.randn(16, 64, generator=generator).to(device, dtype)
+        yield x, torch.randint(0, 7, (16,), generator=generator).to(device)
+
+
+def train(model, steps: int = 5, dtype=torch.float32, **arguments) -> list[float]:
+    """The loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for x, target in batches(steps, dtype):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x, **arguments).float(), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]).cpu()
+
+
+def same_replicas(model, group) -> None:
+    same_on_all_ranks(digest(weights(model)), group)
+
+
+def near(losses: list[float], expected: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.01, atol=0.01)
+
+
+@check
+def lossless_trains_as_plain_does(group):
+    plain, ours = wrapped(group), wrapped(group)
+    compression = ddp.compress(ours, LOSSLESS)
+    expected, losses = train(plain), train(ours)
+    if world_size == 2:  # then the order of sums is the same, and halving is exact
+        assert losses == expected and torch.equal(weights(ours), weights(plain))
+    near(losses, expected)
+    same_replicas(ours, group)
+    assert compression.stats.total.compressed_calls == compression.stats.total.calls > 5
+
+
+@check
+def at_a_bound_the_loss_is_that_of_plain(group):
+    plain, ours = wrapped(group), wrapped(group)
+    compression = ddp.compress(ours, SMALL)
+    near(train(ours), train(plain))
+    same_replicas(ours, group)
+    total = compression.stats.total
+    assert total.compressed_calls == total.calls and total.ratio > 5
+    assert len(compression.stats.steps) == compression.training.step == 5
+
+
+@check
+def at_a_fixed_rate_too(group):
+    plain, ours = wrapped(group), wrapped(group)
+    compression = ddp.compress(ours, SMALL | {"quantizer": {"mode": "bits", "value": 6}})
+    near(train(ours), train(plain))
+    same_replicas(ours, group)
+    assert compression.stats.total.compressed_calls > 5
+
+
+@check
+def options_of_ddp(group):
+    for options in (
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 25},
+        {"find_unused_parameters": True},
+    ):
+        plain, ours = wrapped(group, **options), wrapped(group, **options)
+        ddp.compress(ours, LOSSLESS)
+        unused = {"spare": False} if "find_unused_parameters" in options else {}
+        near(train(ours, **unused), train(plain, **unused))
+        same_replicas(ours, group)
+
+
+@check
+def other_dtypes(group):
+    for dtype in (torch.bfloat16, torch.float64):
+        plain, ours = wrapped(group, dtype), wrapped(group, dtype)
+        compression = ddp.compress(ours, SMALL)
+        near(train(ours, dtype=dtype), train(plain, dtype=dtype))
+        same_replicas(ours, group)
+        assert compression.stats.total.compressed_calls >= 5
+
+
+@check
+def autocast_and_a_scaler(group):
+    """Gradients that overflow come out as such: the scaler skips the step, on all ranks."""
+    model = wrapped(group)
+    compression = ddp.compress(model, SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8)
+    before = weights(model)
+    for number, (x, target) in enumerate(batches(3)):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), target)
+        factor = float("inf") if number == 0 and rank == world_size - 1 else 1
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weights(model), before) == (number == 0)
+    assert scaler.get_scale() == 2.0**7
+    assert "non-finite" in compression.stats.total.bypasses
+    same_replicas(model, group)
+
+
+@check
+def gradients_are_accumulated(group):
+    plain, ours = wrapped(group), wrapped(group)
+    compression = ddp.compress(ours, LOSSLESS)
+    for model in (plain, ours):
+        steps = list(batches(4))
+        for number, (x, target) in enumerate(steps):
+            if number % 2 == 0:
+                with model.no_sync():
+                    nn.functional.cross_entropy(model(x), target).backward()
+            else:
+                nn.functional.cross_entropy(model(x), target).backward()
+    for mine, expected in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad, expected.grad)
+    assert compression.training.step == 2  # only passes that reduce are steps
+
+
+@check
+def ranks_may_have_different_numbers_of_batches(group):
+    plain, ours = wrapped(group), wrapped(group)
+    compression = ddp.compress(ours, LOSSLESS)
+    for model in (plain, ours):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for x, target in batches(2 + rank):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), target).backward()
+                optimizer.step()
+    torch.testing.assert_close(weights(ours), weights(plain))
+    same_replicas(ours, group)
+    assert compression.training.step == 1 + world_size
+
+
+@check
+def joining_with_another_divisor_is_refused(group):
+    model = wrapped(group)
+    ddp.compress(model, SMALL)
+
+    def step():
+        with model.join(divide_by_initial_world_size=False):
+            for x, target in batches(1):
+                nn.functional.cross_entropy(model(x), target).backward()
+
+    raises(UnsupportedError, step, "divide_by_initial_world_size")
+
+
+@check
+def compiled_models(group):
+    if world_size > 2:
+        return  # importing the compiler takes each rank longer than all else here
+    plain, ours = wrapped(group, bucket_cap_mb=2), wrapped(group, bucket_cap_mb=2)  # the first one has 1 MiB
+    compression = ddp.compress(ours, LOSSLESS)
+    near(train(torch.compile(ours, backend="aot_eager"), 2), train(plain, 2))
+    same_replicas(ours, group)
+    assert compression.training.step == 2
+
+
+@check
+def policies_know_parameters_by_name(group):
+    model = wrapped(group)
+    config = SMALL | {
+        "policies": [{"name": "*.bias", "action": "skip"}, {"name": "scale", "quantizer": {"value": 0.01}}]
+    }
+    compression = ddp.compress(model, config)
+    plain = wrapped(group)
+    near(train(model), train(plain))
+    same_replicas(model, group)
+    assert compression.stats.total.bypasses.keys() == {"policy"} and compression.stats.total.compressed_calls > 0
+
+
+@check
+def error_feedback_outlives_new_buckets(group):
+    """DDP makes its buckets anew after the first step."""
+    model = wrapped(group)
+    compression = ddp.compress(model, SMALL | {"quantizer": {"error_feedback": True, "value": 1.0}})
+    train(model, 3)
+    kept = compression.training.residuals.by_name
+    sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
+    assert {name: residual.numel() for name, residual in kept.items()} == sizes
+    assert kept["second.weight"].abs().max() > 0
+    same_replicas(model, group)
+
+    resumed = wrapped(group)
+    resumed.load_state_dict(model.state_dict())
+    again = ddp.compress(resumed, compression.communicator.config)
+    again.load_state_dict(compression.state_dict())
+    assert again.training.step == 3 and again.training.residuals.by_name.keys() == kept.keys()
+    train(resumed, 1)
+    same_replicas(resumed, group)
+
+
+@check
+def the_guard_ends_a_training(group):
+    model = wrapped(group)
+    guard = {"every": 1, "max_relative_error": 1e-6, "on_alarm": "stop"}
+    ddp.compress(model, SMALL | {"guard": guard})
+    raises(RuntimeError, lambda: train(model, 1), "AccuracyError", "relative error")
+
+
+@check
+def the_hook_by_itself(group):
+    model = wrapped(group)
+    state = ddp.Compression(SMALL, group, model.module.named_parameters())
+    model.register_comm_hook(state, ddp.hook)
+    train(model, 2)
+    assert state.training.step == 2 and state.stats.total.compressed_calls > 0
+    same_replicas(model, group)
+    state.close()
+
+
+@check
+def two_models_share_a_training(group):
+    training = Training(SMALL)
+    models = [wrapped(group), wrapped(group)]
+    for model in models:
+        ddp.compress(model, training=training)
+        train(model, 2)
+        same_replicas(model, group)
+    assert training.step == 4 and training.stats.total.compressed_calls > 0
+
+
+@check
+def what_can_not_be_served_is_refused(group):
+    model = wrapped(group)
+    raises(UnsupportedError, lambda: ddp.compress(model.module), "Net", "wrap")
+    ddp.compress(model, SMALL)
+    raises(UnsupportedError, lambda: ddp.compress(model, SMALL), "hook already")
+    raises(MismatchError, lambda: ddp.compress(wrapped(group), {"quantizer": {"value": 0.1 + rank}}), "value")
+
+
+@check
+def futures_of_handles(group):
+    with Communicator(SMALL | {"policies": [{"name": "b", "action": "skip"}]}, group) as communicator:
+        from ncz_plugins import ParameterSlice
+
+        whole = torch.full([30], rank + 1.0, device=device)
+        parts = [ParameterSlice("a", 10), ParameterSlice("b", 20)]
+        large = torch.full([100_000], rank + 1.0, device=device)
+        integers = torch.arange(5, device=device)
+        handles = [
+            communicator.all_reduce(large, async_op=True),
+            communicator.all_reduce(whole, async_op=True, parts=parts),
+            communicator.all_reduce(integers, async_op=True),
+        ]
+        futures = [handle.get_future() for handle in handles]
+        doubled = futures[0].then(lambda done: 2 * done.value()[0]).wait()
+        exact = sum(range(1, world_size + 1))
+        torch.testing.assert_close(doubled.cpu(), torch.full([100_000], 2.0 * exact), rtol=0.5, atol=0)
+        for future, tensor in zip(futures, (large, whole, integers)):
+            [result] = future.wait()
+            assert result is tensor
+        assert torch.equal(whole[10:].cpu(), torch.full([20], float(exact)))
+        assert integers.tolist() == [world_size * i for i in range(5)]
+
+
+run_checks()
