@@ -1,13 +1,14 @@
 """Measures training steps on a slow network: plain, with the framework's own compression, and with ours.
 
-    sudo .venv/bin/python benchmarks/end_to_end.py [--link 1gbit] [--rounds 2] [--steps 13] [--output FOLDER]
+    sudo .venv/bin/python benchmarks/end_to_end.py [--frameworks deepspeed,horovod,ddp] [--link 1gbit] [--rounds 2]
 
-The example GPT (25 M parameters by default) is trained by examples/train_deepspeed.py, with ZeRO 2, and by
-examples/train_horovod.py, one rank in each of two network namespaces, whose links have the given rate. Beside plain
-and compressed runs the one which a user can switch on in the framework itself: gradients cast to 16 bits, in bf16
-under DeepSpeed (`communication_data_type`; gloo adds fp16 far more slowly on a CPU) and in fp16 under Horovod
-(`Compression.fp16`, its only one). The kinds take turns, `--rounds` times; seconds are the median over the steps of
-all rounds, without the first steps of each. Bytes are what the kernel counted as sent by rank 0's node.
+The example GPT (25 M parameters by default) is trained by examples/train_deepspeed.py, with ZeRO 2, by
+examples/train_horovod.py and by examples/train_ddp.py, one rank in each of two network namespaces, whose links have
+the given rate. Beside plain and compressed runs those which a user can switch on in the framework itself: gradients
+cast to 16 bits, in bf16 under DeepSpeed (`communication_data_type`; gloo adds fp16 far more slowly on a CPU) and DDP (a
+hook), in fp16 under Horovod (`Compression.fp16`, its only one); and DDP's PowerSGD hook, of rank 4. The kinds take
+turns, `--rounds` times; seconds are the median over the steps of all rounds, without the first steps of each. Bytes are
+what the kernel counted as sent by rank 0's node.
 
 Both ranks share this machine's cores with the network, and each computes on one core: absolute times tell little,
 their ratios are for a step that computes and communicates in about these shares.
@@ -45,7 +46,7 @@ EXAMPLES = ROOT / "examples"
 RANKS = 2
 WARMUP = 3  # steps at the start of each run that are not counted: they connect, allocate and compile
 LAST_STEPS = 5  # the final training loss is the mean over this many steps
-COLORS = {"plain": "#7f7f7f", "bf16": "#edae49", "fp16": "#edae49", "ncclz": "#d1495b"}
+COLORS = {"plain": "#7f7f7f", "bf16": "#edae49", "fp16": "#edae49", "powersgd": "#66a182", "ncclz": "#d1495b"}
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Runs:
     """All runs of one kind.
 
     Attributes:
-        framework: "DeepSpeed" or "Horovod".
-        name: "plain", "ncclz", or the type that the framework casts to.
+        framework: "DeepSpeed", "Horovod" or "DDP".
+        name: "plain", "ncclz", the type that the framework casts to, or another compression of its own.
         setting: what was switched on, in the framework's own words.
         command: how each rank was started.
         seconds: of every counted step.
@@ -92,9 +93,8 @@ class Runs:
                 self.bytes_sent.append(sent - before)
             advance()
 
-        horovod = self.framework == "Horovod"
-        environment = {} if horovod else {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
-        options = {"nodes": nodes, "horovod": horovod, "environment": environment}
+        environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"} if self.framework == "DeepSpeed" else {}
+        options = {"nodes": nodes, "horovod": self.framework == "Horovod", "environment": environment}
         run(self.command, RANKS, records, on_record=take, timeout=timeout, **options)
 
     def summary(self) -> dict[str, Any]:
@@ -112,6 +112,8 @@ class Runs:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ",".join(FRAMEWORKS)
+    parser.add_argument("--frameworks", default=names, metavar="NAMES", help=f"some of {names} (default: all)")
     parser.add_argument("--link", default="1gbit", metavar="RATE", help="of each node's link (default: 1gbit)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
     parser.add_argument("--steps", type=int, default=13, help=f"of each run, the first {WARMUP} not counted")
@@ -122,6 +124,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300, help="seconds allowed for each run (default: 300)")
     parser.add_argument("--output", type=Path, help="folder for the results, instead of the committed files")
     arguments = parser.parse_args()
+    arguments.frameworks = arguments.frameworks.split(",")
+    if unknown := set(arguments.frameworks) - FRAMEWORKS.keys():
+        parser.error(f"--frameworks: {', '.join(sorted(unknown))}; choose from {names}")
     if arguments.steps <= WARMUP or arguments.rounds < 1:
         parser.error(f"--steps must be above {WARMUP}, of which none is counted, and --rounds at least 1")
     return arguments
@@ -132,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def kinds(arguments: argparse.Namespace, folder: Path) -> list[Runs]:
     """Everything that takes turns; configuration files go to `folder`."""
-    return [*_deepspeed(arguments, folder), *_horovod(arguments, folder)]
+    return [runs for framework in arguments.frameworks for runs in FRAMEWORKS[framework](arguments, folder)]
 
 
 def _deepspeed(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
@@ -162,6 +167,24 @@ def _horovod(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
         script = ["train_horovod.py", "--compression", compression, "--batch", str(arguments.batch)]
         command = _command([*script, "--log-file", str(folder / "records.jsonl")], arguments)
         yield Runs("Horovod", name, setting, command)
+
+
+def _ddp(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    config = folder / "ncclz.json"
+    config.write_text(json.dumps(_ncclz(arguments)))
+    settings = {
+        "plain": ("none", {}),
+        "bf16": ("bf16", {"hook": "bf16_compress_hook"}),
+        "powersgd": ("powersgd", {"hook": "powerSGD_hook", "matrix_approximation_rank": 4}),
+        "ncclz": (str(config), {"compress": _ncclz(arguments)}),
+    }
+    for name, (compression, setting) in settings.items():
+        script = ["train_ddp.py", "--compression", compression, "--batch", str(arguments.batch)]
+        command = _command([*script, "--log-file", str(folder / "records.jsonl")], arguments)
+        yield Runs("DDP", name, setting, command)
+
+
+FRAMEWORKS = {"deepspeed": _deepspeed, "horovod": _horovod, "ddp": _ddp}
 
 
 def _ncclz(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -253,10 +276,11 @@ def draw(found: list[Runs], arguments: argparse.Namespace, path: Path) -> None:
     """Seconds and bytes of a step as bars, a group for each framework; dots are single steps."""
     figure, (times, traffic) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     ticks = {}
-    for place, (runs, summary, speed_up) in enumerate(_compared(found)):
-        group, inside = divmod(place, 3)
-        x = place + group  # a gap between the frameworks
-        ticks[x] = runs.name + (f"\n\n{runs.framework}" if inside == 1 else "")
+    x = -1
+    for runs, summary, speed_up in _compared(found):
+        first = runs.name == "plain"
+        x += 2 if first and ticks else 1  # a gap between the frameworks
+        ticks[x] = runs.name + (f"\n\n{runs.framework}" if first else "")
         times.bar(x, summary["step_seconds"], color=COLORS[runs.name])
         times.plot([x] * len(runs.seconds), runs.seconds, ".", color="black", alpha=0.3, markersize=4)
         times.annotate(f"{speed_up:.2f} x", (x, 0), (0, 4), textcoords="offset points", ha="center", color="white")
