@@ -96,7 +96,9 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(arguments.seed)
     model = GPT(GPTConfig(layers=arguments.layers, heads=arguments.heads, width=arguments.width))
-    model = DistributedDataParallel(model)
+    # The PowerSGD hook starts collectives in callbacks. Those of several buckets come in another order on each rank,
+    # and gloo then waits for ever: so it gets one bucket.
+    model = DistributedDataParallel(model, bucket_cap_mb=1024 if arguments.compression == "powersgd" else None)
     compression = compressed(model, arguments.compression)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))

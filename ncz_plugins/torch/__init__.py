@@ -1,1 +1,1 @@
-"""What plugs compression into PyTorch's own parallelism: `ddp` for DistributedDataParallel."""
+"""What plugs compression into PyTorch's own parallelism: `ddp` for DistributedDataParallel, `fsdp` for FSDP2."""

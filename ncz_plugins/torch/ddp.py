@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.communicator import Communicator
 from ..core.errors import UnsupportedError
-from ..core.runtime.statistics import Statistics
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
+from .compression import Compression as _Compression
 
 
-class Compression:
-    """The state of the hook: what lasts from one backward pass to the next.
+class Compression(_Compression):
+    """The state of the hook.
 
     Making one is a collective: every rank of the group must do it, in the same order relative to its other collectives.
 
@@ -49,26 +49,9 @@ class Compression:
         training: Training | None = None,
     ):
         self.communicator = Communicator(config, group, training)
+        super().__init__(self.communicator.training)
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
-
-    @property
-    def training(self) -> Training:
-        """What lasts from step to step, and is saved with a checkpoint."""
-        return self.communicator.training
-
-    @property
-    def stats(self) -> Statistics:
-        """What was counted. A step is a backward pass that reduces gradients."""
-        return self.training.stats
-
-    def state_dict(self) -> dict:
-        """What this rank needs to go on as if it had not been stopped: see `Training.state_dict`. Ranks differ."""
-        return self.training.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` gave to the same rank: see `Training.load_state_dict`."""
-        self.training.load_state_dict(state)
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""

@@ -1,0 +1,135 @@
+"""Compressed gradients for FSDP2: modules to which `fully_shard` was applied.
+
+from ncz_plugins.torch import fsdp
+
+fully_shard(model)
+compression = fsdp.compress(model, "ncclz")
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..core.communicator import Communicator
+from ..core.errors import UnsupportedError
+from ..core.training.state import Training
+from .compression import Compression as _Compression
+
+
+class Compression(_Compression):
+    """Carries the gradients of a model. `compress` makes it.
+
+    Args:
+        communicators: one for each group that shards gradients, by its `group_name`.
+        replicas: the one between ranks that hold the same shard; None where there is one replica.
+        training: what they share.
+    """
+
+    def __init__(self, communicators: dict[str, Communicator], replicas: Communicator | None, training: Training):
+        super().__init__(training)
+        self._communicators = communicators
+        self._replicas = replicas
+        self._under_way = False  # a backward pass, which has reduced something
+
+    def close(self) -> None:
+        """Finish what was asked for and free the connections. Safe to call twice."""
+        for communicator in [*self._communicators.values(), *filter(None, [self._replicas])]:
+            communicator.close()
+
+    def reduce_scatter(self, name: str, output: Tensor, input: Tensor, group, op, async_op: bool):
+        """The gradients of one module: see `Communicator.reduce_scatter_tensor`."""
+        self._end_step_with_this_pass()
+        how = {"async_op": async_op, "role": "gradient", "name": name}
+        return self._communicators[group.group_name].reduce_scatter_tensor(output, input, op, **how)
+
+    def average_replicas(self, name: str, gradient: Tensor) -> None:
+        """The same shard of all replicas, in place."""
+        self._end_step_with_this_pass()
+        self._replicas.all_reduce(gradient, dist.ReduceOp.AVG, role="gradient", name=name)
+
+    def _end_step_with_this_pass(self) -> None:
+        if not self._under_way:
+            self._under_way = True
+            Variable._execution_engine.queue_callback(self._end_step)
+
+    def _end_step(self) -> None:
+        self._under_way = False
+        self.training.end_step()
+
+
+class _ReduceScatter:
+    """What a module calls in place of its own reduce-scatter, see `FSDPModule.set_custom_reduce_scatter`."""
+
+    def __init__(self, compression: Compression, name: str):
+        self._compression = compression
+        self._name = name
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False):
+        return self._compression.reduce_scatter(self._name, output_tensor, input_tensor, group, op, async_op)
+
+
+def compress(
+    model: torch.nn.Module,
+    config=None,
+    *,
+    replicas: dist.ProcessGroup | None = None,
+    training: Training | None = None,
+) -> Compression:
+    """Have gradients reduced by compressed collectives from now on. Every rank must call this.
+
+    Where several replicas of the model are sharded, each inside a node say, apply `fully_shard` with the mesh of one
+    replica, and pass `replicas`: gradients are then scattered uncompressed within the replica, and averaged between
+    replicas by compressed all-reduces.
+
+    Args:
+        model: the root module, after `fully_shard` was applied to it and to what it contains.
+        config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
+        replicas: the group of the ranks that hold the same shard of each replica.
+        training: what lasts from step to step, if several models are to share it.
+
+    Returns: what holds the statistics, and the state for checkpoints.
+
+    Raises UnsupportedError for a model or a torch that can't be served, MismatchError where ranks differ in version or
+    configuration, ConfigError.
+    """
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise UnsupportedError(
+            f"torch {torch.__version__}: FSDP lets others reduce gradients from 2.9 on; update torch"
+        )
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
+    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    for mesh in meshes:
+        if mesh.ndim != 1:
+            raise UnsupportedError(
+                f"fully_shard over {mesh}: FSDP averages replicas by itself there, and lets nobody else do so. Use the "
+                'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
+            )
+    training = Training(config) if training is None else training
+    if replicas is not None:
+        compression = Compression({}, Communicator(config, replicas, training), training)
+        for name, module in modules.items():
+            module.set_all_reduce_hook(_averaging(compression, name))
+        return compression
+    groups = [mesh.get_group() for mesh in meshes]
+    communicators = {group.group_name: Communicator(config, group, training) for group in groups}
+    compression = Compression(communicators, None, training)
+    for name, module in modules.items():
+        module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
+    return compression
+
+
+def _averaging(compression: Compression, name: str):
+    def hook(gradient: Tensor) -> None:
+        compression.average_replicas(name or "model", gradient)
+
+    return hook

@@ -1,0 +1,160 @@
+"""What compression does to FSDP2: `fsdp.py cpu | cuda`, an even number of ranks. Each check is a test of its own."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from checks import check, raises, run_checks, same_on_all_ranks
+from common import digest, start
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ncz_plugins import MismatchError, UnsupportedError
+from ncz_plugins.torch import fsdp
+
+device = torch.device(sys.argv[1])
+rank, world_size = start(device)
+SMALL = {"transport": {"min_bytes": 0}}
+LOSSLESS = SMALL | {"quantizer": {"kind": "lossless"}}
+flat = init_device_mesh(device.type, (world_size,))
+square = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.first = nn.Linear(width, 211)  # a prime: shards of it are padded
+        self.second = nn.Linear(211, width)
+
+    def forward(self, x):
+        return x + self.second(self.first(x).relu())
+
+
+def sharded(mesh=flat, dtype=torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), Block(300), Block(300), nn.Linear(300, 7)).to(device, dtype)
+    for module in model[1:3]:
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def batches(count: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        x = torch.randn(16, 64, generator=generator).to(device, dtype)
+        yield x, torch.randint(0, 7, (16,), generator=generator).to(device)
+
+
+def train(model, steps: int = 4, dtype=torch.float32) -> list[float]:
+    """The loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for x, target in batches(steps, dtype):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x).float(), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([parameter.detach().full_tensor().view(-1) for parameter in model.parameters()]).cpu()
+
+
+def near(losses: list[float], expected: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.01, atol=0.01)
+
+
+@check
+def lossless_trains_as_plain_does(group):
+    plain, ours = sharded(), sharded()
+    compression = fsdp.compress(ours, LOSSLESS)
+    expected, losses = train(plain), train(ours)
+    if world_size == 2:
+        assert losses == expected and torch.equal(weights(ours), weights(plain))
+    near(losses, expected)
+    assert compression.stats.total.compressed_calls == 3 * 4  # reductions of a pass, one of each sharded module
+    assert compression.training.step == len(compression.stats.steps) == 4
+
+
+@check
+def at_a_bound_the_loss_is_that_of_plain(group):
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, ours = sharded(dtype=dtype), sharded(dtype=dtype)
+        compression = fsdp.compress(ours, SMALL)
+        near(train(ours, dtype=dtype), train(plain, dtype=dtype))
+        assert compression.stats.total.compressed_calls == 3 * 4 and compression.stats.total.ratio > 2
+        same_on_all_ranks(digest(weights(ours)), group)
+
+
+@check
+def a_model_of_one_sharded_module(group):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(300, 500).to(device), mesh=flat)
+    compression = fsdp.compress(model, SMALL)
+    for _ in range(3):
+        model(torch.randn(4, 300, device=device)).square().mean().backward()
+    assert compression.training.step == 3 == compression.stats.total.compressed_calls
+
+
+@check
+def replicas_are_averaged(group):
+    """FSDP inside a replica, compressed between replicas, beside what FSDP does over a mesh of both."""
+    plain, ours = sharded(square), sharded(square["shard"])
+    compression = fsdp.compress(ours, LOSSLESS, replicas=square["replicate"].get_group())
+    near(train(ours), train(plain))
+    torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-3, atol=1e-4)
+    same_on_all_ranks(digest(weights(ours)), group)
+    assert compression.training.step == 4 and compression.stats.total.compressed_calls == 3 * 4
+
+    bounded = sharded(square["shard"])
+    compression = fsdp.compress(bounded, SMALL, replicas=square["replicate"].get_group())
+    near(train(bounded), train(sharded(square)))
+    same_on_all_ranks(digest(weights(bounded)), group)
+    assert compression.stats.total.ratio > 4
+
+
+@check
+def gradients_are_accumulated(group):
+    plain, ours = sharded(), sharded()
+    compression = fsdp.compress(ours, LOSSLESS)
+    for model in (plain, ours):
+        for number, (x, target) in enumerate(batches(2)):
+            model.set_requires_gradient_sync(number == 1)
+            nn.functional.cross_entropy(model(x), target).backward()
+    for mine, expected in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), expected.grad.full_tensor())
+    assert compression.training.step == 1  # only passes that reduce are steps
+
+
+@check
+def policies_and_error_feedback_know_modules_by_name(group):
+    model = sharded()
+    config = {"quantizer": {"error_feedback": True}, "policies": [{"name": "2", "action": "skip"}]}
+    compression = fsdp.compress(model, SMALL | config)
+    train(model, 2)
+    assert compression.training.residuals.by_name.keys() == {"1", "model"}
+    assert compression.stats.total.bypasses == {"policy": 2}
+    again = fsdp.compress(sharded(), SMALL | config)
+    again.load_state_dict(compression.state_dict())
+    assert again.training.step == 2 and again.training.residuals.by_name.keys() == {"1", "model"}
+    compression.close()
+
+
+@check
+def what_can_not_be_served_is_refused(group):
+    raises(UnsupportedError, lambda: fsdp.compress(nn.Linear(3, 3)), "Linear", "fully_shard")
+    raises(UnsupportedError, lambda: fsdp.compress(sharded(square)), "replicas=")
+    raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
+    kept = FSDPModule.set_custom_reduce_scatter
+    del FSDPModule.set_custom_reduce_scatter  # as in torch 2.8
+    try:
+        raises(UnsupportedError, lambda: fsdp.compress(sharded()), "2.9")
+    finally:
+        FSDPModule.set_custom_reduce_scatter = kept
+
+
+dist.barrier()
+run_checks()
