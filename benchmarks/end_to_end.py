@@ -217,7 +217,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Runs]:
 
 def table(found: list[Runs], arguments: argparse.Namespace) -> Table:
     sizes = f"{arguments.layers} layers of width {arguments.width}"
-    title = f"GPT with {sizes}, {RANKS} nodes at {arguments.link}, DeepSpeed with ZeRO 2"
+    title = f"GPT with {sizes}, {RANKS} nodes at {arguments.link}"
     result = Table(title=title, box=None, pad_edge=False)
     for heading in ("", "", "step", "speed-up", "gradients", "all sent", "loss", "held out"):
         result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
