@@ -37,7 +37,7 @@ demo: setup-demo  ## train a small GPT with DeepSpeed, plain and compressed, and
 quick: setup-tools  ## the tests that start no processes, in less than 2 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes and not slow" tests/unit $(ARGS)
 
-test: setup  ## all tests, in 15 minutes on two cores
+test: setup  ## all tests, in 18 minutes on two cores
 	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)
 
 # The processes that tests start are measured as well (patch in .coveragerc), wherever they run: so an absolute path.

@@ -115,8 +115,10 @@ def main():
 
     loss = validation_loss(model.module, corpus, arguments.batch)
     parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    hashes: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hashes, hashlib.sha256(parameters).hexdigest())
+    digest = torch.frombuffer(bytearray(hashlib.sha256(parameters).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    hashes = [bytes(each.tolist()).hex() for each in digests]
     final = {"validation_loss": loss, "replicas_identical": len(set(hashes)) == 1, "parameters_sha256": hashes}
     if compression is not None:
         final["compression"] = compression.stats.total.to_dict()

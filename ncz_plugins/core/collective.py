@@ -464,6 +464,7 @@ def _measured(
 def _on_gpu(
     call: Call, source: Window, backend: GpuBackend, transport: Transport, counters: Counters
 ) -> DeviceAgreement:
+    """The agreement on scales of a call whose tensors are on a GPU. The host waits for nothing."""
     layout, quantizer, dtype = call.layout, call.config.quantizer, source.data.dtype
     rule = step_rule(quantizer, dtype, call.addends, call.divisor)
 

@@ -1,9 +1,11 @@
 """Compressed gradients for DistributedDataParallel.
 
-from ncz_plugins.torch import ddp
+    from ncz_plugins.torch import ddp
 
-model = DistributedDataParallel(model)
-compression = ddp.compress(model, "ncclz")
+    model = DistributedDataParallel(model)
+    compression = ddp.compress(model, "ncclz")
+
+See docs/guides/ddp.md.
 """
 
 # No `from __future__ import annotations` here: DDP looks at the annotations of a hook, and does not take strings.

@@ -1,12 +1,16 @@
 """Compressed gradients for FSDP2: modules to which `fully_shard` was applied.
 
-from ncz_plugins.torch import fsdp
+    from ncz_plugins.torch import fsdp
 
-fully_shard(model)
-compression = fsdp.compress(model, "ncclz")
+    fully_shard(model)
+    compression = fsdp.compress(model, "ncclz")
+
+See docs/guides/fsdp.md.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -118,18 +122,20 @@ def compress(
     if replicas is not None:
         compression = Compression({}, Communicator(config, replicas, training), training)
         for name, module in modules.items():
-            module.set_all_reduce_hook(_averaging(compression, name))
-        return compression
-    groups = [mesh.get_group() for mesh in meshes]
-    communicators = {group.group_name: Communicator(config, group, training) for group in groups}
-    compression = Compression(communicators, None, training)
-    for name, module in modules.items():
-        module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
+            module.set_all_reduce_hook(_averaging(compression, name or "model"))
+    else:
+        groups = [mesh.get_group() for mesh in meshes]
+        communicators = {group.group_name: Communicator(config, group, training) for group in groups}
+        compression = Compression(communicators, None, training)
+        for name, module in modules.items():
+            module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
     return compression
 
 
-def _averaging(compression: Compression, name: str):
+def _averaging(compression: Compression, name: str) -> Callable[[Tensor], None]:
+    """What a module calls once its gradients are scattered within a replica."""
+
     def hook(gradient: Tensor) -> None:
-        compression.average_replicas(name or "model", gradient)
+        compression.average_replicas(name, gradient)
 
     return hook

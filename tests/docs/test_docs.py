@@ -209,7 +209,7 @@ for module, name in {sorted(names)!r}:
         importlib.import_module(module)
 """
     subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=PROGRAM_SECONDS)
-    allowed = {"ncz_plugins", "ncz_plugins.deepspeed", "ncz_plugins.horovod"}
+    allowed = {"ncz_plugins", "ncz_plugins.deepspeed", "ncz_plugins.horovod", "ncz_plugins.torch"}
     assert {module for module, _ in imported_names()} <= allowed, "what users import is exported at the top"
 
 
