@@ -149,39 +149,43 @@ def _deepspeed(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
         "ncclz": {"communication_compression": _ncclz(arguments)},
     }
     for name, setting in settings.items():
-        config = folder / f"deepspeed_{name}.json"
-        config.write_text(json.dumps(base | setting))
-        script = ["train_deepspeed.py", "--deepspeed_config", str(config), "--log", str(folder / "records.jsonl")]
-        yield Runs("DeepSpeed", name, setting, _command(script, arguments))
+        config = _written(base | setting, folder / f"deepspeed_{name}.json")
+        command = _command(["train_deepspeed.py", "--deepspeed_config", config], arguments, folder)
+        yield Runs("DeepSpeed", name, setting, command)
 
 
 def _horovod(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
-    config = folder / "ncclz.json"
-    config.write_text(json.dumps(_ncclz(arguments)))
+    ncclz = _ncclz(arguments)
     settings = {
         "plain": ("none", {}),
         "fp16": ("fp16", {"compression": "hvd.Compression.fp16"}),
-        "ncclz": (str(config), {"compression": f"NCZ({_ncclz(arguments)})"}),
+        "ncclz": (_written(ncclz, folder / "ncclz.json"), {"compression": f"NCZ({ncclz})"}),
     }
-    for name, (compression, setting) in settings.items():
-        script = ["train_horovod.py", "--compression", compression, "--batch", str(arguments.batch)]
-        command = _command([*script, "--log-file", str(folder / "records.jsonl")], arguments)
-        yield Runs("Horovod", name, setting, command)
+    return _by_argument("Horovod", "train_horovod.py", settings, arguments, folder)
 
 
 def _ddp(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
-    config = folder / "ncclz.json"
-    config.write_text(json.dumps(_ncclz(arguments)))
+    ncclz = _ncclz(arguments)
     settings = {
         "plain": ("none", {}),
         "bf16": ("bf16", {"hook": "bf16_compress_hook"}),
         "powersgd": ("powersgd", {"hook": "powerSGD_hook", "matrix_approximation_rank": 4}),
-        "ncclz": (str(config), {"compress": _ncclz(arguments)}),
+        "ncclz": (_written(ncclz, folder / "ncclz.json"), {"compress": ncclz}),
     }
+    return _by_argument("DDP", "train_ddp.py", settings, arguments, folder)
+
+
+def _by_argument(
+    framework: str,
+    script: str,
+    settings: dict[str, tuple[str, dict[str, Any]]],
+    arguments: argparse.Namespace,
+    folder: Path,
+) -> Iterator[Runs]:
+    """Runs of a script that takes `--compression`, whose value stands in `settings` before what it switches on."""
     for name, (compression, setting) in settings.items():
-        script = ["train_ddp.py", "--compression", compression, "--batch", str(arguments.batch)]
-        command = _command([*script, "--log-file", str(folder / "records.jsonl")], arguments)
-        yield Runs("DDP", name, setting, command)
+        line = [script, "--compression", compression, "--batch", str(arguments.batch)]
+        yield Runs(framework, name, setting, _command(line, arguments, folder))
 
 
 FRAMEWORKS = {"deepspeed": _deepspeed, "horovod": _horovod, "ddp": _ddp}
@@ -193,9 +197,16 @@ def _ncclz(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"transport": {"link_gbps": rate / 1e9}} if rate else {}
 
 
-def _command(script: list[str], arguments: argparse.Namespace) -> list[str]:
+def _written(config: dict[str, Any], path: Path) -> str:
+    """The path of a file with these settings."""
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def _command(script: list[str], arguments: argparse.Namespace, folder: Path) -> list[str]:
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("steps", "layers", "heads", "width")]
-    return [sys.executable, str(EXAMPLES / script[0]), *script[1:], *sizes]
+    log = ["--log-file", str(folder / "records.jsonl")]
+    return [sys.executable, str(EXAMPLES / script[0]), *script[1:], *log, *sizes]
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Runs]:

@@ -142,7 +142,7 @@ def train(name: str, config: Path, arguments, show) -> Run:
         *("--deepspeed_config", str(config)),
         *("--steps", str(arguments.steps)),
         *("--seed", str(arguments.seed)),
-        *("--log", str(records)),
+        *("--log-file", str(records)),
     ]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     run = Run(name, command, environment, arguments.output / f"{name}.log", steps=[], final={})

@@ -6,7 +6,7 @@ from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
 
 
-class Compression:
+class ModelCompression:
     """What lasts from one backward pass to the next.
 
     Attributes:

@@ -23,10 +23,10 @@ from ..core.communicator import Communicator
 from ..core.errors import UnsupportedError
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
-from .compression import Compression as _Compression
+from .compression import ModelCompression
 
 
-class Compression(_Compression):
+class Compression(ModelCompression):
     """The state of the hook.
 
     Making one is a collective: every rank of the group must do it, in the same order relative to its other collectives.
@@ -54,6 +54,11 @@ class Compression(_Compression):
         super().__init__(self.communicator.training)
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Become the communication hook of `model`."""
+        model.register_comm_hook(self, hook)
+        self._model = weakref.ref(model)
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
@@ -125,8 +130,7 @@ def compress(
         raise UnsupportedError(f"the model has a communication hook already ({name}), and DDP takes one only")
     group = model.process_group if group is None else group
     state = Compression(config, group, model.module.named_parameters(), training)
-    state._model = weakref.ref(model)
-    model.register_comm_hook(state, hook)
+    state.attach(model)
     return state
 
 

@@ -10,7 +10,7 @@ See docs/guides/fsdp.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from ..core.communicator import Communicator
 from ..core.errors import UnsupportedError
 from ..core.training.state import Training
-from .compression import Compression as _Compression
+from .compression import ModelCompression
 
 
-class Compression(_Compression):
+class Compression(ModelCompression):
     """Carries the gradients of a model. `compress` makes it.
 
     Args:
@@ -122,7 +122,7 @@ def compress(
     if replicas is not None:
         compression = Compression({}, Communicator(config, replicas, training), training)
         for name, module in modules.items():
-            module.set_all_reduce_hook(_averaging(compression, name or "model"))
+            module.set_all_reduce_hook(partial(compression.average_replicas, name or "model"))
     else:
         groups = [mesh.get_group() for mesh in meshes]
         communicators = {group.group_name: Communicator(config, group, training) for group in groups}
@@ -130,12 +130,3 @@ def compress(
         for name, module in modules.items():
             module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
     return compression
-
-
-def _averaging(compression: Compression, name: str) -> Callable[[Tensor], None]:
-    """What a module calls once its gradients are scattered within a replica."""
-
-    def hook(gradient: Tensor) -> None:
-        compression.average_replicas(name, gradient)
-
-    return hook

@@ -23,7 +23,7 @@ def train(private_network, config: str, steps: int, folder, **settings) -> list[
     log, file = folder / "log.jsonl", folder / "config.json"
     file.write_text(json.dumps(json.loads((EXAMPLES / config).read_text()) | BATCH | settings))
     script = EXAMPLES / "train_deepspeed.py"
-    command = deepspeed_ranks(script, "--deepspeed_config", file, "--steps", steps, "--log", log, *MODEL)
+    command = deepspeed_ranks(script, "--deepspeed_config", file, "--steps", steps, "--log-file", log, *MODEL)
     launch([*private_network, *command], folder, timeout=280, environment={"GLOO_SOCKET_IFNAME": "lo"})
     return [json.loads(line) for line in log.read_text().splitlines()]
 
