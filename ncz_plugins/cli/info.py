@@ -53,5 +53,6 @@ def rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "torch.distributed", ", ".join(name for name, built in report["distributed"].items() if built) or "none"
     for name, version in report["packages"].items():
         yield name, version or "not installed"
+    yield "ncz enable", ", ".join(report["enabled"]) or "no: scripts must import ncz_plugins.deepspeed"
     for name, found in report["compilers"].items():
         yield name, f"{found['version']} ({found['path']})" if found else "not found"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..version import __version__
+from .enable import enabled
 
 # CPU features that the kernels use now or may use, by the names of x86 and of Arm.
 _FEATURES = ("avx2", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512_vbmi", "asimd", "sve", "sve2")
@@ -39,6 +40,7 @@ def report() -> dict[str, Any]:
         "cuda_kernels": cuda_kernels(),
         **torch_facts(),
         "packages": {name: installed_version(*names) for name, names in _PACKAGES.items()},
+        "enabled": [str(file) for file in enabled()],
         "compilers": {name: compiler(name) for name in ("g++", "nvcc")},
     }
 

@@ -1,5 +1,5 @@
 """The `ncz` command: what this machine has, whether a configuration is valid, its JSON Schema, what data would
-compress to, and how fast collectives are.
+compress to, how fast collectives are, and whether scripts that don't know of us honour our key.
 
 Every command is a module or a package of `cli` that has `add_parser(commands)` and `run(options)`. To keep the start
 quick, none of them imports torch before its `run`.
@@ -16,9 +16,9 @@ import sys
 
 from ..core.errors import NczError
 from ..version import __version__
-from . import check, codec, info, perf, report, schema, tune
+from . import check, codec, enable, info, perf, report, schema, tune
 
-COMMANDS = (info, check, codec, perf, tune, report, schema)
+COMMANDS = (info, check, enable, codec, perf, tune, report, schema)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. What it parses has the command's function in `run`."""
-    parser = argparse.ArgumentParser(prog="ncz", description="Compressed collectives for DeepSpeed and Horovod.")
+    parser = argparse.ArgumentParser(
+        prog="ncz", description="Compressed collectives for DeepSpeed, Horovod and PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"ncz_plugins {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -16,13 +16,14 @@ from .compression import configured, describe
 
 ATTRIBUTE = "communication_compression"  # on engines, and on the optimizers that reduce for them
 
+warns_if_none_compresses = True  # at the end of a process
 
 _compressed: list[bool] = []  # on rank 0: whether each engine of this process has our key
 
 
 @atexit.register
 def _warn_if_none_compresses() -> None:
-    if _compressed and not any(_compressed):
+    if warns_if_none_compresses and _compressed and not any(_compressed):
         print(
             "ncz_plugins.deepspeed was imported, and nothing was compressed: no DeepSpeed configuration has the key "
             f'"{DEEPSPEED_KEY}" at its top level. Add it, as "{DEEPSPEED_KEY}": "ncclz", or drop the import',

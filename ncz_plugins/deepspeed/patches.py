@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib import import_module
 
 from ..core.errors import UnsupportedError
@@ -33,24 +32,34 @@ _GRADIENT_METHODS = {
 def install() -> None:
     """Replace what the plugin replaces; a second call does nothing.
 
-    Raises UnsupportedError if this DeepSpeed lacks a class or a method that is to be replaced.
+    Raises UnsupportedError if this DeepSpeed lacks anything of it. Nothing is replaced then.
     """
     engine_class = _lookup("deepspeed.runtime.engine", "DeepSpeedEngine")
     if hasattr(engine_class, engine.ATTRIBUTE):
         return
-    for (module, name), (list_gradients, methods) in _GRADIENT_METHODS.items():
-        for method in methods:
-            _wrap(_lookup(module, name), method, functools.partial(gradients.mark_gradients, list_gradients))
     backend = _lookup("deepspeed.comm.torch", "TorchBackend")
-    _wrap(backend, "all_reduce", gradients.compressed_all_reduce)
-    _wrap(backend, "reduce_scatter_tensor", gradients.compressed_reduce_scatter)
-    # The optimizer imported the function by name, so its module is where it must be replaced.
-    _wrap(import_module("deepspeed.runtime.zero.stage3"), "reduce_scatter_coalesced", gradients.group_by_settings)
-    _wrap(engine_class, "__init__", engine.configure_engine)
-    _wrap(engine_class, "_take_model_step", engine.end_step)
-    _wrap(engine_class, "save_checkpoint", engine.save_compression)
-    _wrap(engine_class, "_load_checkpoint", engine.load_compression)
-    _wrap(engine_class, "destroy", engine.close_compression)
+    stage_3 = import_module("deepspeed.runtime.zero.stage3")
+    wrappers = [
+        (_lookup(module, name), method, functools.partial(gradients.mark_gradients, list_gradients))
+        for (module, name), (list_gradients, methods) in _GRADIENT_METHODS.items()
+        for method in methods
+    ] + [
+        (backend, "all_reduce", gradients.compressed_all_reduce),
+        (backend, "reduce_scatter_tensor", gradients.compressed_reduce_scatter),
+        # The optimizer imported the function by name, so its module is where it must be replaced.
+        (stage_3, "reduce_scatter_coalesced", gradients.group_by_settings),
+        (engine_class, "__init__", engine.configure_engine),
+        (engine_class, "_take_model_step", engine.end_step),
+        (engine_class, "save_checkpoint", engine.save_compression),
+        (engine_class, "_load_checkpoint", engine.load_compression),
+        (engine_class, "destroy", engine.close_compression),
+    ]
+    for owner, name, _ in wrappers:
+        if not hasattr(owner, name):
+            raise _unknown_deepspeed(f"{owner.__name__}.{name}")
+    for owner, name, wrapper in wrappers:
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(wrapper(original)))
     setattr(engine_class, engine.ATTRIBUTE, None)
 
 
@@ -59,14 +68,6 @@ def _lookup(module: str, name: str):
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise _unknown_deepspeed(f"{module}.{name}") from error
-
-
-def _wrap(owner, name: str, wrapper: Callable) -> None:
-    try:
-        original = getattr(owner, name)
-    except AttributeError as error:
-        raise _unknown_deepspeed(f"{owner.__name__}.{name}") from error
-    setattr(owner, name, functools.wraps(original)(wrapper(original)))
 
 
 def _unknown_deepspeed(what: str) -> UnsupportedError:

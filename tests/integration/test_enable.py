@@ -1,0 +1,129 @@
+"""`ncz enable` in a Python environment of its own: what scripts that know nothing of us do there."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from launch import ROOT, WORKERS, launch
+from repository import FORKED_RANKS
+
+from ncz_plugins.cli.enable import HOOK
+from ncz_plugins.cli.perf.launch import free_port
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = WORKERS / "script.py"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 2},
+}
+KEY = {"communication_compression": {"transport": {"min_bytes": 0}}}
+
+
+class Environment:
+    """A virtual environment that has all packages of this one, but not what .pth files there do."""
+
+    def __init__(self, folder: Path):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        [self.site_packages] = (folder / "lib").glob("python*/site-packages")
+        (self.site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(self, *arguments: object, installed: bool = True, status: int = 0) -> str:
+        """What Python prints; `installed` is whether it finds ncz_plugins."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"DS_ACCELERATOR": "cpu"} | ({"PYTHONPATH": str(ROOT)} if installed else {})
+        done = subprocess.run(
+            [self.python, *map(str, arguments)],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == status, done.stdout
+        return done.stdout
+
+    def train(self, folder: Path, config: dict) -> list[dict]:
+        """What each rank of the script saved."""
+        file = folder / "ds.json"
+        folder.mkdir()
+        file.write_text(json.dumps(config))
+        forks = [FORKED_RANKS, "torch", 2, free_port(), "deepspeed", SCRIPT, "--deepspeed_config", file]
+        return launch([str(self.python), *map(str, forks)], folder, timeout=120).ranks
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return Environment(tmp_path / "environment")
+
+
+def files(environment) -> set[str]:
+    return {file.name for file in environment.site_packages.iterdir() if file.is_file()} - {"others.pth"}
+
+
+def test_every_script_honours_the_key_and_other_scripts_are_left_alone(environment, tmp_path):
+    said = environment.run("-m", "ncz_plugins", "enable")
+    assert "is honoured in every script" in said and str(environment.site_packages) in said
+    assert environment.run("-m", "ncz_plugins", "enable") == said  # twice is once
+    assert files(environment) == {"ncz_plugins_on_import.pth", "_ncz_plugins_on_import.py"}
+    [path] = json.loads(environment.run("-m", "ncz_plugins", "info", "--json"))["enabled"]
+    assert Path(path).parent == environment.site_packages
+
+    for rank in environment.train(tmp_path / "training", CONFIG | KEY):
+        total = rank["stats"]["total"]
+        assert total["compressed_calls"] == total["calls"] == len(rank["losses"])
+
+    # What needs no DeepSpeed does not even import us, and to ask whether DeepSpeed is there changes nothing.
+    look = "import sys, importlib.util as u; assert u.find_spec('deepspeed'); print('ncz_plugins' in sys.modules)"
+    assert environment.run("-c", look) == "False\n"
+    look += "; import deepspeed; print(sys.modules['ncz_plugins.deepspeed.engine'].warns_if_none_compresses)"
+    assert environment.run("-c", look).endswith("False\nFalse\n")
+
+    assert "removed" in environment.run("-m", "ncz_plugins", "disable")
+    assert files(environment) == set()
+    assert environment.run("-m", "ncz_plugins", "disable") == "was not enabled\n"
+    assert environment.run("-c", "import sys; print([m for m in sys.modules if 'ncz' in m])") == "[]\n"
+
+
+def test_once_ncz_plugins_is_uninstalled_only_the_key_is_refused(environment):
+    environment.run("-m", "ncz_plugins", "enable")
+    assert environment.run("-c", "print(1)", installed=False) == "1\n"
+    program = "import deepspeed; deepspeed.DeepSpeedConfig({'train_batch_size': 1, **%r}); print('trains')"
+    assert environment.run("-c", program % {}, installed=False).endswith("trains\n")
+    said = environment.run("-c", program % KEY, installed=False, status=1)
+    assert "can't be honoured: No module named 'ncz_plugins'" in said and "ncz_plugins_on_import" in said
+
+
+def test_a_deepspeed_that_is_laid_out_differently_is_left_as_it_is(environment, tmp_path):
+    (tmp_path / "hook.py").write_text(HOOK.read_text())
+    program = f"""
+import sys, deepspeed
+sys.path.insert(0, {str(tmp_path)!r})
+from deepspeed.runtime.engine import DeepSpeedEngine
+del DeepSpeedEngine._load_checkpoint
+before = dict(vars(DeepSpeedEngine))
+import hook
+hook.import_plugin()
+assert vars(DeepSpeedEngine) == before
+deepspeed.DeepSpeedConfig({{"train_batch_size": 1, **%r}})
+print("trains")
+"""
+    assert environment.run("-c", program % {}).endswith("trains\n")
+    said = environment.run("-c", program % KEY, status=1)
+    assert "has no DeepSpeedEngine._load_checkpoint, which ncz_plugins hooks into" in said
+
+
+def test_a_folder_that_can_not_be_written_to_is_named(environment):
+    if os.geteuid() == 0:
+        pytest.skip("root writes everywhere")
+    environment.site_packages.chmod(0o555)
+    said = environment.run("-m", "ncz_plugins", "enable", status=2)
+    assert str(environment.site_packages) in said and "ncz_plugins.deepspeed.launch" in said
