@@ -8,7 +8,7 @@ import pytest
 import run
 
 CXX = run.compiler()
-SECONDS = 8
+SECONDS = 5
 KEPT = run.ROOT / "build" / "fuzz"
 
 pytestmark = [

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLES = ROOT / "examples"
 STEPS = 10  # enough to count bytes, which are the same in every step
-LONG = 40  # the loss has begun to fall
+LONG = 26  # the loss has begun to fall
 LAST_STEPS = 10
 MODEL = ("--layers", 2)  # a part of the example: enough that messages of another kind hardly count
 # What the default does to the loss needs many more steps to be told from noise: docs/results/convergence.md.

@@ -9,20 +9,7 @@ from links import needs_links
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_horovod, needs_links]
 
-SIZES = (
-    "--frameworks",
-    "horovod,ddp",
-    "--layers",
-    "2",
-    "--width",
-    "64",
-    "--steps",
-    "5",
-    "--rounds",
-    "1",
-    "--link",
-    "100mbit",
-)
+SIZES = "--frameworks ddp --layers 2 --width 64 --steps 5 --rounds 1 --link 100mbit".split()
 
 
 def test_every_kind_is_trained_and_told(tmp_path):
@@ -30,23 +17,22 @@ def test_every_kind_is_trained_and_told(tmp_path):
     outcome = launch(command, tmp_path, timeout=500)
     found = json.loads((tmp_path / "results" / "end-to-end.json").read_text())
     assert (tmp_path / "results" / "end-to-end.png").read_bytes().startswith(b"\x89PNG")
-    assert "DDP" in outcome.output and "Horovod" in outcome.output
+    assert "DDP" in outcome.output
     assert found["link"] == "100mbit" and "--layers 2" in found["command"]
 
-    runs = {(run["framework"], run["name"]): run for run in found["runs"]}
-    power = runs.pop(("DDP", "powersgd"))
-    assert power["replicas_identical"]
-    for framework, cast in (("DDP", "bf16"), ("Horovod", "fp16")):
-        plain, half, ours = (runs.pop((framework, name)) for name in ("plain", cast, "ncclz"))
-        parameters = 2 * (12 * 64**2 + 13 * 64) + (256 + 128 + 2) * 64
-        assert 4 * parameters < plain["gradient_bytes_per_step"] < 4.4 * parameters
-        assert half["gradient_bytes_per_step"] < 0.6 * plain["gradient_bytes_per_step"]
-        assert ours["gradient_bytes_per_step"] < 0.3 * plain["gradient_bytes_per_step"]
-        assert ours["compression_ratio"] > 4 and plain["compression_ratio"] is None
-        for run in (plain, half, ours):
-            assert run["replicas_identical"]
-            assert run["bytes_per_step"] > run["gradient_bytes_per_step"]
-            assert len(run["seconds"]) == 2 and len(run["losses"]) == 5
-            assert run["training_loss"] == pytest.approx(plain["training_loss"], rel=0.05)
-            assert run["speed_up"] == pytest.approx(plain["step_seconds"] / run["step_seconds"])
+    runs = {run["name"]: run for run in found["runs"]}
+    assert {run["framework"] for run in found["runs"]} == {"DDP"}
+    assert runs.pop("powersgd")["replicas_identical"]
+    plain, half, ours = (runs.pop(name) for name in ("plain", "bf16", "ncclz"))
     assert not runs
+    parameters = 2 * (12 * 64**2 + 13 * 64) + (256 + 128 + 2) * 64
+    assert 4 * parameters < plain["gradient_bytes_per_step"] < 4.4 * parameters
+    assert half["gradient_bytes_per_step"] < 0.6 * plain["gradient_bytes_per_step"]
+    assert ours["gradient_bytes_per_step"] < 0.3 * plain["gradient_bytes_per_step"]
+    assert ours["compression_ratio"] > 4 and plain["compression_ratio"] is None
+    for run in (plain, half, ours):
+        assert run["replicas_identical"]
+        assert run["bytes_per_step"] > run["gradient_bytes_per_step"]
+        assert len(run["seconds"]) == 2 and len(run["losses"]) == 5
+        assert run["training_loss"] == pytest.approx(plain["training_loss"], rel=0.05)
+        assert run["speed_up"] == pytest.approx(plain["step_seconds"] / run["step_seconds"])

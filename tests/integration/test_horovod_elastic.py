@@ -14,13 +14,13 @@ COMMITTED = 4  # steps, before the fatal one
 STAYS, DIES = "localhost", "127.0.0.1"
 
 
-@pytest.fixture(scope="module", params=["direct", "ring"])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     options = ("--min-np", "2", "-H", f"{STAYS}:2,{DIES}:1")
-    command = horovodrun(WORKERS / "horovod_elastic.py", DIES, request.param, ranks=3, options=options)
+    command = horovodrun(WORKERS / "horovod_elastic.py", DIES, ranks=3, options=options)
     # Survivors notice a death at the latest after that time-out.
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
-    return launch(command, tmp_path_factory.mktemp(request.param), timeout=120, environment=environment)
+    return launch(command, tmp_path_factory.mktemp("killed"), timeout=120, environment=environment)
 
 
 def test_one_rank_was_killed_and_two_ended(run):

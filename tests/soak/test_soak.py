@@ -27,7 +27,7 @@ RANKS = 3
 
 
 def test_a_short_soak_finds_nothing(tmp_path):
-    found = soak.soak(seconds=14, ranks=4, seed=1, folder=tmp_path, largest=1 << 20, warm_up=4)
+    found = soak.soak(seconds=8, ranks=4, seed=1, folder=tmp_path, largest=1 << 20, warm_up=3)
     counts = soak.total(found)
     assert set(counts["collective"]) == set(drawing.COLLECTIVES)
     assert counts["went"]["compressed"] > 0

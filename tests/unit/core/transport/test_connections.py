@@ -79,8 +79,12 @@ def test_a_peer_notices_at_once_although_the_exception_is_kept(fail):
             return
         stream = stream_of(transport)
         transport.plain.all_reduce(torch.zeros(3)).wait()
-        stream.send(torch.full((CAPACITY,), 7, dtype=torch.uint8))
-        require_error_soon(stream.receive)
+
+        def talk() -> None:
+            stream.send(torch.full((CAPACITY,), 7, dtype=torch.uint8))  # fails where rank 0 has closed already
+            stream.receive()
+
+        require_error_soon(talk)
         noticed.set()
 
     play(2, body)
