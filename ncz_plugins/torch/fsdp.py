@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..core.communicator import Communicator
@@ -109,6 +109,8 @@ def compress(
             f"torch {torch.__version__}: FSDP lets others reduce gradients from 2.9 on; update torch"
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
     if not modules:
         raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))

@@ -8,7 +8,7 @@ from checks import check, raises, run_checks, same_on_all_ranks
 from common import digest, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 from ncz_plugins import MismatchError, UnsupportedError
 from ncz_plugins.torch import fsdp
@@ -146,6 +146,9 @@ def policies_and_error_feedback_know_modules_by_name(group):
 @check
 def what_can_not_be_served_is_refused(group):
     raises(UnsupportedError, lambda: fsdp.compress(nn.Linear(3, 3)), "Linear", "fully_shard")
+    if device.type == "cpu":
+        old = FullyShardedDataParallel(nn.Linear(3, 3), device_id=device)
+        raises(UnsupportedError, lambda: fsdp.compress(old), "FSDP1", "fully_shard")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(square)), "replicas=")
     raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
     kept = FSDPModule.set_custom_reduce_scatter
