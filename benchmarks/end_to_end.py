@@ -1,14 +1,15 @@
 """Measures training steps on a slow network: plain, with the framework's own compression, and with ours.
 
-    sudo .venv/bin/python benchmarks/end_to_end.py [--frameworks deepspeed,horovod,ddp] [--link 1gbit] [--rounds 2]
+    sudo .venv/bin/python benchmarks/end_to_end.py [--frameworks deepspeed,fsdp] [--link 1gbit] [--rounds 2]
 
-The example GPT (25 M parameters by default) is trained by examples/train_deepspeed.py, with ZeRO 2, by
-examples/train_horovod.py and by examples/train_ddp.py, one rank in each of two network namespaces, whose links have
-the given rate. Beside plain and compressed runs those which a user can switch on in the framework itself: gradients
-cast to 16 bits, in bf16 under DeepSpeed (`communication_data_type`; gloo adds fp16 far more slowly on a CPU) and DDP (a
-hook), in fp16 under Horovod (`Compression.fp16`, its only one); and DDP's PowerSGD hook, of rank 4. The kinds take
-turns, `--rounds` times; seconds are the median over the steps of all rounds, without the first steps of each. Bytes are
-what the kernel counted as sent by rank 0's node.
+The example GPT (25 M parameters by default) is trained by examples/train_*.py, under DeepSpeed with ZeRO 2, one rank in
+each of two network namespaces, whose links have the given rate. Beside plain and compressed runs those which a user can
+switch on in the framework itself: gradients cast to 16 bits, in bf16 under DeepSpeed (`communication_data_type`; gloo
+adds fp16 far more slowly on a CPU), DDP (a hook) and FSDP2 (`reduce_dtype`), in fp16 under Horovod (`Compression.fp16`,
+its only one); and DDP's PowerSGD hook, of rank 4. The kinds take turns, `--rounds` times; seconds are the median over
+the steps of all rounds, without the first steps of each. Bytes are what the kernel counted as sent by rank 0's node.
+Where bytes are those of gradients depends on the framework: FSDP2's hold the weights that it gathers in the backward
+pass. With DiLoCo a step is a round: 10 steps of each replica and one synchronization.
 
 Both ranks share this machine's cores with the network, and each computes on one core: absolute times tell little,
 their ratios are for a step that computes and communicates in about these shares.
@@ -54,7 +55,7 @@ class Runs:
     """All runs of one kind.
 
     Attributes:
-        framework: "DeepSpeed", "Horovod" or "DDP".
+        framework: whose way to share out a training it is, as people write its name.
         name: "plain", "ncclz", the type that the framework casts to, or another compression of its own.
         setting: what was switched on, in the framework's own words.
         command: how each rank was started.
@@ -175,6 +176,26 @@ def _ddp(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
     return _by_argument("DDP", "train_ddp.py", settings, arguments, folder)
 
 
+def _fsdp(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    ncclz = _ncclz(arguments)
+    settings = {
+        "plain": ("none", {}),
+        "bf16": ("bf16", {"reduce_dtype": "bfloat16"}),
+        "ncclz": (_written(ncclz, folder / "ncclz.json"), {"compress": ncclz}),
+    }
+    return _by_argument("FSDP2", "train_fsdp.py", settings, arguments, folder)
+
+
+def _diloco(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    """A step is a round of 10 steps of each replica, at whose end they synchronize."""
+    ncclz = _ncclz(arguments)
+    settings = {
+        "plain": ("none", {}),
+        "ncclz": (_written(ncclz, folder / "ncclz.json"), {"CompressedProcessGroup": ncclz}),
+    }
+    return _by_argument("DiLoCo", "train_diloco.py", settings, arguments, folder)
+
+
 def _by_argument(
     framework: str,
     script: str,
@@ -188,7 +209,7 @@ def _by_argument(
         yield Runs(framework, name, setting, _command(line, arguments, folder))
 
 
-FRAMEWORKS = {"deepspeed": _deepspeed, "horovod": _horovod, "ddp": _ddp}
+FRAMEWORKS = {"deepspeed": _deepspeed, "horovod": _horovod, "ddp": _ddp, "fsdp": _fsdp, "diloco": _diloco}
 
 
 def _ncclz(arguments: argparse.Namespace) -> dict[str, Any]:
