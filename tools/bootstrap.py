@@ -33,7 +33,7 @@ NATIVE = KERNELS / "cpu"  # where the native library is built
 PROFILES = {
     "demo": "deepspeed,plot",
     "tools": "deepspeed,dev,plot,tensorboard,compare,peers,cuda",
-    "all": "deepspeed,dev,plot,tensorboard,compare,peers,cuda",  # and Horovod, by horovod_wheel.py
+    "all": "deepspeed,dev,plot,tensorboard,compare,peers,cuda,frameworks",  # and Horovod, by horovod_wheel.py
 }
 LOG_TAIL = 25  # lines shown when a stage fails
 

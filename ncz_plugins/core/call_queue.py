@@ -36,20 +36,23 @@ class CallQueue:
     Args:
         routes: how tensors reach the other ranks. The queue closes them.
         name: of the thread.
+
+    Attributes:
+        error: what ended this queue; None as long as it is open.
     """
 
     def __init__(self, routes: Routes, name: str):
         self.routes = routes
         self._worker = Worker(name)
-        self._broken: NczError | None = None
+        self.error: NczError | None = None
         self._last: Handle | None = None  # what was submitted last
         self._running = threading.Lock()  # held by the thread that makes calls
         _open.add(self)
 
     def require_open(self) -> None:
         """Raise what ended this queue, if anything did, and UnsupportedError in a fork of the process that made it."""
-        if self._broken is not None:
-            raise self._broken
+        if self.error is not None:
+            raise self.error
         self._worker.require_own_process()
 
     def submit(self, collective: str, device: torch.device, job: Job) -> Handle:
@@ -78,11 +81,20 @@ class CallQueue:
     def close(self) -> None:
         """Finish what was submitted and close the connections. Safe to call twice."""
         _open.discard(self)
-        if self._broken is None:
+        if self.error is None:
             with suppress(UnsupportedError):  # in a fork, which has no part in them
                 self._worker.submit(self.routes.close)
-        if self._worker.close(_CLOSE_SECONDS) and self._broken is None:
-            self._broken = NczError("this communicator was closed")
+        if self._worker.close(_CLOSE_SECONDS) and self.error is None:
+            self.error = NczError("this communicator was closed")
+
+    def abort(self, error: NczError) -> None:
+        """Give up what is under way, and close the connections at once. Later calls raise `error`, or an earlier one.
+
+        A call that waits for a silent peer comes to its end with its time-out only.
+        """
+        self._fail("aborting", error)
+        _open.discard(self)
+        self._worker.close(0)
 
     def end(self, seconds: float) -> None:
         """Finish what was submitted within so many seconds, or else give it up; then close the connections.
@@ -100,8 +112,8 @@ class CallQueue:
 
     def _run(self, collective: str, device: torch.device, job: Job, asked: torch.cuda.Event | None) -> None:
         with self._running:
-            if self._broken is not None:
-                raise self._broken
+            if self.error is not None:
+                raise self.error
             try:
                 route, transport = self.routes.of(device)
                 with route.after(asked), memory_errors(collective):
@@ -111,7 +123,8 @@ class CallQueue:
                 raise
 
     def _fail(self, collective: str, error: BaseException) -> None:
-        self._broken = error if isinstance(error, NczError) else NczError(f"{collective} failed: {error!r}")
+        if self.error is None:
+            self.error = error if isinstance(error, NczError) else NczError(f"{collective} failed: {error!r}")
         self.routes.abort(error)
 
 

@@ -17,7 +17,7 @@ from .call import Call, Request
 from .call_queue import CallQueue
 from .collective import Collectives
 from .config import Config
-from .errors import MismatchError, NczError, UnsupportedError, memory_errors
+from .errors import MismatchError, NczError, PeerError, UnsupportedError, memory_errors
 from .regroup import regrouped
 from .runtime.device import require_tensor
 from .runtime.handle import Handle
@@ -45,6 +45,8 @@ class Communicator:
         group: the process group whose ranks take part; None is the default group.
         training: what lasts from step to step, which communicators may share: where to count, error feedback,
             policies. None makes one of its own.
+        store: where the ranks meet, if torch.distributed does not know the group, as those of torchft: a store that
+            they share, and that nobody else uses. Ranks are numbered within the group then.
 
     Constructing one is itself a collective: every rank of the group must do it, in the same order
     relative to its other collectives. It opens a process group of its own over the same ranks, so
@@ -78,26 +80,35 @@ class Communicator:
         nodes: which ranks share a node; None where every rank stands for itself.
     """
 
-    def __init__(self, config=None, group: dist.ProcessGroup | None = None, training: Training | None = None):
+    def __init__(
+        self,
+        config=None,
+        group: dist.ProcessGroup | None = None,
+        training: Training | None = None,
+        store: dist.Store | None = None,
+    ):
         self.group = dist.group.WORLD if group is None else group
-        self.ranks = dist.get_process_group_ranks(self.group)
-        self.rank = dist.get_rank(self.group)
-        self.world_size = len(self.ranks)
+        self.rank = self.group.rank()
+        self.world_size = self.group.size()
+        if store is None:
+            self.ranks, self._backend = dist.get_process_group_ranks(self.group), dist.get_backend(self.group)
+        else:
+            self.ranks, self._backend = list(range(self.world_size)), self.group.name()
         self.nodes: Nodes | None = None
         group = self.group
         self._plain = TorchCollectives(lambda: group)  # not self.group: a circle would keep this object alive
         if self.world_size == 1:
             self.config = self._prepared(config, training)
         else:
-            self._connect(config, training)
+            self._connect(config, training, store)
         self._plain_on_gpu: WorkHandle | None = None  # the last of each kind that GPUs do without the host
         self._queued_on_gpu: StreamHandle | None = None
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
         self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
 
-    def _connect(self, config, training: Training | None) -> None:
+    def _connect(self, config, training: Training | None, store: dist.Store | None) -> None:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
-        store = meet(self.ranks, "communicator")
+        store = meet(self.ranks, "communicator") if store is None else store
         self.config = self._compared(config, training, store)
         self.nodes = find_nodes(self.config.transport.hierarchy, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
@@ -107,7 +118,7 @@ class Communicator:
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)
         if self.config.needs_measuring:
-            self.config = measure_open_settings(self.measured_ranks(), self.group)
+            self.config = measure_open_settings(self.measured_ranks(), self._backend)
 
     # ---------------------------------------------------------------- collectives
 
@@ -230,6 +241,16 @@ class Communicator:
         if self.world_size > 1:
             self._queue.close()
 
+    def abort(self) -> None:
+        """Give up what is under way, and close the connections at once: peers get a PeerError. Safe to call twice."""
+        if self.world_size > 1:
+            self._queue.abort(PeerError("this communicator was aborted"))
+
+    @property
+    def error(self) -> NczError | None:
+        """What broke this communicator, so that further calls raise it; None as long as it is whole."""
+        return self._queue.error if self.world_size > 1 else None
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -243,7 +264,7 @@ class Communicator:
         if self.world_size > 1:
             config = apply_tuning_file(config, self.world_size)
         link_gbps = config.transport.link_gbps or gloo_link_gbps()
-        self.training.begin(ranks=self.world_size, backend=dist.get_backend(self.group), link_gbps=link_gbps)
+        self.training.begin(ranks=self.world_size, backend=self._backend, link_gbps=link_gbps)
         return config
 
     def _compared(self, source, training: Training | None, store: dist.Store) -> Config:

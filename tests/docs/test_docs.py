@@ -41,6 +41,18 @@ README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FRAMEWORKS = "deepspeed", "horovod"
+IMPORTS = {name: f"ncz_plugins.{name}" for name in FRAMEWORKS} | {
+    "ddp": "ncz_plugins.torch.ddp",
+    "fsdp": "ncz_plugins.torch.fsdp",
+    "diloco": "ncz_plugins.torch.torchft",
+    "lightning": "ncz_plugins.torch.ddp,lightning",
+    "hugging-face": "ncz_plugins.torch.ddp,accelerate,transformers",
+}
+REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
+    "diloco": "torchft",
+    "lightning": "lightning",
+    "hugging-face": "transformers",
+}
 PROGRAM_SECONDS = 200  # they take seconds on an idle machine
 
 FENCE = re.compile(
@@ -192,6 +204,7 @@ def test_names_that_the_documentation_imports_are_public():
             names.add((module, name))
     assert {("ncz_plugins", name) for name in ("Communicator", "ParameterSlice", "Training", "recording")} <= names
     absent = [f"ncz_plugins.{name}" for name in FRAMEWORKS if find_spec(name) is None]
+    absent += ["ncz_plugins.torch.torchft"] if find_spec("torchft") is None else []
     names = {each for each in names if each[0] not in absent and ".".join(each) not in absent}
     program = f"""
 import importlib
@@ -209,7 +222,8 @@ for module, name in {sorted(names)!r}:
         importlib.import_module(module)
 """
     subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=PROGRAM_SECONDS)
-    allowed = {"ncz_plugins", "ncz_plugins.deepspeed", "ncz_plugins.horovod", "ncz_plugins.torch"}
+    allowed = {"ncz_plugins", "ncz_plugins.torch", "ncz_plugins.torch.torchft", "ncz_plugins.torch.backend"}
+    allowed |= {f"ncz_plugins.{name}" for name in FRAMEWORKS}
     assert {module for module, _ in imported_names()} <= allowed, "what users import is exported at the top"
 
 
@@ -239,8 +253,8 @@ WITH_PROGRAMS = [page for page in PAGES if any(block.word == "ranks" for block i
 
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
 def test_programs_run(page, tmp_path, monkeypatch):
-    if page.stem in FRAMEWORKS and find_spec(page.stem) is None:
-        pytest.skip(f"{page.stem} is not installed")
+    if (package := REQUIRED.get(page.stem)) and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     files_of(page, tmp_path)
     program = tmp_path / "program.py"
     lines: list[str] = []
@@ -251,7 +265,7 @@ def test_programs_run(page, tmp_path, monkeypatch):
     program.write_text("\n".join(lines) + "\n")
     (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
     monkeypatch.chdir(tmp_path)
-    imports = f"ncz_plugins.{page.stem}" if page.stem in FRAMEWORKS else "ncz_plugins.core.communicator"
+    imports = IMPORTS.get(page.stem, "ncz_plugins.core.communicator")
     command = [sys.executable, str(FORKED_RANKS), "torch", str(ranks), str(free_port()), imports]
     done = subprocess.run(
         [*command, str(program)], env=environment(), text=True, timeout=PROGRAM_SECONDS, capture_output=True

@@ -54,15 +54,18 @@ def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -
     return [f"{BIN}/horovodrun", "--gloo", "-np", str(ranks), *options, sys.executable, *map(str, script)]
 
 
-def deepspeed_ranks(*script: object, ranks: int = 2) -> list[str]:
-    """The command that starts a script once per rank without a launcher, for tests that are not about one."""
-    return _forked("torch", "ncz_plugins.deepspeed", script, ranks)
+def deepspeed_ranks(*script: object, ranks: int = 2, imports: str = "ncz_plugins.deepspeed") -> list[str]:
+    """The command that starts a script once per rank without a launcher, for tests that are not about one.
+
+    `imports` are the modules that all ranks share.
+    """
+    return _forked("torch", imports, script, ranks)
 
 
 def horovod_ranks(
     *script: object, ranks: int = 2, imports: str = "ncz_plugins.core.communicator,horovod.torch"
 ) -> list[str]:
-    """The same for Horovod; `imports` are the modules that all ranks share."""
+    """The same for Horovod."""
     return _forked("horovod", imports, script, ranks)
 
 

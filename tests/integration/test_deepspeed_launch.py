@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, WORKERS, deepspeed, launch, torchrun
+from launch import ROOT, WORKERS, deepspeed, deepspeed_ranks, launch, torchrun
 
 PLUGIN = "ncz_plugins.deepspeed.launch"
 SCRIPT = WORKERS / "script.py"
@@ -112,7 +112,7 @@ class TestThroughTheModule:
         assert reported == [(str(step), f"{steps[step - 1]['ratio']:.2f}") for step in asked]
 
     def test_one_rank_is_told_that_nothing_is_compressed(self, configs, tmp_path):
-        command = deepspeed("--module", PLUGIN, SCRIPT, *arguments(configs["on"]), ranks=1)
+        command = deepspeed_ranks(SCRIPT, *arguments(configs["on"]), ranks=1)
         outcome = launch(command, tmp_path, timeout=120)
         assert "nothing is compressed, as one rank has nothing to send (ZeRO 2)" in outcome.output
         assert "ncz_plugins: steps 1 to 3: " in outcome.output

@@ -79,6 +79,10 @@ class Training:
                 group.load_state_dict(self._loaded.pop(key))
         return self._groups[key]
 
+    def forget_groups(self) -> None:
+        """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
+        self._groups.clear()
+
     # ---------------------------------------------------------------- deciding
 
     def treatment(self, part: ParameterSlice, dtype: torch.dtype, role: str | None, ranks: Sequence[int]) -> Treatment:

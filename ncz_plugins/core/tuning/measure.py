@@ -147,12 +147,15 @@ class TorchRanks(Subject):
             self._queue.submit(request.collective, tensor.device, run).wait()
 
 
-def measure_open_settings(subject: TorchRanks, group: dist.ProcessGroup) -> Config:
+def measure_open_settings(subject: TorchRanks, backend: str) -> Config:
     """The configuration of ranks that have just connected, with what it leaves open measured, and said by rank 0.
 
-    Raises UnsupportedError where the tensors of `group` would be on GPUs.
+    Args:
+        backend: the names of the group's backends, as torch.distributed has them.
+
+    Raises UnsupportedError where tensors would be on GPUs.
     """
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
+    if torch.cuda.is_available() and "nccl" in backend:
         raise UnsupportedError(
             "transport: frame_bytes and min_bytes: auto is measured with tensors in host memory over gloo, not over "
             "NCCL; name sizes, such as 4MiB and 64KiB"
