@@ -1,55 +1,66 @@
-"""`ncz enable` and `ncz disable`: whether all scripts of this Python environment honour our key under DeepSpeed.
+"""`ncz enable` and `ncz disable`: whether scripts of this Python environment that don't import us know us.
+
+They then honour our key in DeepSpeed's configuration, and know the backend `ncz` by its name.
 
 Python runs the lines of a .pth file in site-packages whenever it starts. Ours imports a small module beside it, which
-waits for DeepSpeed to be imported: ncz_plugins/deepspeed/on_import.py. The module is a copy, so that Python still
-starts without a complaint once ncz_plugins is uninstalled.
+waits for DeepSpeed or torch.distributed to be imported: on_import.py. The module is a copy, so that Python still starts
+without a complaint once ncz_plugins is uninstalled.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import py_compile
 import site
 import sys
 import sysconfig
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from ..core.config import DEEPSPEED_KEY
 from ..core.errors import UnsupportedError
 
-HOOK = Path(__file__).parents[1] / "deepspeed" / "on_import.py"
+HOOK = Path(__file__).with_name("on_import.py")
 MODULE = "_ncz_plugins_on_import"
 PTH = "ncz_plugins_on_import.pth"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add both commands to the parser of `ncz`."""
-    parser = commands.add_parser("enable", help=f'have every DeepSpeed script of this Python honour "{DEEPSPEED_KEY}"')
+    parser = commands.add_parser("enable", help=f'have all scripts of this Python know "{DEEPSPEED_KEY}"')
     parser.set_defaults(run=enable)
     parser = commands.add_parser("disable", help="take `ncz enable` back")
     parser.set_defaults(run=disable)
 
 
 def enable(options: argparse.Namespace) -> None:
-    """Write the two files."""
+    """Write the .pth file, the module, and the module's compiled form."""
     folder = next((each for each in _folders() if os.access(each, os.W_OK)), None)
     if folder is None:
         raise UnsupportedError(
             f"{' and '.join(map(str, _folders()))} can't be written to: use a virtual environment, or start scripts "
             "with `deepspeed --module ncz_plugins.deepspeed.launch`"
         )
-    (folder / f"{MODULE}.py").write_text(HOOK.read_text())
+    module = folder / f"{MODULE}.py"
+    module.write_text(HOOK.read_text())
+    py_compile.compile(module)  # not every user of this Python may be able to write it, or wants to
     (folder / PTH).write_text(f"import {MODULE}\n")  # last: from here on Python imports the other file
-    print(f'"{DEEPSPEED_KEY}" is honoured in every script that {sys.executable} runs: {folder / PTH}')
+    print(f"Every script that {sys.executable} runs now knows")
+    print(f'- "{DEEPSPEED_KEY}" in a DeepSpeed configuration,')
+    print('- torch.distributed.init_process_group("ncz").')
+    print(f"That is the work of {folder / PTH}.")
     print("Do the same on every machine of a training. `ncz disable` takes it back.")
 
 
 def disable(options: argparse.Namespace) -> None:
-    """Remove the two files wherever they are."""
+    """Remove the files wherever they are."""
     found = enabled()
     for file in found:
         file.unlink()
-        file.with_name(f"{MODULE}.py").unlink(missing_ok=True)
+        module = file.with_name(f"{MODULE}.py")
+        for each in (module, Path(cache_from_source(module))):
+            each.unlink(missing_ok=True)
         print(f"removed {file}")
     if not found:
         print("was not enabled")

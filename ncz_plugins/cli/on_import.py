@@ -1,7 +1,7 @@
-"""Makes every script of a Python environment honour "communication_compression" in its DeepSpeed configuration.
+"""Makes scripts that don't import ncz_plugins know it: see enable.py, which copies this file into site-packages.
 
-`ncz enable` copies this file into site-packages, and a .pth file there imports the copy whenever Python starts. So it
-must import nothing that takes time, and do no harm once ncz_plugins is uninstalled.
+There a .pth file imports the copy whenever Python starts. So it must import nothing that takes time, and do no harm
+once ncz_plugins is uninstalled.
 """
 
 import sys
@@ -9,11 +9,18 @@ import sys
 KEY = "communication_compression"
 
 
-class AfterDeepSpeed:
-    """A finder for sys.meta_path that has the plugin imported right after `deepspeed`."""
+class AfterImport:
+    """A finder for sys.meta_path that has something done right after some modules are imported.
+
+    Args:
+        actions: functions by names of modules.
+    """
+
+    def __init__(self, actions):
+        self.actions = actions
 
     def find_spec(self, name, path=None, target=None):
-        if name != "deepspeed":
+        if name not in self.actions:
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
@@ -22,14 +29,14 @@ class AfterDeepSpeed:
 
             def exec_module(module):
                 execute(module)
-                import_plugin()
+                self.actions[name]()
 
             spec.loader.exec_module = exec_module
         return spec
 
 
 def import_plugin():
-    """Import the plugin. Where that fails, only configurations with our key are refused."""
+    """Import the plugin for DeepSpeed. Where that fails, only configurations with our key are refused."""
     try:
         from ncz_plugins.deepspeed import engine
 
@@ -55,4 +62,16 @@ def refuse_key(error):
     DeepSpeedConfig.__init__ = __init__
 
 
-sys.meta_path.insert(0, AfterDeepSpeed())
+def name_backend():
+    """Make the name of our backend known to torch. The backend itself is imported by whoever uses it."""
+    from torch.distributed.distributed_c10d import Backend
+
+    def create(*arguments):
+        from ncz_plugins.torch.backend import CompressedBackend
+
+        return CompressedBackend(*arguments)
+
+    Backend.register_backend("ncz", create, devices=["cpu", "cuda"])
+
+
+sys.meta_path.insert(0, AfterImport({"deepspeed": import_plugin, "torch.distributed.distributed_c10d": name_backend}))

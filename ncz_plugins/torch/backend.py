@@ -1,0 +1,147 @@
+"""A backend by name, for programs that offer nothing else: import this, then `init_process_group("ncz")`.
+
+torch takes a process group that is written in Python in place of its own. This one has gloo for tensors in host memory
+and NCCL for those on GPUs, and compresses what reduces gradients, as far as a process group can tell: `all_reduce` and
+`reduce_scatter_tensor` of floats, with SUM or AVG. Nothing else is touched: weights are broadcast as they are.
+
+The environment variable NCZ_CONFIG names a configuration file; without it all settings have their defaults.
+
+See docs/guides/pytorch.md.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.communicator import Communicator
+
+NAME = "ncz"
+ENVIRONMENT = "NCZ_CONFIG"
+
+
+class CompressedBackend(dist.ProcessGroup):
+    """A process group with gloo and NCCL that compresses reductions of gradients.
+
+    Attributes:
+        communicator: carries what is compressed; None before the first such call, which is when all ranks make it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self.communicator: Communicator | None = None
+        self._store = store
+        self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
+        kinds = dist.ProcessGroup.BackendType
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        for group in (self, self._plain):
+            group._set_default_backend(kinds.GLOO)
+            group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+            for group in (self, self._plain):
+                group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+
+    def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        op = opts.reduceOp.op
+        if len(tensors) != 1 or not _reduces_gradients(tensors[0], op):
+            return self._plain.allreduce(tensors, opts)
+        handle = self._connected().all_reduce(tensors[0], op, async_op=True, role="gradient")
+        return _HandleWork(handle)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op = opts.reduceOp.op
+        if not _reduces_gradients(input, op):
+            return self._plain._reduce_scatter_base(output, input, opts)
+        handle = self._connected().reduce_scatter_tensor(output, input, op, async_op=True, role="gradient")
+        return _HandleWork(handle)
+
+    reduce_scatter_single = _reduce_scatter_base  # its name in torch 2.13
+
+    def shutdown(self) -> None:
+        """Finish what was asked for and close the connections of what is compressed."""
+        if self.communicator is not None:
+            self.communicator.close()
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _connected(self) -> Communicator:
+        if self.communicator is None:
+            config = os.environ.get(ENVIRONMENT, "ncclz")
+            self.communicator = Communicator(config, self._plain, store=dist.PrefixStore("ncz", self._store))
+        return self.communicator
+
+
+def _forwarded(name: str):
+    """A method that another group carries out.
+
+    Those inherited would do the same, but torch calls what a Python class inherits with the interpreter locked, and
+    gloo's threads want it as well, to free tensors: both wait for ever.
+    """
+
+    def method(self, *args, **kwargs):
+        return getattr(self._plain, name)(*args, **kwargs)
+
+    return method
+
+
+# All that torch looks for in a Python class, under the names that its versions give them.
+for _name in (
+    "allgather",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "recv",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "send",
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(CompressedBackend, _name, _forwarded(_name))
+
+
+class _HandleWork(dist.Work):
+    """Stands for a handle of ours where torch wants a work of its own."""
+
+    def __init__(self, handle):
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._handle.wait(timeout or None)  # torch's own calls pass 0 for none
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def is_success(self) -> bool:
+        return self._handle.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._handle.exception()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._handle.get_future()
+
+
+def _reduces_gradients(tensor: Tensor, op) -> bool:
+    """Whether a reduction is taken for one of gradients."""
+    return tensor.is_floating_point() and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+if NAME.upper() not in dist.Backend._plugins:  # `ncz enable` has done it otherwise
+    dist.Backend.register_backend(NAME, CompressedBackend, devices=["cpu", "cuda"])

@@ -1,0 +1,135 @@
+"""What programs get that know the backend `ncz` by its name only. Each check is a test of its own."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from checks import check, run_checks, same_on_all_ranks
+from common import digest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ncz_plugins.torch.backend  # noqa: F401
+
+torch.set_num_threads(1)
+dist.init_process_group("ncz")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+generator = torch.Generator().manual_seed(rank)
+values = torch.randn(100_003, generator=generator)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """What all ranks hold, [ranks, elements]."""
+    everyone = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(everyone, tensor)
+    return torch.stack(everyone)
+
+
+@check
+def groups_are_ours(group):
+    assert dist.get_backend() == "ncz" and dist.get_backend(group) == "ncz"
+    assert type(dist.group.WORLD).__name__ == "CompressedBackend"
+
+
+@check
+def sums_and_averages_of_floats_are_compressed(group):
+    exact = gathered(values).sum(0)
+    for op, expected in ((dist.ReduceOp.SUM, exact), (dist.ReduceOp.AVG, exact / world_size)):
+        result = values.clone()
+        dist.all_reduce(result, op, group=group)
+        error = (result - expected).norm() / expected.norm()
+        assert 0.01 < error < 0.3, error
+        same_on_all_ranks(digest(result), group)
+    work = dist.all_reduce(values.clone(), group=group, async_op=True)
+    [result] = work.get_future().wait()
+    assert work.wait() and work.is_completed()
+    torch.testing.assert_close(result, exact, rtol=0, atol=float(world_size))
+    total = group.communicator.stats.total
+    assert total.compressed_calls == total.calls == 3 and total.ratio > 5
+
+
+@check
+def reduce_scatters_are_compressed(group):
+    whole = torch.randn(world_size * 50_000, generator=generator)
+    exact = gathered(whole).sum(0).view(world_size, -1)[rank]
+    part = torch.empty(50_000)
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    error = (part - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.3, error
+    assert group.communicator.stats.total.compressed_calls == 1
+
+
+@check
+def all_else_is_exact(group):
+    copy = values.clone()
+    dist.broadcast(copy, world_size - 1, group=group)
+    assert torch.equal(copy, gathered(values)[-1])
+    largest = values.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    assert torch.equal(largest, gathered(values).amax(0))
+    count = torch.arange(100_000)
+    dist.all_reduce(count, group=group)
+    assert torch.equal(count, world_size * torch.arange(100_000))
+    everyone = torch.empty(world_size * values.numel())
+    dist.all_gather_into_tensor(everyone, values, group=group)
+    assert torch.equal(everyone.view(world_size, -1), gathered(values))
+    objects = [None] * world_size
+    dist.all_gather_object(objects, rank, group=group)
+    assert objects == list(range(world_size))
+    if rank < 2:
+        other = torch.empty_like(values)
+        works = [dist.isend(values, 1 - rank, group=group), dist.irecv(other, 1 - rank, group=group)]
+        assert all(work.wait() or True for work in works) and torch.equal(other, gathered_by_rank[1 - rank])
+    dist.barrier(group)
+    assert group.communicator is None  # nothing was to be compressed
+
+
+gathered_by_rank = gathered(values)
+
+
+@check
+def small_tensors_go_plain_and_are_counted(group):
+    for numel in (0, 1, 7):
+        tensor = torch.full([numel], rank + 1.0)
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, torch.full([numel], float(sum(range(1, world_size + 1)))))
+    bypasses = group.communicator.stats.total.bypasses
+    assert bypasses == {"too small": 3}, bypasses
+
+
+@check
+def distributed_data_parallel_trains(group):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 7)), process_group=group
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        x, target = torch.randn(16, 64, generator=generator), torch.randint(0, 7, (16,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+    same_on_all_ranks(digest(torch.cat([each.view(-1) for each in model.parameters()])), group)
+    assert group.communicator.stats.total.compressed_calls >= 5
+
+
+@check
+def a_group_of_one_rank(group):
+    alone = dist.new_subgroups_by_enumeration([[each] for each in range(world_size)])[0]
+    result = values.clone()
+    dist.all_reduce(result, group=alone)
+    assert torch.equal(result, values)
+
+
+@check
+def the_environment_names_the_configuration(group):
+    os.environ["NCZ_CONFIG"] = os.environ["NCZ_TEST_RESULT"] + ".yaml"
+    with open(os.environ["NCZ_CONFIG"], "w") as file:
+        file.write("quantizer: {kind: lossless}\n")
+    result = values.clone()
+    dist.all_reduce(result, group=group)
+    del os.environ["NCZ_CONFIG"]
+    torch.testing.assert_close(result, gathered(values).sum(0))
+
+
+run_checks()
