@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import report, run
+from processes import DEVICES, report, run
 
 from ncz_plugins import ConfigError, MismatchError, PeerError, UnsupportedError
 
@@ -20,11 +20,12 @@ SMALL = {"transport": {"min_bytes": 0}}
 TIMEOUT = timedelta(seconds=20)
 
 
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory):
+@pytest.fixture(scope="module", params=DEVICES)
+def replicas(request, tmp_path_factory):
     """What replicas 0, 1 and 3 saw. Replica 2 was killed, whereupon replica 3 joined."""
     imports = "ncz_plugins.torch.torchft,torchft.local_sgd"
-    finished = run("torchft_replicas", 4, tmp_path_factory.mktemp("torchft"), imports=imports, seconds=100)
+    folder = tmp_path_factory.mktemp("torchft")
+    finished = run("torchft_replicas", 4, folder, request.param, imports=imports, seconds=100)
     assert [each.returncode for each in finished] == [0, 0, -9, 0], report(finished)
     return [finished[rank].result for rank in (0, 1, 3)]
 

@@ -1,6 +1,7 @@
-"""What programs get that know the backend `ncz` by its name only. Each check is a test of its own."""
+"""What programs get that know the backend `ncz` by its name only: `backend.py cpu | cuda`. Each check is a test."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncz_plugins.torch.backend  # noqa: F401
 
+device = torch.device(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("ncz")
+if device.type == "cuda":
+    torch.cuda.set_device(0)
 rank, world_size = dist.get_rank(), dist.get_world_size()
 generator = torch.Generator().manual_seed(rank)
-values = torch.randn(100_003, generator=generator)
+values = torch.randn(100_003, generator=generator).to(device)
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +43,7 @@ def sums_and_averages_of_floats_are_compressed(group):
         dist.all_reduce(result, op, group=group)
         error = (result - expected).norm() / expected.norm()
         assert 0.01 < error < 0.3, error
-        same_on_all_ranks(digest(result), group)
+        same_on_all_ranks(digest(result.cpu()), group)
     work = dist.all_reduce(values.clone(), group=group, async_op=True)
     [result] = work.get_future().wait()
     assert work.wait() and work.is_completed()
@@ -50,9 +54,9 @@ def sums_and_averages_of_floats_are_compressed(group):
 
 @check
 def reduce_scatters_are_compressed(group):
-    whole = torch.randn(world_size * 50_000, generator=generator)
+    whole = torch.randn(world_size * 50_000, generator=generator).to(device)
     exact = gathered(whole).sum(0).view(world_size, -1)[rank]
-    part = torch.empty(50_000)
+    part = torch.empty(50_000, device=device)
     dist.reduce_scatter_tensor(part, whole, group=group)
     error = (part - exact).norm() / exact.norm()
     assert 0.01 < error < 0.3, error
@@ -67,10 +71,10 @@ def all_else_is_exact(group):
     largest = values.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     assert torch.equal(largest, gathered(values).amax(0))
-    count = torch.arange(100_000)
+    count = torch.arange(100_000, device=device)
     dist.all_reduce(count, group=group)
-    assert torch.equal(count, world_size * torch.arange(100_000))
-    everyone = torch.empty(world_size * values.numel())
+    assert torch.equal(count, world_size * torch.arange(100_000, device=device))
+    everyone = values.new_empty(world_size * values.numel())
     dist.all_gather_into_tensor(everyone, values, group=group)
     assert torch.equal(everyone.view(world_size, -1), gathered(values))
     objects = [None] * world_size
@@ -90,9 +94,9 @@ gathered_by_rank = gathered(values)
 @check
 def small_tensors_go_plain_and_are_counted(group):
     for numel in (0, 1, 7):
-        tensor = torch.full([numel], rank + 1.0)
+        tensor = torch.full([numel], rank + 1.0, device=device)
         dist.all_reduce(tensor, group=group)
-        assert torch.equal(tensor, torch.full([numel], float(sum(range(1, world_size + 1)))))
+        assert torch.equal(tensor, torch.full_like(tensor, sum(range(1, world_size + 1))))
     bypasses = group.communicator.stats.total.bypasses
     assert bypasses == {"too small": 3}, bypasses
 
@@ -100,16 +104,15 @@ def small_tensors_go_plain_and_are_counted(group):
 @check
 def distributed_data_parallel_trains(group):
     torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 7)), process_group=group
-    )
+    model = nn.Sequential(nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 7)).to(device)
+    model = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(5):
         x, target = torch.randn(16, 64, generator=generator), torch.randint(0, 7, (16,), generator=generator)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), target).backward()
+        nn.functional.cross_entropy(model(x.to(device)), target.to(device)).backward()
         optimizer.step()
-    same_on_all_ranks(digest(torch.cat([each.view(-1) for each in model.parameters()])), group)
+    same_on_all_ranks(digest(torch.cat([each.view(-1).cpu() for each in model.parameters()])), group)
     assert group.communicator.stats.total.compressed_calls >= 5
 
 

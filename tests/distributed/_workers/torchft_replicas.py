@@ -1,10 +1,13 @@
 """DiLoCo over torchft with compressed all-reduces. Replica 2 dies inside one of them; some time later replica 3 joins.
 
+    torchft_replicas.py cpu | cuda
+
 Every process is a replica. Those that are left at the end leave what they saw.
 """
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +19,15 @@ from torch import nn
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
 from ncz_plugins.torch.torchft import CompressedProcessGroup
 
 FATAL_STEP, LAST_STEP = 2, 9
 TIMEOUT = timedelta(seconds=20)
 rank = int(os.environ["RANK"])
+device = torch.device(sys.argv[1])
+plain = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
 folder = Path(os.environ["NCZ_TEST_RESULT"]).parent
 address, went_on = folder / "lighthouse", folder / "went on"
 
@@ -35,7 +41,7 @@ class Group(CompressedProcessGroup):
     """Takes notes; that of replica 2 dies."""
 
     def __init__(self):
-        super().__init__({"transport": {"min_bytes": 0}}, timeout=TIMEOUT)
+        super().__init__({"transport": {"min_bytes": 0}}, plain(TIMEOUT), TIMEOUT)
         self.sizes, self.seconds = [], []
 
     def configure(self, store_addr, replica_id, rank, world_size, *more, **named):
@@ -61,7 +67,7 @@ wait_for(address)
 
 torch.set_num_threads(1)
 torch.manual_seed(rank)  # torchft gives all of them the weights of one
-model = nn.Sequential(nn.Linear(64, 307), nn.ReLU(), nn.Linear(307, 7))
+model = nn.Sequential(nn.Linear(64, 307), nn.ReLU(), nn.Linear(307, 7)).to(device)
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -95,7 +101,7 @@ with DiLoCo(manager, [model], inner, outer, sync_every=2):
         for _ in range(2):
             x, target = torch.randn(16, 64, generator=generator), torch.randint(0, 7, (16,), generator=generator)
             inner.zero_grad()
-            nn.functional.cross_entropy(model(x), target).backward()
+            nn.functional.cross_entropy(model(x.to(device)), target.to(device)).backward()
             inner.step()
         time.sleep(0.2)  # so that replica 3 is there before the end
 leave(
@@ -103,7 +109,7 @@ leave(
         "steps": steps,
         "sizes": group.sizes,
         "seconds": group.seconds,
-        "weights": digest(torch.cat([each.view(-1) for each in model.parameters()])),
+        "weights": digest(torch.cat([each.view(-1).cpu() for each in model.parameters()])),
         "compressed_calls": group.stats.total.compressed_calls,
         "calls": group.stats.total.calls,
         "bypasses": group.stats.total.bypasses,
