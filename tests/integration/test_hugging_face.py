@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer under DeepSpeed, with ZeRO 1, 2 and 3: compressed, saved and resumed.
+"""Hugging Face under DeepSpeed: the Trainer with ZeRO 1, 2 and 3, saved and resumed, and a loop of Accelerate.
 
-tests/docs runs Accelerate, and the Trainer under DistributedDataParallel.
+tests/docs runs both under DistributedDataParallel.
 """
 
 import pytest
@@ -10,14 +10,14 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+ENVIRONMENT = {"ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1"}  # the first is what `accelerate launch` sets
 STAGES = ["1", "2", "3"]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     command = deepspeed_ranks(WORKERS / "trainer.py", *STAGES, imports="ncz_plugins.deepspeed,transformers")
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1"}
-    return launch(command, tmp_path_factory.mktemp("trainer"), timeout=250, environment=environment).ranks
+    return launch(command, tmp_path_factory.mktemp("trainer"), timeout=250, environment=ENVIRONMENT).ranks
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -41,3 +41,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, stage):
         assert resumed["sha256"] == whole["sha256"] != stopped["sha256"]
         assert resumed["losses"] == whole["losses"]
         assert (stopped["step"], resumed["step"]) == (2, 4)
+
+
+def test_a_loop_of_accelerate_with_a_deepspeed_plugin(tmp_path):
+    command = deepspeed_ranks(WORKERS / "accelerate_loop.py", imports="ncz_plugins.deepspeed,accelerate")
+    ranks = launch(command, tmp_path, timeout=100, environment=ENVIRONMENT).ranks
+    assert len({rank["sha256"] for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank["steps"] == 3
+        assert rank["total"]["compressed_calls"] == rank["total"]["calls"] > 0 and rank["total"]["ratio"] > 3
