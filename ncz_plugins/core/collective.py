@@ -415,7 +415,7 @@ def _agree(
         scales,
         counters=counters,
         link_gbps=transport.link_gbps,
-        noise=noise_for(call.config, call.number, transport.rank),
+        noise=noise_for(call.config, call.number, transport.rank, call.addends),
         divisor=call.divisor,
     )
 
@@ -427,7 +427,7 @@ def _fixed_rate_codec(
     source = call.source if call.within_node is None else call.within_node(transport, counters)
     if call.feedback:
         source = call.feedback.added_to(source)
-    noise = noise_for(call.config, call.number, transport.rank)
+    noise = noise_for(call.config, call.number, transport.rank, call.addends)
     tensor = CodedTensor(call.layout, source, call.output)
     return FixedRateCodec(backend, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
 

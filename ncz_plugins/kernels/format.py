@@ -83,7 +83,7 @@ class Noise(NamedTuple):
 
     seed: int  # below 2**64
     call: int  # below 2**32
-    rank: int  # below 2**32
+    shift: int = 0  # below 2**32; added to each number, modulo 2**32: what ranks differ in
     first: int = 0  # number of the first element
 
 

@@ -15,7 +15,7 @@ from ncz_plugins.kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, pack
 
 FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NOISE = Noise(2**64 - 3, 2**32 - 1, 77, 2**34 - 49)
+NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)
 SHAPES = [
     (0, 2, 0),
     (1, 3, SCALE_BLOCK),

@@ -43,7 +43,7 @@ SEEDS = (0, 1)  # of the emulator: orders in which threads and blocks run
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
 ASKED = [Coding(coder, predictor) for coder, predictor in itertools.product(CODERS, Predictor)]
 ONE_PASS = [Coding(Coder.FIXED, Predictor.NONE), Coding(Coder.FIXED, Predictor.DELTA)]
-NOISE = Noise(2**64 - 3, 2**32 - 1, 77, 2**34 - 49)  # its first element is not the first of a Philox counter
+NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)  # its first element is not the first of a Philox counter
 MARK = 0xA5
 
 
@@ -252,7 +252,7 @@ def test_chunk_statistics(dtype):
 def test_golden_quantizer_and_statistics(name):
     x, inverse_steps = (torch.from_numpy(GOLDEN_FLOATS[name + part]) for part in ("", "-inverse_steps"))
     codes = torch.empty(x.numel(), dtype=torch.int32)
-    for part, noise in (("codes", None), ("noisy_codes", Noise(seed=2**40 + 7, call=3, rank=1, first=10))):
+    for part, noise in (("codes", None), ("noisy_codes", Noise(seed=2**40 + 7, call=3, shift=2**31 + 5, first=10))):
         cuda().quantize(x, inverse_steps, codes, noise)
         assert torch.equal(codes, torch.from_numpy(GOLDEN_FLOATS[f"{name}-{part}"]))
     for part, statistic in zip(("lowest", "highest", "squares"), cuda().chunk_statistics(x)):

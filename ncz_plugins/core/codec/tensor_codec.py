@@ -351,26 +351,29 @@ def codec_for(
         scales: the quantization steps, or what fills them in, whose first frames have theirs; None for a codec that
             keeps floats as they are.
         link_gbps: see `coding_for`.
-        noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0 on rank 0.
+        noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0, unshifted.
         divisor: see LosslessCodec; `scales` are divided already.
     """
     counters = Counters() if counters is None else counters
     common = (device, tensor, coding_for(config, device.backend, link_gbps), config.entropy.checksum, counters)
     if scales is None:
         return LosslessCodec(*common, divisor)
-    noise = noise_for(config, call=0, rank=0) if noise is None else noise
+    noise = noise_for(config, call=0, rank=0, addends=1) if noise is None else noise
     if isinstance(scales, ScaleAgreement):
         there = scales.scales.to(tensor.source.data.device)
         return QuantizingCodec(*common, there, noise, scales)
     return QuantizingCodec(*common, scales, noise)
 
 
-def noise_for(config: Config, call: int, rank: int) -> Noise | None:
-    """The random numbers that a stochastic quantizer rounds by, other ones in each call and on each rank.
+def noise_for(config: Config, call: int, rank: int, addends: int) -> Noise | None:
+    """The random numbers that a stochastic quantizer rounds by, other ones in each call. None for other quantizers.
 
-    None for other quantizers.
+    Ranks whose codes are added have the same numbers, shifted by equal parts of their range. So where one of them
+    rounds up another one rounds down, and errors of values that are alike cancel in the sum: stratified sampling.
     """
-    return Noise(config.quantizer.seed, call % 2**32, rank) if config.quantizer.kind == "stochastic" else None
+    if config.quantizer.kind != "stochastic":
+        return None
+    return Noise(config.quantizer.seed, call % 2**32, (rank << 32) // addends % 2**32)
 
 
 def _name(batch: list[FrameSum]) -> str:

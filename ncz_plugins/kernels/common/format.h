@@ -87,7 +87,7 @@ struct Coding {
 };
 struct Noise {
     uint64_t seed;
-    uint32_t call, rank;
+    uint32_t call, shift;
     uint64_t first;
 };
 

@@ -55,7 +55,7 @@ class _Coding(ctypes.Structure):  # ncz::Coding
 
 
 class _Noise(ctypes.Structure):  # ncz::Noise
-    _fields_ = [("seed", ctypes.c_uint64), ("call", _UINT32), ("rank", _UINT32), ("first", ctypes.c_uint64)]
+    _fields_ = [("seed", ctypes.c_uint64), ("call", _UINT32), ("shift", _UINT32), ("first", ctypes.c_uint64)]
 
 
 class _Rows(ctypes.Structure):  # ncz::Rows

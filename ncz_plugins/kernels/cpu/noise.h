@@ -11,7 +11,7 @@ namespace {
 class RandomWords {
   public:
     explicit RandomWords(const ncz::Noise& noise)
-        : first_(noise.first), call_(Wide{} + noise.call), rank_(Wide{} + noise.rank) {
+        : first_(noise.first), shift_(noise.shift), call_(Wide{} + noise.call) {
         uint32_t key[2] = {uint32_t(noise.seed), uint32_t(noise.seed >> 32)};
         for (auto& round : keys_) {
             round[0] = Wide{} + key[0];
@@ -44,7 +44,7 @@ class RandomWords {
         for (int i = 0; i < WIDES; ++i) {
             b[i] = a[i] >> 32;
             c[i] = call_;
-            d[i] = rank_;
+            d[i] = Wide{};
         }
         for (auto& key : keys_)
             for (int i = 0; i < WIDES; ++i) {
@@ -66,10 +66,12 @@ class RandomWords {
             pairs[i][1] = cd[i];
         }
         memcpy(words, pairs, sizeof pairs);
+        for (int i = 0; i < ncz::BLOCK; ++i) words[i] += shift_;
     }
 
     uint64_t first_;
-    Wide call_, rank_, keys_[10][2];
+    uint32_t shift_;
+    Wide call_, keys_[10][2];
 };
 
 }  // namespace

@@ -28,7 +28,7 @@ class NoiseArgument(ctypes.Structure):
     _fields_ = [
         ("seed", ctypes.c_uint64),
         ("call", ctypes.c_uint32),
-        ("rank", ctypes.c_uint32),
+        ("shift", ctypes.c_uint32),
         ("first", ctypes.c_uint64),
     ]
 

@@ -100,7 +100,7 @@ NCZ_DEVICE Element value_of(int32_t code, Scale scale) {
 
 // Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 NCZ_DEVICE void philox(const Noise& noise, uint64_t counter, uint32_t* words) {
-    uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = noise.call, d = noise.rank;
+    uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = noise.call, d = 0;
     uint32_t key0 = uint32_t(noise.seed), key1 = uint32_t(noise.seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
@@ -113,10 +113,10 @@ NCZ_DEVICE void philox(const Noise& noise, uint64_t counter, uint32_t* words) {
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
-    words[0] = a;
-    words[1] = b;
-    words[2] = c;
-    words[3] = d;
+    words[0] = a + noise.shift;
+    words[1] = b + noise.shift;
+    words[2] = c + noise.shift;
+    words[3] = d + noise.shift;
 }
 
 // Of 8 elements, from number `first` of the tensor on.

@@ -68,13 +68,13 @@ def per_element(per_chunk: np.ndarray, count: int) -> np.ndarray:
 
 
 def random_bits(noise: Noise, count: int) -> np.ndarray:
-    """A random uint32 for each of `count` elements: four from each Philox counter."""
+    """A random uint32 for each of `count` elements: four from each Philox counter, shifted."""
     first = noise.first // 4
     counters = np.arange(first, -(-(noise.first + count) // 4), dtype=np.uint64)
-    words = [counters & _LOW, counters >> np.uint64(32), np.full_like(counters, noise.call)]
-    words.append(np.full_like(counters, noise.rank))
+    words = [counters & _LOW, counters >> np.uint64(32), np.full_like(counters, noise.call), np.zeros_like(counters)]
     bits = philox(words, (noise.seed & 0xFFFFFFFF, noise.seed >> 32))
-    return np.stack(bits, axis=1).reshape(-1)[noise.first - 4 * first :][:count].astype(np.uint32)
+    whole = np.stack(bits, axis=1).reshape(-1)[noise.first - 4 * first :][:count]
+    return (whole + np.uint64(noise.shift)).astype(np.uint32)
 
 
 _LOW = np.uint64(0xFFFFFFFF)

@@ -19,7 +19,7 @@ from ncz_plugins.kernels.reference import frames, symbols, values
 
 FOLDER = Path(__file__).parent
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
-NOISE = Noise(seed=2**40 + 7, call=3, rank=1, first=10)
+NOISE = Noise(seed=2**40 + 7, call=3, shift=2**31 + 5, first=10)
 
 
 def noise(count: int) -> np.ndarray:

@@ -47,7 +47,7 @@ def test_quantizer_and_statistics(backend, name):
     codes = torch.empty(x.numel(), dtype=torch.int32)
     backend.quantize(x, golden["inverse_steps"], codes)
     assert torch.equal(codes, golden["codes"])
-    backend.quantize(x, golden["inverse_steps"], codes, Noise(seed=2**40 + 7, call=3, rank=1, first=10))
+    backend.quantize(x, golden["inverse_steps"], codes, Noise(seed=2**40 + 7, call=3, shift=2**31 + 5, first=10))
     assert torch.equal(codes, golden["noisy_codes"])
     for name, statistic in zip(("lowest", "highest", "squares"), backend.chunk_statistics(x)):
         assert torch.equal(statistic, golden[name])

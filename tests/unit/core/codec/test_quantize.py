@@ -10,6 +10,7 @@ from ncz_plugins import BoundError, compress, decompress, kernels
 from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales, measure, smallest_value
+from ncz_plugins.core.codec.tensor_codec import noise_for
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import CHUNK, Noise
 
@@ -31,7 +32,7 @@ def agree(tensors: list[torch.Tensor], quantizer: QuantizerConfig, divisor: int 
 def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: QuantizerConfig | None = None) -> torch.Tensor:
     total = torch.zeros(tensors[0].numel(), dtype=torch.int32)
     for rank, tensor in enumerate(tensors):
-        noise = Noise(quantizer.seed, 1, rank) if quantizer and quantizer.kind == "stochastic" else None
+        noise = noise_for(Config(quantizer=quantizer), 1, rank, len(tensors)) if quantizer else None
         codes = torch.empty_like(total)
         BACKEND.quantize(tensor, scales.inverse_steps, codes, noise)
         total += codes
@@ -190,20 +191,31 @@ def test_rounding_at_random_has_no_bias(dtype, mode):
     codes = torch.empty(numel, dtype=torch.int32)
     mean = torch.zeros(numel, dtype=torch.float64)
     for call in range(calls):
-        BACKEND.quantize(tensor, scales.inverse_steps, codes, Noise(quantizer.seed, call, 0))
+        BACKEND.quantize(tensor, scales.inverse_steps, codes, Noise(quantizer.seed, call))
         mean += (codes - tensor.double() / step) / calls
     assert mean.mean().abs() < np.sqrt(np.log(2e9) / (2 * calls * numel))
     assert mean.abs().max() < np.sqrt(np.log(2e9 * numel) / (2 * calls))  # nor has any single element
     assert mean.abs().max() > 0.1  # it is random at all
 
 
-def test_random_numbers_differ_by_call_rank_and_seed_only():
+def test_random_numbers_differ_by_call_shift_and_seed_only():
     tensor = torch.full((5000,), 0.5)
     codes = {}
-    for noise in [Noise(1, 2, 3), Noise(1, 2, 3), Noise(1, 2, 4), Noise(1, 3, 3), Noise(2, 2, 3)]:
+    for noise in [Noise(1, 2, 3), Noise(1, 2, 3), Noise(1, 2, 2**31), Noise(1, 3, 3), Noise(2, 2, 3)]:
         codes[noise] = torch.empty(5000, dtype=torch.int32)
         BACKEND.quantize(tensor, torch.ones(2), codes[noise], noise)
     assert len(codes) == 4 and len({tuple(c.tolist()) for c in codes.values()}) == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 16])
+def test_where_ranks_have_equal_values_their_sum_is_off_by_less_than_one_step(ranks):
+    value, step = torch.rand(5000, generator=torch.Generator().manual_seed(ranks)), 0.3
+    config = Config(quantizer={"kind": "stochastic"})
+    codes = torch.empty(ranks, 5000, dtype=torch.int32)
+    for rank, own in enumerate(codes):
+        BACKEND.quantize(value, torch.full((2,), 1 / step), own, noise_for(config, 5, rank, ranks))
+    assert len({tuple(own.tolist()) for own in codes}) == ranks
+    assert (codes.sum(0) * step - ranks * value).abs().max() < step * 1.001
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

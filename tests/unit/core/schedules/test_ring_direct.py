@@ -12,7 +12,7 @@ from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import measure
-from ncz_plugins.core.codec.tensor_codec import LosslessCodec
+from ncz_plugins.core.codec.tensor_codec import LosslessCodec, noise_for
 from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, MismatchError
@@ -28,7 +28,6 @@ from ncz_plugins.kernels.format import (
     VERSION,
     Coder,
     Coding,
-    Noise,
     Predictor,
 )
 from ncz_plugins.kernels.lossless import max_lossless_bytes
@@ -211,7 +210,7 @@ def summed_codes(world_size: int, numel: int, config: Config, number: int) -> to
     codes = torch.zeros(numel, dtype=torch.int32)
     for rank in reversed(range(world_size)):
         own = torch.empty_like(codes)
-        noise = Noise(config.quantizer.seed, number, rank) if config.quantizer.kind == "stochastic" else None
+        noise = noise_for(config, number, rank, world_size)
         backend.quantize(values(rank, numel), scales.inverse_steps, own, noise)
         codes += own
     expected = torch.empty(numel)
