@@ -34,7 +34,16 @@ from rich.table import Table
 
 import ncz_plugins
 from ncz_plugins import kernels
-from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor, chunks_of, max_frame_bytes
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    SCALE_BLOCK,
+    Coder,
+    Coding,
+    Predictor,
+    blocks_of,
+    chunks_of,
+    max_frame_bytes,
+)
 
 CODERS = {  # name in the table: what is asked for
     "fixed": Coding(Coder.FIXED, Predictor.NONE),
@@ -54,7 +63,7 @@ def gradient(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     scales = torch.exp(2 * torch.randn(chunks_of(count), generator=generator)) * 1e-3
     x = torch.randn(count, generator=generator) * scales.repeat_interleave(CHUNK)[:count]
-    return x, scales * 0.5
+    return x, scales.repeat_interleave(CHUNK // SCALE_BLOCK)[: blocks_of(count)] * 0.5
 
 
 def low_entropy(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +76,7 @@ def smooth_field(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A slow wave with a faster ripple, as in a simulation; the step is 2e-3 of its largest magnitude."""
     t = torch.arange(count, dtype=torch.float64) / 1000
     x = (torch.sin(t) + 0.1 * torch.sin(17 * t)).to(torch.float32)
-    return x, torch.full((chunks_of(count),), 2e-3)
+    return x, torch.full((blocks_of(count),), 2e-3)
 
 
 DATA = {"gradient": gradient, "low entropy": low_entropy, "smooth field": smooth_field}
@@ -79,14 +88,14 @@ def measure(
     """One row per coder: GB/s, the ratio to memcpy, and what `pool` makes of it, of each operation."""
     count = -(-x.numel() // frame_elements)
     pieces = [slice(i * frame_elements, min((i + 1) * frame_elements, x.numel())) for i in range(count)]
-    chunks = [slice(p.start // CHUNK, p.start // CHUNK + chunks_of(p.stop - p.start)) for p in pieces]
+    steps_of = [slice(p.start // SCALE_BLOCK, -(-p.stop // SCALE_BLOCK)) for p in pieces]
     inverse = 1 / steps
     others = x.roll(1)  # what another rank might have
     out = torch.empty_like(x)
     buffer = torch.empty(count, max_frame_bytes(frame_elements), dtype=torch.uint8)
     room2 = torch.empty_like(buffer)
     frames = {
-        name: [r[: backend.encode(x[p], inverse[c], coding, r)].clone() for p, c, r in zip(pieces, chunks, buffer)]
+        name: [r[: backend.encode(x[p], inverse[c], coding, r)].clone() for p, c, r in zip(pieces, steps_of, buffer)]
         for name, coding in coders.items()
     }
 
@@ -94,19 +103,19 @@ def measure(
     def memcpy(i):
         ctypes.memmove(out[pieces[i]].data_ptr(), x[pieces[i]].data_ptr(), 4 * (pieces[i].stop - pieces[i].start))
 
-    def chunk_statistics(i):
-        backend.chunk_statistics(x[pieces[i]])
+    def block_statistics(i):
+        backend.block_statistics(x[pieces[i]])
 
     def encode(i, name):
-        backend.encode(x[pieces[i]], inverse[chunks[i]], coders[name], buffer[i])
+        backend.encode(x[pieces[i]], inverse[steps_of[i]], coders[name], buffer[i])
 
     def decode(i, name):
-        backend.decode(frames[name][i], steps[chunks[i]], out[pieces[i]])
+        backend.decode(frames[name][i], steps[steps_of[i]], out[pieces[i]])
 
     def reduce(i, name):
-        backend.reduce(frames[name][i], others[pieces[i]], inverse[chunks[i]], coders[name], room2[i])
+        backend.reduce(frames[name][i], others[pieces[i]], inverse[steps_of[i]], coders[name], room2[i])
 
-    runs = {("memcpy", ""): memcpy, ("statistics", ""): chunk_statistics}
+    runs = {("memcpy", ""): memcpy, ("statistics", ""): block_statistics}
     for name, operation in itertools.product(coders, (encode, decode, reduce)):
         runs[operation.__name__, name] = functools.partial(operation, name=name)
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.backend import Decoding, Sum
-from ncz_plugins.kernels.format import CHUNK, chunks_of, max_frame_bytes
+from ncz_plugins.kernels.format import SCALE_BLOCK, max_frame_bytes
 
 MIB = 1 << 20
 DATA = {"gradient": gradient, "low entropy": low_entropy}
@@ -85,7 +85,7 @@ def nvcomp_runs(backend, x, inverse, steps, out):
 
         expected = codes.clone()
         decode()
-        torch.testing.assert_close(out, expected * steps.repeat_interleave(CHUNK)[: out.numel()])
+        torch.testing.assert_close(out, expected * steps.repeat_interleave(SCALE_BLOCK)[: out.numel()])
         yield f"nvCOMP {algorithm}", coded.buffer_size, encode, decode
 
 
@@ -93,21 +93,21 @@ def measure(backend, x, steps, frame_elements: int, repeats: int) -> tuple[float
     """The copy bandwidth in GB/s moved, and one row per coder and operation."""
     inverse = 1 / steps
     cuts = [slice(i, min(i + frame_elements, x.numel())) for i in range(0, x.numel(), frame_elements)]
-    chunks = [slice(cut.start // CHUNK, cut.start // CHUNK + chunks_of(cut.stop - cut.start)) for cut in cuts]
+    steps_of = [slice(cut.start // SCALE_BLOCK, -(-cut.stop // SCALE_BLOCK)) for cut in cuts]
     others, out, copy = x.roll(1), torch.empty_like(x), torch.empty_like(x)
     buffers = torch.empty(2, len(cuts), max_frame_bytes(frame_elements), dtype=torch.uint8, device=x.device)
     runs = {"copy": captured(lambda: copy.copy_(x))}
     shares = {}
     for name, coding in CODERS.items():
-        sums = [Sum(x[cut], inverse[at], buffer) for cut, at, buffer in zip(cuts, chunks, buffers[0])]
+        sums = [Sum(x[cut], inverse[at], buffer) for cut, at, buffer in zip(cuts, steps_of, buffers[0])]
         sizes = backend.encode_sums(sums, coding).tolist()
         frames = [buffer[:size].clone() for buffer, size in zip(buffers[0], sizes)]
         shares[name] = sum(frame.numel() for frame in frames) / x.numel()
 
-        decodings = [Decoding(frame, steps[at], out[cut]) for cut, at, frame in zip(cuts, chunks, frames)]
+        decodings = [Decoding(frame, steps[at], out[cut]) for cut, at, frame in zip(cuts, steps_of, frames)]
         added = [
             Sum(others[cut], inverse[at], buffer, [frame])
-            for cut, at, frame, buffer in zip(cuts, chunks, frames, buffers[1])
+            for cut, at, frame, buffer in zip(cuts, steps_of, frames, buffers[1])
         ]
 
         def encode(sums=sums, coding=coding):

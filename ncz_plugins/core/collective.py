@@ -19,7 +19,15 @@ from .call_description import bypassing, described, refusal, require_plain, requ
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
-from .codec.quantize import Scales, derive_on_gpu, derived_on_gpu, measure, measure_on_gpu, step_rule
+from .codec.quantize import (
+    Scales,
+    derive_on_gpu,
+    derived_on_gpu,
+    measure,
+    measure_on_gpu,
+    most_summable,
+    step_rule,
+)
 from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
 from .codec.tensor_codec import codec_for, noise_for
 from .config import FRAME_BYTES, GPU_FRAME_BYTES, Config
@@ -444,12 +452,13 @@ def _measured(
         return source, None
 
     dtype = source.data.dtype
+    most = most_summable(quantizer, dtype, call.addends, call.divisor)
     if device.in_batches:
-        return source, _on_gpu(call, source, device.backend, transport, counters)
+        return source, _on_gpu(call, source, most, device.backend, transport, counters)
 
     def measured(frames: range) -> Tensor:
         with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
-            return measure(device.backend, source, layout, call.measured, quantizer, frames)
+            return measure(device.backend, source, layout, call.measured, quantizer, frames, most)
 
     def agree(measured: Tensor) -> Callable[[], None]:
         return transport.start_max(measured, counters).wait
@@ -462,7 +471,7 @@ def _measured(
 
 
 def _on_gpu(
-    call: Call, source: Window, backend: GpuBackend, transport: Transport, counters: Counters
+    call: Call, source: Window, most: float, backend: GpuBackend, transport: Transport, counters: Counters
 ) -> DeviceAgreement:
     """The agreement on scales of a call whose tensors are on a GPU. The host waits for nothing."""
     layout, quantizer, dtype = call.layout, call.config.quantizer, source.data.dtype
@@ -480,5 +489,5 @@ def _on_gpu(
         return by_scales(derived_on_gpu(scales, outcome, layout, quantizer), dtype)
 
     with span("measure", source.data.nbytes, counters):
-        measured = measure_on_gpu(backend, source, layout, call.measured, quantizer)
+        measured = measure_on_gpu(backend, source, layout, call.measured, quantizer, most)
     return DeviceAgreement(measured, agree, derived, judge)

@@ -60,9 +60,10 @@ class HorovodTransport(Transport):
         self._incoming: dict[int, deque[Tensor]] = {peer: deque() for peer in range(self.world_size)}
 
     def start_max(self, tensor: Tensor, counters: Counters) -> HorovodAgreement:
-        counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-        handle = hvd.allreduce_async_(tensor, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
-        return HorovodAgreement(handle, counters)
+        carried = _carried(tensor)
+        counters.wire_bytes += 2 * carried.nbytes * (self.world_size - 1) // self.world_size
+        handle = hvd.allreduce_async_(carried, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
+        return HorovodAgreement(_HorovodWork(handle, tensor), counters)
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
@@ -101,19 +102,15 @@ class HorovodTransport(Transport):
 
 
 class HorovodAgreement(Agreement):
-    """An element-wise maximum over ranks, under way over Horovod.
+    """An element-wise maximum over ranks, under way over Horovod."""
 
-    Args:
-        handle: what Horovod returned for it.
-    """
-
-    def __init__(self, handle, counters: Counters):
-        self._handle = handle
+    def __init__(self, work: _HorovodWork, counters: Counters):
+        self._work = work
         self._counters = counters
 
     def wait(self) -> None:
         started = time.perf_counter()
-        result_of(self._handle)
+        self._work.wait()
         self._counters.wait_seconds += time.perf_counter() - started
 
 
@@ -168,9 +165,7 @@ class HorovodCollectives(PlainCollectives):
             op: SUM, AVG or MAX.
             scale: what Horovod multiplies each rank's values by before it sums them, unless there are `factors`.
         """
-        # Horovod can't add bfloat16; float32 holds it exactly.
-        wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        return self._reduced(wide, tensor, _OPS[op], *(self._factors or (scale, 1.0)))
+        return self._reduced(_carried(tensor), tensor, _OPS[op], *(self._factors or (scale, 1.0)))
 
     def as_horovod_does(self, tensor: Tensor, op: int) -> Work:
         """An all_reduce in place with any of Horovod's own ops."""
@@ -226,6 +221,11 @@ class _HorovodWork:
 
     def is_completed(self) -> bool:
         return self._handle is None or hvd.poll(self._handle)
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """What Horovod reduces in place of a tensor: it can't reduce bfloat16, which float32 holds exactly."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _packed(frames: list[Tensor]) -> Tensor:

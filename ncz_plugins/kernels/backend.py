@@ -3,7 +3,7 @@
 Shapes and dtypes that all methods share:
 
 - `x`, `out`: floats, [count], of one of `format.DTYPES`.
-- `inverse_steps`, `scales`: one number per chunk of `format.CHUNK` elements, [chunks], float64 for
+- `inverse_steps`, `scales`: one number per block of `format.SCALE_BLOCK` elements, [blocks], float64 for
   float64 tensors and float32 for all others. `inverse_steps` holds 1 / (quantization step); `scales` holds what
   a code is multiplied by.
 - `codes`: int32, [count].
@@ -71,10 +71,10 @@ class Backend(ABC):
     costs: SelectorCosts = SelectorCosts()  # of this backend; the caller sets the price of the link
 
     @abstractmethod
-    def chunk_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Lowest value, highest value and sum of squares of each chunk: three float64 tensors, [chunks].
+    def block_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lowest value, highest value and sum of squares of each block of SCALE_BLOCK: three float64 tensors, [blocks].
 
-        A chunk that holds a NaN or an infinity has -inf, +inf and +inf.
+        A block that holds a NaN or an infinity has -inf, +inf and +inf.
         """
 
     @abstractmethod
@@ -123,8 +123,8 @@ class Backend(ABC):
     # A GPU needs as many launches for several frames as for one. All tensors of a call have the same dtypes.
 
     def statistics_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """`chunk_statistics` of one tensor behind the other: float64, [3, chunks of all]."""
-        return torch.cat([torch.stack(self.chunk_statistics(x)) for x in tensors], 1)
+        """`block_statistics` of one tensor behind the other: float64, [3, blocks of all]."""
+        return torch.cat([torch.stack(self.block_statistics(x)) for x in tensors], 1)
 
     def encode_sums(
         self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None, sealed: bool = False
@@ -235,15 +235,17 @@ class GpuBackend(Backend):
         segments: range,
         block: int,
         mode: str,
+        most: float,
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """What `quantize.measure` in core/codec returns, on the device; sums of several chunks may differ by a bit.
+        """What `quantize.measure` in core/codec returns, on the device; sums of several blocks may differ by a bit.
 
         Args:
             tensors: the values of each of `segments`, of all those of `lengths` elements.
             block: elements that share a scale; 0: all.
             mode: one of `format.MODES`.
+            most: in mode rms only: larger magnitudes count as infinite.
             dtype: that steps have: float64 for float64 values, float32 for all others.
         """
 
@@ -253,8 +255,9 @@ class GpuBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `quantize.derive` in core/codec finds of the maximum over ranks, on the device.
 
-        Returns: the inverse steps and scales, [chunks] each, zeros where a block allows none; and int64, [3]: how many
-        blocks hold what is not finite, and have codes that overflow, and 2**20 times the bits of all chunks' values.
+        Returns: the inverse steps and scales, one per SCALE_BLOCK elements, zeros where a block allows none; and int64,
+        [3]: how many blocks hold what is not finite, and have codes that overflow, and 2**20 times the sum of the bits
+        that a value takes with each step.
         """
 
 

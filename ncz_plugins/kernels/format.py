@@ -18,12 +18,12 @@ VERSION = 1
 HEADER = struct.Struct("<IBBBBIIII")
 HEADER_BYTES = HEADER.size
 
-CHUNK = 4096  # elements that are coded together: they share a quantization step, and delta restarts
+CHUNK = 4096  # elements that are coded together: delta restarts
 BLOCK = 32  # symbols that share one width byte in FIXED
 OCTET = 8  # symbols that are packed together; a short last block is padded to whole octets
 PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece; pieces that the selector looks at
-SCALE_BLOCK = 256  # elements that share a scale at a fixed rate
-LANES = 128  # partial sums per chunk, so that every backend adds squares in the same order
+SCALE_BLOCK = 256  # elements that share a quantization step, or more of them; a chunk has whole blocks of these
+LANES = 32  # partial sums per such block, so that every backend adds squares in the same order
 
 HAS_CHECKSUM, SPOILED = 1, 2  # in the flags; a spoiled frame was made of a damaged one
 
@@ -125,7 +125,8 @@ class StepRule(NamedTuple):
     cap: float  # no step is larger
 
 
-MODES = ("abs", "rel", "rms", "range")
+# The last one is rms where ranks agree on the root mean squares only, in bfloat16.
+MODES = ("abs", "rel", "rms", "range", "rms only")
 
 
 class DamagedFrame(ValueError):

@@ -14,7 +14,7 @@ from test_cuda_kernels import CODERS, FAST, NOISE, ONE_PASS, buffer, coding_name
 from ncz_plugins.kernels.backend import Decoding, Sum
 from ncz_plugins.kernels.cuda import CudaBackend, frames
 from ncz_plugins.kernels.cuda.arguments import MOST_INPUTS, MOST_PIECES
-from ncz_plugins.kernels.format import CHUNK, DTYPES, Coder, Coding, DamagedFrame, Predictor, chunks_of
+from ncz_plugins.kernels.format import CHUNK, DTYPES, Coder, Coding, DamagedFrame, Predictor, blocks_of
 
 COUNTS = [2 * CHUNK + 77, 0, CHUNK, 5, 3 * CHUNK]  # of one batch
 ONE_HUFFMAN = Coding(Coder.HUFFMAN, Predictor.NONE)  # with which nothing is left to choose
@@ -41,7 +41,7 @@ def sums_of(counts: list[int], inputs: int, dtype=torch.float32) -> list[Sum]:
     """A sum of each count, of values and of so many frames, each of another coder."""
     sums = []
     for i, count in enumerate(counts):
-        inverse_steps = torch.full((chunks_of(count),), 4.0, dtype=dtype if dtype == torch.float64 else torch.float32)
+        inverse_steps = torch.full((blocks_of(count),), 4.0, dtype=dtype if dtype == torch.float64 else torch.float32)
         codings = itertools.islice(itertools.cycle(CODINGS[i:] + CODINGS[:i]), inputs)
         added = [encode(FAST, values_of(count, 10 * i + j, dtype), inverse_steps, c) for j, c in enumerate(codings)]
         sums.append(Sum(values_of(count, 99 + i, dtype), inverse_steps, buffer(count), added, first=1000 * i))
@@ -171,7 +171,7 @@ def test_damage_spoils_what_is_made_of_it(coding):
 def test_of_a_damaged_frame_nothing_is_written(coder):
     """Also where only decoding shows the damage; the other frames of the batch are decoded."""
     count = 2 * CHUNK
-    scales = torch.ones(2)
+    scales = torch.ones(blocks_of(count))
     frame = encode(FAST, values_of(count, 1), scales, Coding(coder, Predictor.NONE))
     assert frame[5] == coder
     damaged = frame.clone()

@@ -30,6 +30,7 @@ from ncz_plugins.kernels.format import (
     Noise,
     Predictor,
     SelectorCosts,
+    blocks_of,
     chunks_of,
     max_frame_bytes,
 )
@@ -225,13 +226,13 @@ def test_floats_with_all_coders(dtype, noise):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_half_number(dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    inverse_steps = torch.full((chunks_of(x.numel()),), 3.0)
+    inverse_steps = torch.full((blocks_of(x.numel()),), 3.0)
     expected, codes = torch.empty(2, x.numel(), dtype=torch.int32)
     FAST.quantize(x, inverse_steps, expected)
     cuda().quantize(x, inverse_steps, codes)
     assert_same(codes, expected)
     for exponent in (-40, -26, -14, 9, 120):  # subnormal to infinite
-        scales = torch.full((chunks_of(x.numel()),), 2.0**exponent / 3)
+        scales = torch.full((blocks_of(x.numel()),), 2.0**exponent / 3)
         ours, theirs = torch.empty(2, x.numel(), dtype=dtype)
         cuda().dequantize(codes, scales, ours)
         FAST.dequantize(codes, scales, theirs)
@@ -239,12 +240,12 @@ def test_every_half_number(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_chunk_statistics(dtype):
+def test_block_statistics(dtype):
     special = (0.0, float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).max, torch.finfo(dtype).tiny)
     for (seed, count), value in itertools.product(enumerate(COUNTS), special):
         x = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(dtype)
         x[count // 2 : count // 2 + 1] = value
-        for ours, theirs in zip(cuda(seed % len(SEEDS)).chunk_statistics(x), FAST.chunk_statistics(x)):
+        for ours, theirs in zip(cuda(seed % len(SEEDS)).block_statistics(x), FAST.block_statistics(x)):
             assert_same(ours, theirs)
 
 
@@ -255,7 +256,7 @@ def test_golden_quantizer_and_statistics(name):
     for part, noise in (("codes", None), ("noisy_codes", Noise(seed=2**40 + 7, call=3, shift=2**31 + 5, first=10))):
         cuda().quantize(x, inverse_steps, codes, noise)
         assert torch.equal(codes, torch.from_numpy(GOLDEN_FLOATS[f"{name}-{part}"]))
-    for part, statistic in zip(("lowest", "highest", "squares"), cuda().chunk_statistics(x)):
+    for part, statistic in zip(("lowest", "highest", "squares"), cuda().block_statistics(x)):
         assert torch.equal(statistic, torch.from_numpy(GOLDEN_FLOATS[f"{name}-{part}"]))
 
 
@@ -297,7 +298,7 @@ def test_under_sanitizers(sanitizer, coder):
             expected = reduce(FAST, frame, x, inverse_steps, other, noise)
             assert_same(reduce(backend, frame, x, inverse_steps, other, noise), expected)
         backend.decode(frame, scales, x)
-        backend.chunk_statistics(x)
+        backend.block_statistics(x)
         assert backend.checksum(frame) == FAST.checksum(frame)
         backend.check()
 
@@ -438,7 +439,7 @@ def test_of_two_damaged_chunks_the_first_is_named():
 def test_decode_and_reduce_refuse_too(coder):
     backend = cuda()
     frame = frame_of(700, coder, Predictor.NONE)[:-1].clone()
-    x, ones = torch.zeros(700), torch.ones(1)
+    x, ones = torch.zeros(700), torch.ones(3)
     backend.decode(frame, ones, x)
     assert (x == 0).all()
     with pytest.raises(DamagedFrame, match="payload has"):
@@ -512,7 +513,7 @@ class Recorder:
 def launched(codes: torch.Tensor, coding: Coding) -> list:
     recorder = Recorder()
     backend = CudaBackend(recorder)
-    x, ones = codes.to(torch.float32), torch.ones(chunks_of(codes.numel()))
+    x, ones = codes.to(torch.float32), torch.ones(blocks_of(codes.numel()))
     frame = encode_codes(FAST, codes_of_width(codes.numel(), 5), Coding(Coder.RAW, Predictor.NONE))
     out = buffer(codes.numel())
     backend.encode(x, ones, coding, out)
@@ -546,7 +547,7 @@ def test_nothing_waits_for_the_device(coding, monkeypatch):
         backend.encode(x, inverse_steps, coding, out)
         backend.seal(out)
         backend.quantize(x, inverse_steps, torch.empty(count, dtype=torch.int32))
-        backend.chunk_statistics(x)
+        backend.block_statistics(x)
         size = backend.reduce(frame, x, inverse_steps, coding, out, NOISE)
         backend.decode(frame, scales, x)
     assert HEADER_BYTES < size.__index__() <= max_frame_bytes(count)

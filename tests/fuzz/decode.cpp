@@ -17,15 +17,15 @@ struct Control {
 
 constexpr uint8_t ADDED_TO = 0x11;  // each byte of the codes that a frame's are added to
 
-// One number per chunk, of the type that steps and scales of `dtype` have.
+// One number per block of SCALE_BLOCK, of the type that steps and scales of `dtype` have.
 Memory steps_of(int32_t dtype, int64_t count, double first) {
-    int64_t chunks = chunks_of(count);
-    Memory steps(chunks * (dtype == FLOAT64 ? 8 : 4), 0);
-    for (int64_t c = 0; c < chunks; ++c) {
+    int64_t blocks = scale_blocks_of(count);
+    Memory steps(blocks * (dtype == FLOAT64 ? 8 : 4), 0);
+    for (int64_t b = 0; b < blocks; ++b) {
         if (dtype == FLOAT64)
-            steps.as<double>()[c] = first + double(c);
+            steps.as<double>()[b] = first + double(b);
         else
-            steps.as<float>()[c] = float(first + double(c));
+            steps.as<float>()[b] = float(first + double(b));
     }
     return steps;
 }

@@ -101,16 +101,16 @@ Memory check_codes(const Control& control, const Memory& codes) {
     return frame;
 }
 
-// One inverse step for all chunks, any power of two that floats have.
+// The same inverse step for all blocks, any power of two that floats have.
 Memory steps_of(const Control& control, bool inverse) {
-    int64_t chunks = chunks_of(control.count);
+    int64_t blocks = scale_blocks_of(control.count);
     double step = __builtin_ldexp(1, inverse ? control.step - 127 : 127 - control.step);
-    Memory steps(chunks * (control.dtype == FLOAT64 ? 8 : 4), 0);
-    for (int64_t c = 0; c < chunks; ++c) {
+    Memory steps(blocks * (control.dtype == FLOAT64 ? 8 : 4), 0);
+    for (int64_t b = 0; b < blocks; ++b) {
         if (control.dtype == FLOAT64)
-            steps.as<double>()[c] = step;
+            steps.as<double>()[b] = step;
         else
-            steps.as<float>()[c] = float(step);
+            steps.as<float>()[b] = float(step);
     }
     return steps;
 }
@@ -124,10 +124,10 @@ void check_floats(Control control, const uint8_t* data, size_t size) {
     const Noise* noise = control.has_noise % 2 ? &noise_given : nullptr;
     Coding coding = coding_of(control);
 
-    output_of_both(24 * chunks_of(count), [&](const Kernels& kernels, void* out) {
-        int64_t chunks = chunks_of(count);
+    output_of_both(24 * scale_blocks_of(count), [&](const Kernels& kernels, void* out) {
+        int64_t blocks = scale_blocks_of(count);
         auto results = static_cast<double*>(out);
-        kernels.chunk_statistics(x.data(), dtype, count, results, results + chunks, results + 2 * chunks);
+        kernels.block_statistics(x.data(), dtype, count, results, results + blocks, results + 2 * blocks);
     });
     Memory codes = output_of_both(4 * count, [&](const Kernels& kernels, void* out) {
         kernels.quantize(x.data(), dtype, inverse_steps.data(), count, static_cast<int32_t*>(out), noise);

@@ -15,7 +15,7 @@
     extern "C" {                                                                                                      \
     int64_t ncz_scratch_bytes_##set(int64_t count);                                                                   \
     uint32_t ncz_checksum_##set(const uint8_t* frame, int64_t bytes);                                                 \
-    void ncz_chunk_statistics_##set(const void* x, int32_t dtype, int64_t count, double* lowest, double* highest,     \
+    void ncz_block_statistics_##set(const void* x, int32_t dtype, int64_t count, double* lowest, double* highest,     \
                                     double* squares);                                                                 \
     void ncz_quantize_##set(const void* x, int32_t dtype, const void* inverse_steps, int64_t count, int32_t* codes,   \
                             const ncz::Noise* noise);                                                                 \
@@ -41,7 +41,7 @@ NCZ_DECLARE(avx2)
 struct Kernels {
     decltype(&ncz_scratch_bytes_portable) scratch_bytes;
     decltype(&ncz_checksum_portable) checksum;
-    decltype(&ncz_chunk_statistics_portable) chunk_statistics;
+    decltype(&ncz_block_statistics_portable) block_statistics;
     decltype(&ncz_quantize_portable) quantize;
     decltype(&ncz_dequantize_portable) dequantize;
     decltype(&ncz_encode_codes_portable) encode_codes;
@@ -53,7 +53,7 @@ struct Kernels {
 };
 
 #define NCZ_KERNELS(set)                                                                                      \
-    ncz_scratch_bytes_##set, ncz_checksum_##set, ncz_chunk_statistics_##set, ncz_quantize_##set,              \
+    ncz_scratch_bytes_##set, ncz_checksum_##set, ncz_block_statistics_##set, ncz_quantize_##set,              \
         ncz_dequantize_##set, ncz_encode_codes_##set, ncz_decode_codes_##set, ncz_encode_##set,               \
         ncz_decode_##set, ncz_reduce_##set
 

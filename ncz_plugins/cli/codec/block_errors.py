@@ -7,21 +7,21 @@ import numpy as np
 from ...core.codec.layout import Layout
 from ...core.codec.tensor_codec import TensorCodec
 from ...core.config import QuantizerConfig
-from ...kernels.format import CHUNK
+from ...kernels.format import SCALE_BLOCK
 
 
-def chunk_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """The largest of each chunk, [chunks], float64. What is the same has none, be it infinite."""
+def step_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
+    """The largest of each SCALE_BLOCK elements, [steps], float64. What is the same has none, be it infinite."""
     same = (x == decoded) | (np.isnan(x) & np.isnan(decoded))
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.where(same, 0.0, np.abs(x.astype(np.float64) - decoded))
-    return np.maximum.reduceat(errors, np.arange(0, x.size, CHUNK)) if x.size else errors
+    return np.maximum.reduceat(errors, np.arange(0, x.size, SCALE_BLOCK)) if x.size else errors
 
 
-def largest_of_blocks(of_chunks: np.ndarray, layout: Layout, block: int) -> np.ndarray:
-    """From one number per chunk to one per block."""
-    chunks = layout.chunks_per_block(block)
-    return np.maximum.reduceat(of_chunks, np.cumsum(chunks) - chunks) if layout.chunks else np.zeros(1)
+def largest_of_blocks(of_steps: np.ndarray, layout: Layout, block: int) -> np.ndarray:
+    """From one number per step to one per block."""
+    counts = layout.steps_per_block(block)
+    return np.maximum.reduceat(of_steps, np.cumsum(counts) - counts) if layout.steps else np.zeros(1)
 
 
 def block_bounds(codec: TensorCodec, quantizer: QuantizerConfig) -> np.ndarray:
@@ -29,9 +29,9 @@ def block_bounds(codec: TensorCodec, quantizer: QuantizerConfig) -> np.ndarray:
     if quantizer.mode == "abs":
         return np.array([quantizer.value])
     lengths = codec.layout.block_lengths(quantizer.block)
-    chunks = codec.layout.chunks_per_block(quantizer.block)
-    first = np.cumsum(chunks) - chunks
-    low, high, squares = (each.numpy() for each in codec.backend.chunk_statistics(codec.source.data))
+    counts = codec.layout.steps_per_block(quantizer.block)
+    first = np.cumsum(counts) - counts
+    low, high, squares = (each.numpy() for each in codec.backend.block_statistics(codec.source.data))
     low, high = np.minimum.reduceat(low, first), np.maximum.reduceat(high, first)
     largest = np.maximum(-low, high)
     if quantizer.mode == "rel":

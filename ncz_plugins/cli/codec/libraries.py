@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...core.codec.tensor_codec import QuantizingCodec
-from .block_errors import chunk_errors, largest_of_blocks, largest_share
+from .block_errors import largest_of_blocks, largest_share, step_errors
 from .round_trip import RoundTrip, codes_of
 from .speed import Speeds, speeds
 
@@ -116,7 +116,7 @@ def _errors(trip: RoundTrip, decoded: np.ndarray) -> np.ndarray:
     decoded = decoded.reshape(-1)
     if trip.bounds.size > 1 and np.isfinite(trip.bounds).all():
         decoded = decoded * _unit(trip)
-    return largest_of_blocks(chunk_errors(trip.array.reshape(-1), decoded), trip.codec.layout, trip.block)
+    return largest_of_blocks(step_errors(trip.array.reshape(-1), decoded), trip.codec.layout, trip.block)
 
 
 def _unit(trip: RoundTrip) -> np.ndarray:

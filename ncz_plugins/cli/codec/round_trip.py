@@ -19,12 +19,12 @@ from ...core.bypass import Bypass, scales_or_bypass
 from ...core.codec import container
 from ...core.codec.coded_tensor import CodedTensor
 from ...core.codec.layout import Window
-from ...core.codec.quantize import measure, smallest_bound
+from ...core.codec.quantize import measure, most_summable, smallest_bound
 from ...core.codec.tensor_codec import QuantizingCodec, TensorCodec, codec_for
 from ...core.config import Config, QuantizerConfig
 from ...core.runtime.device import Host
 from ...kernels.format import HEADER, HEADER_BYTES, Coder, Predictor
-from .block_errors import block_bounds, chunk_errors, largest_of_blocks, largest_share
+from .block_errors import block_bounds, largest_of_blocks, largest_share, step_errors
 from .entropy import Occurrences
 
 _WHY_LOSSLESS = {
@@ -103,14 +103,14 @@ def round_trip(array: np.ndarray, config: Config) -> RoundTrip:
     quantized = isinstance(codec, QuantizingCodec)
     bounded = quantizer.kind != "lossless" and array.size > 0
     block = quantizer.block_in_effect if bounded else 0
-    errors = np.zeros(layout.chunks)
+    errors = np.zeros(layout.steps)
     codes = Occurrences()
     for index, frame in enumerate(frames):
         elements = layout.frame(0, index)
         own = codec.source[elements]
         codec.tensor = codec.tensor._replace(output=Window(torch.empty_like(own), elements.start))
         codec.decode(0, index, frame)
-        errors[layout.frame_chunks(0, index)] = chunk_errors(own.numpy(), codec.output.data.numpy())
+        errors[layout.frame_steps(0, index)] = step_errors(own.numpy(), codec.output.data.numpy())
         if quantized:
             codes.add(codes_of(codec, index).numpy())
     headers = [HEADER.unpack(frame[:HEADER_BYTES].numpy()) for frame in frames]
@@ -133,7 +133,7 @@ def codes_of(codec: QuantizingCodec, index: int) -> Tensor:
     """The codes of one frame, int32."""
     elements = codec.layout.frame(0, index)
     codes = torch.empty(elements.stop - elements.start, dtype=torch.int32)
-    inverse_steps = codec.scales.inverse_steps[codec.layout.frame_chunks(0, index)]
+    inverse_steps = codec.scales.inverse_steps[codec.layout.frame_steps(0, index)]
     noise = codec.noise and codec.noise._replace(first=elements.start)
     codec.backend.quantize(codec.source[elements], inverse_steps, codes, noise)
     return codes
@@ -141,7 +141,8 @@ def codes_of(codec: QuantizingCodec, index: int) -> Tensor:
 
 def _why_lossless(codec: TensorCodec, quantizer: QuantizerConfig) -> str:
     layout, source = codec.layout, codec.source
-    measured = measure(codec.backend, source, layout, range(1), quantizer)
+    most = most_summable(quantizer, source.data.dtype, addends=1)
+    measured = measure(codec.backend, source, layout, range(1), quantizer, most=most)
     return _WHY_LOSSLESS[scales_or_bypass(measured, layout, quantizer, source.data.dtype, addends=1)]
 
 

@@ -66,7 +66,7 @@ def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
 
     def measuring():
         for i in picked:
-            codec.backend.chunk_statistics(source[layout.frame(0, i)])
+            codec.backend.block_statistics(source[layout.frame(0, i)])
 
     def encode():
         for i in picked:

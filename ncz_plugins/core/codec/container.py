@@ -32,13 +32,13 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels.backend import Backend
-from ...kernels.format import CHUNK, DTYPES, RANS_LANES, RANS_PAGE, chunks_of
+from ...kernels.format import CHUNK, DTYPES, RANS_LANES, RANS_PAGE, SCALE_BLOCK, blocks_of
 from ..config import Config, QuantizerConfig
 from ..errors import BoundError, FrameError, UnsupportedError
 from ..runtime.device import Host
 from .coded_tensor import CodedTensor
 from .layout import Layout, Window
-from .quantize import Scales, derive, measure, smallest_value, work_dtype
+from .quantize import Scales, derive, measure, most_summable, smallest_value, work_dtype
 from .tensor_codec import codec_for
 
 _MAGIC = 0x435A434E  # "NCZC", little endian
@@ -129,7 +129,7 @@ def contents_of(data: Tensor) -> Contents:
         raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a compressed tensor")
     if version != _VERSION:
         raise FrameError(f"the compressed tensor has version {version}; this build reads version {_VERSION}")
-    if dtype >= len(DTYPES) or kind >= len(_KINDS) or block % CHUNK or (kind == _LOSSLESS and block):
+    if dtype >= len(DTYPES) or kind >= len(_KINDS) or block % SCALE_BLOCK or (kind == _LOSSLESS and block):
         raise FrameError(f"dtype {dtype}, kind {kind} or block {block} of a compressed tensor is unknown")
     if frame_elements % CHUNK or not 0 < frame_elements <= _MAX_FRAME_ELEMENTS:
         raise FrameError(f"frames of {frame_elements} elements are impossible")
@@ -148,8 +148,8 @@ def contents_of(data: Tensor) -> Contents:
     layout = Layout((count,), frame_elements)
     if len(rest) < layout.frames * _SIZE_BYTES + -(-count // RANS_PAGE) * _LEAST_PAGE_BYTES:
         raise FrameError(f"{len(rest)} bytes can't hold the {count} elements that the head says")
-    per_chunk = None if kind == _LOSSLESS else _per_chunk(scales.astype(work), block, chunks_of(count))
-    return Contents(DTYPES[dtype], shape, layout, per_chunk, _split(rest, layout.frames))
+    steps = None if kind == _LOSSLESS else _steps(scales.astype(work), block, blocks_of(count))
+    return Contents(DTYPES[dtype], shape, layout, steps, _split(rest, layout.frames))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -166,7 +166,8 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
     quantizer = config.quantizer
     if quantizer.kind == "lossless" or not flat.numel():
         return None
-    measured = measure(backend, Window(flat), layout, range(1), quantizer)
+    most = most_summable(quantizer, flat.dtype, addends=1)
+    measured = measure(backend, Window(flat), layout, range(1), quantizer, most=most)
     derived = derive(measured, layout, quantizer, flat.dtype, addends=1)
     if derived.finite and derived.scales is None:
         smallest = smallest_value(measured, quantizer, flat.dtype)
@@ -194,12 +195,12 @@ def _head(
     return head
 
 
-def _per_block(per_chunk: Tensor, block: int) -> Tensor:
-    return per_chunk[:: block // CHUNK] if block else per_chunk[:1]
+def _per_block(steps: Tensor, block: int) -> Tensor:
+    return steps[:: block // SCALE_BLOCK] if block else steps[:1]
 
 
-def _per_chunk(per_block: np.ndarray, block: int, chunks: int) -> Scales:
-    repeated = np.repeat(per_block, min(block // CHUNK, chunks) if block else chunks)[:chunks]
+def _steps(per_block: np.ndarray, block: int, count: int) -> Scales:
+    repeated = np.repeat(per_block, min(block // SCALE_BLOCK, count) if block else count)[:count]
     scales = torch.from_numpy(repeated)
     return Scales(inverse_steps=1 / scales, scales=scales)
 

@@ -1,17 +1,18 @@
 """How a flat tensor is cut: into one segment per rank, and each segment into frames.
 
-The cuts never change a result: every chunk of `format.CHUNK` elements has its own quantization step, and both cuts fall
-on chunk boundaries, counted from the start of a segment.
+The cuts never change a result: both fall on the boundaries of chunks, which are coded by themselves, and every
+`format.SCALE_BLOCK` elements of a chunk have a quantization step of their own, counted from the start of a segment.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from ...kernels.format import CHUNK, chunks_of
+from ...kernels.format import CHUNK, SCALE_BLOCK, blocks_of, chunks_of
 
 _MIN_FRAME_CHUNKS = 64  # 1 MiB of float32: below this the cost per message outweighs the overlap
 _FRAMES_TO_OVERLAP = 2  # frames a segment should have, so that coding and transfer overlap
@@ -36,7 +37,7 @@ class Layout:
         So the blocks that share a scale are the same for every number of segments; the last
         segments of a small tensor may be empty.
         """
-        unit = max(block, CHUNK)
+        unit = math.lcm(block or CHUNK, CHUNK)
         length = -(-numel // (segments * unit)) * unit
         starts = [min(i * length, numel) for i in range(segments + 1)]
         return cls.of([b - a for a, b in zip(starts, starts[1:])], frame_elements)
@@ -58,9 +59,9 @@ class Layout:
         return max(1, -(-max(self.lengths) // self.frame_elements))
 
     @property
-    def chunks(self) -> int:
-        """Chunks of the whole tensor, counted afresh in every segment."""
-        return sum(map(chunks_of, self.lengths))
+    def steps(self) -> int:
+        """Quantization steps of the whole tensor: one for SCALE_BLOCK elements, counted afresh in every segment."""
+        return sum(map(blocks_of, self.lengths))
 
     def segment(self, segment: int) -> slice:
         """Elements of one segment."""
@@ -75,9 +76,9 @@ class Layout:
         """Elements of some neighbouring segments."""
         return slice(sum(self.lengths[: segments.start]), sum(self.lengths[: segments.stop]))
 
-    def chunks_of(self, segments: range) -> slice:
-        """Chunks of some neighbouring segments, as an index into what is held per chunk of the tensor."""
-        return slice(*(sum(map(chunks_of, self.lengths[:end])) for end in (segments.start, segments.stop)))
+    def steps_of(self, segments: range) -> slice:
+        """Those of some neighbouring segments, as an index into the steps of the tensor."""
+        return slice(*(sum(map(blocks_of, self.lengths[:end])) for end in (segments.start, segments.stop)))
 
     def frame(self, segment: int, index: int) -> slice:
         """Elements of one frame."""
@@ -94,21 +95,16 @@ class Layout:
         runs = [self.run(segment, frames) for segment in range(len(self.lengths))]
         return Layout(tuple(run.stop - run.start for run in runs), self.frame_elements)
 
-    def frame_chunks(self, segment: int, index: int) -> slice:
-        """Chunks of one frame, as an index into what is held per chunk of the tensor."""
-        whole = self.segment_chunks(segment)
-        start = min(whole.start + index * (self.frame_elements // CHUNK), whole.stop)
-        return slice(start, min(start + self.frame_elements // CHUNK, whole.stop))
-
-    def segment_chunks(self, segment: int) -> slice:
-        """Chunks of one segment, likewise."""
-        first = sum(map(chunks_of, self.lengths[:segment]))
-        return slice(first, first + chunks_of(self.lengths[segment]))
+    def frame_steps(self, segment: int, index: int) -> slice:
+        """Those of one frame, likewise."""
+        whole = self.steps_of(range(segment, segment + 1))
+        start = min(whole.start + index * (self.frame_elements // SCALE_BLOCK), whole.stop)
+        return slice(start, min(start + self.frame_elements // SCALE_BLOCK, whole.stop))
 
     def block_lengths(self, block: int) -> np.ndarray:
         """Elements of each block that shares a scale, [blocks]; blocks start afresh in every segment.
 
-        `block` is a multiple of CHUNK, or 0 for one block that is the whole tensor.
+        `block` is a multiple of SCALE_BLOCK, or 0 for one block that is the whole tensor.
         """
         if block == 0:
             return np.array([self.numel])
@@ -124,11 +120,11 @@ class Layout:
         segments = zip(np.cumsum(counts) - counts, counts)
         return np.concatenate([first + np.arange(*np.minimum(within, count)) for first, count in segments])
 
-    def chunks_per_block(self, block: int) -> np.ndarray:
-        """Chunks of each of those blocks, [blocks]."""
+    def steps_per_block(self, block: int) -> np.ndarray:
+        """How many steps are those of each block, [blocks]."""
         if block == 0:
-            return np.array([self.chunks])
-        return -(-self.block_lengths(block) // CHUNK)
+            return np.array([self.steps])
+        return -(-self.block_lengths(block) // SCALE_BLOCK)
 
 
 @dataclass(frozen=True)

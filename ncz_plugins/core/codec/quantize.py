@@ -6,6 +6,7 @@ the same quantization steps from it. A maximum is exact, so the order in which r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import Backend, GpuBackend
-from ...kernels.format import MODES, StepRule
+from ...kernels.format import CHUNK, MODES, StepRule
 from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
@@ -25,12 +26,14 @@ from .layout import Layout, Window
 _ROUNDINGS = 6
 _MAX_CODE = 2**31 - 2**10  # the sum of all ranks' codes; less than int32 holds, as products are rounded
 _WORTHWHILE = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
+_RMS_ONLY = MODES.index("rms only")
+_BFLOAT16 = 1 + 2.0**-7  # what was rounded down to bfloat16 was less than this times as large
 _STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What turns values into codes and codes into values: one number per chunk, [chunks].
+    """What turns values into codes and codes into values: one number per SCALE_BLOCK elements, [steps].
 
     Attributes:
         inverse_steps: 1/step; float64 for float64 tensors, float32 for all others.
@@ -40,9 +43,9 @@ class Scales:
     inverse_steps: Tensor
     scales: Tensor
 
-    def __getitem__(self, chunks: slice) -> Scales:
-        """Those of some chunks, as a view."""
-        return Scales(self.inverse_steps[chunks], self.scales[chunks])
+    def __getitem__(self, steps: slice) -> Scales:
+        """Some of them, as a view."""
+        return Scales(self.inverse_steps[steps], self.scales[steps])
 
     def to(self, device: torch.device) -> Scales:
         """The same in the memory of `device`."""
@@ -72,6 +75,16 @@ def work_dtype(dtype: torch.dtype) -> type[np.floating]:
     return np.float64 if dtype == torch.float64 else np.float32
 
 
+def mode_of(quantizer: QuantizerConfig, dtype: torch.dtype) -> str:
+    """What is measured, as in `format.MODES`.
+
+    Where blocks are so small that numbers about them cost bytes, ranks agree on one of 16 bits: the root mean square,
+    rounded down to bfloat16, so that the bound holds. The largest magnitude of n values is at most sqrt(n) times it.
+    """
+    small = quantizer.mode == "rms" and 0 < quantizer.block < CHUNK and dtype != torch.float64
+    return "rms only" if small else quantizer.mode
+
+
 def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
     """Smaller bounds count as this one. Below it quantization steps and scales of averages would lose digits."""
     # A quarter of the bound is left to the step, see `_finest`, and that divided makes the scale.
@@ -82,7 +95,7 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
     """The numbers that all blocks of a call share: see `derive`, which takes the same arguments."""
     work, final = np.finfo(work_dtype(dtype)), torch.finfo(dtype)
     return StepRule(
-        mode=MODES.index(quantizer.mode),
+        mode=MODES.index(mode_of(quantizer, dtype)),
         value=quantizer.value,
         addends=addends,
         share=addends / divisor,
@@ -97,6 +110,12 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
     )
 
 
+def most_summable(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> float:
+    """The largest magnitude that a rank's values may have, so that no sum overflows: for `measure`."""
+    # The bound is at most that many times the largest magnitude, as a root mean square is not larger.
+    return torch.finfo(dtype).max * divisor / addends / (1 + quantizer.value)
+
+
 def measure(
     backend: Backend,
     source: Window,
@@ -104,26 +123,31 @@ def measure(
     segments: range,
     quantizer: QuantizerConfig,
     frames: range | None = None,
+    most: float = math.inf,
 ) -> Tensor:
-    """This rank's part of the agreement, in the dtype that steps have, of values in host memory.
+    """This rank's part of the agreement, of values in host memory.
 
     In mode abs one number, the largest magnitude. Else numbers of each block, so that its step follows from them
     alone, one kind after the other: in rel the largest magnitudes, [blocks]; in rms these and the root mean squares; in
-    range the highest values and the lowest ones with the sign changed. Only `segments` are looked at: blocks of others
-    count as zero, or -inf in range, where zero could be a highest value. +inf stands for NaN and infinity.
+    range the highest values and the lowest ones with the sign changed. They have the dtype that steps have, and are
+    rounded up. Of small blocks, see `mode_of`, only the root mean squares, bfloat16.
+
+    Only `segments` are looked at: blocks of others count as zero, or -inf in range, where zero could be a highest
+    value. +inf stands for NaN and infinity.
 
     Args:
         frames: neighbouring ones of each segment, to look at no others; they begin and end where blocks or segments do.
+        most: larger magnitudes count as infinite where only root mean squares are returned. Else `derive` looks at it.
     """
     frames = range(layout.frames) if frames is None else frames
     cut = layout.cut(frames)
-    highest, negated = np.full((2, cut.chunks), -np.inf if quantizer.mode == "range" else 0.0)
-    squares = np.zeros(cut.chunks)
+    highest, negated = np.full((2, cut.steps), -np.inf if quantizer.mode == "range" else 0.0)
+    squares = np.zeros(cut.steps)
     if segments:
-        here = cut.chunks_of(segments)
+        here = cut.steps_of(segments)
         low, high, total = backend.statistics_of([source[layout.run(i, frames)] for i in segments]).numpy()
         highest[here], negated[here], squares[here] = high, -low, total
-    sizes = cut.chunks_per_block(quantizer.block_in_effect)
+    sizes = cut.steps_per_block(quantizer.block_in_effect)
     first = np.cumsum(sizes) - sizes
     if quantizer.mode == "range":
         measured = [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
@@ -136,7 +160,10 @@ def measure(
         # The square of a float64 may overflow, or vanish; the root mean square is this at least.
         at_least = measured[0] / np.sqrt(lengths)
         usable = (mean > 1e-290) & np.isfinite(mean)
-        measured += [np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)]
+        rms = np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)
+        if mode_of(quantizer, source.data.dtype) == "rms only":
+            return _rounded_down_to_bfloat16(np.where(measured[0] > most, np.inf, rms))
+        measured += [rms]
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
 
 
@@ -168,7 +195,7 @@ def derive(
     with np.errstate(over="ignore"):
         relative_to, largest, typical = _blocks(agreed, quantizer)
         bound = rule.value * relative_to
-        if ((largest + bound) * rule.share > rule.most).any():
+        if rule.mode != _RMS_ONLY and ((largest + bound) * rule.share > rule.most).any():
             return Derived(None, finite=False)
     bound = np.maximum(bound, rule.least)
     too_fine = bound < _finest(largest, rule)
@@ -186,14 +213,11 @@ def derive(
         too_fine &= ~single
     if too_fine.any():
         return Derived(None)
-    blocks = layout.chunks_per_block(quantizer.block_in_effect)
+    counts = layout.steps_per_block(quantizer.block_in_effect)
     bits = np.log2(2 * typical / step.astype(np.float64) + 1) + 1
-    per_chunk = np.repeat(step, blocks)
-    scales = Scales(
-        inverse_steps=torch.from_numpy(work(1) / per_chunk),
-        scales=torch.from_numpy(per_chunk / work(divisor)),
-    )
-    return Derived(scales, bits_per_value=float(np.average(bits, weights=np.maximum(blocks, 1))) if len(bits) else 0.0)
+    steps = np.repeat(step, counts)
+    scales = Scales(inverse_steps=torch.from_numpy(work(1) / steps), scales=torch.from_numpy(steps / work(divisor)))
+    return Derived(scales, bits_per_value=float(np.average(bits, weights=np.maximum(counts, 1))) if len(bits) else 0.0)
 
 
 # ------------------------------------------------------------------ the same on a GPU
@@ -202,19 +226,26 @@ _ONE_BIT = 1 << 20  # in what the kernel counts
 
 
 def measure_on_gpu(
-    backend: GpuBackend, source: Window, layout: Layout, segments: range, quantizer: QuantizerConfig
+    backend: GpuBackend,
+    source: Window,
+    layout: Layout,
+    segments: range,
+    quantizer: QuantizerConfig,
+    most: float = math.inf,
 ) -> Tensor:
     """What `measure` returns, on the device."""
     values = [source[layout.segment(segment)] for segment in segments]
     dtype = torch.float64 if source.data.dtype == torch.float64 else torch.float32
-    how = quantizer.block_in_effect, quantizer.mode, dtype
-    return backend.measure_blocks(values, layout.lengths, segments, *how, source.data.device)
+    block, mode = quantizer.block_in_effect, mode_of(quantizer, dtype)
+    measured = backend.measure_blocks(values, layout.lengths, segments, block, mode, most, dtype, source.data.device)
+    return measured.bfloat16() if mode == "rms only" else measured
 
 
 def derive_on_gpu(
     backend: GpuBackend, agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, rule: StepRule
 ) -> tuple[Scales, Tensor]:
     """Scales on the device, and what `derived_on_gpu` takes once the host has seen it."""
+    agreed = agreed.float() if agreed.dtype == torch.bfloat16 else agreed
     *scales, outcome = backend.derive_steps(agreed, layout.lengths, quantizer.block_in_effect, rule)
     return Scales(*scales), outcome
 
@@ -222,8 +253,8 @@ def derive_on_gpu(
 def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout, quantizer: QuantizerConfig) -> Derived:
     """What `derive` returns, of what `derive_on_gpu` does."""
     infinite, too_fine, bits = outcome
-    chunks = np.maximum(layout.chunks_per_block(quantizer.block_in_effect), 1).sum()
-    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, int(chunks)))
+    steps = np.maximum(layout.steps_per_block(quantizer.block_in_effect), 1).sum()
+    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, int(steps)))
 
 
 # ------------------------------------------------------------------ blocks
@@ -246,11 +277,14 @@ def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtyp
 
 def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Per block, [blocks], float64: what the bound is relative to, the largest magnitude, and the usual spread."""
-    vector = agreed.numpy().astype(np.float64)
+    vector = agreed.double().numpy()
     if quantizer.mode == "abs":
         return np.ones(1), vector, vector
     if quantizer.mode == "rel":
         return vector, vector, vector
+    if agreed.dtype == torch.bfloat16:
+        largest = vector * (quantizer.block**0.5 * _BFLOAT16)
+        return vector, largest, np.minimum(largest, 4.0 * vector)
     if quantizer.mode == "rms":
         absmax, rms = vector.reshape(2, -1)
         return rms, absmax, np.minimum(absmax, 4.0 * rms)
@@ -272,6 +306,13 @@ def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
         return np.where(rounded < values, np.nextafter(rounded, dtype(np.inf)), rounded).astype(dtype)
 
 
+def _rounded_down_to_bfloat16(values: np.ndarray) -> Tensor:
+    """Of values that are not negative."""
+    bits = _rounded_down(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(bits.view(np.float32)).bfloat16()
+
+
 def _rounded_down(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-    rounded = values.astype(dtype)
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype)
     return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded).astype(dtype)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...kernels.format import CHUNK
+from ...kernels.format import SCALE_BLOCK
 from ..config import Config
 from .layout import Layout
 from .quantize import Scales, joined
@@ -144,11 +144,11 @@ class PiecewiseAgreement(ScaleAgreement):
             self._judge_the_whole()
 
     def _fill_in(self, frames: range, found: Scales) -> None:
-        chunks = torch.from_numpy(self._layout.blocks_in(frames, CHUNK))
+        steps = torch.from_numpy(self._layout.blocks_in(frames, SCALE_BLOCK))
         if self.scales is None:
-            self.scales = Scales(*(each.new_zeros(self._layout.chunks) for each in (found.inverse_steps, found.scales)))
-        self.scales.inverse_steps[chunks] = found.inverse_steps
-        self.scales.scales[chunks] = found.scales
+            self.scales = Scales(*(each.new_zeros(self._layout.steps) for each in (found.inverse_steps, found.scales)))
+        self.scales.inverse_steps[steps] = found.inverse_steps
+        self.scales.scales[steps] = found.scales
 
     def _judge_the_whole(self) -> None:
         """A piece may be worse than the whole; and the reason to go plain must not depend on how the tensor is cut."""

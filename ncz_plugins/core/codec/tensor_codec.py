@@ -216,7 +216,7 @@ class QuantizingCodec(TensorCodec):
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
         noise = self.noise and self.noise._replace(first=self.noise.first + start)
-        return replace(super().part(segments), scales=self.scales[self.layout.chunks_of(segments)], noise=noise)
+        return replace(super().part(segments), scales=self.scales[self.layout.steps_of(segments)], noise=noise)
 
     def remainder(self, segments: range) -> Window:
         """This rank's own values of some segments less what their codes stand for, in place of these values."""
@@ -236,7 +236,7 @@ class QuantizingCodec(TensorCodec):
 
     def _own(self, segment: int, index: int) -> tuple[Tensor, Tensor]:
         """This rank's values of one frame, and what turns them into codes."""
-        inverse_steps = self.scales.inverse_steps[self.layout.frame_chunks(segment, index)]
+        inverse_steps = self.scales.inverse_steps[self.layout.frame_steps(segment, index)]
         return self.source[self.layout.frame(segment, index)], inverse_steps
 
     @property
@@ -279,7 +279,7 @@ class QuantizingCodec(TensorCodec):
         self.backend.decode_frames([self._decoding(segment, index, frame)], self.checksum)
 
     def _decoding(self, segment: int, index: int, frame: Tensor) -> Decoding:
-        scales = self.scales.scales[self.layout.frame_chunks(segment, index)]
+        scales = self.scales.scales[self.layout.frame_steps(segment, index)]
         return Decoding(frame, scales, self.output[self.layout.frame(segment, index)])
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-CHUNK = 4096  # as kernels.format.CHUNK, repeated here because importing that imports torch
+CHUNK, SCALE_BLOCK = 4096, 256  # as in kernels.format, repeated here because importing that imports torch
 
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
@@ -82,13 +82,13 @@ StepNumber = Annotated[Integer, Field(ge=0, le=1 << 50), Allowed("an integer fro
 Kind = Literal["error_bound", "stochastic", "lossless"]
 Mode = Literal["abs", "rel", "rms", "range", "bits"]
 BoundValue = Annotated[Number, Field(gt=0)]
-Block = Annotated[Integer, Field(ge=0, le=1 << 40, multiple_of=CHUNK)]
+Block = Annotated[Integer, Field(ge=0, le=1 << 40, multiple_of=SCALE_BLOCK)]
 LEAST_BITS, MOST_BITS = 3, 8  # per value, with mode bits
 BOUND_VALUE = Allowed(
     "a finite number above 0; with mode rel or range below 1; with mode rms at most 10; "
     f"with mode bits an integer from {LEAST_BITS} to {MOST_BITS}"
 )
-BLOCK = Allowed(f"0, or a positive multiple of {CHUNK}, at most 2^40")
+BLOCK = Allowed(f"0, or a positive multiple of {SCALE_BLOCK}, at most 2^40")
 FLAG = Allowed("true, false")
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.backend import Backend
-from ...kernels.format import Coder, Coding, Predictor, chunks_of, max_frame_bytes
+from ...kernels.format import Coder, Coding, Predictor, blocks_of, max_frame_bytes
 from ...version import __version__
 from ..call import Request
 from ..call_queue import CallQueue
@@ -259,12 +259,12 @@ def _costs(subject: Subject, backend: Backend) -> CoderCosts:
     frame = torch.empty(max_frame_bytes(_TILE), dtype=torch.uint8)
 
     def code(coder: Coder, step: float) -> None:
-        scales = torch.full((chunks_of(_TILE),), step)
+        scales = torch.full((blocks_of(_TILE),), step)
         size = backend.encode(x, 1 / scales, Coding(coder, Predictor.NONE), frame)
         backend.decode(frame[:size], scales, out)
 
     def rest(step: float) -> float:
-        backend.quantize(x, torch.full((chunks_of(_TILE),), 1 / step), codes)
+        backend.quantize(x, torch.full((blocks_of(_TILE),), 1 / step), codes)
         return (codes != 0).double().mean().item()
 
     wide, narrow = _STEPS

@@ -6,7 +6,6 @@
 
 namespace ncz {
 
-constexpr int SCALE_BLOCK = 256;  // elements that share a scale
 
 // format.Rows
 struct Rows {

@@ -41,7 +41,8 @@ constexpr int BLOCK = 32;
 constexpr int OCTET = 8;
 constexpr int OCTETS = BLOCK / OCTET;
 constexpr int64_t PIECE = 128, SAMPLE_PIECES = 64;
-constexpr int LANES = 128;
+constexpr int SCALE_BLOCK = 256;
+constexpr int LANES = 32;
 
 constexpr uint32_t HAS_CHECKSUM = 1, SPOILED = 2;
 constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;
@@ -130,6 +131,9 @@ namespace {
 NCZ_FUNCTION int64_t damaged(ncz::Damage cause, int64_t value = 0) { return -(int64_t(cause) + 256 * value); }
 
 NCZ_FUNCTION int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) / ncz::CHUNK; }
+
+// Blocks that have a quantization step each.
+NCZ_FUNCTION int64_t scale_blocks_of(int64_t count) { return (count + ncz::SCALE_BLOCK - 1) / ncz::SCALE_BLOCK; }
 
 // Bits per symbol of a RAW frame whose largest symbol has `bits`.
 NCZ_FUNCTION unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits <= 16 ? 16 : 32; }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import damage
 from ..backend import Backend
-from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, chunks_of, packed_bytes
+from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, blocks_of, packed_bytes
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
@@ -24,7 +24,7 @@ _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_in
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "scratch_bytes": (_INT64, (_INT64,)),
     "checksum": (_UINT32, (_POINTER, _INT64)),
-    "chunk_statistics": (None, (_POINTER, _INT32, _INT64, _POINTER, _POINTER, _POINTER)),
+    "block_statistics": (None, (_POINTER, _INT32, _INT64, _POINTER, _POINTER, _POINTER)),
     "quantize": (None, (_POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER)),
     "dequantize": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
     "encode_codes": (_INT64, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
@@ -82,9 +82,9 @@ class CpuBackend(Backend):
             function.restype, function.argtypes = result, arguments
             setattr(self, f"_{name}", function)
 
-    def chunk_statistics(self, x):
-        results = torch.empty(3, chunks_of(x.numel()), dtype=torch.float64).unbind()
-        self._chunk_statistics(x.data_ptr(), _DTYPE[x.dtype], x.numel(), *(each.data_ptr() for each in results))
+    def block_statistics(self, x):
+        results = torch.empty(3, blocks_of(x.numel()), dtype=torch.float64).unbind()
+        self._block_statistics(x.data_ptr(), _DTYPE[x.dtype], x.numel(), *(each.data_ptr() for each in results))
         return results
 
     def quantize(self, x, inverse_steps, codes, noise=None):

@@ -119,22 +119,20 @@ template <class T, class Scale>
 class FloatsSource {
   public:
     FloatsSource(const T* x, const Scale* inverse_steps) : x_(x), inverse_steps_(inverse_steps) {}
-    void seek(int64_t first) {
-        at_ = x_ + first;
-        inverse_step_ = inverse_steps_[first / CHUNK];
-    }
+    void seek(int64_t first) { element_ = first; }
     void begin(int64_t c, int) { seek(c * CHUNK); }
     Block next(int n) {
-        const T* from = at_;
-        at_ += n;
-        return n == BLOCK ? quantize_block(from, inverse_step_)
-                          : quantize_block(Padded<T>(from, n).values, inverse_step_);
+        const T* from = x_ + element_;
+        Scale inverse_step = inverse_steps_[element_ / SCALE_BLOCK];
+        element_ += n;
+        return n == BLOCK ? quantize_block(from, inverse_step)
+                          : quantize_block(Padded<T>(from, n).values, inverse_step);
     }
 
   private:
-    const T *x_, *at_ = nullptr;
+    const T* x_;
     const Scale* inverse_steps_;
-    Scale inverse_step_ = 0;
+    int64_t element_ = 0;
 };
 
 // As FloatsSource, but rounded up or down at random.
@@ -143,23 +141,20 @@ class StochasticSource {
   public:
     StochasticSource(const T* x, const Scale* inverse_steps, const Noise& noise)
         : x_(x), inverse_steps_(inverse_steps), random_(noise) {}
-    void begin(int64_t c, int) {
-        element_ = c * CHUNK;
-        inverse_step_ = inverse_steps_[c];
-    }
+    void begin(int64_t c, int) { element_ = c * CHUNK; }
     Block next(int n) {
         const T* from = x_ + element_;
+        Scale inverse_step = inverse_steps_[element_ / SCALE_BLOCK];
         uint32_t words[BLOCK];
         random_.of_block(element_, words);
         element_ += n;
-        return n == BLOCK ? quantize_block(from, inverse_step_, words)
-                          : quantize_block(Padded<T>(from, n).values, inverse_step_, words);
+        return n == BLOCK ? quantize_block(from, inverse_step, words)
+                          : quantize_block(Padded<T>(from, n).values, inverse_step, words);
     }
 
   private:
     const T* x_;
     const Scale* inverse_steps_;
-    Scale inverse_step_ = 0;
     int64_t element_ = 0;
     RandomWords random_;
 };
@@ -168,26 +163,25 @@ template <class T, class Scale>
 class FloatsSink {
   public:
     FloatsSink(T* out, const Scale* scales) : out_(out), scales_(scales) {}
-    void begin(int64_t c, int) {
-        at_ = out_ + c * CHUNK;
-        scale_ = scales_[c];
-    }
+    void begin(int64_t c, int) { element_ = c * CHUNK; }
     void put(const Block& codes, int n) {
+        T* to = out_ + element_;
+        Scale scale = scales_[element_ / SCALE_BLOCK];
         if (n == BLOCK) {
-            dequantize_block(codes, scale_, at_);
+            dequantize_block(codes, scale, to);
         } else {
             Padded<T> padded;
-            dequantize_block(codes, scale_, padded.values);
-            padded.copy_to(at_, n);
+            dequantize_block(codes, scale, padded.values);
+            padded.copy_to(to, n);
         }
-        at_ += n;
+        element_ += n;
     }
     void end() {}
 
   private:
-    T *out_, *at_ = nullptr;
+    T* out_;
     const Scale* scales_;
-    Scale scale_ = 0;
+    int64_t element_ = 0;
 };
 
 template <class First, class Second>
@@ -607,11 +601,14 @@ void range_of(const Float* x, int n, double* lowest, double* highest) {
         high = value > high ? value : high;
     };
     for (; i < n; ++i) take(x[i]);
-    for (int v = 0; v < VECTORS; ++v)
-        for (int j = 0; j < LENGTH; ++j) {
-            take(lows[v][j]);
-            take(highs[v][j]);
-        }
+    for (int v = 1; v < VECTORS; ++v) {
+        lows[0] = lows[v] < lows[0] ? lows[v] : lows[0];
+        highs[0] = highs[v] > highs[0] ? highs[v] : highs[0];
+    }
+    for (int j = 0; j < LENGTH; ++j) {
+        take(lows[0][j]);
+        take(highs[0][j]);
+    }
     *lowest = double(low) + 0.0;  // not -0.0
     *highest = double(high) + 0.0;
 }
@@ -623,14 +620,14 @@ bool are_finite(const Float* x, int n) {
     return all;
 }
 
-// Sum of squares of a whole chunk.
+// Sum of squares of a whole block.
 template <class Float>
 double squares_of(const Float* x) {
     constexpr int GROUP = 16;  // sums that stay in registers
     double sums[LANES];
     for (int first = 0; first < LANES; first += GROUP) {
         double group[GROUP] = {};
-        for (int i = first; i < CHUNK; i += LANES)
+        for (int i = first; i < SCALE_BLOCK; i += LANES)
             for (int j = 0; j < GROUP; ++j) group[j] += double(x[i + j]) * double(x[i + j]);
         memcpy(sums + first, group, sizeof group);
     }
@@ -639,28 +636,29 @@ double squares_of(const Float* x) {
     return sums[0];
 }
 
-// The chunk as whole chunk of float or double, at best where it lies.
+// The block as whole block of float or double, at best where it lies.
 template <class T, class Float>
-inline const Float* widen_chunk(const T* x, int n, Float* padded) {
+inline const Float* widen_block(const T* x, int n, Float* padded) {
     if constexpr (std::is_same_v<T, Float>)
-        if (n == CHUNK) return x;
+        if (n == SCALE_BLOCK) return x;
     for (int i = 0; i < n; ++i) padded[i] = widen(x[i]);
-    for (int i = n; i < CHUNK; ++i) padded[i] = 0;
+    for (int i = n; i < SCALE_BLOCK; ++i) padded[i] = 0;
     return padded;
 }
 
 template <class T>
-void chunk_statistics(const T* x, int64_t count, double* lowest, double* highest, double* squares) {
-    alignas(64) decltype(widen(T())) padded[CHUNK];
-    for (int64_t c = 0; c < chunks_of(count); ++c) {
-        int n = length_of(c, count);
-        auto chunk = widen_chunk(x + c * CHUNK, n, padded);
-        range_of(chunk, n, lowest + c, highest + c);
-        squares[c] = squares_of(chunk);
+void block_statistics(const T* x, int64_t count, double* lowest, double* highest, double* squares) {
+    alignas(64) decltype(widen(T())) padded[SCALE_BLOCK];
+    for (int64_t b = 0; b < scale_blocks_of(count); ++b) {
+        int64_t first = b * SCALE_BLOCK;
+        int n = int(count - first < SCALE_BLOCK ? count - first : SCALE_BLOCK);
+        auto block = widen_block(x + first, n, padded);
+        range_of(block, n, lowest + b, highest + b);
+        squares[b] = squares_of(block);
         // Anything that is not finite shows in the squares. So do float64 numbers that are very large.
-        if (!(squares[c] < __builtin_inf()) && !are_finite(chunk, n)) {
-            lowest[c] = -__builtin_inf();
-            highest[c] = squares[c] = __builtin_inf();
+        if (!(squares[b] < __builtin_inf()) && !are_finite(block, n)) {
+            lowest[b] = -__builtin_inf();
+            highest[b] = squares[b] = __builtin_inf();
         }
     }
 }
@@ -704,9 +702,9 @@ void quantize_at_random(const T* x, const Scale* inverse_steps, const Noise& noi
 // Functions that read a frame give the bytes they wrote (0 where they write none), or a negative number if it is
 // damaged. Nothing is written then, but for a HUFFMAN or RANS frame whose damage shows on decoding.
 
-NCZ_EXPORT void NCZ_NAME(chunk_statistics)(const void* x, int32_t dtype, int64_t count, double* lowest,
+NCZ_EXPORT void NCZ_NAME(block_statistics)(const void* x, int32_t dtype, int64_t count, double* lowest,
                                            double* highest, double* squares) {
-    with_types(x, nullptr, dtype, [&](auto* x, auto*) { chunk_statistics(x, count, lowest, highest, squares); });
+    with_types(x, nullptr, dtype, [&](auto* x, auto*) { block_statistics(x, count, lowest, highest, squares); });
 }
 
 NCZ_EXPORT void NCZ_NAME(quantize)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,

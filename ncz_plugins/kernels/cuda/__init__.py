@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import damage
 from ..backend import Decoding, GpuBackend, Sum
-from ..format import CHUNK, HEADER_BYTES, LANES, SelectorCosts, chunks_of, packed_bytes
+from ..format import HEADER_BYTES, LANES, SCALE_BLOCK, SelectorCosts, blocks_of, chunks_of, packed_bytes
 from . import frames, scales
 from .arguments import RowsArgument, inputs_table, noise_argument, pieces_table
 from .frames import THREADS, Launcher
@@ -87,24 +87,24 @@ class CudaBackend(GpuBackend):
 
     # ------------------------------------------------------------------ numbers
 
-    def chunk_statistics(self, x):
+    def block_statistics(self, x):
         return self.statistics_of([x]).unbind()
 
     def statistics_of(self, tensors):
-        first_chunks = list(accumulate((chunks_of(x.numel()) for x in tensors), initial=0))
+        first_blocks = list(accumulate((blocks_of(x.numel()) for x in tensors), initial=0))
         device, dtype = tensors[0].device, tensors[0].dtype
-        results = torch.empty(3, first_chunks[-1], dtype=torch.float64, device=device)
-        rows = [(x, None, None, None, 0, x.numel(), chunk, 0, 0) for x, chunk in zip(tensors, first_chunks)]
+        results = torch.empty(3, first_blocks[-1], dtype=torch.float64, device=device)
+        rows = [(x, None, None, None, 0, x.numel(), block, 0, 0) for x, block in zip(tensors, first_blocks)]
         for part in frames.parts_of_tensors(len(rows)):
             most = max(x.numel() for x in tensors[part])
-            grid = len(rows[part]) * max(1, -(-most // (CHUNK * (THREADS // LANES))))
-            self._launch("chunk_statistics", dtype, grid, pieces_table(rows[part]), *results.unbind())
+            grid = len(rows[part]) * max(1, -(-most // (SCALE_BLOCK * (THREADS // LANES))))
+            self._launch("block_statistics", dtype, grid, pieces_table(rows[part]), *results.unbind())
         return results
 
-    def measure_blocks(self, tensors, lengths, segments, block, mode, dtype, device):
+    def measure_blocks(self, tensors, lengths, segments, block, mode, most, dtype, device):
         statistics = self.statistics_of(tensors) if tensors else None
         blocks = scales.Blocks(lengths, block)
-        return scales.measure(self._launcher, statistics, blocks, segments, mode, dtype, device)
+        return scales.measure(self._launcher, statistics, blocks, segments, mode, most, dtype, device)
 
     def derive_steps(self, agreed, lengths, block, rule):
         return scales.derive(self._launcher, agreed, scales.Blocks(lengths, block), rule)

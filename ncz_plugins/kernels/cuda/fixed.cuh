@@ -421,7 +421,7 @@ NCZ_KERNEL(ncz_decode)
     ThreadCodes codes = {};
     read_chunk(inputs.of[f], statuses[f], Opened{statuses, offsets, decoded}, c, words, scratch, codes);
     store_values(static_cast<Element*>(piece.values) + c * CHUNK, length, codes,
-                 static_cast<const Scale*>(piece.steps)[c]);
+                 static_cast<const Scale*>(piece.steps) + c * STEPS_PER_CHUNK);
 }
 
 #define NCZ_FIXED_KERNELS(X)                                                                                     \

@@ -1,5 +1,6 @@
-// From what chunks are like to the quantization steps that all ranks share. core/codec/quantize.py specifies it: the same
-// numbers, as long as a block has one chunk; with more, sums of squares may differ in their last bit.
+// From what SCALE_BLOCK elements are like, each, to the quantization steps that all ranks share, one for as many.
+// core/codec/quantize.py specifies it: the same numbers, as long as a block has one step; with more, sums of squares may
+// differ in their last bit.
 //
 // A warp works for one block of a scale, or, where these are long, a whole block of threads.
 #pragma once
@@ -13,12 +14,12 @@ struct StepRule {
     long long mode;
     double value, addends, share, divisor, steps_per_bound, least, reserved, most, rounding, tiny, cap;
 };
-enum StepMode : int { ABS, REL, RMS, RANGE };
+enum StepMode : int { ABS, REL, RMS, RANGE, RMS_ONLY };
 
 // Neighbouring elements that are cut into blocks from their beginning on.
 struct Run {
     long long elements;
-    uint32_t first_chunk, chunks, first_block, blocks;
+    uint32_t first_step, steps, first_block, blocks;
 };
 struct Runs {
     int32_t n, unused;
@@ -28,7 +29,7 @@ struct Runs {
 // What kernels find out about all blocks together.
 struct Outcome {
     unsigned long long infinite, too_fine;  // blocks with values or results that are not finite; whose codes overflow
-    unsigned long long bits;                // roughly those of a value, times 2**20, summed over chunks
+    unsigned long long bits;                // roughly those of a value, times 2**20, summed over steps
 };
 
 }  // namespace ncz
@@ -39,23 +40,23 @@ constexpr double LARGEST_CODE = 2147482624.0;  // _MAX_CODE of quantize.py
 constexpr double ONE_BIT = 1048576.0;
 
 struct BlockOfScale {
-    int64_t number, first_chunk;
-    int chunks;
+    int64_t number, first_step;
+    int steps;
     double elements;
     bool exists;
 };
 
 // That of this warp, or of this block of threads.
-NCZ_DEVICE BlockOfScale block_of_scale(const Runs& runs, int64_t chunks_per_block, bool wide) {
+NCZ_DEVICE BlockOfScale block_of_scale(const Runs& runs, int64_t steps_per_block, bool wide) {
     const Run& run = runs.of[frame_number(runs.n)];
-    int64_t at = wide ? unit_number(runs.n) : unit_number(runs.n) * WARPS + warp(), first = at * chunks_per_block;
-    int64_t chunks = run.chunks - first, elements = run.elements - first * CHUNK;
+    int64_t at = wide ? unit_number(runs.n) : unit_number(runs.n) * WARPS + warp(), first = at * steps_per_block;
+    int64_t steps = run.steps - first, elements = run.elements - first * SCALE_BLOCK;
     bool exists = at < run.blocks;
-    if (chunks > chunks_per_block) {
-        chunks = chunks_per_block;
-        elements = elements < chunks * CHUNK ? elements : chunks * CHUNK;
+    if (steps > steps_per_block) {
+        steps = steps_per_block;
+        elements = elements < steps * SCALE_BLOCK ? elements : steps * SCALE_BLOCK;
     }
-    return {run.first_block + at, run.first_chunk + first, exists ? int(chunks) : 0, double(elements), exists};
+    return {run.first_block + at, run.first_step + first, exists ? int(steps) : 0, double(elements), exists};
 }
 
 NCZ_DEVICE double larger(double a, double b) { return a >= b ? a : b; }
@@ -79,22 +80,29 @@ NCZ_DEVICE void round_down(double value, float& out) {
     out = __double2float_rn(value);
     if (double(out) > value && out > 0) out = float_of(bits_of(out) - 1);
 }
+// Of values that are not negative.
+NCZ_DEVICE void round_down_to_bfloat16(double value, double& out) { out = value; }  // of float64 tensors: not used
+NCZ_DEVICE void round_down_to_bfloat16(double value, float& out) {
+    round_down(value, out);
+    out = float_of(bits_of(out) & 0xffff0000u);
+}
 
 }  // namespace
 
-// What this rank measured of each block, [numbers of a block, blocks], from what chunks hold, [3, chunks].
+// What this rank measured of each block, [numbers of a block, blocks], from the statistics of all steps' elements,
+// [3, steps]. `most` is for mode RMS_ONLY: larger magnitudes count as infinite.
 NCZ_KERNEL(ncz_measure_blocks)
-(const __grid_constant__ Runs runs, long long chunks_per_block, int wide, int mode, const double* statistics,
- long long chunks, long long blocks, Scale* measured) {
+(const __grid_constant__ Runs runs, long long steps_per_block, int wide, int mode, double most,
+ const double* statistics, long long steps, long long blocks, Scale* measured) {
     NCZ_SHARED(double, scratch, 3 * WARPS);
-    BlockOfScale block = block_of_scale(runs, chunks_per_block, wide);
+    BlockOfScale block = block_of_scale(runs, steps_per_block, wide);
     const double nothing = mode == RANGE ? -infinity() : 0;
     double highest = nothing, negated = nothing, squares = 0;
-    for (int i = wide ? int(threadIdx.x) : lane(); i < block.chunks; i += wide ? THREADS : WARP) {
-        int64_t at = block.first_chunk + i;
+    for (int i = wide ? int(threadIdx.x) : lane(); i < block.steps; i += wide ? THREADS : WARP) {
+        int64_t at = block.first_step + i;
         negated = larger(negated, -statistics[at]);
-        highest = larger(highest, statistics[chunks + at]);
-        squares = __dadd_rn(squares, statistics[2 * chunks + at]);
+        highest = larger(highest, statistics[steps + at]);
+        squares = __dadd_rn(squares, statistics[2 * steps + at]);
     }
     highest = warp_largest(highest);
     negated = warp_largest(negated);
@@ -122,20 +130,24 @@ NCZ_KERNEL(ncz_measure_blocks)
         return;
     }
     double largest = larger(highest, negated);
-    round_up(largest, measured[block.number]);
-    if (mode != RMS) return;
-    double mean = __dmul_rn(squares / block.elements, 1 - (64 + block.chunks) * 0x1p-53);
+    if (mode != RMS_ONLY) round_up(largest, measured[block.number]);
+    if (mode != RMS && mode != RMS_ONLY) return;
+    double mean = __dmul_rn(squares / block.elements, 1 - (64 + block.steps) * 0x1p-53);
     bool usable = mean > 1e-290 && mean < infinity();
-    round_up(larger(usable ? sqrt(mean) : 0, largest / sqrt(block.elements)), measured[blocks + block.number]);
+    double root = larger(usable ? sqrt(mean) : 0, largest / sqrt(block.elements));
+    if (mode == RMS)
+        round_up(root, measured[blocks + block.number]);
+    else
+        round_down_to_bfloat16(largest > most ? infinity() : root, measured[block.number]);
 }
 
-// The steps of all chunks, from the maximum over ranks of what they measured. Where that allows none they are 0, and
+// All steps, from the maximum over ranks of what they measured. Where that allows none they are 0, and
 // `outcome` says why.
 NCZ_KERNEL(ncz_derive_steps)
-(const __grid_constant__ Runs runs, long long chunks_per_block, int wide, StepRule rule, const Scale* agreed,
+(const __grid_constant__ Runs runs, long long steps_per_block, int wide, StepRule rule, const Scale* agreed,
  long long blocks, Scale* inverse_steps, Scale* scales, Outcome* outcome) {
     NCZ_SHARED(unsigned long long, bits_of_warps, WARPS);
-    BlockOfScale block = block_of_scale(runs, chunks_per_block, wide);
+    BlockOfScale block = block_of_scale(runs, steps_per_block, wide);
     bool first = lane() == 0 && !(wide && warp());
     unsigned long long bits = 0;
     if (block.exists) {
@@ -148,6 +160,11 @@ NCZ_KERNEL(ncz_derive_steps)
             relative_to = two;
             typical = smaller(one, 4 * two);
         }
+        if (rule.mode == RMS_ONLY) {
+            relative_to = one;
+            largest = one * (sqrt(double(steps_per_block * SCALE_BLOCK)) * (1 + 0x1p-7));
+            typical = smaller(largest, 4 * one);
+        }
         if (rule.mode == RANGE) {
             one = one == -infinity() ? 0 : one;
             two = two == -infinity() ? 0 : two;
@@ -155,7 +172,7 @@ NCZ_KERNEL(ncz_derive_steps)
             largest = larger(fabs(one), fabs(two));
         }
         double bound = rule.value * relative_to;
-        infinite |= (largest + bound) * rule.share > rule.most;
+        infinite |= rule.mode != RMS_ONLY && (largest + bound) * rule.share > rule.most;
         bound = larger(bound, rule.least);
         double codes = rule.addends * (largest / (LARGEST_CODE - rule.addends)) / rule.steps_per_bound;
         double finest = larger(rule.reserved * largest / (0.75 - rule.reserved),
@@ -172,15 +189,15 @@ NCZ_KERNEL(ncz_derive_steps)
         }
         bool fits = !infinite && !too_fine;
         Scale inverse = fits ? 1 / step : 0, scale = fits ? step / Scale(rule.divisor) : 0;
-        for (int i = wide ? int(threadIdx.x) : lane(); i < block.chunks; i += wide ? THREADS : WARP) {
-            inverse_steps[block.first_chunk + i] = inverse;
-            scales[block.first_chunk + i] = scale;
+        for (int i = wide ? int(threadIdx.x) : lane(); i < block.steps; i += wide ? THREADS : WARP) {
+            inverse_steps[block.first_step + i] = inverse;
+            scales[block.first_step + i] = scale;
         }
         if (first && infinite) atomicAdd(&outcome->infinite, 1ull);
         if (first && too_fine) atomicAdd(&outcome->too_fine, 1ull);
         if (first && fits) {
             double of_value = log2(2 * typical / double(step) + 1) + 1;
-            bits = (unsigned long long)(of_value * ONE_BIT) * (unsigned long long)(block.chunks > 1 ? block.chunks : 1);
+            bits = (unsigned long long)(of_value * ONE_BIT) * (unsigned long long)(block.steps > 1 ? block.steps : 1);
         }
     }
     if (lane() == 0) bits_of_warps[warp()] = bits;

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..format import CHUNK, MODES, StepRule, chunks_of
+from ..format import MODES, SCALE_BLOCK, StepRule, blocks_of
 from .arguments import MOST_PIECES, integer, runs_table, step_rule_argument
 from .frames import THREADS, Launcher
 
 _WARPS = THREADS // 32
-_WIDE = 256  # chunks of a block from which on a block of threads works for it, and not a warp
+_WIDE = 4096  # steps of a block from which on a block of threads works for it, and not a warp
 _OUTCOME = 3  # int64 numbers of ncz::Outcome
 
 
@@ -23,31 +23,31 @@ class Blocks:
 
     Args:
         lengths: elements of each segment, in which blocks begin afresh.
-        block: elements of a block, a multiple of CHUNK; 0: there is one, the whole tensor.
+        block: elements of a block, a multiple of SCALE_BLOCK; 0: there is one, the whole tensor.
 
     Attributes:
-        chunks: of the tensor.
+        steps: of the tensor, one for SCALE_BLOCK elements.
         count: how many blocks there are.
     """
 
     def __init__(self, lengths: Sequence[int], block: int):
-        chunks = [chunks_of(length) for length in lengths]
+        steps = [blocks_of(length) for length in lengths]
         blocks = [-(-length // block) for length in lengths] if block else [1]
-        self.chunks = sum(chunks)
+        self.steps = sum(steps)
         self.count = sum(blocks)
         self._whole = None if block else sum(lengths)
-        self._first_chunks = list(accumulate(chunks, initial=0))
-        self._segments = list(zip(lengths, self._first_chunks, chunks, accumulate(blocks, initial=0), blocks))
-        self._chunks_per_block = block // CHUNK or max(1, self.chunks)
+        self._first_steps = list(accumulate(steps, initial=0))
+        self._segments = list(zip(lengths, self._first_steps, steps, accumulate(blocks, initial=0), blocks))
+        self._steps_per_block = block // SCALE_BLOCK or max(1, self.steps)
 
     def launch(self, launcher: Launcher, kernel: str, dtype: torch.dtype, segments: range, *arguments) -> None:
-        """Launch a kernel for the blocks of neighbouring segments, whose chunks it counts from the first one's on."""
-        begin, end = self._first_chunks[segments.start], self._first_chunks[segments.stop]
+        """Launch a kernel for the blocks of neighbouring segments, whose steps it counts from the first one's on."""
+        begin, end = self._first_steps[segments.start], self._first_steps[segments.stop]
         runs = [(n, first - begin, *rest) for n, first, *rest in self._segments[segments.start : segments.stop]]
         if self._whole is not None:
             runs = [(self._whole, 0, end - begin, 0, 1)]
-        wide = self._chunks_per_block >= _WIDE
-        cut = np.int64(self._chunks_per_block), integer(wide)
+        wide = self._steps_per_block >= _WIDE
+        cut = np.int64(self._steps_per_block), integer(wide)
         for start in range(0, len(runs), MOST_PIECES):
             part = runs[start : start + MOST_PIECES]
             most = max(blocks for *_, blocks in part)
@@ -57,7 +57,7 @@ class Blocks:
     @property
     def all(self) -> range:
         """All segments."""
-        return range(len(self._first_chunks) - 1)
+        return range(len(self._first_steps) - 1)
 
 
 def measure(
@@ -66,13 +66,14 @@ def measure(
     blocks: Blocks,
     segments: range,
     mode: str,
+    most: float,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     """What this rank measured of all blocks: see `quantize.measure` in core/codec.
 
     Args:
-        statistics: of the chunks of `segments`, as `Backend.statistics_of` returns them; None where there are none.
+        statistics: of the elements of `segments`, as `Backend.statistics_of` returns them; None where there are none.
         dtype: that steps have.
     """
     numbers = 2 * blocks.count if mode in ("rms", "range") else blocks.count
@@ -83,7 +84,7 @@ def measure(
         measured = torch.full([numbers], nothing, dtype=dtype, device=device)
     if statistics is not None:
         sizes = np.int64(statistics.shape[1]), np.int64(blocks.count)
-        arguments = integer(MODES.index(mode)), statistics, *sizes, measured
+        arguments = integer(MODES.index(mode)), np.float64(most), statistics, *sizes, measured
         blocks.launch(launcher, "measure_blocks", dtype, segments, *arguments)
     return measured
 
@@ -91,9 +92,9 @@ def measure(
 def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -> tuple[Tensor, Tensor, Tensor]:
     """The steps that follow: see `quantize.derive` in core/codec.
 
-    Returns: inverse steps and scales, [chunks] each, and ncz::Outcome as int64.
+    Returns: inverse steps and scales, [steps] each, and ncz::Outcome as int64.
     """
-    inverse_steps, scales = agreed.new_empty(2, blocks.chunks).unbind()
+    inverse_steps, scales = agreed.new_empty(2, blocks.steps).unbind()
     outcome = torch.zeros(_OUTCOME, dtype=torch.int64, device=agreed.device)
     arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales, outcome
     blocks.launch(launcher, "derive_steps", agreed.dtype, blocks.all, *arguments)

@@ -8,6 +8,7 @@
 #include "symbols.cuh"
 
 constexpr int OCTETS_PER_THREAD = int(CHUNK) / OCTET / THREADS;
+constexpr int STEPS_PER_CHUNK = int(CHUNK) / SCALE_BLOCK;
 static_assert(OCTETS_PER_THREAD == 2, "as the sums of two 16-bit halves in octet_starts need it");
 
 typedef int32_t ThreadCodes[OCTETS_PER_THREAD][OCTET];
@@ -140,10 +141,10 @@ struct Floats {
     const Element* x;
     const Scale* inverse_steps;
 
-    NCZ_DEVICE int32_t code(int64_t element) const { return code_of(x[element], inverse_steps[element / CHUNK]); }
+    NCZ_DEVICE int32_t code(int64_t element) const { return code_of(x[element], inverse_steps[element / SCALE_BLOCK]); }
 
     NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
-        Scale inverse_step = inverse_steps[chunk];
+        Scale inverse_step = inverse_steps[(chunk * CHUNK + first) / SCALE_BLOCK];
         Element values[OCTET];
         load_octet(x + chunk * CHUNK + first, n, values);
 #pragma unroll
@@ -162,12 +163,12 @@ struct RandomFloats {
         uint32_t words[4];
         philox(noise, number / 4, words);
         uint32_t low = number & 1 ? words[1] : words[0], high = number & 1 ? words[3] : words[2];
-        return code_of(x[element], inverse_steps[element / CHUNK], number & 2 ? high : low);
+        return code_of(x[element], inverse_steps[element / SCALE_BLOCK], number & 2 ? high : low);
     }
 
     NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
         int64_t element = chunk * CHUNK + first;
-        Scale inverse_step = inverse_steps[chunk];
+        Scale inverse_step = inverse_steps[(chunk * CHUNK + first) / SCALE_BLOCK];
         Element values[OCTET];
         uint32_t words[OCTET];
         random_words(noise, noise.first + uint64_t(element), words);  // first, as it takes many registers
@@ -232,10 +233,13 @@ NCZ_DEVICE void store_codes(int32_t* to, int length, const ThreadCodes& codes, b
     }
 }
 
-NCZ_DEVICE void store_values(Element* to, int length, const ThreadCodes& codes, Scale scale) {
+// `scales` are those of the chunk.
+NCZ_DEVICE void store_values(Element* to, int length, const ThreadCodes& codes, const Scale* scales) {
 #pragma unroll
     for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
         int first = OCTET * octet_of(j), n = octet_length(first, length);
+        if (!n) continue;
+        Scale scale = scales[first / SCALE_BLOCK];
         Element values[OCTET];
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) values[i] = value_of(codes[j][i], scale);
@@ -331,7 +335,7 @@ NCZ_KERNEL(ncz_dequantize)(const int32_t* codes, const Scale* scales, long long 
     int length = length_of(c, count);
     ThreadCodes own = {};
     load_chunk(PlainCodes{codes}, c, length, own);
-    if (length > 0) store_values(out + c * CHUNK, length, own, scales[c]);
+    if (length > 0) store_values(out + c * CHUNK, length, own, scales + c * STEPS_PER_CHUNK);
 }
 
 // How many codes of a frame the selector looks at. The last piece of PIECE, which may be short, is always among them.
@@ -411,51 +415,40 @@ NCZ_KERNEL(ncz_stage_codes)(const __grid_constant__ Pieces pieces, Written* writ
     collect_symbols(own, length, written[f].choice, scratch);
 }
 
-// Lowest and highest value and sum of squares of each chunk: -inf, inf and inf if it holds a NaN or an infinity. Half a
-// block per chunk, so that thread i of it adds up elements i, i + LANES, ... as every backend does.
-NCZ_KERNEL(ncz_chunk_statistics)
+// Lowest and highest value and sum of squares of each block of SCALE_BLOCK: -inf, inf and inf if it holds a NaN or an
+// infinity. A warp per block, so that lane i of it adds up elements i, i + LANES, ... as every backend does. The first
+// "chunk" of a piece is the number of its first block here.
+NCZ_KERNEL(ncz_block_statistics)
 (const __grid_constant__ Pieces pieces, double* lowest, double* highest, double* squares) {
-    constexpr int CHUNKS = THREADS / LANES;
-    NCZ_SHARED(double, sums, THREADS);
-    NCZ_SHARED(double, lows, THREADS);
-    NCZ_SHARED(double, highs, THREADS);
-    NCZ_SHARED(uint32_t, are_special, WARPS);
-    int thread = int(threadIdx.x), first = thread % LANES;
+    static_assert(LANES == WARP, "one lane of a sum for each of a warp");
     const Piece& piece = pieces.of[frame_number(pieces.n)];
     const Element* x = static_cast<const Element*>(piece.values);
-    int64_t c = unit_number(pieces.n) * CHUNKS + thread / LANES, at = piece.first_chunk + c;
-    int length = length_of(c, piece.count);  // below 0 behind the last chunk
+    int64_t b = unit_number(pieces.n) * WARPS + warp(), at = piece.first_chunk + b;
+    int64_t left = piece.count - b * SCALE_BLOCK;  // not above 0 behind the last block
     const double infinity = __longlong_as_double(0x7ff0000000000000ll);
     double square = 0, low = infinity, high = -infinity;
     bool is_special = false;
-    for (int i = first; i < length; i += LANES) {
-        double value = double(widen(x[c * CHUNK + i]));
+    for (int i = lane(); i < SCALE_BLOCK && i < left; i += LANES) {
+        double value = double(widen(x[b * SCALE_BLOCK + i]));
         square = __dadd_rn(square, __dmul_rn(value, value));
         low = value < low ? value : low;
         high = value > high ? value : high;
         is_special |= !(value - value == 0);
     }
-    sums[thread] = square;
-    lows[thread] = low;
-    highs[thread] = high;
     bool any = __any_sync(ALL_LANES, is_special);
-    if (lane() == 0) are_special[warp()] = any;
-    for (int width = LANES / 2; width; width /= 2) {
-        __syncthreads();
-        if (first >= width) continue;
-        int other = thread + width;
-        sums[thread] = __dadd_rn(sums[thread], sums[other]);
-        lows[thread] = lows[other] < lows[thread] ? lows[other] : lows[thread];
-        highs[thread] = highs[other] > highs[thread] ? highs[other] : highs[thread];
+    for (int distance = LANES / 2; distance; distance /= 2) {
+        square = __dadd_rn(square, __shfl_xor_sync(ALL_LANES, square, distance));
+        double other_low = __shfl_xor_sync(ALL_LANES, low, distance);
+        double other_high = __shfl_xor_sync(ALL_LANES, high, distance);
+        low = other_low < low ? other_low : low;
+        high = other_high > high ? other_high : high;
     }
-    if (first || length <= 0) return;
-    any = false;
-    for (int w = 0; w < LANES / WARP; ++w) any |= are_special[warp() + w] != 0;
-    lowest[at] = any ? -infinity : __dadd_rn(lows[thread], 0.0);  // not -0.0
-    highest[at] = any ? infinity : __dadd_rn(highs[thread], 0.0);
-    squares[at] = any ? infinity : sums[thread];
+    if (lane() || left <= 0) return;
+    lowest[at] = any ? -infinity : __dadd_rn(low, 0.0);  // not -0.0
+    highest[at] = any ? infinity : __dadd_rn(high, 0.0);
+    squares[at] = any ? infinity : square;
 }
 
 #define NCZ_VALUE_KERNELS(X)                                                                                   \
     X(ncz_quantize) X(ncz_quantize_at_random) X(ncz_dequantize) X(ncz_sample) X(ncz_stage) X(ncz_stage_at_random) \
-    X(ncz_stage_codes) X(ncz_chunk_statistics)
+    X(ncz_stage_codes) X(ncz_block_statistics)

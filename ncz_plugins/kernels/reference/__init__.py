@@ -26,8 +26,8 @@ class ReferenceBackend(Backend):
 
     name = "reference"
 
-    def chunk_statistics(self, x):
-        return tuple(torch.from_numpy(each) for each in values.chunk_statistics(_values(x)))
+    def block_statistics(self, x):
+        return tuple(torch.from_numpy(each) for each in values.block_statistics(_values(x)))
 
     def quantize(self, x, inverse_steps, codes, noise=None):
         codes.copy_(torch.from_numpy(values.quantize(_values(x), inverse_steps.numpy(), noise)))

@@ -1,37 +1,37 @@
-"""Floats to codes and back, statistics of chunks, and random numbers."""
+"""Floats to codes and back, statistics of blocks, and random numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..format import CHUNK, LANES, Noise, chunks_of
+from ..format import LANES, SCALE_BLOCK, Noise, blocks_of
 
 
-def chunk_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lowest value, highest value and sum of squares of each chunk of `x` (float32 or float64).
+def block_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lowest value, highest value and sum of squares of each SCALE_BLOCK elements of `x` (float32 or float64).
 
-    All float64, shape [chunks]; -inf, +inf and +inf where a chunk holds a NaN or an infinity, and
+    All float64, shape [blocks]; -inf, +inf and +inf where a block holds a NaN or an infinity, and
     never -0.0. The squares are added in LANES partial sums (element i to sum i mod LANES), then by
     halving, so that the result does not depend on the backend.
     """
-    chunks = chunks_of(x.size)
+    blocks = blocks_of(x.size)
     with np.errstate(invalid="ignore"):  # a signalling NaN
         wide = x.astype(np.float64)
-    padded = np.zeros(chunks * CHUNK)
+    padded = np.zeros(blocks * SCALE_BLOCK)
     padded[: x.size] = wide
-    rows = padded.reshape(chunks, CHUNK // LANES, LANES)
-    finite = np.isfinite(padded).reshape(chunks, CHUNK).all(axis=1)
+    rows = padded.reshape(blocks, SCALE_BLOCK // LANES, LANES)
+    finite = np.isfinite(padded).reshape(blocks, SCALE_BLOCK).all(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        sums = np.zeros((chunks, LANES))
-        for row in range(CHUNK // LANES):
+        sums = np.zeros((blocks, LANES))
+        for row in range(SCALE_BLOCK // LANES):
             sums = sums + rows[:, row] * rows[:, row]
         width = LANES // 2
         while width:
             sums = sums[:, :width] + sums[:, width:]
             width //= 2
-        starts = np.arange(chunks) * CHUNK
-        lowest = np.minimum.reduceat(wide, starts) if chunks else wide
-        highest = np.maximum.reduceat(wide, starts) if chunks else wide
+        starts = np.arange(blocks) * SCALE_BLOCK
+        lowest = np.minimum.reduceat(wide, starts) if blocks else wide
+        highest = np.maximum.reduceat(wide, starts) if blocks else wide
     return (
         np.where(finite, lowest + 0.0, -np.inf),
         np.where(finite, highest + 0.0, np.inf),
@@ -42,8 +42,8 @@ def chunk_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = None) -> np.ndarray:
     """`x` divided by the quantization step, as int32: multiplied in the dtype of `x`, clamped, then rounded.
 
-    Rounds to nearest even if `noise` is None, else up or down at random. `inverse_steps` holds 1 / step per chunk in
-    the dtype of `x`. NaN becomes the upper limit: callers that must keep NaN look at `chunk_statistics` first.
+    Rounds to nearest even if `noise` is None, else up or down at random. `inverse_steps` holds 1 / step per block in
+    the dtype of `x`. NaN becomes the upper limit: callers that must keep NaN look at `block_statistics` first.
     """
     limit = x.dtype.type(2147483520.0 if x.dtype == np.float32 else 2147483647.0)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -58,13 +58,13 @@ def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = Non
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """`code * scale` in the dtype of `scales` (float32 or float64), one scale per chunk."""
+    """`code * scale` in the dtype of `scales` (float32 or float64), one scale per block."""
     with np.errstate(over="ignore"):
         return codes.astype(scales.dtype) * per_element(scales, codes.size)
 
 
-def per_element(per_chunk: np.ndarray, count: int) -> np.ndarray:
-    return np.repeat(per_chunk, CHUNK)[:count]
+def per_element(per_block: np.ndarray, count: int) -> np.ndarray:
+    return np.repeat(per_block, SCALE_BLOCK)[:count]
 
 
 def random_bits(noise: Noise, count: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Noise, Predictor, chunks_of
+from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Noise, Predictor, blocks_of
 from ncz_plugins.kernels.reference import frames, symbols, values
 
 FOLDER = Path(__file__).parent
@@ -71,12 +71,12 @@ def codes_and_frames() -> dict[str, np.ndarray]:
 def floats_and_codes() -> dict[str, np.ndarray]:
     arrays = {}
     for name, x in floats().items():
-        inverse_steps = (np.arange(chunks_of(x.size)) * 30 + 20.3).astype(x.dtype)
+        inverse_steps = (np.arange(blocks_of(x.size)) * 30 + 20.3).astype(x.dtype)
         arrays[name] = x
         arrays[f"{name}-inverse_steps"] = inverse_steps
         arrays[f"{name}-codes"] = values.quantize(x, inverse_steps)
         arrays[f"{name}-noisy_codes"] = values.quantize(x, inverse_steps, NOISE)
-        for statistic, numbers in zip(("lowest", "highest", "squares"), values.chunk_statistics(x)):
+        for statistic, numbers in zip(("lowest", "highest", "squares"), values.block_statistics(x)):
             arrays[f"{name}-{statistic}"] = numbers
     return arrays
 

@@ -23,13 +23,14 @@ from ncz_plugins.kernels.format import (
     HEADER_BYTES,
     PIECE,
     SAMPLE_PIECES,
+    SCALE_BLOCK,
     Coder,
     Coding,
     DamagedFrame,
     Noise,
     Predictor,
     SelectorCosts,
-    chunks_of,
+    blocks_of,
     max_frame_bytes,
 )
 from ncz_plugins.kernels.reference.symbols import predict
@@ -118,36 +119,36 @@ def test_dequantize(backend, dtype, exponent):
 def test_every_half_number(backend, dtype):
     """Each of the 65536 bit patterns, widened, quantized and measured as the reference does."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    inverse_steps = torch.full((chunks_of(x.numel()),), 3.0)
+    inverse_steps = torch.full((blocks_of(x.numel()),), 3.0)
     expected, codes = torch.empty(2, x.numel(), dtype=torch.int32)
     REFERENCE.quantize(x, inverse_steps, expected)
     backend.quantize(x, inverse_steps, codes)
     assert_same(codes, expected)
-    for ours, theirs in zip(backend.chunk_statistics(x), REFERENCE.chunk_statistics(x)):
+    for ours, theirs in zip(backend.block_statistics(x), REFERENCE.block_statistics(x)):
         assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", [0.0, float("nan"), float("inf"), -float("inf"), "max", "tiny"])
-def test_chunk_statistics(backend, dtype, special):
+def test_block_statistics(backend, dtype, special):
     if isinstance(special, str):
         special = getattr(torch.finfo(dtype), special)
     for count in COUNTS:
         x = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(dtype)
         x[count // 2 : count // 2 + 1] = special
-        for ours, theirs in zip(backend.chunk_statistics(x), REFERENCE.chunk_statistics(x)):
+        for ours, theirs in zip(backend.block_statistics(x), REFERENCE.block_statistics(x)):
             assert_same(ours, theirs)
 
 
-def test_chunk_statistics_are_what_they_say(any_backend):
-    x = torch.randn(2 * CHUNK + 5, generator=torch.Generator().manual_seed(0))
-    x[CHUNK + 3] = float("nan")
-    lowest, highest, squares = any_backend.chunk_statistics(x)
+def test_block_statistics_are_what_they_say(any_backend):
+    x = torch.randn(2 * SCALE_BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    x[SCALE_BLOCK + 3] = float("nan")
+    lowest, highest, squares = any_backend.block_statistics(x)
     assert (lowest[1], highest[1], squares[1]) == (-torch.inf, torch.inf, torch.inf)
-    for c in (0, 2):
-        chunk = x[c * CHUNK : (c + 1) * CHUNK].double()
-        assert (lowest[c], highest[c]) == (chunk.min(), chunk.max())
-        torch.testing.assert_close(squares[c], chunk.square().sum())
+    for b in (0, 2):
+        block = x[b * SCALE_BLOCK : (b + 1) * SCALE_BLOCK].double()
+        assert (lowest[b], highest[b]) == (block.min(), block.max())
+        torch.testing.assert_close(squares[b], block.square().sum())
 
 
 # ------------------------------------------------------------------ frames
@@ -394,10 +395,10 @@ def test_random_rounding_does_not_depend_on_the_cut(any_backend):
     count = 2 * CHUNK + 11
     x = floats(count, torch.float32)
     whole = torch.empty(count, dtype=torch.int32)
-    any_backend.quantize(x, torch.full((3,), 3.0), whole, Noise(1, 2, 3, 9))
+    any_backend.quantize(x, torch.full((blocks_of(count),), 3.0), whole, Noise(1, 2, 3, 9))
     for cut in (1, 5, 4000):
         part = torch.empty(count - cut, dtype=torch.int32)
-        any_backend.quantize(x[cut:].clone(), torch.full((3,), 3.0), part, Noise(1, 2, 3, 9 + cut))
+        any_backend.quantize(x[cut:].clone(), torch.full((blocks_of(count),), 3.0), part, Noise(1, 2, 3, 9 + cut))
         assert_same(part, whole[cut:])
 
 
@@ -407,7 +408,9 @@ def test_random_rounding_is_unbiased(any_backend):
     codes = torch.empty(count, dtype=torch.int32)
     for fraction in (0.0, 0.01, 0.5, 0.93):
         for whole in (-3, 0, 1000):
-            any_backend.quantize(torch.full((count,), whole + fraction), torch.ones(4), codes, Noise(1, whole & 7))
+            any_backend.quantize(
+                torch.full((count,), whole + fraction), torch.ones(blocks_of(count)), codes, Noise(1, whole & 7)
+            )
             assert ((codes == whole) | (codes == whole + 1)).all() if fraction else (codes == whole).all()
             deviation = (fraction * (1 - fraction) / count) ** 0.5
             assert abs(codes.double().mean() - (whole + fraction)) <= 6 * deviation + 1e-4
@@ -532,7 +535,7 @@ def test_nothing_behind_floats_is_touched(backend, dtype, coder):
     for bits, tail in itertools.product((1, 8, 13, 30), TAILS):
         x = of_x.copy(floats(tail, dtype))
         inverse_steps, scales = (guarded.copy(t) for guarded, t in zip((of_inverse, of_scales), steps_of(x, bits)))
-        backend.chunk_statistics(x)
+        backend.block_statistics(x)
         codes = of_codes.empty(tail, torch.int32)
         backend.quantize(x, inverse_steps, codes)
         buffer = of_room.empty(max_frame_bytes(tail), torch.uint8)

@@ -25,6 +25,7 @@ from ncz_plugins.kernels.format import (
     Coding,
     DamagedFrame,
     Predictor,
+    blocks_of,
     chunks_of,
     max_frame_bytes,
 )
@@ -266,7 +267,7 @@ def test_payloads_made_up_under_a_valid_header(data):
 def test_what_stands_in_padding_is_ignored():
     """A sender may leave anything behind the last code of an octet; it must not get into a sum's frame."""
     count = 3
-    x, inverse_steps = torch.ones(count), torch.ones(1)
+    x, inverse_steps = torch.ones(count), torch.ones(blocks_of(count))
     for predictor in (Predictor.NONE, Predictor.DELTA):
         frame = frame_of(count, Coder.FIXED, predictor)
         frame[-1] = 0xFF
@@ -284,7 +285,7 @@ def test_what_stands_in_padding_is_ignored():
 @pytest.mark.parametrize("backend", [REFERENCE, *COMPILED], ids=lambda b: b.name)
 @frames
 def test_decode_and_reduce_refuse_too(backend, count, frame):
-    x, ones = torch.zeros(count), torch.ones(1)
+    x, ones = torch.zeros(count), torch.ones(blocks_of(count))
     damaged = frame[:-1].clone()
     with pytest.raises(DamagedFrame, match="payload has"):
         backend.decode(damaged, ones, x)

@@ -49,5 +49,5 @@ def test_quantizer_and_statistics(backend, name):
     assert torch.equal(codes, golden["codes"])
     backend.quantize(x, golden["inverse_steps"], codes, Noise(seed=2**40 + 7, call=3, shift=2**31 + 5, first=10))
     assert torch.equal(codes, golden["noisy_codes"])
-    for name, statistic in zip(("lowest", "highest", "squares"), backend.chunk_statistics(x)):
+    for name, statistic in zip(("lowest", "highest", "squares"), backend.block_statistics(x)):
         assert torch.equal(statistic, golden[name])

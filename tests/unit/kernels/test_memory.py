@@ -14,7 +14,7 @@ from ncz_plugins.kernels.format import (
     Coding,
     Noise,
     Predictor,
-    chunks_of,
+    blocks_of,
     max_frame_bytes,
 )
 
@@ -54,7 +54,7 @@ def reduced(backend, total: torch.Tensor, sent: Coder, coding: Coding, noise: No
     received, frame = torch.empty(2, max_frame_bytes(total.numel()), dtype=torch.uint8)
     written = backend.encode_codes((total - own).to(torch.int32), Coding(sent, Predictor.NONE), received)
     x = own.double() + (0.5 if noise else 0)
-    inverse_steps = torch.ones(chunks_of(total.numel()), dtype=torch.float64)
+    inverse_steps = torch.ones(blocks_of(total.numel()), dtype=torch.float64)
     return frame[: backend.reduce(received[:written], x, inverse_steps, coding, frame, noise)]
 
 
@@ -94,7 +94,7 @@ def test_reduce_with_delta_gives_up_in_favour_of_raw(backend, coder):
 @pytest.mark.parametrize("width", [8, 16, 32])
 def test_encode_with_noise_gives_up_in_favour_of_raw(backend, width, coder):
     x = uniform(SEVERAL_UNITS, width).double() + 0.5
-    inverse_steps = torch.ones(chunks_of(x.numel()), dtype=torch.float64)
+    inverse_steps = torch.ones(blocks_of(x.numel()), dtype=torch.float64)
     frames = torch.empty(2, max_frame_bytes(x.numel()), dtype=torch.uint8)
     arguments = inverse_steps, Coding(coder, Predictor.NONE)
     sizes = [each.encode(x, *arguments, frame, Noise(1, 2, 3)) for each, frame in zip((backend, REFERENCE), frames)]

@@ -5,25 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.kernels.format import CHUNK, chunks_of
+from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, blocks_of
 
 sizes = st.one_of(st.integers(0, 20), st.integers(0, 40 * CHUNK))
-blocks = st.sampled_from([0, CHUNK, 4 * CHUNK])
+blocks = st.sampled_from([0, SCALE_BLOCK, 3 * SCALE_BLOCK, CHUNK, 4 * CHUNK])
 frame_elements = st.sampled_from([1, CHUNK, 5 * CHUNK, 1 << 20])
 
 
 def check(layout: Layout) -> None:
-    elements, chunks = [], []
+    elements, steps = [], []
     for segment in range(len(layout.lengths)):
         start = layout.segment(segment).start
         for index in range(layout.frames):
-            frame, covered = layout.frame(segment, index), layout.frame_chunks(segment, index)
+            frame, covered = layout.frame(segment, index), layout.frame_steps(segment, index)
             assert (frame.start - start) % CHUNK == 0 or frame.start == frame.stop
-            assert covered.stop - covered.start == chunks_of(frame.stop - frame.start)
+            assert covered.stop - covered.start == blocks_of(frame.stop - frame.start)
             elements += range(frame.start, frame.stop)
-            chunks += range(covered.start, covered.stop)
+            steps += range(covered.start, covered.stop)
     assert elements == list(range(layout.numel))
-    assert chunks == list(range(layout.chunks))
+    assert steps == list(range(layout.steps))
 
 
 @given(sizes, st.integers(1, 9), frame_elements, blocks)
@@ -45,10 +45,10 @@ def test_blocks_do_not_depend_on_the_number_of_segments(numel, segments, block):
 
 
 @given(sizes, st.integers(1, 9), blocks)
-def test_blocks_cover_every_element_and_chunk(numel, segments, block):
+def test_blocks_cover_every_element_and_step(numel, segments, block):
     layout = Layout.split(numel, segments, CHUNK, block)
     assert sum(layout.block_lengths(block)) == numel
-    assert sum(layout.chunks_per_block(block)) == layout.chunks
+    assert sum(layout.steps_per_block(block)) == layout.steps
 
 
 def test_a_segment_is_cut_into_several_frames_so_that_coding_and_transfer_overlap():

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from ncz_plugins import BoundError, compress, decompress, kernels
 from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.codec.quantize import Scales, measure, smallest_value
+from ncz_plugins.core.codec.quantize import Scales, measure, most_summable, smallest_value
 from ncz_plugins.core.codec.tensor_codec import noise_for
 from ncz_plugins.core.config import Config, QuantizerConfig
-from ncz_plugins.kernels.format import CHUNK, Noise
+from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, Noise, blocks_of
 
 BACKEND = kernels.cpu_backend()
 # What the rounding of a sum to a dtype of few bits may add, as a share of the result.
@@ -25,7 +25,9 @@ MODES = ["abs", "rel", "rms", "range"]
 
 def agree(tensors: list[torch.Tensor], quantizer: QuantizerConfig, divisor: int = 1) -> Scales | Bypass:
     layout = Layout.split(tensors[0].numel(), 1, 1 << 20, quantizer.block_in_effect)
-    agreed = torch.stack([measure(BACKEND, Window(t), layout, range(1), quantizer) for t in tensors]).amax(0)
+    most = most_summable(quantizer, tensors[0].dtype, len(tensors), divisor)
+    measured = [measure(BACKEND, Window(t), layout, range(1), quantizer, most=most) for t in tensors]
+    agreed = torch.stack(measured).amax(0)
     return scales_or_bypass(agreed, layout, quantizer, tensors[0].dtype, len(tensors), divisor)
 
 
@@ -86,7 +88,7 @@ a_quantizer = st.builds(
     kind=st.sampled_from(KINDS),
     mode=st.sampled_from(MODES),
     value=st.floats(-6, -1).map(lambda exponent: 10.0**exponent),
-    block=st.sampled_from([0, CHUNK, 2 * CHUNK]),
+    block=st.sampled_from([0, SCALE_BLOCK, 3 * SCALE_BLOCK, CHUNK, 2 * CHUNK]),
     seed=st.integers(0, 2**64 - 1),
 )
 a_size = st.sampled_from([1, 2, 31, 4096, 4097, 9001])
@@ -187,7 +189,7 @@ def test_rounding_at_random_has_no_bias(dtype, mode):
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(dtype)
     quantizer = QuantizerConfig(kind="stochastic", mode=mode, value=0.2)
     scales = agree([tensor], quantizer)
-    step = scales.scales.repeat_interleave(CHUNK)[:numel].double()
+    step = scales.scales.repeat_interleave(SCALE_BLOCK)[:numel].double()
     codes = torch.empty(numel, dtype=torch.int32)
     mean = torch.zeros(numel, dtype=torch.float64)
     for call in range(calls):
@@ -203,7 +205,7 @@ def test_random_numbers_differ_by_call_shift_and_seed_only():
     codes = {}
     for noise in [Noise(1, 2, 3), Noise(1, 2, 3), Noise(1, 2, 2**31), Noise(1, 3, 3), Noise(2, 2, 3)]:
         codes[noise] = torch.empty(5000, dtype=torch.int32)
-        BACKEND.quantize(tensor, torch.ones(2), codes[noise], noise)
+        BACKEND.quantize(tensor, torch.ones(blocks_of(5000)), codes[noise], noise)
     assert len(codes) == 4 and len({tuple(c.tolist()) for c in codes.values()}) == 4
 
 
@@ -213,7 +215,7 @@ def test_where_ranks_have_equal_values_their_sum_is_off_by_less_than_one_step(ra
     config = Config(quantizer={"kind": "stochastic"})
     codes = torch.empty(ranks, 5000, dtype=torch.int32)
     for rank, own in enumerate(codes):
-        BACKEND.quantize(value, torch.full((2,), 1 / step), own, noise_for(config, 5, rank, ranks))
+        BACKEND.quantize(value, torch.full((blocks_of(5000),), 1 / step), own, noise_for(config, 5, rank, ranks))
     assert len({tuple(own.tolist()) for own in codes}) == ranks
     assert (codes.sum(0) * step - ranks * value).abs().max() < step * 1.001
 
@@ -301,7 +303,7 @@ def test_in_mode_range_a_rank_says_nothing_of_what_others_measure():
     nobody = measure(BACKEND, Window(whole), layout, range(0), quantizer)
     scales = scales_or_bypass(torch.maximum(parts[0], nobody), layout, quantizer, torch.float32, addends=1)
     codes = torch.empty(CHUNK, dtype=torch.int32)
-    BACKEND.quantize(torch.zeros(CHUNK), scales.inverse_steps[1:], codes)
+    BACKEND.quantize(torch.zeros(CHUNK), scales.inverse_steps[CHUNK // SCALE_BLOCK :], codes)
     assert not codes.any()
 
 
@@ -370,6 +372,27 @@ def test_the_smallest_value_does_not_mind_blocks_of_one_value():
     measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
     assert scales_or_bypass(measured, layout, quantizer, torch.float32, addends=1) is Bypass.CODE_OVERFLOW
     assert 1e-9 < smallest_value(measured, quantizer, torch.float32) < 1e-6
+
+
+@pytest.mark.parametrize("numel", [1, SCALE_BLOCK, 2 * SCALE_BLOCK + 7])
+def test_of_small_blocks_ranks_agree_on_a_root_mean_square_in_16_bits(numel):
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    quantizer = QuantizerConfig(mode="rms", block=SCALE_BLOCK)
+    layout = Layout.split(numel, 1, 1 << 20, SCALE_BLOCK)
+    measured = measure(BACKEND, Window(tensor), layout, range(1), quantizer)
+    exact = torch.stack([part.double().square().mean().sqrt() for part in tensor.split(SCALE_BLOCK)])
+    assert measured.dtype == torch.bfloat16
+    assert (measured.double() <= exact).all() and (measured.double() > exact / (1 + 2**-7)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_small_blocks_go_plain_where_a_sum_may_overflow_and_not_sooner(dtype):
+    """The largest magnitude is not known afterwards, and could be 16 times the root mean square."""
+    quantizer = QuantizerConfig(mode="rms", value=0.25, block=SCALE_BLOCK)
+    of_each = torch.full((SCALE_BLOCK,), torch.finfo(dtype).max / 3, dtype=dtype)
+    assert agree([of_each] * 2, quantizer) is not Bypass.NON_FINITE
+    assert agree([of_each] * 3, quantizer) is Bypass.NON_FINITE
+    assert agree([of_each] * 3, quantizer, divisor=3) is not Bypass.NON_FINITE
 
 
 @pytest.mark.parametrize("exponent", [-600, -540, -537, -530, -500, 0, 500, 600])
