@@ -25,6 +25,8 @@ PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece; pieces that the selector loo
 SCALE_BLOCK = 256  # elements that share a quantization step, or more of them; a chunk has whole blocks of these
 LANES = 32  # partial sums per such block, so that every backend adds squares in the same order
 
+_UINT64 = 2**64 - 1
+
 HAS_CHECKSUM, SPOILED = 1, 2  # in the flags; a spoiled frame was made of a damaged one
 
 DIRECT = 128  # HUFFMAN and RANS: smaller symbols are their own tokens
@@ -85,6 +87,19 @@ class Noise(NamedTuple):
     call: int  # below 2**32
     shift: int = 0  # below 2**32; added to each number, modulo 2**32: what ranks differ in
     first: int = 0  # number of the first element
+
+    @property
+    def key(self) -> int:
+        """What kernels take in place of seed and call, below 2**64. No two pairs of them should be related."""
+        return _split_mix(_split_mix(self.seed) + self.call)
+
+
+def _split_mix(state: int) -> int:
+    """A step of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    z = state + 0x9E3779B97F4A7C15 & _UINT64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _UINT64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _UINT64
+    return z ^ z >> 31
 
 
 class Rows(NamedTuple):

@@ -120,7 +120,7 @@ void check_floats(Control control, const uint8_t* data, size_t size) {
     int32_t dtype = control.dtype;
     Memory x = tiled(data, size, count * element_bytes(dtype), control.offset * element_bytes(dtype));
     Memory inverse_steps = steps_of(control, true), scales = steps_of(control, false);
-    Noise noise_given = {control.seed, uint32_t(control.seed >> 7), control.step, control.first};
+    Noise noise_given = {control.seed, control.first, control.step};
     const Noise* noise = control.has_noise % 2 ? &noise_given : nullptr;
     Coding coding = coding_of(control);
 

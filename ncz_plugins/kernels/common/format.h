@@ -87,9 +87,8 @@ struct Coding {
     SelectorCosts costs;
 };
 struct Noise {
-    uint64_t seed;
-    uint32_t call, shift;
-    uint64_t first;
+    uint64_t key, first;
+    uint32_t shift;
 };
 
 // Why a frame was refused. Functions return -(cause + 256 * value); ../damage.py makes the message.
@@ -134,6 +133,15 @@ NCZ_FUNCTION int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) 
 
 // Blocks that have a quantization step each.
 NCZ_FUNCTION int64_t scale_blocks_of(int64_t count) { return (count + ncz::SCALE_BLOCK - 1) / ncz::SCALE_BLOCK; }
+
+// The random number of an element. Two rounds of multiplying and shifting, with constants that Wellons found by search
+// ("Prospecting for hash functions", 2018), the key's halves added before each.
+NCZ_FUNCTION uint32_t random_word(const ncz::Noise& noise, uint32_t low, uint32_t high) {
+    uint32_t x = low + high * 0x9E3779B9u + uint32_t(noise.key);
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = ((x ^ x >> 15) + uint32_t(noise.key >> 32)) * 0x846CA68Bu;
+    return (x ^ x >> 16) + noise.shift;
+}
 
 // Bits per symbol of a RAW frame whose largest symbol has `bits`.
 NCZ_FUNCTION unsigned raw_width_of(unsigned bits) { return bits <= 8 ? 8 : bits <= 16 ? 16 : 32; }

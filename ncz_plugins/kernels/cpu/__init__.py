@@ -55,7 +55,7 @@ class _Coding(ctypes.Structure):  # ncz::Coding
 
 
 class _Noise(ctypes.Structure):  # ncz::Noise
-    _fields_ = [("seed", ctypes.c_uint64), ("call", _UINT32), ("shift", _UINT32), ("first", ctypes.c_uint64)]
+    _fields_ = [("key", ctypes.c_uint64), ("first", ctypes.c_uint64), ("shift", _UINT32)]
 
 
 class _Rows(ctypes.Structure):  # ncz::Rows
@@ -171,7 +171,7 @@ def _rows(rows: Rows):
 
 
 def _noise(noise: Noise | None):
-    return None if noise is None else ctypes.byref(_Noise(*noise))
+    return None if noise is None else ctypes.byref(_Noise(noise.key, noise.first, noise.shift))
 
 
 def _check(result: int, frame: Tensor, count: int) -> int:

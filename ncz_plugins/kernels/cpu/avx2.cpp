@@ -10,12 +10,6 @@
 namespace {
 
 constexpr int VECTOR_BYTES = 32;
-typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
-
-// `factor` times the low 32 bits of each 64.
-inline Wide multiply_low_halves(Wide numbers, uint32_t factor) {
-    return Wide(_mm256_mul_epu32(__m256i(numbers), _mm256_set1_epi64x(factor)));
-}
 
 // The low `width` bits of every lane. (1 << width) - 1 in all lanes is a multiplication by ones at the lanes' ends.
 template <int lane>

@@ -14,10 +14,6 @@ constexpr int VECTOR_BYTES = 16;
 typedef uint64_t Pair __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Four __attribute__((vector_size(VECTOR_BYTES)));
 
-// Not a vector: not all compilers see that a product of 32 bits is meant.
-typedef uint64_t Wide;
-inline Wide multiply_low_halves(Wide number, uint32_t factor) { return uint64_t(uint32_t(number)) * factor; }
-
 // Numbers picked out of `a` (0 to 3) and `b` (4 to 7).
 #if defined(__clang__) || __GNUC__ >= 12
 #define NCZ_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -25,12 +25,7 @@ class CodingArgument(ctypes.Structure):
 class NoiseArgument(ctypes.Structure):
     """ncz::Noise"""
 
-    _fields_ = [
-        ("seed", ctypes.c_uint64),
-        ("call", ctypes.c_uint32),
-        ("shift", ctypes.c_uint32),
-        ("first", ctypes.c_uint64),
-    ]
+    _fields_ = [("key", ctypes.c_uint64), ("first", ctypes.c_uint64), ("shift", ctypes.c_uint32)]
 
 
 class RowsArgument(ctypes.Structure):
@@ -65,7 +60,7 @@ def integer(value: int) -> np.int32:
 
 def noise_argument(noise: Noise | None) -> NoiseArgument:
     """`noise` as a kernel's argument; zeros for None."""
-    return NoiseArgument() if noise is None else NoiseArgument(*noise)
+    return NoiseArgument() if noise is None else NoiseArgument(noise.key, noise.first, noise.shift)
 
 
 class Table:

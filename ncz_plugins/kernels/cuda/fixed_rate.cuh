@@ -101,10 +101,9 @@ struct AtRandom {
 
     NCZ_DEVICE void operator()(const Element (&values)[OCTET], int64_t element, float inverse_step,
                                int32_t (&codes)[OCTET]) const {
-        uint32_t words[OCTET];
-        random_words(noise, noise.first + uint64_t(element), words);
+        uint64_t number = noise.first + uint64_t(element);
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, words[i]);
+        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
     }
 };
 

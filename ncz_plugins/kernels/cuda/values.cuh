@@ -99,39 +99,8 @@ NCZ_DEVICE Element value_of(int32_t code, Scale scale) {
 
 // ------------------------------------------------------------------ random numbers
 
-// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
-NCZ_DEVICE void philox(const Noise& noise, uint64_t counter, uint32_t* words) {
-    uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = noise.call, d = 0;
-    uint32_t key0 = uint32_t(noise.seed), key1 = uint32_t(noise.seed >> 32);
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        uint32_t first_high = __umulhi(a, 0xD2511F53u), first_low = a * 0xD2511F53u;
-        uint32_t second_high = __umulhi(c, 0xCD9E8D57u), second_low = c * 0xCD9E8D57u;
-        a = second_high ^ b ^ key0;
-        b = second_low;
-        c = first_high ^ d ^ key1;
-        d = first_low;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-    words[0] = a + noise.shift;
-    words[1] = b + noise.shift;
-    words[2] = c + noise.shift;
-    words[3] = d + noise.shift;
-}
-
-// Of 8 elements, from number `first` of the tensor on.
-NCZ_DEVICE void random_words(const Noise& noise, uint64_t first, uint32_t (&words)[OCTET]) {
-    uint32_t all[OCTET + 4] = {};
-    philox(noise, first / 4, all);
-    philox(noise, first / 4 + 1, all + 4);
-    unsigned skipped = unsigned(first % 4);  // the same for all octets of a launch
-    if (skipped) philox(noise, first / 4 + 2, all + 8);
-    // Steps of one and two, as registers can't be indexed.
-#pragma unroll
-    for (int i = 0; i < OCTET + 3; ++i) all[i] = skipped & 1 ? all[i + 1] : all[i];
-#pragma unroll
-    for (int i = 0; i < OCTET; ++i) words[i] = skipped & 2 ? all[i + 2] : all[i];
+NCZ_DEVICE uint32_t random_word(const Noise& noise, uint64_t element) {
+    return random_word(noise, uint32_t(element), uint32_t(element >> 32));
 }
 
 // ------------------------------------------------------------------ codes of a chunk
@@ -152,29 +121,25 @@ struct Floats {
     }
 };
 
-// Codes of floats, up or down at random. In kernels of their own, as random numbers take many registers.
+// Codes of floats, up or down at random.
 struct RandomFloats {
     const Element* x;
     const Scale* inverse_steps;
     Noise noise;
 
     NCZ_DEVICE int32_t code(int64_t element) const {
-        uint64_t number = noise.first + uint64_t(element);
-        uint32_t words[4];
-        philox(noise, number / 4, words);
-        uint32_t low = number & 1 ? words[1] : words[0], high = number & 1 ? words[3] : words[2];
-        return code_of(x[element], inverse_steps[element / SCALE_BLOCK], number & 2 ? high : low);
+        uint32_t random = random_word(noise, noise.first + uint64_t(element));
+        return code_of(x[element], inverse_steps[element / SCALE_BLOCK], random);
     }
 
     NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
         int64_t element = chunk * CHUNK + first;
-        Scale inverse_step = inverse_steps[(chunk * CHUNK + first) / SCALE_BLOCK];
+        Scale inverse_step = inverse_steps[element / SCALE_BLOCK];
+        uint64_t number = noise.first + uint64_t(element);
         Element values[OCTET];
-        uint32_t words[OCTET];
-        random_words(noise, noise.first + uint64_t(element), words);  // first, as it takes many registers
         load_octet(x + element, n, values);
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, words[i]);
+        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
     }
 };
 

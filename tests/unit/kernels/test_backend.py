@@ -34,7 +34,7 @@ from ncz_plugins.kernels.format import (
     max_frame_bytes,
 )
 from ncz_plugins.kernels.reference.symbols import predict
-from ncz_plugins.kernels.reference.values import philox
+from ncz_plugins.kernels.reference.values import random_bits
 
 REFERENCE = kernels.load("reference")
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
@@ -352,17 +352,31 @@ def test_checksum_finds_every_flipped_bit(any_backend, coding):
 # ------------------------------------------------------------------ random rounding
 
 
-def test_random_numbers_are_philox():
-    """The known answers of Random123, the library of the algorithm's authors."""
-    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], (0xA4093822, 0x299F31D0)
-    known = {
-        "zeros": (([0] * 4, (0, 0)), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        "ones": (([2**32 - 1] * 4, (2**32 - 1, 2**32 - 1)), [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        "pi": (pi, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
-    }
-    for (counter, key), answer in known.values():
-        words = philox([np.array([word], dtype=np.uint64) for word in counter], key)
-        assert [int(word[0]) for word in words] == answer
+def test_random_numbers_look_random():
+    """Evenly distributed, and unrelated between elements, calls, seeds, and where an element's number passes 2**32."""
+    count = 1 << 18
+    noises = [Noise(0, 0), Noise(0, 1), Noise(1, 0), Noise(1, 0, first=2**32 - count // 2), Noise(1, 0, first=2**40)]
+    streams = np.stack([random_bits(noise, count) for noise in noises])
+    for bits in range(0, 32, 8):
+        for stream in streams:
+            found = np.bincount(stream >> np.uint32(bits) & np.uint32(255), minlength=256)
+            chi_square = ((found - count / 256) ** 2 / (count / 256)).sum()
+            assert abs(chi_square - 255) < 6 * np.sqrt(2 * 255)
+    centered = streams.astype(np.float64) / 2**32 - 0.5
+    deviation = 1 / 12 / np.sqrt(count)  # of the mean of products of two independent numbers
+    for one, other in itertools.combinations(centered, 2):
+        for distance in (0, 1, 2, 256):
+            assert abs((one[: count - distance] * other[distance:]).mean()) < 5 * deviation
+    for stream in centered:
+        for distance in (1, 2, 3, 4, 8, 32, 256, 4096, 65536):
+            products = stream[:-distance] * stream[distance:]
+            assert abs(products.mean()) < 5 * deviation * np.sqrt(count / products.size)
+
+
+def test_the_known_random_numbers():
+    """Written down once, so that a change does not go unnoticed: the same seed gives the same results."""
+    assert random_bits(Noise(0, 0), 3).tolist() == [704655445, 4138673888, 1504925879]
+    assert random_bits(Noise(2**64 - 1, 2**32 - 1, 5, 2**32 - 1), 2).tolist() == [1280715803, 2963529512]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
