@@ -62,8 +62,9 @@ bench: setup-tools  ## speed of the coders beside memcpy
 gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-convergence: setup ## train small models plain and compressed, 3 seeds: docs/results/convergence.md (15 minutes)
+convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (2 hours)
 	@$(BIN)/python tests/convergence/suite.py $(ARGS)
+	@$(BIN)/python tests/convergence/frontier.py $(ARGS)
 
 fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)

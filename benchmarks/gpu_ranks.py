@@ -44,14 +44,15 @@ SECONDS = 150
 
 def bounds_of(contender: str, x: torch.Tensor, ranks: int) -> torch.Tensor:
     """How far off each element of a sum may be, float64."""
+    blocks = x.double().view(-1, SCALE_BLOCK)
     if contender == "default":
-        measured, block, share = x.double().square().view(-1, CHUNK).mean(1), CHUNK, BOUND
+        measured, share = blocks.square().mean(1), BOUND
     else:
-        measured, block = x.double().abs().view(-1, SCALE_BLOCK).amax(1), SCALE_BLOCK
+        measured = blocks.abs().amax(1)
         share = (1 + 2.0**-7) / (2 * levels_of(BITS))
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # what the ranks agree on
     scales = measured.sqrt() if contender == "default" else measured
-    return (ranks * share * scales).repeat_interleave(block)
+    return (ranks * share * scales).repeat_interleave(SCALE_BLOCK)
 
 
 def same_bytes(x: torch.Tensor, ranks: int) -> Callable[[], None]:

@@ -125,7 +125,7 @@ class Call:
     def kind(self) -> str:
         """What calls must have in common to be expected to go alike."""
         quantizer = self.config.quantizer
-        bound = f"{quantizer.kind} {quantizer.mode} {quantizer.value}"
+        bound = f"{quantizer.kind_in_effect} {quantizer.mode} {quantizer.value}"
         dtype = self.source.data.dtype
         return f"{self.collective} {self.layout.lengths} {dtype} {self.root} {self.divisor} {bound}"
 

@@ -1,7 +1,8 @@
-"""What the trainings came to: figures over seeds, as a table, a picture and JSON."""
+"""What the trainings came to: figures over seeds, as tables and pictures."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,12 @@ import matplotlib
 matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt
 import plan
-from matplotlib.ticker import NullLocator
 from rich.table import Table
+from scipy.stats import t as student
 from training import Job, Setting
 
-COLORS = {"nearest": "#d1495b", "error feedback": "#2e86ab", "stochastic": "#edae49"}
-LINEAR = 0.01  # up to this the vertical axis is linear, then logarithmic
-RATIOS = (5, 10, 20, 30)
+COLORS = {"bf16": "#7f7f7f", "accurate": "#66a182", "balanced": "#2e86ab", "small": "#edae49", "former": "#d1495b"}
+HARMLESS = 0.0015  # of the loss: what may be added by the default
 MARK = "<!-- results -->"
 
 
@@ -38,58 +38,61 @@ class Outcome:
     records: list[dict[str, Any]]
     plain: list[dict[str, Any]]
 
-    def series(self, key: str) -> list[float]:
-        return [record[key] for record in self.records]
-
     def mean(self, key: str) -> float:
-        return fmean(self.series(key))
+        return fmean(record[key] for record in self.records)
 
-    def spread(self, key: str) -> float:
-        """Standard deviation over the seeds; 0 for a single one."""
-        values = self.series(key)
-        return stdev(values) if len(values) > 1 else 0.0
+    @property
+    def added(self) -> list[float]:
+        """What each seed's run has added to the training loss of the plain run of that seed, as a share of it."""
+        return [mine["training_loss"] / plain["training_loss"] - 1 for mine, plain in zip(self.records, self.plain)]
 
-    def added(self, key: str) -> list[float]:
-        """What each seed's run has more than the plain run of that seed."""
-        return [mine[key] - plain[key] for mine, plain in zip(self.records, self.plain)]
+    @property
+    def interval(self) -> float:
+        """Half the width of the 95 % confidence interval of the mean of `added`; nan for a single run."""
+        n = len(self.records)
+        return student.ppf(0.975, n - 1) * stdev(self.added) / math.sqrt(n) if n > 1 else math.nan
 
     @property
     def sound(self) -> bool:
         """Whether all replicas ended alike, and compression was at work in every step if it was asked for."""
         compressed = all(each["compressed_calls"] == each["calls"] for each in self.records)
-        at_work = self.setting.kind == "plain" or all(each["calls"] for each in self.records)
+        at_work = not self.setting.bound or all(each["calls"] for each in self.records)
         return compressed and at_work and all(each["replicas_identical"] for each in self.records)
 
 
 def outcomes(runs: dict[Job, dict[str, Any]]) -> list[Outcome]:
-    """By group, in the order in which groups come first; inside by kind and bound. Seeds without a plain run are
-    left out."""
+    """In the order in which groups and settings come first. Seeds without a plain run are left out."""
     found: dict[tuple, Outcome] = {}
     for job, record in runs.items():
         plain = runs.get(job._replace(setting=plan.PLAIN))
-        if plain is None:
-            continue
-        group = (job.task, job.optimizer, job.ranks, job.steps)
-        outcome = found.setdefault((group, job.setting), Outcome(group, job.setting, [], []))
-        outcome.records.append(record)
-        outcome.plain.append(plain)
+        if plain is not None:
+            group = (job.task, job.optimizer, job.ranks, job.steps)
+            outcome = found.setdefault((group, job.setting), Outcome(group, job.setting, [], []))
+            outcome.records.append(record)
+            outcome.plain.append(plain)
     groups = list(dict.fromkeys(group for group, _ in found))
-    kinds = ["plain", *COLORS]
-    return sorted(found.values(), key=lambda o: (groups.index(o.group), kinds.index(o.setting.kind), o.setting.bound))
+    return sorted(found.values(), key=lambda each: groups.index(each.group))
+
+
+def name_of(setting: Setting) -> str:
+    """The preset's name, "plain", "bf16", or "former" for the default that was; else what it is."""
+    named = {preset: name for name, preset in plan.NAMED.items()} | {plan.FORMER: "former"}
+    return named.get(setting) or (f"{setting.kind} {setting.bound:g}" if setting.bound else setting.kind)
 
 
 def describe(setting: Setting) -> str:
-    """A few words: "rms 0.5, error feedback"."""
-    if setting.kind == "plain":
-        return "plain"
-    known = {plan.DEFAULT: " (default)", plan.AGGRESSIVE: " (aggressive)"} if setting.kind == "nearest" else {}
-    kind = "" if setting.kind == "nearest" else f", {setting.kind}"
-    return f"rms {setting.bound:g}{kind}{known.get(setting.bound, '')}"
+    """A few words: "small: stochastic 1 per 256"."""
+    if not setting.bound:
+        return setting.kind
+    what = f"{setting.kind} {setting.bound:g} per {setting.block:,}"
+    return what if name_of(setting).startswith(setting.kind) else f"{name_of(setting)}: {what}"
 
 
 # ------------------------------------------------------------------ in words and numbers
 
-HEADINGS = ("", "training loss", "more than plain", "validation loss", "accuracy", "gradient error", "ratio", "seeds")
+HEADINGS = (
+    "", "training loss", "added", "95 %", "validation loss", "accuracy", "gradient error", "to fp32", "to bf16", "seeds"
+)  # fmt: skip
 
 
 def title(group: tuple[str, str, int, int]) -> str:
@@ -97,23 +100,18 @@ def title(group: tuple[str, str, int, int]) -> str:
 
 
 def row(outcome: Outcome) -> list[str]:
-    """The cells under HEADINGS. What follows ± is the standard deviation over the seeds."""
-
-    def over_seeds(key: str, digits: int, factor: float = 1) -> str:
-        spread = f" ± {factor * outcome.spread(key):.{digits}f}" if len(outcome.records) > 1 else ""
-        return f"{factor * outcome.mean(key):.{digits}f}{spread}"
-
-    plain = outcome.setting.kind == "plain"
-    more = outcome.added("training_loss")
-    among = f" ({min(more):+.4f} to {max(more):+.4f})" if len(more) > 1 else ""
+    """The cells under HEADINGS."""
+    plain, several = outcome.setting == plan.PLAIN, len(outcome.records) > 1
     return [
         describe(outcome.setting),
-        over_seeds("training_loss", 4),
-        "" if plain else f"{fmean(more):+.4f}{among}",
-        over_seeds("validation_loss", 4),
-        over_seeds("accuracy", 1, 100) + " %" if "accuracy" in outcome.records[0] else "",
-        "" if plain else f"{outcome.mean('gradient_error'):.2f}",
+        f"{outcome.mean('training_loss'):.4f}",
+        "" if plain else f"{fmean(outcome.added):+.2%}",
+        f"± {outcome.interval:.2%}" if several and not plain else "",
+        f"{outcome.mean('validation_loss'):.4f}",
+        f"{outcome.mean('accuracy'):.1%}" if "accuracy" in outcome.records[0] else "",
+        "" if plain else f"{outcome.mean('gradient_error'):.3f}",
         "" if plain else f"{outcome.mean('ratio'):.1f}",
+        "" if plain else f"{outcome.mean('ratio') / 2:.1f}",
         f"{len(outcome.records)}" + ("" if outcome.sound else " UNSOUND"),
     ]
 
@@ -142,52 +140,74 @@ def markdown(found: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def put_into(path: Path, text: str) -> None:
+def presets(found: list[Outcome]) -> str:
+    """What each preset costs and saves, for the guide: the groups of 2 ranks with several seeds."""
+    groups = [each for each in found if each.group[2] == 2 and len(each.records) > 1]
+    optimizers = list(dict.fromkeys(each.group[1] for each in groups))
+    lines = [f"| preset | `value` | to fp32 | to bf16 | {' | '.join(optimizers)} |"]
+    lines.append("|---" + "|---:" * (3 + len(optimizers)) + "|")
+    for name, setting in plan.NAMED.items():
+        of = {each.group[1]: each for each in groups if each.setting == setting}
+        added = (f"{fmean(each.added):+.2%} ± {each.interval:.2%}" for each in map(of.get, optimizers))
+        ratio = of["AdamW"].mean("ratio") if "AdamW" in of else math.nan
+        default = ", the default" if name == "balanced" else ""
+        cells = f"`ncclz:{name}`{default}", f"{setting.bound:g}", f"{ratio:.1f}", f"{ratio / 2:.1f}", *added
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def put_into(path: Path, text: str, mark: str = MARK) -> None:
     """Replace what stands between the two marks of a Markdown file."""
     whole = path.read_text()
-    path.write_text(re.sub(f"{MARK}.*{MARK}", lambda _: f"{MARK}\n\n{text}\n{MARK}", whole, flags=re.DOTALL))
+    path.write_text(re.sub(f"{mark}.*{mark}", lambda _: f"{mark}\n\n{text}\n{mark}", whole, flags=re.DOTALL))
 
 
 # ------------------------------------------------------------------ as a picture
 
 
 def draw(found: list[Outcome], path: Path) -> None:
-    """What compression adds to the training loss, by bound and by ratio, for each group that was swept."""
-    swept = {
-        group: inside
-        for group in dict.fromkeys(each.group for each in found)
-        if len(inside := [each for each in found if each.group == group]) > len(plan.MAIN)
-    }
-    if not swept:
+    """What is added to the training loss, by the ratio to fp32, for the groups of 2 ranks with several seeds."""
+    groups = list(dict.fromkeys(each.group for each in found if each.group[2] == 2 and len(each.records) > 1))
+    figure, axes = plt.subplots(1, len(groups), figsize=(3.6 * len(groups), 3.8), layout="constrained", squeeze=False)
+    for group, panel in zip(groups, axes[0]):
+        for each in found:
+            if each.group == group and each.setting != plan.PLAIN:
+                color, place = COLORS.get(name_of(each.setting), "black"), (each.mean("ratio"), 100 * fmean(each.added))
+                panel.errorbar(*place, 100 * each.interval, fmt="o", color=color, capsize=3)
+                panel.annotate(name_of(each.setting), place, (6, 4), textcoords="offset points", size=8)
+        panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color="#66a182", alpha=0.2, lw=0)
+        panel.set(title=title(group), xlabel="times fewer bytes than fp32")
+        panel.title.set_size(10)
+        panel.margins(x=0.25)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("added to the training loss, %")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_curves(found: list[Outcome], path: Path) -> None:
+    """The loss over the steps of the longest training, and what each setting adds to it."""
+    inside = [each for each in found if "curve" in each.records[0]]
+    if not inside:
         return
-    figure, axes = plt.subplots(2, len(swept), figsize=(3.6 * len(swept), 7), layout="constrained", squeeze=False)
-    for column, (group, inside) in enumerate(swept.items()):
-        by_bound, by_ratio = axes[:, column]
-        by_bound.set_title(title(group), size=11)
-        for kind, color in COLORS.items():
-            some = [each for each in inside if each.setting.kind == kind]
-            added = [each.added("training_loss") for each in some]
-            for panel, places in (
-                (by_bound, [each.setting.bound for each in some]),
-                (by_ratio, [each.mean("ratio") for each in some]),
-            ):
-                panel.plot(places, list(map(fmean, added)), "o-", color=color, label=kind, markersize=4)
-                panel.fill_between(places, list(map(min, added)), list(map(max, added)), color=color, alpha=0.15)
-        spread = next(each for each in inside if each.setting.kind == "plain").spread("training_loss")
-        for panel, label in ((by_bound, "bound (times rms)"), (by_ratio, "times fewer bytes")):
-            panel.axhspan(-spread, spread, color="#7f7f7f", alpha=0.2, lw=0, label="plain, ± deviation over seeds")
-            panel.set_xscale("log")
-            panel.set_yscale("symlog", linthresh=LINEAR)
-            panel.xaxis.set_minor_locator(NullLocator())
-            panel.set_xlabel(label)
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-        by_bound.set_xticks(plan.BOUNDS)
-        by_ratio.set_xticks(RATIOS)
-        for axis in (by_bound.xaxis, by_bound.yaxis, by_ratio.xaxis, by_ratio.yaxis):
-            axis.set_major_formatter("{x:g}")
-    for first in axes[:, 0]:
-        first.set_ylabel("training loss above plain")
-    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure, (whole, added) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for each in inside:
+        curve, plain = (records[0]["curve"] for records in (each.records, each.plain))
+        steps = [each.group[3] * (at + 0.5) / len(curve) for at in range(len(curve))]
+        color = COLORS.get(name_of(each.setting), "black")
+        whole.plot(steps, curve, color=color, label=describe(each.setting), lw=1)
+        if each.setting != plan.PLAIN:
+            smooth = [
+                fmean(curve[max(0, at - 4) : at + 5]) / fmean(plain[max(0, at - 4) : at + 5]) for at in range(100)
+            ]
+            added.plot(steps, [100 * (share - 1) for share in smooth], color=color, lw=1)
+    whole.set(title=title(inside[0].group), xlabel="step", ylabel="training loss, nats per byte")
+    whole.legend(frameon=False, fontsize=9)
+    added.axhspan(-100 * HARMLESS, 100 * HARMLESS, color="#66a182", alpha=0.2, lw=0)
+    added.set(title="the same, less that of plain", xlabel="step", ylabel="added, %")
+    for panel in (whole, added):
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -4,61 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from training import Job, Setting
 
-from ncz_plugins.core.config import Config
+from ncz_plugins.core.config import PRESETS, Config
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = Config().quantizer.value
-AGGRESSIVE = Config.load(ROOT / "configs" / "ncclz_aggressive.yaml").quantizer.value
-BOUNDS = (0.1, DEFAULT, AGGRESSIVE, 1.0, 2.0)  # times the root mean square of a block
 
-PLAIN = Setting("plain")
-MAIN = (
-    PLAIN,
-    Setting("nearest", DEFAULT),
-    Setting("nearest", AGGRESSIVE),
-    Setting("error feedback", AGGRESSIVE),
-    Setting("nearest", 1.0),
-    Setting("error feedback", 1.0),
-    Setting("stochastic", DEFAULT),
-    Setting("stochastic", 1.0),
+PLAIN, BF16 = Setting("plain"), Setting("bf16")
+NAMED = {name: Setting.of(Config.load(f"ncclz:{name}").quantizer) for name in PRESETS}
+ACCURATE, BALANCED, SMALL = NAMED["accurate"], NAMED["balanced"], NAMED["small"]
+FORMER = Setting("nearest", 0.25, 4096)  # the default up to November 2026
+NEAREST = Setting("nearest", BALANCED.bound / 2, 256)  # the same step, hence about the same bytes
+FINE = Setting("stochastic", 0.1, 256)
+FED, FED_MORE = (Setting("error feedback", value, 256) for value in (0.25, 1.0))
+
+
+class Group(NamedTuple):
+    """Trainings that are compared with each other.
+
+    Attributes:
+        settings: each with how many seeds it is tried.
+    """
+
+    task: str
+    optimizer: str
+    steps: int
+    ranks: int
+    settings: dict[Setting, int]
+
+
+GROUPS = (
+    Group("GPT", "AdamW", 300, 2, {PLAIN: 5, BALANCED: 5, SMALL: 5, ACCURATE: 3, BF16: 3, FORMER: 3, FED: 3}),
+    Group("GPT", "Muon", 300, 2, {PLAIN: 5, BALANCED: 5, SMALL: 3, ACCURATE: 3, FINE: 3, NEAREST: 3}),
+    Group("digits CNN", "SGD", 150, 2, dict.fromkeys((PLAIN, BF16, ACCURATE, BALANCED, SMALL, FORMER, FED_MORE), 20)),
+    Group("GPT", "AdamW", 300, 8, {PLAIN: 3, BALANCED: 3}),
 )
-COARSE = (PLAIN, *(Setting(kind, v) for v in (1.0, 2.0) for kind in ("nearest", "error feedback")))
-LONG = (PLAIN, Setting("nearest", DEFAULT), Setting("stochastic", DEFAULT))
-
-SWEPT = (
-    ("digits MLP", "SGD", 200),
-    ("digits MLP", "AdamW", 200),
-    ("digits CNN", "SGD", 150),
-    ("GPT fp32", "AdamW", 200),
-)
 
 
-def jobs(seeds: int) -> list[Job]:
-    """All trainings, the most telling ones first, none twice."""
-    return list(dict.fromkeys(_jobs(range(seeds))))
-
-
-def _jobs(seeds: range) -> Iterator[Job]:
-    for each in (*SWEPT, ("GPT bf16", "AdamW", 200)):
-        yield from _of(*each, MAIN, seeds)
-    *digits, gpt = SWEPT
-    for each in digits:
-        yield from _of(*each, _sweep(BOUNDS), seeds)
-    yield from _of(*gpt, _sweep(BOUNDS[1:]), seeds)
-    yield from _of("GPT fp32", "SGD", 200, COARSE, seeds)
-    yield from _of("GPT fp32", "AdamW", 800, LONG, seeds[:1])
-    for optimizer in ("SGD", "AdamW"):
-        yield from _of("digits MLP", optimizer, 200, COARSE, seeds, ranks=4)
-
-
-def _sweep(bounds: tuple[float, ...]) -> tuple[Setting, ...]:
-    return (PLAIN, *(Setting(kind, v) for v in bounds for kind in ("nearest", "error feedback", "stochastic")))
-
-
-def _of(task: str, optimizer: str, steps: int, settings: tuple[Setting, ...], seeds: range, ranks: int = 2):
-    for seed in seeds:
-        for setting in settings:
-            yield Job(task, optimizer, setting, seed, steps, ranks)
+def jobs() -> Iterator[Job]:
+    """All trainings. Of each group one seed after the other, so that an interrupted suite has a little of all."""
+    for task, optimizer, steps, ranks, settings in GROUPS:
+        for seed in range(max(settings.values())):
+            for setting, seeds in settings.items():
+                if seed < seeds:
+                    yield Job(task, optimizer, setting, seed, steps, ranks)

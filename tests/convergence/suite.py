@@ -1,12 +1,12 @@
 """Whether compressed training converges: small models trained plain and compressed, by several bounds and seeds.
 
-    make convergence                 or: .venv/bin/python tests/convergence/suite.py [--seeds 3] [--report]
+    make convergence                 or: .venv/bin/python tests/convergence/suite.py [--report]
 
-Two processes train a GPT, a CNN and an MLP as data parallelism does, from the same weights on the same batches, with
+Several processes train a GPT and a CNN as data parallelism does, from the same weights on the same batches, with
 gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). Runs
 that are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that file to
-repeat them. Ends with a table, and writes benchmarks/results/convergence.json, docs/images/convergence.png and the
-table in docs/results/convergence.md.
+repeat them. Ends with a table, and writes benchmarks/results/convergence.json, two pictures in docs/images, and the
+tables in docs/results/convergence.md.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from ncz_plugins.version import __version__
 WORKER = Path(__file__).with_name("worker.py")
 NUMBERS = plan.ROOT / "benchmarks" / "results" / "convergence.json"
 PICTURE = plan.ROOT / "docs" / "images" / "convergence.png"
+CURVES = plan.ROOT / "docs" / "images" / "convergence-curves.png"
 MARKDOWN = plan.ROOT / "docs" / "results" / "convergence.md"
+GUIDE, PRESETS_MARK = plan.ROOT / "docs" / "guides" / "choosing-a-bound.md", "<!-- presets -->"
 KEPT = plan.ROOT / "results" / "convergence.jsonl"
-START_SECONDS, JOB_SECONDS = 120, 600  # allowed for starting the processes, and for each training
+START_SECONDS, JOB_SECONDS = 120, 3600  # allowed for starting the processes, and for each training
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of everything (default: 3)")
     parser.add_argument("--report", action="store_true", help="train nothing: show and write what is there")
     return parser.parse_args()
 
@@ -107,6 +108,7 @@ def document(runs: dict[Job, dict[str, Any]]) -> dict[str, Any]:
         "command": "make convergence",
         "versions": {"ncz_plugins": __version__, "python": platform.python_version(), **packages},
         "cpu": machine.cpu(),
+        "hours": round(sum(record["seconds"] for record in runs.values()) / 3600, 2),
         "runs": [*runs.values()],
     }
 
@@ -116,15 +118,17 @@ def publish(runs: dict[Job, dict[str, Any]], console: Console) -> None:
     found = outcome.outcomes(runs)
     NUMBERS.write_text(json.dumps(document(runs), indent=1, allow_nan=False) + "\n")
     outcome.draw(found, PICTURE)
+    outcome.draw_curves(found, CURVES)
     outcome.put_into(MARKDOWN, outcome.markdown(found))
+    outcome.put_into(GUIDE, outcome.presets(found), PRESETS_MARK)
     console.print(outcome.table(found))
-    console.print(f"Figures: {NUMBERS}\nPicture: {PICTURE}\nTables: {MARKDOWN}", soft_wrap=True)
+    console.print(f"Figures: {NUMBERS}\nPictures: {PICTURE}, {CURVES}\nTables: {MARKDOWN}", soft_wrap=True)
 
 
 def main() -> int:
     arguments = parse_arguments()
     console = Console()
-    jobs = plan.jobs(arguments.seeds)
+    jobs = list(plan.jobs())
     try:
         if not arguments.report:
             train_and_keep(jobs, console)

@@ -62,13 +62,12 @@ class Digits:
 class Text:
     """The examples' byte-level GPT, smaller, on the standard library's source."""
 
-    batch = 8
     clip = 1.0
     sgd_rate = 0.1
     validation = (16, 16)  # sequences per batch, batches
 
-    def __init__(self, dtype: torch.dtype, sizes: GPTConfig):
-        self.dtype, self.sizes = dtype, sizes
+    def __init__(self, dtype: torch.dtype, sizes: GPTConfig, batch: int = 8):
+        self.dtype, self.sizes, self.batch = dtype, sizes, batch
 
     def model(self) -> nn.Module:
         return GPT(self.sizes)
@@ -119,10 +118,14 @@ def cnn() -> nn.Module:
     )
 
 
-SIZES = GPTConfig(context=64, layers=2, heads=4, width=96)
+TINY = GPTConfig(context=64, layers=2, heads=4, width=96)  # 0.25 M parameters
+SMALL = GPTConfig(context=96, layers=3, heads=4, width=128)  # 0.64 M
+LARGE = GPTConfig(context=128, layers=6, heads=6, width=384)  # 10.8 M
 TASKS: dict[str, Callable[[], Digits | Text]] = {
-    "GPT fp32": lambda: Text(torch.float32, SIZES),
-    "GPT bf16": lambda: Text(torch.bfloat16, SIZES),
+    "GPT tiny": lambda: Text(torch.float32, TINY),
+    "GPT tiny bf16": lambda: Text(torch.bfloat16, TINY),
+    "GPT": lambda: Text(torch.float32, SMALL, batch=16),
+    "GPT large": lambda: Text(torch.float32, LARGE, batch=4),
     "digits CNN": lambda: Digits(cnn),
     "digits MLP": lambda: Digits(mlp),
 }

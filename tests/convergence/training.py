@@ -3,45 +3,52 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from optimizers import optimizers, rate
 from tasks import TASKS
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from ncz_plugins import Communicator
+from ncz_plugins.core.config import QuantizerConfig
 from ncz_plugins.core.training.policy import ParameterSlice
 
-LAST_STEPS = 20  # the training loss is the mean over this many steps at the end
-WARM_UP = 20  # steps over which the learning rate rises
+LAST = 0.2  # of the steps: the training loss is the mean over these, at the end
 PROBE_EVERY = 25  # steps between looks at how far a reduced gradient is from the exact one
-
-OPTIMIZERS: dict[str, Callable[[list[Tensor], float], torch.optim.Optimizer]] = {
-    "AdamW": lambda weights, _: torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
-    "SGD": lambda weights, rate: torch.optim.SGD(weights, lr=rate, momentum=0.9),
-}
+CURVE = 100  # points of a loss curve, each the mean over as many steps
 
 
 class Setting(NamedTuple):
     """How gradients are averaged.
 
     Attributes:
-        kind: "plain" is torch.distributed's own all_reduce; "nearest", "error feedback" and "stochastic" are ours.
-        bound: times the root mean square of a block; 0 for plain.
+        kind: "plain" is torch.distributed's own all_reduce, and "bf16" is that of gradients in bfloat16; "nearest",
+            "error feedback" and "stochastic" are ours.
+        bound: times the root mean square of a block; 0 where nothing is quantized.
+        block: elements that share a scale.
     """
 
     kind: str
     bound: float = 0.0
+    block: int = 0
+
+    @classmethod
+    def of(cls, quantizer: QuantizerConfig) -> Setting:
+        """That of a configuration."""
+        nearest = "error feedback" if quantizer.error_feedback else "nearest"
+        kind = "stochastic" if quantizer.kind_in_effect == "stochastic" else nearest
+        return cls(kind, quantizer.value, quantizer.block_in_effect)
 
     @property
     def quantizer(self) -> dict[str, Any]:
         """Settings of `quantizer`."""
         kind = "stochastic" if self.kind == "stochastic" else "error_bound"
-        return {"kind": kind, "value": self.bound, "error_feedback": self.kind == "error feedback"}
+        feedback = self.kind == "error feedback"
+        return {"kind": kind, "mode": "rms", "value": self.bound, "block": self.block, "error_feedback": feedback}
 
 
 class Job(NamedTuple):
@@ -49,7 +56,7 @@ class Job(NamedTuple):
 
     Attributes:
         task: a key of TASKS.
-        optimizer: a key of OPTIMIZERS.
+        optimizer: "AdamW", "SGD" or "Muon".
         seed: of the first weights, of the batches, and of random rounding.
     """
 
@@ -79,35 +86,42 @@ def train(job: Job) -> dict[str, Any]:
     task, rank = TASKS[job.task](), dist.get_rank()
     torch.manual_seed(job.seed)
     model = task.model().to(task.dtype)
-    names, parameters = zip(*model.named_parameters())
-    weights = nn.Parameter(parameters_to_vector(parameters).detach().float())
-    optimizer = OPTIMIZERS[job.optimizer]([weights], task.sgd_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    average = Average(job, [ParameterSlice(name, p.numel()) for name, p in zip(names, parameters)])
+    parameters = dict(model.named_parameters())
+    weights = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
+    used = optimizers(job.optimizer, weights, task.sgd_rate)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, job.steps)) for each in used]
+    average = Average(job, [ParameterSlice(name, p.numel()) for name, p in parameters.items()])
     losses, errors = [], []
     for step in range(job.steps):
         loss = task.loss(model, task.training_batch(job.seed, step, rank, job.ranks))
         model.zero_grad()
         loss.backward()
-        gradient = parameters_to_vector([p.grad for p in parameters])
+        gradient = parameters_to_vector([p.grad for p in parameters.values()])
         exact = plain_average(gradient.float()) if step % PROBE_EVERY == 0 else None
         average(gradient)
-        weights.grad = gradient.float()
+        gradient = gradient.float()
         if exact is not None:
-            errors.append(((weights.grad - exact).norm() / exact.norm()).item())
+            errors.append(((gradient - exact).norm() / exact.norm()).item())
+        for weight, own in zip(weights.values(), gradient.split([p.numel() for p in weights.values()])):
+            weight.grad = own.view_as(weight)
         if task.clip:
-            clip_grad_norm_([weights], task.clip)
-        optimizer.step()
-        schedule.step()
-        vector_to_parameters(weights.detach().to(task.dtype), parameters)
+            clip_grad_norm_(weights.values(), task.clip)
+        for each in (*used, *schedules):
+            each.step()
+        with torch.no_grad():
+            for parameter, weight in zip(parameters.values(), weights.values()):
+                parameter.copy_(weight)
         losses.append(loss.detach().float())
+    of_steps = plain_average(torch.stack(losses))
     found = {
-        "training_loss": plain_average(torch.stack(losses[-LAST_STEPS:]).mean()).item(),
+        "training_loss": of_steps[-max(1, round(LAST * job.steps)) :].mean().item(),
         "gradient_error": fmean(errors),
-        "replicas_identical": identical(weights),
-        "parameters": weights.numel(),
+        "replicas_identical": identical(parameters_to_vector(weights.values())),
+        "parameters": sum(p.numel() for p in weights.values()),
         **average.close(),
     }
+    if job.steps >= 10 * CURVE:
+        found["curve"] = [part.mean().item() for part in of_steps.tensor_split(CURVE)]
     for key, value in task.evaluate(model.eval(), rank, job.ranks).items():
         found[key] = plain_average(torch.tensor(value)).item() * job.ranks
     return found
@@ -119,21 +133,24 @@ class Average:
     def __init__(self, job: Job, parts: list[ParameterSlice]):
         self.parts = parts
         self.communicator = None
-        if job.setting.kind != "plain":
+        self.narrow = job.setting.kind == "bf16"
+        if job.setting.bound:
             quantizer = job.setting.quantizer | {"seed": job.seed}
-            self.communicator = Communicator({"quantizer": quantizer, "transport": {"min_bytes": 0}})
+            # A slow link, so that frames are coded as small as they can be. The loss does not depend on it.
+            transport = {"min_bytes": 0, "link_gbps": 0.1}
+            self.communicator = Communicator({"quantizer": quantizer, "transport": transport})
 
     def __call__(self, gradient: Tensor) -> None:
         if self.communicator is None:
-            gradient.copy_(plain_average(gradient))
+            gradient.copy_(plain_average(gradient.bfloat16() if self.narrow else gradient))
         else:
             self.communicator.all_reduce(gradient, dist.ReduceOp.AVG, role="gradient", parts=self.parts)
             self.communicator.end_step()
 
     def close(self) -> dict[str, Any]:
-        """What was sent: ratio 1 where torch.distributed did it."""
+        """What was sent: ratio 1 where torch.distributed did it, or 2 in bfloat16."""
         if self.communicator is None:
-            return {"ratio": 1.0, "calls": 0, "compressed_calls": 0}
+            return {"ratio": 2.0 if self.narrow else 1.0, "calls": 0, "compressed_calls": 0}
         total = self.communicator.stats.total
         self.communicator.close()
         return {"ratio": total.ratio, "calls": total.calls, "compressed_calls": total.compressed_calls}

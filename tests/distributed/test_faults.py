@@ -33,7 +33,7 @@ def test_all_ends(finished):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("config", ["quantizer.value is", "0.25 on ranks 0, 2, 3", "0.125 on rank 1"]),
+        ("config", ["quantizer.value is", "0.375 on ranks 0, 2, 3", "0.125 on rank 1"]),
         ("version", ["version", '"0.0.0" on rank 1']),
         ("frame version", ["frame version is 1 on ranks 0, 2, 3, 99 on rank 1"]),
     ],

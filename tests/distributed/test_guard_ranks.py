@@ -61,11 +61,11 @@ def test_tightening_halves_the_bounds_until_the_error_fits(outcome):
     errors = [relative_error for _, relative_error, *_ in steps]
     assert errors[: halvings + 1] == sorted(errors[: halvings + 1], reverse=True)
     assert errors[halvings] <= 0.3 < errors[halvings - 1]
-    assert len(set(errors[halvings:])) == 1
+    assert errors[halvings:] == pytest.approx([errors[halvings]] * len(errors[halvings:]), rel=0.05)
 
 
 def test_stopping_is_an_error_on_every_rank_in_the_same_step(outcome):
     number, message = outcome["stopped"]
     assert number == 3
-    for word in ("step 4: body: relative error", "cosine", "0.5", "0.8", "quantizer.value", "guard.on_alarm: warn"):
+    for word in ("step 4: body: relative error", "cosine", "0.6", "0.85", "quantizer.value", "guard.on_alarm: warn"):
         assert word in message

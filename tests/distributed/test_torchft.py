@@ -16,7 +16,7 @@ from torchft.process_group import ProcessGroupBabyGloo
 
 from ncz_plugins.torch.torchft import CompressedProcessGroup
 
-SMALL = {"transport": {"min_bytes": 0}}
+SMALL = {"quantizer": {"value": 0.05}, "transport": {"min_bytes": 0}}
 TIMEOUT = timedelta(seconds=20)
 
 

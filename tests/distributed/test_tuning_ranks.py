@@ -124,7 +124,7 @@ def test_the_command_takes_the_ranks_of_a_launcher_and_a_configuration(tmp_path)
     done = ncz("--seconds", "1", "--output", str(file), "--config", str(config), command=[*torchrun, "ncz_plugins"])
     assert done.returncode == 0, done.stderr
     tuned = Tuning.read(file)
-    assert tuned.world_size == 2 and tuned.quantizer.startswith("error bound rms:0.5 ")
+    assert tuned.world_size == 2 and tuned.quantizer.startswith("stochastic rms:0.5 ")
     assert tuned.trials[0].frame_bytes == FRAME_BYTES  # chosen all the same
     assert done.stdout.count("is written") == 1
 

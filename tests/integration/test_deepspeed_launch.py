@@ -99,7 +99,7 @@ class TestThroughTheModule:
 
     def test_one_line_on_one_rank_says_what_is_active(self, compressed):
         (line,) = announcements(compressed.output)
-        assert "ZeRO 2" in line and "2 ranks" in line and "rms:0.25" in line
+        assert "ZeRO 2" in line and "2 ranks" in line and "rms:0.375" in line
 
     def test_another_says_after_the_first_steps_what_share_is_compressed(self, compressed):
         (line,) = re.findall("^ncz_plugins: steps 1 to 3: .*", compressed.output, re.MULTILINE)

@@ -182,7 +182,7 @@ def _config(draw: random.Random, ranks: int) -> dict:
             "kind": kind,
             "mode": mode,
             "value": 10 ** draw.uniform(least, most),
-            "block": draw.choice((4096, 4096, 0, 8192, 3 * 4096, 1 << 16)),
+            "block": draw.choice((256, 4096, 0, 3 * 256, 3 * 4096, 1 << 16)),
             "seed": draw.getrandbits(64),
             "error_feedback": draw.random() < 0.3,
         },
@@ -222,7 +222,7 @@ def _policy(draw: random.Random) -> dict:
         return policy | {"action": "skip"}
     changes = {
         "value": 10 ** draw.uniform(-4, -0.5),
-        "block": draw.choice((0, 4096, 8192)),
+        "block": draw.choice((0, 256, 8192)),
         "kind": draw.choice(("error_bound", "stochastic", "lossless")),
         "error_feedback": draw.random() < 0.5,
     }

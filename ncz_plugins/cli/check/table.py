@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.bypass import Bypass
-from ...core.config import Config, format_size
+from ...core.config import Config, QuantizerConfig, format_size
+from .. import loss
 from ..output import add_row, table
 from .treatments import ROLE, Match, Row
 
@@ -25,9 +26,18 @@ def show(console: Console, rows: Sequence[Row], matches: Sequence[Match], config
     if matches:
         console.print()
         console.print(_policies(matches))
+    console.print()
+    for quantizer in _quantizers(rows):
+        console.print(Text(f"{quantizer.describe()}: {loss.describe(quantizer)}"))
     if notes := list(_notes(rows, matches, config)):
         console.print()
         console.print(Text("\n".join(notes)))
+
+
+def _quantizers(rows: Sequence[Row]) -> list[QuantizerConfig]:
+    """What compressed parameters get, each once."""
+    treatments = [row.treatment for row in rows if row.treatment and not row.treatment.bypass]
+    return list(dict.fromkeys(treatment.quantizer for treatment in treatments))
 
 
 def _parameters(rows: Sequence[Row]) -> Table:

@@ -28,8 +28,8 @@ def block_bounds(codec: TensorCodec, quantizer: QuantizerConfig) -> np.ndarray:
     """The bound of each block, [blocks], float64, computed from the values, so without the rounding of scales."""
     if quantizer.mode == "abs":
         return np.array([quantizer.value])
-    lengths = codec.layout.block_lengths(quantizer.block)
-    counts = codec.layout.steps_per_block(quantizer.block)
+    lengths = codec.layout.block_lengths(quantizer.block_in_effect)
+    counts = codec.layout.steps_per_block(quantizer.block_in_effect)
     first = np.cumsum(counts) - counts
     low, high, squares = (each.numpy() for each in codec.backend.block_statistics(codec.source.data))
     low, high = np.minimum.reduceat(low, first), np.maximum.reduceat(high, first)

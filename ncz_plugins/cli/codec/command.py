@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ...core.config import Config
 from ...core.errors import ConfigError, UnsupportedError
+from .. import loss
 from ..output import grid, print_json, require_picture
 from ..settings import config_with, parse_bound, parse_number
 
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> None:
         console = Console()
         console.print(Text(f"{options.file}: {array.size:,} {array.dtype}, {array.nbytes / 1e6:,.1f} MB"))
         console.print(Text(config.describe()))
+        console.print(Text(f"loss of a training: {loss.describe(config.quantizer)}"))
         console.print()
         console.print(grid(show.rows(trip, own)))
         if beside:

@@ -81,7 +81,7 @@ def _bound(quantizer: QuantizerConfig) -> float:
     if quantizer.bits is None:
         return quantizer.value
     step = (1 + 2.0**-7) / levels_of(quantizer.bits)  # magnitudes are rounded up to bfloat16
-    return step * ((1 if quantizer.kind == "stochastic" else 0.5) + 1e-5)
+    return step * ((1 if quantizer.kind_in_effect == "stochastic" else 0.5) + 1e-5)
 
 
 def _exchanged(collective: str, x: Tensor) -> Tensor:

@@ -14,7 +14,12 @@ from .read import Run
 from .summary import Summary
 from .verdict import Conclusion
 
-_TITLES = {"time": "What limited the time", "ratio": "What limited the ratio", "guard": "What the guard found"}
+_TITLES = {
+    "time": "What limited the time",
+    "ratio": "What limited the ratio",
+    "loss": "What it does to the loss",
+    "guard": "What the guard found",
+}
 
 
 def document(file: str, run: Run, summary: Summary, conclusions: list[Conclusion]) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...core.config import QuantizerConfig
+from ...core.errors import ConfigError
+from .. import loss
 from ..output import duration, size
 from .read import Header, Settings
 from .summary import LATE, Summary
@@ -19,6 +22,7 @@ BUSY_LINK = 0.6  # a link that carries this much of what it can, with pauses for
 UNTIMED = 0.1  # if more bytes than this went plain at once, that is said
 SLOW_STEPS = 0.25  # if more time than this went into few slow steps, that is said
 LOW_RATIO = 4.0  # what shrinks less has a fine bound
+_ABOUT = 1.25  # errors of single buckets differ by so much from those of all gradients together
 
 # Reason of a bypass -> what to do about it.
 ADVICE = {
@@ -45,7 +49,7 @@ class Conclusion(NamedTuple):
     """One thing that the figures show.
 
     Attributes:
-        about: "time", "ratio" or "guard".
+        about: "time", "ratio", "loss" or "guard".
         limit: what limited it, in a word for programs.
         words: the same for people.
     """
@@ -56,9 +60,11 @@ class Conclusion(NamedTuple):
 
 
 def verdict(summary: Summary, header: Header | None) -> list[Conclusion]:
-    """What limited the time, what limited the ratio, and what the guard says, in this order."""
+    """What limited the time and the ratio, what the loss is known to suffer, and what the guard says, in this order."""
     config = header.config if header else Settings()
     found = [_of_time(summary, header), _of_ratio(summary, config)]
+    if summary.compressed_calls:
+        found.append(_of_loss(summary, config))
     if summary.guard:
         found.append(_of_guard(summary, config))
     return found
@@ -213,6 +219,29 @@ def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
         f"The bound{now}: {shrank}, to about {32 / compressed:.1f} bits of every 32. Each doubling of quantizer.value "
         "saves about one of them; `guard` tells what that does to gradients.",
     )
+
+
+# ------------------------------------------------------------------ loss
+
+
+def _of_loss(summary: Summary, config: Settings) -> Conclusion:
+    try:
+        quantizer = QuantizerConfig(**config.quantizer).times(summary.bounds[1])
+    except ConfigError:
+        return Conclusion("loss", "unknown", "Unknown: another version of ncz_plugins wrote these settings.")
+    classes = {each.loss_class for each in loss.expected(quantizer)}
+    limit = next((each for each in ("harmful", "visible", "harmless") if each in classes), "unknown")
+    if quantizer.kind == "lossless":
+        limit = "harmless"
+    words = f"{quantizer.describe()}: {loss.describe(quantizer)}."
+    error, harmless = summary.guard and summary.guard.relative_error, loss.largest_harmless_error(quantizer)
+    if error is not None and harmless is not None and error > _ABOUT * harmless:
+        limit = "harmful" if limit == "harmful" else "outside"
+        words += (
+            f" The guard's largest relative error, {error:.3g}, is outside of what was shown to be harmless under "
+            f"AdamW, {harmless:.2g}: compare with a plain run, or lower quantizer.value."
+        )
+    return Conclusion("loss", limit, words)
 
 
 # ------------------------------------------------------------------ the guard

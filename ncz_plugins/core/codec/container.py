@@ -173,9 +173,9 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
         smallest = smallest_value(measured, quantizer, flat.dtype)
         if smallest is not None:
             raise BoundError(
-                f"quantizer.value: {quantizer.value:g} (mode {quantizer.mode}, {quantizer.kind}) is too fine a bound "
-                f"for 32-bit codes of this {flat.dtype} tensor; the smallest that will do is {smallest * 1.006:.3g}. "
-                "Use that or more, or quantizer.kind: lossless"
+                f"quantizer.value: {quantizer.value:g} (mode {quantizer.mode}, {quantizer.kind_in_effect}) is too fine "
+                f"a bound for 32-bit codes of this {flat.dtype} tensor; the smallest that will do is "
+                f"{smallest * 1.006:.3g}. Use that or more, or quantizer.kind: lossless"
             )
     return derived.scales if derived.is_worthwhile(flat.dtype) else None
 
@@ -186,7 +186,7 @@ def _head(
     """Everything before the frames."""
     kind, block, per_block = _LOSSLESS, 0, b""
     if scales is not None:
-        kind, block = _KINDS.index(quantizer.kind), quantizer.block_in_effect
+        kind, block = _KINDS.index(quantizer.kind_in_effect), quantizer.block_in_effect
         per_block = _per_block(scales.scales, block).numpy().tobytes()
     dtype = DTYPES.index(tensor.dtype)
     fields = _HEAD.pack(_MAGIC, _VERSION, dtype, kind, tensor.dim(), layout.frame_elements, block, 0)

@@ -81,7 +81,7 @@ def mode_of(quantizer: QuantizerConfig, dtype: torch.dtype) -> str:
     Where blocks are so small that numbers about them cost bytes, ranks agree on one of 16 bits: the root mean square,
     rounded down to bfloat16, so that the bound holds. The largest magnitude of n values is at most sqrt(n) times it.
     """
-    small = quantizer.mode == "rms" and 0 < quantizer.block < CHUNK and dtype != torch.float64
+    small = quantizer.mode == "rms" and 0 < quantizer.block_in_effect < CHUNK and dtype != torch.float64
     return "rms only" if small else quantizer.mode
 
 
@@ -100,7 +100,7 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
         addends=addends,
         share=addends / divisor,
         divisor=divisor,
-        steps_per_bound=_STEP_PER_BOUND[quantizer.kind],
+        steps_per_bound=_STEP_PER_BOUND[quantizer.kind_in_effect],
         least=smallest_bound(dtype, divisor),
         reserved=_ROUNDINGS * float(work.epsneg),
         most=final.max,
@@ -154,7 +154,7 @@ def measure(
     else:
         measured = [np.maximum.reduceat(np.maximum(highest, negated), first)]
     if quantizer.mode == "rms":
-        lengths = cut.block_lengths(quantizer.block)
+        lengths = cut.block_lengths(quantizer.block_in_effect)
         mean = np.add.reduceat(squares, first) / lengths
         mean *= 1 - (64 + sizes) * 2.0**-53  # not too large, however the sum was rounded
         # The square of a float64 may overflow, or vanish; the root mean square is this at least.
@@ -206,7 +206,7 @@ def derive(
         usable = np.maximum(usable - rounding, usable / 2)
     # The cap keeps an absurdly wide absolute bound from becoming infinite.
     step = _rounded_down(np.minimum(rule.steps_per_bound * usable, rule.cap), work)
-    if quantizer.mode == "range" and quantizer.kind == "error_bound":
+    if quantizer.mode == "range" and quantizer.kind_in_effect == "error_bound":
         # A block that holds nothing but one value leaves no room for an error, and needs none if that is the step.
         single = too_fine & (relative_to == 0)
         step = np.where(single, largest, step).astype(work)
@@ -265,7 +265,7 @@ def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtyp
     relative_to, largest, _ = _blocks(agreed, quantizer)
     finest = _finest(largest, step_rule(quantizer, dtype, addends=1))
     needed = largest > 0
-    if quantizer.kind == "error_bound":
+    if quantizer.kind_in_effect == "error_bound":
         needed &= relative_to > 0  # see the blocks of one value above
     with np.errstate(divide="ignore", over="ignore"):
         value = np.max(finest[needed] / relative_to[needed], initial=0)
@@ -283,7 +283,7 @@ def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.
     if quantizer.mode == "rel":
         return vector, vector, vector
     if agreed.dtype == torch.bfloat16:
-        largest = vector * (quantizer.block**0.5 * _BFLOAT16)
+        largest = vector * (quantizer.block_in_effect**0.5 * _BFLOAT16)
         return vector, largest, np.minimum(largest, 4.0 * vector)
     if quantizer.mode == "rms":
         absmax, rms = vector.reshape(2, -1)

@@ -371,7 +371,7 @@ def noise_for(config: Config, call: int, rank: int, addends: int) -> Noise | Non
     Ranks whose codes are added have the same numbers, shifted by equal parts of their range. So where one of them
     rounds up another one rounds down, and errors of values that are alike cancel in the sum: stratified sampling.
     """
-    if config.quantizer.kind != "stochastic":
+    if config.quantizer.kind_in_effect != "stochastic":
         return None
     return Noise(config.quantizer.seed, call % 2**32, (rank << 32) // addends % 2**32)
 

@@ -4,6 +4,7 @@ fields          types of the settings, and sizes in bytes
 section         what all sections have in common: checks, error messages, the list of settings
 sections        the sections: quantizer, entropy, transport, ...
 model           `Config`, which holds them, and how it is loaded
+presets         configurations by name
 deepspeed_file  our key in a DeepSpeed configuration
 documents       YAML and JSON files, read strictly
 
@@ -25,7 +26,8 @@ from .fields import (
     format_size,
     size_type,
 )
-from .model import SHORT_FORM, Config, json_schema, settings
+from .model import Config, json_schema, settings
+from .presets import PRESETS, SHORT_FORM
 from .section import Section
 from .sections import (
     CoderCosts,
@@ -44,6 +46,7 @@ __all__ = [
     "FRAME_BYTES",
     "GPU_FRAME_BYTES",
     "MIN_BYTES",
+    "PRESETS",
     "SHORT_FORM",
     "Allowed",
     "CoderCosts",

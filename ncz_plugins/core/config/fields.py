@@ -79,7 +79,7 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 StepNumber = Annotated[Integer, Field(ge=0, le=1 << 50), Allowed("an integer from 0 to 2^50")]
 
 # Of the quantizer, for which policies can change them.
-Kind = Literal["error_bound", "stochastic", "lossless"]
+Kind = Literal["auto", "error_bound", "stochastic", "lossless"]
 Mode = Literal["abs", "rel", "rms", "range", "bits"]
 BoundValue = Annotated[Number, Field(gt=0)]
 Block = Annotated[Integer, Field(ge=0, le=1 << 40, multiple_of=SCALE_BLOCK)]
@@ -88,7 +88,7 @@ BOUND_VALUE = Allowed(
     "a finite number above 0; with mode rel or range below 1; with mode rms at most 10; "
     f"with mode bits an integer from {LEAST_BITS} to {MOST_BITS}"
 )
-BLOCK = Allowed(f"0, or a positive multiple of {SCALE_BLOCK}, at most 2^40")
+BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40")
 FLAG = Allowed("true, false")
 
 

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
 from .fields import FRAME_BYTES, MIN_BYTES, Allowed, Role, format_size
+from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
     CoderCosts,
@@ -25,8 +26,6 @@ from .sections import (
     StepsConfig,
     TransportConfig,
 )
-
-SHORT_FORM = "ncclz"  # stands for all defaults, wherever a configuration is expected
 
 
 class Config(Section):
@@ -98,14 +97,17 @@ class Config(Section):
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Config:
         """The configuration that `source` describes.
 
-        source: None or "ncclz" (all defaults), a mapping, the path of a .yaml, .yml or .json file,
-        or a `Config`, which is returned as it is. A key "$schema", which editors use, is ignored.
+        source: None or "ncclz" (all defaults), the name of a preset such as "ncclz:small", a mapping, the path of a
+        .yaml, .yml or .json file, or a `Config`, which is returned as it is. A key "$schema", which editors use, is
+        ignored.
         Raises `ConfigError` that names the file, where there is one, and every problem in it.
         """
         if isinstance(source, Config):
             return source
-        if source is None or source == SHORT_FORM:
+        if source is None:
             return cls()
+        if isinstance(source, str) and is_preset(source):
+            return cls(**preset(source))
         if isinstance(source, Mapping):
             return _from_mapping(source)
         if isinstance(source, str) and not os.path.exists(source):
@@ -118,7 +120,7 @@ class Config(Section):
                 raise ConfigError(f"{os.fspath(source)}: {error}") from None
         raise ConfigError(
             f"{source!r} ({type(source).__name__}) is not a configuration; "
-            f"allowed: '{SHORT_FORM}', a mapping, or the path of a .yaml, .yml or .json file"
+            f"allowed: {NAMES}, a mapping, or the path of a .yaml, .yml or .json file"
         )
 
     def with_transport(self, **values: Any) -> Config:
@@ -191,7 +193,7 @@ def _with_text_keys(document: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _explain_missing(source: str) -> str:
     """Why a string that is neither the short form nor a file is no configuration."""
-    allowed = f"allowed: '{SHORT_FORM}' or the path of a .yaml, .yml or .json file"
+    allowed = f"allowed: {NAMES}, or the path of a .yaml, .yml or .json file"
     if get_close_matches(source.lower(), [SHORT_FORM, "ncz", "nccl"], n=1):
         return f"{source!r} is not a configuration; did you mean '{SHORT_FORM}'? {allowed}"
     return f"{source}: no such file (looked in {os.getcwd()}); {allowed}"

@@ -19,6 +19,7 @@ from .fields import (
     LEAST_BITS,
     MIN_BYTES,
     MOST_BITS,
+    SCALE_BLOCK,
     Allowed,
     Block,
     BoundValue,
@@ -43,10 +44,11 @@ class QuantizerConfig(Section):
     """How values become integers. Nothing else loses information."""
 
     kind: Kind = Field(
-        default="error_bound",
+        default="auto",
         description="error_bound: rounds to the nearest, every element's error stays below the bound; "
         "stochastic: rounds up or down at random, so that the mean error is zero, below the same bound; "
-        "lossless: keeps every bit and takes none of the settings below.",
+        "lossless: keeps every bit and takes none of the settings below; auto: stochastic with mode rms, error_bound "
+        "with the others.",
     )
     mode: Mode = Field(
         default="rms",
@@ -56,15 +58,15 @@ class QuantizerConfig(Section):
         "value, see the guide about GPUs.",
     )
     value: Annotated[BoundValue, BOUND_VALUE] = Field(
-        default=0.25,
+        default=0.375,
         validate_default=True,  # mode bits has none
         description="The error bound of one rank's contribution, in the unit that mode names. Smaller is more "
         "exact, larger compresses more. With mode bits: bits per value, of which more are more exact.",
     )
-    block: Annotated[Block, BLOCK] = Field(
-        default=CHUNK,
-        description="Elements that share one scale; 0: the whole tensor is one block. No effect in mode abs, nor in "
-        "mode bits, where it is 256.",
+    block: Annotated[Block | None, BLOCK] = Field(
+        default=None,
+        description=f"Elements that share one scale; 0: the whole tensor is one block; null: {SCALE_BLOCK} with mode "
+        f"rms, {CHUNK} with the others. No effect in mode abs, nor in mode bits, where it is {SCALE_BLOCK}.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,
@@ -86,6 +88,13 @@ class QuantizerConfig(Section):
         if mode == "bits" and value not in range(LEAST_BITS, MOST_BITS + 1):
             raise ValueError("not a number of bits, which mode bits asks for")
         return value
+
+    @property
+    def kind_in_effect(self) -> str:
+        """`kind`, with what auto stands for."""
+        if self.kind != "auto":
+            return self.kind
+        return "stochastic" if self.mode == "rms" else "error_bound"
 
     @property
     def feeds_back(self) -> bool:
@@ -116,19 +125,24 @@ class QuantizerConfig(Section):
 
     @property
     def block_in_effect(self) -> int:
-        """`block`, or 0 where one scale serves the whole tensor or none is needed."""
-        return 0 if self.kind == "lossless" or self.mode in ("abs", "bits") else self.block
+        """`block`, with what null stands for, or 0 where one scale serves the whole tensor or none is needed."""
+        if self.kind == "lossless" or self.mode in ("abs", "bits"):
+            return 0
+        if self.block is None:
+            return SCALE_BLOCK if self.mode == "rms" else CHUNK
+        return self.block
 
     def describe(self) -> str:
         """A few words for people."""
         if self.kind == "lossless":
             return "lossless"
-        if self.bits is not None:
-            feedback = ", error feedback" if self.error_feedback else ""
-            return f"{self.kind.replace('_', ' ')}, {self.bits} bits per value{feedback}"
-        per = "" if self.mode == "abs" else f" per {self.block} elements" if self.block else " per tensor"
+        kind = self.kind_in_effect.replace("_", " ")
         feedback = ", error feedback" if self.error_feedback else ""
-        return f"{self.kind.replace('_', ' ')} {self.mode}:{self.value:g}{per}{feedback}"
+        if self.bits is not None:
+            return f"{kind}, {self.bits} bits per value{feedback}"
+        block = self.block_in_effect
+        per = "" if self.mode == "abs" else f" per {block} elements" if block else " per tensor"
+        return f"{kind} {self.mode}:{self.value:g}{per}{feedback}"
 
 
 Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer, 0 or more, below 10^9")]
@@ -328,12 +342,12 @@ class GuardConfig(Section):
         default=0, description="Steps between verifications of one compressed sum each; 0: never."
     )
     max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
-        default=0.5,
+        default=0.6,
         description="Alarm if the difference between both sums is larger than this, as a share of the "
         "uncompressed sum (both in L2).",
     )
     min_cosine: Annotated[Annotated[Number, Field(ge=-1, le=1)], Allowed("a number from -1 to 1")] = Field(
-        default=0.8, description="Alarm if the cosine between both sums is smaller than this."
+        default=0.85, description="Alarm if the cosine between both sums is smaller than this."
     )
     on_alarm: Literal["warn", "tighten", "stop"] = Field(
         default="warn",

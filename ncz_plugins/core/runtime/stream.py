@@ -89,7 +89,7 @@ def require_capturable(collective: str, quantizer: QuantizerConfig) -> None:
     """Raise UnsupportedError unless a CUDA graph can repeat such a call."""
     if quantizer.bits is None:
         problem = "the host must know sizes that follow from the data. Set quantizer.mode: bits"
-    elif quantizer.kind == "stochastic":
+    elif quantizer.kind_in_effect == "stochastic":
         problem = "kind stochastic would draw the same numbers in every replay. Set quantizer.kind: error_bound"
     elif quantizer.feeds_back:
         problem = "error feedback is not offered in a graph. Set quantizer.error_feedback: false"

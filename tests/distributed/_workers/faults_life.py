@@ -53,7 +53,7 @@ def in_fork(call) -> str:
 
 
 def forks() -> dict:
-    communicator = Communicator({"transport": {"timeout_seconds": 60}})
+    communicator = Communicator({"quantizer": {"kind": "error_bound"}, "transport": {"timeout_seconds": 60}})
     tensor = values(rank, 100_000)
     communicator.all_reduce(tensor)
     found = {

@@ -10,7 +10,8 @@ from ncz_plugins.core.runtime.device import has_spare_core
 from ncz_plugins.core.runtime.trace import recording
 
 rank, _ = start()
-communicator = Communicator({"transport": {"min_bytes": 0, "frame_bytes": 262144, "hierarchy": "off"}})
+transport = {"min_bytes": 0, "frame_bytes": 262144, "hierarchy": "off"}
+communicator = Communicator({"quantizer": {"kind": "error_bound"}, "transport": transport})
 tensor = values(rank, int(sys.argv[1]))
 unrecorded = tensor.clone()
 communicator.all_reduce(unrecorded)

@@ -35,7 +35,7 @@ results = {}
 
 def compressor(schedule: str, seconds: float = LONG) -> NCZ:
     transport = {"schedule": schedule, "timeout_seconds": seconds, "min_bytes": 0}
-    return NCZ(transport=transport, entropy={"checksum": True})
+    return NCZ(quantizer={"kind": "error_bound"}, transport=transport, entropy={"checksum": True})
 
 
 def reduce(ncz: NCZ, size: int = SIZE) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_check_shows_values_and_marks_defaults(ncz, tmp_path):
     code, out, _ = ncz("check", file)
     rows = dict(line.strip().split(maxsplit=1) for line in out.splitlines() if " " in line)
     assert code == 0
-    assert rows["quantizer.value"].split(maxsplit=1) == ["0.125", "default: 0.25"]
+    assert rows["quantizer.value"].split(maxsplit=1) == ["0.125", "default: 0.375"]
     assert rows["quantizer.mode"].split() == ["rms", "default"]
     assert rows["transport.timeout_seconds"].split() == ["null", "default"]
     assert out.splitlines()[1] == Config.load(file).describe()

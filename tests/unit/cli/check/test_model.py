@@ -198,11 +198,11 @@ def test_the_first_policy_that_fits_decides(check):
     assert (code, err) == (0, "")
     assert "GPT in step 100: 52 parameters, 1,853,568 elements" in out
     rows = cells(out)
-    bound = "error bound rms:{} per 4096 elements, error feedback"
-    assert rows["tokens.weight"] == ["256x192", "float32", "49,152", bound.format(0.25), "default"]
+    bound = "stochastic rms:{} per 256 elements, error feedback"
+    assert rows["tokens.weight"] == ["256x192", "float32", "49,152", bound.format(0.375), "default"]
     assert rows["norm.weight"] == ["192", "float32", "192", "uncompressed", "policies[0]"]
     assert rows["blocks.0.mlp.0.weight"][3:] == [bound.format(0.05), "policies[1]"]
-    assert rows["blocks.1.mlp.0.weight"][3:] == [bound.format(0.25), "default"]
+    assert rows["blocks.1.mlp.0.weight"][3:] == [bound.format(0.375), "default"]
     assert "head.weight" not in rows  # it is tokens.weight
     assert rows["policies[0]"] == ["*.bias or *norm*, max_elements 4096: skip", "34", "34"]
     assert rows["policies[1]"][1:] == ["12", "4"] and rows["policies[2]"][1:] == ["4", "0"]
@@ -211,11 +211,11 @@ def test_the_first_policy_that_fits_decides(check):
 
 
 def test_the_step_says_how_far_warm_up_and_schedule_are(check):
-    for step, bound in (("10", "0.125"), ("99", "0.125"), ("100", "0.25")):
+    for step, bound in (("10", "0.1875"), ("99", "0.1875"), ("100", "0.375")):
         _, out, _ = check(POLICIES, "--model", GPT, "--step", step)
         assert f"rms:{bound} " in cells(out)["tokens.weight"][3]
     _, out, _ = check(POLICIES, "--model", GPT)
-    assert "GPT in step 10:" in out and "rms:0.125 " in cells(out)["tokens.weight"][3]
+    assert "GPT in step 10:" in out and "rms:0.1875 " in cells(out)["tokens.weight"][3]
     _, out, _ = check(POLICIES, "--model", GPT, "--step", "9")
     rows = cells(out)
     assert rows["tokens.weight"][3:] == rows["norm.bias"][3:] == ["uncompressed", "warm-up"]

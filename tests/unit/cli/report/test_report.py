@@ -288,6 +288,27 @@ def test_a_lossless_run_is_not_told_to_change_its_bound(file):
     assert finding.limit == "lossless" and "1.33 times" in finding.words
 
 
+def loss_of(file, quantizer: dict, error: float | None = None):
+    """What is said of the loss of a run in which the guard found this relative error, or verified nothing."""
+    guard = [] if error is None else [Finding("fc.weight", error, 0.9, False)]
+    run = read(file(HEADER | {"config": {"quantizer": quantizer}}, record(1, guard=guard)))
+    return next(each for each in verdict(summarize(run), run.header) if each.about == "loss")
+
+
+def test_what_the_loss_is_known_to_suffer(file):
+    assert "AdamW: " in loss_of(file, {"mode": "rms", "value": 0.375}).words
+    assert loss_of(file, {"kind": "error_bound", "value": 0.25, "block": 4096}).limit in ("visible", "harmful")
+    assert loss_of(file, {"mode": "rel", "value": 0.01}).limit == "unknown"
+    assert loss_of(file, {"kind": "lossless"}).limit == "harmless"
+    assert "another version" in loss_of(file, {"kind": "wavelets"}).words
+
+
+def test_an_error_outside_of_what_was_harmless_is_told(file):
+    assert "outside" not in loss_of(file, {"value": 0.375}, error=0.1).words
+    found = loss_of(file, {"value": 0.375}, error=0.6)
+    assert found.limit in ("outside", "harmful") and "0.6, is outside of what was shown to be harmless" in found.words
+
+
 @pytest.mark.parametrize("alarm", [False, True])
 def test_what_the_guard_found(file, alarm):
     run = read(file(HEADER, record(1, guard=[Finding("fc.weight", 0.75, 0.5, alarm), Finding("b", 0.1, 0.9, False)])))
@@ -358,7 +379,7 @@ def test_json_holds_the_same_and_a_range_of_steps_can_be_chosen(file, ncz):
     found = json.loads(out)
     assert code == 0 and (found["steps"], found["first"], found["last"]) == (2, 3, 4)
     assert found["wire_bytes"] == 7_000_000 and found["header"]["ranks"] == 4
-    assert [each["about"] for each in found["verdict"]] == ["time", "ratio"]
+    assert [each["about"] for each in found["verdict"]] == ["time", "ratio", "loss"]
     assert found["notes"] == ["line 10 is torn, as its run was killed; it is left out"]
 
 

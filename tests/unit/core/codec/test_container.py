@@ -82,7 +82,7 @@ def test_the_default_suits_gradients():
     tensor = randn(100_000)
     data = compress(tensor)
     assert len(data) < 0.15 * tensor.nbytes
-    assert (decompress(data) - tensor).abs().max() < 0.27
+    assert (decompress(data) - tensor).abs().max() < 0.375 * 1.2
     assert torch.equal(data, compress(tensor, Config())) and torch.equal(data, compress(tensor, "ncclz"))
 
 

@@ -103,7 +103,7 @@ def test_pieces_change_no_bit(mode, block, schedule, collective):
 def test_what_is_found_late_leaves_everything_as_it_was(schedule, collective, in_rounds):
     """A NaN in the last piece: frames of the first ones have travelled by then. The next call is as if nothing was."""
     world_size, numel = 3, 3 * FRAMES * CHUNK
-    config = config_of(error_feedback=False)
+    config = config_of(error_feedback=False, kind="error_bound")  # at random, each call would differ
 
     def body(transport):
         tensor = values(transport.rank, numel)

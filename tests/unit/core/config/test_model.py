@@ -54,12 +54,29 @@ def test_the_short_form_and_nothing_are_the_defaults():
     assert Config.load() == Config.load(None) == Config.load("ncclz") == Config.load({}) == Config()
 
 
+def test_presets_differ_in_the_bound():
+    accurate, balanced, small = (Config.load(f"ncclz:{name}") for name in ("accurate", "balanced", "small"))
+    assert balanced == Config()
+    assert accurate.quantizer.value < balanced.quantizer.value < small.quantizer.value
+    for each in (accurate, small):
+        assert each.quantizer.changed(value=balanced.quantizer.value) == balanced.quantizer
+        assert each.model_copy(update={"quantizer": balanced.quantizer}) == balanced
+
+
+@pytest.mark.parametrize("name", ["", "ncclz", "large", "Small", "small "])
+def test_an_unknown_preset_is_refused_and_the_others_are_named(name):
+    text = message(f"ncclz:{name}")
+    assert f"'ncclz:{name}' is not a configuration" in text
+    assert "allowed: 'ncclz', 'ncclz:accurate', 'ncclz:balanced', 'ncclz:small'" in text
+    assert ("did you mean 'ncclz:small'?" in text) == (name.strip().lower() == "small")
+
+
 def test_every_default_is_as_documented():
     assert {key: default for key, default, _, _ in settings()} == {
-        "quantizer.kind": "error_bound",
+        "quantizer.kind": "auto",
         "quantizer.mode": "rms",
-        "quantizer.value": 0.25,
-        "quantizer.block": 4096,
+        "quantizer.value": 0.375,
+        "quantizer.block": None,
         "quantizer.seed": 0,
         "quantizer.error_feedback": False,
         "entropy.coder": "auto",
@@ -77,8 +94,8 @@ def test_every_default_is_as_documented():
         "steps.warmup": 0,
         "steps.bounds": (),
         "guard.every": 0,
-        "guard.max_relative_error": 0.5,
-        "guard.min_cosine": 0.8,
+        "guard.max_relative_error": 0.6,
+        "guard.min_cosine": 0.85,
         "guard.on_alarm": "warn",
         "roles": ("gradient",),
         "statistics.report_every": 0,
@@ -110,7 +127,7 @@ def test_files_give_what_the_mapping_gives(tmp_path, name, dump, as_path):
 
 def test_settings_are_what_was_given_and_the_rest_is_default():
     config = Config.load(SOME)
-    assert (config.quantizer.mode, config.quantizer.value, config.quantizer.block) == ("abs", 1e-3, 4096)
+    assert (config.quantizer.mode, config.quantizer.value, config.quantizer.block) == ("abs", 1e-3, None)
     assert config.transport.frame_bytes == 4_000_000
     assert config.transport.min_bytes == Config().transport.min_bytes
     assert config.roles == ("gradient", "activation")  # in one order, whatever order they were given in
@@ -332,7 +349,7 @@ def test_the_limit_of_value_depends_on_the_mode():
     assert Config.load({"quantizer": {"mode": "abs", "value": 11}}).quantizer.value == 11
     for value in (2, 4.5, 9):
         assert message({"quantizer": {"mode": "bits", "value": value}}).startswith(f"quantizer.value: {value} is not ")
-    assert message({"quantizer": {"mode": "bits"}}).startswith("quantizer.value: 0.25 is not allowed")
+    assert message({"quantizer": {"mode": "bits"}}).startswith("quantizer.value: 0.375 is not allowed")
 
 
 @pytest.mark.parametrize("roles", [[], ["gradient", "gradient"], ["gradients"], "gradient", None, [1], [["gradient"]]])
@@ -425,9 +442,9 @@ def test_a_missing_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("source", [True, 3, 0.5, ["ncclz"], b"ncclz"])
 def test_other_types_are_refused(source):
-    assert f"{source!r} ({type(source).__name__}) is not a configuration; allowed: 'ncclz', a mapping" in message(
-        source
-    )
+    text = message(source)
+    assert f"{source!r} ({type(source).__name__}) is not a configuration; allowed: 'ncclz', 'ncclz:accurate', " in text
+    assert "'ncclz:small', a mapping, or the path" in text
 
 
 @pytest.mark.parametrize(
@@ -548,10 +565,11 @@ def test_whatever_is_given_the_only_error_is_ours(document):
 
 def test_describe_is_one_line_with_what_matters():
     assert Config().describe() == (
-        "error bound rms:0.25 per 4096 elements, coder auto, schedule auto, frames 4 MiB, roles gradient"
+        "stochastic rms:0.375 per 256 elements, coder auto, schedule auto, frames 4 MiB, roles gradient"
     )
-    assert "rms:0.25 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
-    assert Config.load({"quantizer": {"kind": "stochastic"}}).describe().startswith("stochastic rms:0.25 per 4096 el")
+    assert "rms:0.375 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
+    assert Config.load({"quantizer": {"kind": "error_bound"}}).describe().startswith("error bound rms:0.375 per 256 el")
+    assert Config.load({"quantizer": {"mode": "rel"}}).describe().startswith("error bound rel:0.375 per 4096 elements")
     assert Config.load({"quantizer": {"kind": "lossless"}}).describe().startswith("lossless, coder auto, schedule")
     assert "coder auto, checksums, schedule" in Config.load({"entropy": {"checksum": True}}).describe()
     text = Config.load(SOME | {"entropy": {"coder": "raw", "predictor": "delta"}}).describe()
@@ -675,10 +693,9 @@ def test_the_full_files_hold_every_key_at_its_default(name):
     assert Config.load(CONFIGS / name) == Config()
 
 
-def test_the_tight_and_the_aggressive_file_are_that():
-    tight, aggressive = (Config.load(CONFIGS / f"ncclz_{name}.yaml").quantizer for name in ("tight", "aggressive"))
-    assert tight.mode == aggressive.mode == Config().quantizer.mode
-    assert tight.value < Config().quantizer.value < aggressive.value
+def test_the_tight_file_is_that():
+    tight = Config.load(CONFIGS / "ncclz_tight.yaml").quantizer
+    assert tight.mode == Config().quantizer.mode and tight.value < Config.load("ncclz:accurate").quantizer.value
 
 
 def test_the_deepspeed_files_show_the_short_form_and_a_mapping():

@@ -183,8 +183,8 @@ def test_warn_is_one_line_on_the_first_rank(capsys):
         assert [found.name for found in own.end_step()] == ["weight"]
         assert own.end_step() == [] and own.tightening == 1
     assert capsys.readouterr().out == (
-        "ncz_plugins: step 1: weight: relative error 2, cosine 1 to the uncompressed sum; allowed: at most 0.5, "
-        "at least 0.8. Set a smaller quantizer.value, in general or by a policy for this tensor, or thresholds in "
+        "ncz_plugins: step 1: weight: relative error 2, cosine 1 to the uncompressed sum; allowed: at most 0.6, "
+        "at least 0.85. Set a smaller quantizer.value, in general or by a policy for this tensor, or thresholds in "
         "guard that fit\n"
     )
 
@@ -210,7 +210,7 @@ def test_stop_raises_on_every_rank_and_names_everything():
     for own in verify([3 * EXACT] * 2, [EXACT] * 2, on_alarm="stop", min_cosine=0.9):
         with pytest.raises(AccuracyError) as caught:
             own.end_step()
-        for word in ("step 1", "weight", "relative error 2", "cosine 1", "0.5", "0.9", "quantizer.value", "on_alarm"):
+        for word in ("step 1", "weight", "relative error 2", "cosine 1", "0.6", "0.9", "quantizer.value", "on_alarm"):
             assert word in str(caught.value)
         assert own.findings == own.end_step() == []
 

@@ -24,7 +24,7 @@ def written(path, *headers: dict, steps: int = 0) -> list[dict]:
 def test_a_header_is_written_once_for_each_that_differs(tmp_path):
     headers = written(tmp_path / "run.jsonl", {"ranks": 2}, {"ranks": 2}, {"ranks": 3})
     assert [header["ranks"] for header in headers] == [2, 3]
-    assert headers[0]["ncz_plugins"] == __version__ and headers[0]["config"]["quantizer"]["value"] == 0.25
+    assert headers[0]["ncz_plugins"] == __version__ and headers[0]["config"]["quantizer"]["value"] == 0.375
 
 
 def test_each_step_is_a_record_with_its_time(tmp_path):

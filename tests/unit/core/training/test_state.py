@@ -41,7 +41,7 @@ def test_a_step_is_closed_counted_and_recorded(tmp_path, capsys):
         training.stats.record(Counters(calls=1, bytes_in=800, plain_bytes=800, wire_bytes=100))
         assert training.end_step().ratio == 8
     header, *records = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
-    assert header["ranks"] == 2 and header["config"]["quantizer"]["value"] == 0.25
+    assert header["ranks"] == 2 and header["config"]["quantizer"]["value"] == 0.375
     assert [(each["step"], each["wire_bytes"], each["bound_times"]) for each in records] == [(1, 100, 1), (2, 100, 1)]
     assert records[0]["step_seconds"] is None and records[1]["step_seconds"] >= 0
     assert training.step == 2
@@ -80,7 +80,7 @@ def test_a_state_goes_through_a_checkpoint():
     assert training.state_dict()["groups"] == of_a_run().state_dict()["groups"]  # though none was asked for yet
     group = training.of_group(RANKS)
     assert (group.calls, group.guard.tightening) == (17, 0.5)
-    assert training.treatment(ParameterSlice("a", 5), torch.float32, None, RANKS).quantizer.value == 0.125
+    assert training.treatment(ParameterSlice("a", 5), torch.float32, None, RANKS).quantizer.value == 0.1875
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 3), (1, 2)])

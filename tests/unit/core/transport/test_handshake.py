@@ -35,7 +35,7 @@ def test_what_differs_is_named_with_who_has_what_on_every_rank():
     errors = compared(configs)
     assert all(isinstance(error, MismatchError) for error in errors)
     assert len({str(error) for error in errors}) == 1
-    assert "quantizer.value is 0.25 on ranks 0, 2, 0.5 on rank 1" in str(errors[0])
+    assert "quantizer.value is 0.375 on ranks 0, 2, 0.5 on rank 1" in str(errors[0])
 
 
 def test_a_rank_without_compression_or_with_a_refused_configuration_is_named():

@@ -195,7 +195,7 @@ def test_a_file_of_other_ranks_is_used_with_a_warning_but_for_the_schedule(tmp_p
 
 def test_a_file_of_another_quantizer_is_used_with_a_warning(tmp_path):
     config = Config(transport={"tuning": str(written(tmp_path)), **OPEN}, quantizer={"value": 0.1})
-    with pytest.warns(RuntimeWarning, match="with quantizer error bound rms:0.25 .*, not error bound rms:0.1 "):
+    with pytest.warns(RuntimeWarning, match="with quantizer stochastic rms:0.375 .*, not stochastic rms:0.1 "):
         assert apply_tuning_file(config, world_size=4).transport.schedule == "direct"
 
 

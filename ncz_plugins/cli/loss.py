@@ -1,0 +1,93 @@
+"""What a bound is known to do to the loss of a training, by optimizer: docs/results/convergence.md in a few words."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..core.config import QuantizerConfig
+
+HARMLESS, VISIBLE = 0.0015, 0.01  # of the loss: what adds at most this much is called so, and anything else harmful
+SOURCE = "docs/results/convergence.md"
+
+
+class Measured(NamedTuple):
+    """What a setting with mode rms added to the training loss.
+
+    Attributes:
+        kind, block, value: settings of `quantizer`.
+        added: to the loss of a plain run, as a share of it: the mean over seeds.
+        gradient_error: the L2 norm of what quantizing changed in an average, as a share of the average's.
+    """
+
+    optimizer: str
+    kind: str
+    block: int
+    value: float
+    added: float
+    gradient_error: float
+
+    @property
+    def loss_class(self) -> str:
+        """ "harmless", "visible" or "harmful"."""
+        return "harmless" if self.added <= HARMLESS else "visible" if self.added <= VISIBLE else "harmful"
+
+
+# With 2 ranks: a GPT of 0.6 M parameters with AdamW and Muon, a CNN with SGD. A test compares this with
+# benchmarks/results/convergence.json.
+MEASURED = (
+    Measured("AdamW", "error_bound", 4096, 0.25, 0.0076, 0.135),
+    Measured("AdamW", "stochastic", 256, 0.25, 0.0005, 0.089),
+    Measured("AdamW", "stochastic", 256, 0.375, 0.0013, 0.13),
+    Measured("AdamW", "stochastic", 256, 1, 0.0065, 0.341),
+    Measured("Muon", "error_bound", 256, 0.1875, 0.0099, 0.112),
+    Measured("Muon", "stochastic", 256, 0.1, 0.0023, 0.038),
+    Measured("Muon", "stochastic", 256, 0.25, 0.0067, 0.093),
+    Measured("Muon", "stochastic", 256, 0.375, 0.0095, 0.14),
+    Measured("Muon", "stochastic", 256, 1, 0.0208, 0.359),
+    Measured("SGD", "error_bound", 4096, 0.25, 0.0105, 0.11),
+    Measured("SGD", "stochastic", 256, 0.25, -0.0057, 0.086),
+    Measured("SGD", "stochastic", 256, 0.375, -0.0018, 0.127),
+    Measured("SGD", "stochastic", 256, 1, -0.0138, 0.325),
+)
+
+
+def expected(quantizer: QuantizerConfig) -> list[Measured]:
+    """For each optimizer, the finest setting measured that is not finer than `quantizer`; none where there is none."""
+    coarser = [
+        each
+        for each in MEASURED
+        if quantizer.mode == "rms"
+        and each.kind == quantizer.kind_in_effect
+        and not quantizer.error_feedback
+        and each.value >= quantizer.value
+        and each.block >= (quantizer.block_in_effect or each.block + 1)
+    ]
+    found: dict[str, Measured] = {}
+    for each in sorted(coarser, key=lambda each: each.value):
+        found.setdefault(each.optimizer, each)
+    return sorted(found.values(), key=lambda each: each.optimizer)
+
+
+def describe(quantizer: QuantizerConfig) -> str:
+    """A line for people."""
+    if quantizer.kind == "lossless":
+        return "harmless: nothing is lost"
+    found = expected(quantizer)
+    if not found:
+        return f"not measured for {quantizer.describe()}: compare with a plain run of some hundred steps"
+    return f"{'; '.join(map(_said, found))} ({SOURCE})"
+
+
+def _said(measured: Measured) -> str:
+    added = f"{measured.added:+.2%}" if measured.added > 0 else "none"
+    return f"{measured.optimizer}: {measured.loss_class}, {added} at rms:{measured.value:g}"
+
+
+def largest_harmless_error(quantizer: QuantizerConfig) -> float | None:
+    """The largest gradient error that was harmless under AdamW with this kind of rounding; None: none was."""
+    errors = [
+        each.gradient_error
+        for each in MEASURED
+        if (each.optimizer, each.kind, each.loss_class) == ("AdamW", quantizer.kind_in_effect, "harmless")
+    ]
+    return max(errors, default=None)

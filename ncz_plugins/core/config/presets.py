@@ -1,0 +1,33 @@
+"""Configurations by name: "ncclz", or "ncclz:small" for one that is not the default."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from ..errors import ConfigError
+
+SHORT_FORM = "ncclz"  # stands for all defaults, wherever a configuration is expected
+
+# What differs from the defaults. docs/guides/choosing-a-bound.md says what each costs and saves.
+PRESETS: dict[str, dict[str, Any]] = {
+    "accurate": {"quantizer": {"value": 0.25}},
+    "balanced": {},
+    "small": {"quantizer": {"value": 1.0}},
+}
+NAMES = ", ".join(f"'{name}'" for name in (SHORT_FORM, *(f"{SHORT_FORM}:{each}" for each in PRESETS)))  # in messages
+
+
+def is_preset(source: str) -> bool:
+    """Whether a string means one of these, and no file."""
+    return source == SHORT_FORM or source.startswith(f"{SHORT_FORM}:")
+
+
+def preset(source: str) -> dict[str, Any]:
+    """The settings that a name stands for. Raises ConfigError if there is no such preset."""
+    name = source.removeprefix(f"{SHORT_FORM}:") if source != SHORT_FORM else "balanced"
+    if name not in PRESETS:
+        close = get_close_matches(name.lower(), PRESETS, n=1)
+        meant = f"did you mean '{SHORT_FORM}:{close[0]}'? " if close else ""
+        raise ConfigError(f"{source!r} is not a configuration; {meant}allowed: {NAMES}")
+    return PRESETS[name]

@@ -1,0 +1,183 @@
+"""Quantizers of gradients that were tried, in plain torch: those that this library has, and those that it might have.
+
+All keep what it needs: one quantization step for all ranks, so that integers can be added. They differ in what the step
+is relative to, and in how values are rounded. All ranks' gradients are in one process here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 4096  # elements that share a scale by default
+BF16, FP32 = 16, 32  # bits of a scale that ranks agree on
+HISTORY = 0.95  # how much of the mean square of earlier sums is kept
+HISTORY_STEPS = 5  # before that is used
+LEAST_OF_BLOCK = 0.02  # a scale from history is at least this part of the block's
+MEASURE_EVERY, FIRST_MEASURED = 20, 10
+
+
+class Candidate(NamedTuple):
+    """One way to average gradients.
+
+    Attributes:
+        rounding: "plain" and "bf16" round no codes; "nearest"; "random", up or down, without bias; "strata", random
+            with one number u for all ranks, rank r of n rounding with (u + r/n) mod 1, so that errors of equal values
+            cancel in the sum; "near zero" and "strata near zero", like that between -1 and 1 only, where rounding to
+            nearest has its bias.
+        scale: what the step is relative to: the root mean square of a "block", of a "row" of a parameter (of its first
+            index), of "rows and columns" (their product, as Adafactor has it: Shazeer and Stern, 2018), or of each
+            element's own "history" of sums, which all ranks know.
+        step: times that scale.
+        block: elements of a block.
+        feedback: how much of what rounding lost is added to the next gradient: 1 is error feedback (Seide et al.,
+            2014), 0.8 decays (LoCo, arXiv 2407.04480).
+        octave: scales are rounded up to 2 to the power of n/octave, which 8 bits can say; 0 is for bfloat16.
+        last: the finished sum is rounded again, to steps that are this times the square root of the ranks; 0: not.
+    """
+
+    rounding: str
+    scale: str = ""
+    step: float = 0.0
+    block: int = BLOCK
+    feedback: float = 0.0
+    octave: int = 0
+    last: float = 0.0
+
+    def describe(self) -> str:
+        """A few words: "random, block of 256, 0.5"."""
+        if not self.scale:
+            return self.rounding
+        scale = f"block of {self.block}" if self.scale == "block" else self.scale
+        more = {"feedback": self.feedback, "octave": self.octave, "last": self.last}
+        extra = "".join(f", {name} {value:g}" for name, value in more.items() if value)
+        return f"{self.rounding}, {scale}, {self.step:g}{extra}"
+
+
+class Quantizer:
+    """Averages gradients as a candidate does, and measures what it would send.
+
+    Args:
+        shapes: of the parameters whose gradients lie one behind the other.
+        seed: of the random numbers.
+
+    Attributes:
+        bits: per value, in every 20th call: the mean of the entropy of what travels to the owner of a sum, the partial
+            sums of a ring, and of the finished sum; and the scales.
+    """
+
+    def __init__(self, candidate: Candidate, shapes: list[tuple[int, ...]], seed: int):
+        self.candidate = candidate
+        self.shapes = shapes
+        self.bits: list[float] = []
+        self._generator = torch.Generator().manual_seed(seed)
+        self._calls = 0
+        self._squares: Tensor | None = None  # running mean of squared sums
+        self._residuals: list[Tensor] | None = None
+
+    def __call__(self, gradients: list[Tensor]) -> Tensor:
+        """The average over ranks of float32 tensors, [elements] each."""
+        candidate, n = self.candidate, len(gradients)
+        if candidate.rounding == "plain":
+            return torch.stack(gradients).mean(0)
+        if candidate.rounding == "bf16":
+            return (sum(each.bfloat16() for each in gradients) / n).float()
+        if candidate.feedback:
+            self._residuals = self._residuals or [torch.zeros_like(each) for each in gradients]
+            gradients = [each + residual for each, residual in zip(gradients, self._residuals)]
+        scale, scale_bits = self._scale(gradients)
+        step = (candidate.step * scale).clamp_min(1e-30)
+        codes = self._rounded([each / step for each in gradients])
+        if candidate.feedback:
+            self._residuals = [candidate.feedback * (g - c * step) for g, c in zip(gradients, codes)]
+        total, factor = self._rounded_again(sum(codes), n)
+        if self._calls % MEASURE_EVERY == FIRST_MEASURED:
+            partial = torch.stack(codes[:-1]).cumsum(0)
+            self.bits.append((sum(map(entropy, partial)) / (n - 1) + entropy(total)) / 2 + scale_bits)
+        result = total * (factor * step / n)
+        if candidate.scale == "history":
+            squares = n * result * result  # about those of one rank
+            before = torch.zeros_like(squares) if self._squares is None else self._squares
+            self._squares = HISTORY * before + (1 - HISTORY) * squares
+        self._calls += 1
+        return result
+
+    # ------------------------------------------------------------------ rounding
+
+    def _random(self, like: Tensor) -> Tensor:
+        return torch.rand(like.shape, generator=self._generator).to(like.device)
+
+    def _rounded(self, values: list[Tensor]) -> list[Tensor]:
+        rounding, n = self.candidate.rounding, len(values)
+        if rounding == "nearest":
+            return [each.round() for each in values]
+        if rounding.startswith("strata"):
+            shared = self._random(values[0])
+            at_random = [(each + (shared + rank / n) % 1).floor() for rank, each in enumerate(values)]
+        else:
+            at_random = [(each + self._random(each)).floor() for each in values]
+        if rounding.endswith("near zero"):
+            return [torch.where(each.abs() < 1, c, each.round()) for each, c in zip(values, at_random)]
+        return at_random
+
+    def _rounded_again(self, total: Tensor, n: int) -> tuple[Tensor, int]:
+        """The finished sum in wider steps, and how many steps these are."""
+        factor = max(1, round(self.candidate.last * math.sqrt(n)))
+        if factor == 1:
+            return total, 1
+        if self.candidate.rounding == "nearest":
+            return (total / factor).round(), factor
+        return (total / factor + self._random(total)).floor(), factor
+
+    # ------------------------------------------------------------------ scales
+
+    def _scale(self, gradients: list[Tensor]) -> tuple[Tensor, float]:
+        """What steps are relative to, the same on all ranks, [elements], and the bits that agreeing on it takes."""
+        candidate, numel = self.candidate, gradients[0].numel()
+        if candidate.scale in ("block", "history"):
+            scale, numbers = self._by_block(gradients), -(-numel // candidate.block)
+        else:
+            scale, numbers = self._by_parameter(gradients)
+        if candidate.scale == "history" and self._calls >= HISTORY_STEPS:
+            scale = (self._squares / (1 - HISTORY**self._calls)).sqrt().clamp_min(LEAST_OF_BLOCK * scale)
+        if candidate.octave:
+            exponent = (scale.clamp_min(1e-30).log2() * candidate.octave).ceil()
+            scale = (exponent / candidate.octave).exp2()
+        each = 8 if candidate.octave else BF16 if candidate.block < BLOCK else FP32
+        return scale, each * numbers / numel
+
+    def _by_block(self, gradients: list[Tensor]) -> Tensor:
+        block, numel = self.candidate.block, gradients[0].numel()
+        sums = [F.pad(each * each, (0, -numel % block)).view(-1, block).sum(1) for each in gradients]
+        counts = torch.full_like(sums[0], block)
+        counts[-1] -= -numel % block
+        return (torch.stack(sums).amax(0) / counts).sqrt().repeat_interleave(block)[:numel]
+
+    def _by_parameter(self, gradients: list[Tensor]) -> tuple[Tensor, int]:
+        """By rows, or by rows and columns; and how many numbers these are."""
+        found, numbers, first = [], 0, 0
+        for shape in self.shapes:
+            numel = math.prod(shape)
+            rows = shape[0] if len(shape) > 1 else 1
+            squares = torch.stack([each[first : first + numel].view(rows, -1) ** 2 for each in gradients])
+            by_row = squares.mean(2).amax(0)
+            if self.candidate.scale == "row" or rows == 1 or rows == numel:
+                found.append(by_row.sqrt().repeat_interleave(numel // rows))
+                numbers += rows
+            else:
+                by_column = squares.mean(1).amax(0)
+                found.append((by_row[:, None] * by_column / by_row.mean().clamp_min(1e-38)).sqrt().view(-1))
+                numbers += rows + numel // rows
+            first += numel
+        return torch.cat(found), numbers
+
+
+def entropy(codes: Tensor) -> float:
+    """Bits per code of an ideal coder that knows how frequent each code is, and no more."""
+    counts = torch.bincount((codes - codes.min()).long().clamp_max(1 << 16)).double()
+    share = counts[counts > 0] / counts.sum()
+    return -(share * share.log2()).sum().item()

@@ -1,0 +1,316 @@
+"""Which quantizer costs least loss for its bytes: many candidates, several optimizers, ranks simulated in one process.
+
+    .venv/bin/python tests/convergence/frontier.py [--seeds 3] [--part screen] [--report]
+
+Prints a table, and writes benchmarks/results/frontier.json and docs/images/frontier.png. Runs that are done are kept in
+results/frontier.jsonl: an interrupted search goes on where it was. candidates.py says what was tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files; needs no display
+import matplotlib.pyplot as plt
+import torch
+from candidates import Candidate, Quantizer
+from optimizers import optimizers, rate
+from outcome import put_into
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from scipy.stats import t as student
+from tasks import TASKS
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from training import LAST
+
+from ncz_plugins.cli import machine
+from ncz_plugins.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBERS = ROOT / "benchmarks" / "results" / "frontier.json"
+PICTURE = ROOT / "docs" / "images" / "frontier.png"
+MARKDOWN, MARK = ROOT / "docs" / "results" / "convergence.md", "<!-- frontier -->"
+KEPT = ROOT / "results" / "frontier.jsonl"
+
+
+class Job(NamedTuple):
+    """One training."""
+
+    task: str
+    optimizer: str
+    candidate: Candidate
+    seed: int
+    steps: int
+    ranks: int
+
+    @property
+    def group(self) -> tuple[str, str, int, int]:
+        return self.task, self.optimizer, self.ranks, self.steps
+
+
+# ------------------------------------------------------------------ what is tried
+
+PLAIN, BF16 = Candidate("plain"), Candidate("bf16")
+SCREEN = (
+    PLAIN,
+    BF16,
+    Candidate("nearest", "block", 0.5),  # the default up to November 2026
+    Candidate("strata", "block", 0.5),
+    Candidate("strata", "row", 0.5),
+    Candidate("strata", "rows and columns", 0.5),
+    Candidate("strata", "rows and columns", 1),
+    Candidate("strata", "history", 0.5),
+    Candidate("strata", "history", 1),
+    *(Candidate(rounding, "block", 0.5, 256) for rounding in ("random", "strata", "near zero", "strata near zero")),
+    *(Candidate(rounding, "block", 0.4, 256) for rounding in ("nearest", "strata", "strata near zero")),
+    Candidate("strata", "block", 0.8, 256),
+    Candidate("strata", "block", 1, 256),
+    Candidate("strata near zero", "block", 0.9, 256),
+    Candidate("strata", "block", 1, 128),
+    Candidate("strata", "block", 0.5, 64),
+    Candidate("strata", "block", 0.5, 64, octave=4),
+    Candidate("strata", "block", 0.5, 128, octave=4),
+    Candidate("nearest", "block", 0.5, 256, feedback=0.8),
+)
+SUMS = (PLAIN, Candidate("strata", "block", 0.4, 256), Candidate("strata", "block", 0.4, 256, last=0.5))
+PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
+    "screen": ("GPT", "AdamW", SCREEN, 300, 2),
+    "sums": ("GPT", "AdamW", SUMS, 300, 8),
+}
+
+
+def jobs(part: str, seeds: int) -> list[Job]:
+    """All seeds of one candidate after the other seed's, so that an interrupted search has a little of all."""
+    task, optimizer, candidates, steps, ranks = PARTS[part]
+    return [Job(task, optimizer, each, seed, steps, ranks) for seed in range(seeds) for each in candidates]
+
+
+# ------------------------------------------------------------------ one training
+
+
+def train(job: Job) -> dict[str, Any]:
+    """The loss at the end, and what was sent for it."""
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    task = TASKS[job.task]()
+    torch.manual_seed(job.seed)
+    model = task.model()
+    named = dict(model.named_parameters())
+    parameters = list(named.values())
+    quantizer = Quantizer(job.candidate, [tuple(p.shape) for p in parameters], job.seed)
+    used = optimizers(job.optimizer, named, task.sgd_rate)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, job.steps)) for each in used]
+    losses, errors = [], []
+    for step in range(job.steps):
+        gradients = []
+        for rank in range(job.ranks):
+            model.zero_grad()
+            loss = task.loss(model, task.training_batch(job.seed, step, rank, job.ranks))
+            loss.backward()
+            gradients.append(parameters_to_vector([p.grad for p in parameters]))
+            losses.append(loss.item())
+        average = quantizer(gradients)
+        if step % 20 == 10:
+            exact = torch.stack(gradients).mean(0)
+            errors.append(((average - exact).norm() / exact.norm()).item())
+        for parameter, gradient in zip(parameters, average.split([p.numel() for p in parameters])):
+            parameter.grad = gradient.view_as(parameter)
+        if task.clip:
+            clip_grad_norm_(parameters, task.clip)
+        for each in (*used, *schedules):
+            each.step()
+    return {
+        "loss": fmean(losses[-round(LAST * len(losses)) :]),
+        "bits": fmean(quantizer.bits or [32.0 if job.candidate == PLAIN else 16.0]),
+        "gradient_error": fmean(errors),
+        "seconds": time.monotonic() - started,
+    }
+
+
+# ------------------------------------------------------------------ what came of it
+
+
+class Outcome(NamedTuple):
+    """The runs of one candidate: the same but for the seed.
+
+    Attributes:
+        added: to the loss of the plain run with the same seed, as a part of that.
+    """
+
+    group: tuple[str, str, int, int]
+    candidate: Candidate
+    records: list[dict[str, Any]]
+    added: list[float]
+
+    @property
+    def interval(self) -> float:
+        """Half the width of the 95 % confidence interval of the mean; nan for a single run."""
+        n = len(self.added)
+        return student.ppf(0.975, n - 1) * stdev(self.added) / math.sqrt(n) if n > 1 else math.nan
+
+    @property
+    def bits(self) -> float:
+        return fmean(record["bits"] for record in self.records)
+
+
+def outcomes(runs: dict[Job, dict[str, Any]]) -> list[Outcome]:
+    """By group; inside of a group by bits."""
+    found: dict[tuple, Outcome] = {}
+    for job, record in runs.items():
+        plain = runs.get(job._replace(candidate=PLAIN))
+        if plain is not None:
+            outcome = found.setdefault((job.group, job.candidate), Outcome(job.group, job.candidate, [], []))
+            outcome.records.append(record)
+            outcome.added.append(record["loss"] / plain["loss"] - 1)
+    return sorted(found.values(), key=lambda each: (each.group, each.bits))
+
+
+def table(found: Iterable[Outcome]) -> Table:
+    result = Table(title="Loss added to that of plain, by bits per value", box=None, pad_edge=False)
+    for heading in ("", "bits", "added", "95 %", "loss", "gradient error", "seeds"):
+        result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    group = None
+    for each in found:
+        if each.group != group:
+            group = each.group
+            result.add_row("[bold]{}, {}, {} ranks, {} steps".format(*group))
+        result.add_row(
+            each.candidate.describe(),
+            f"{each.bits:.2f}",
+            f"{fmean(each.added):+.2%}",
+            f"{each.interval:.2%}",
+            f"{fmean(record['loss'] for record in each.records):.4f}",
+            f"{fmean(record['gradient_error'] for record in each.records):.3f}",
+            f"{len(each.added)}",
+        )
+    return result
+
+
+def numbered(found: Iterable[Outcome], group: tuple[str, str, int, int]) -> Iterator[tuple[int, Outcome]]:
+    """What was tried in a group, but for plain, from 1 on."""
+    return enumerate((each for each in found if each.group == group and each.candidate != PLAIN), 1)
+
+
+def markdown(found: list[Outcome]) -> str:
+    """For the documentation: a table for each group."""
+    lines: list[str] = []
+    for group in dict.fromkeys(each.group for each in found):
+        lines += ["### {}, {}, {} ranks, {} steps".format(*group), ""]
+        lines += ["| | rounding, scale, step | bits | added | 95 % | gradient error | seeds |"]
+        lines += ["|---:|---|---:|---:|---:|---:|---:|"]
+        for number, each in numbered(found, group):
+            several = len(each.added) > 1
+            cells = (
+                f"{number}",
+                each.candidate.describe(),
+                f"{each.bits:.2f}",
+                f"{fmean(each.added):+.2%}",
+                f"± {each.interval:.2%}" if several else "",
+                f"{fmean(record['gradient_error'] for record in each.records):.3f}",
+                f"{len(each.added)}",
+            )
+            lines += [f"| {' | '.join(cells)} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def kept() -> dict[Job, dict[str, Any]]:
+    """The runs that are done."""
+    if not KEPT.exists():
+        return {}
+    return dict(read(json.loads(line)) for line in KEPT.read_text().splitlines())
+
+
+def read(record: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
+    """A run as `written` left it."""
+    job = record.pop("job")
+    return Job(**job | {"candidate": Candidate(**job["candidate"])}), record
+
+
+def written(job: Job, record: dict[str, Any]) -> dict[str, Any]:
+    """A run, ready for JSON."""
+    return {"job": job._asdict() | {"candidate": job.candidate._asdict()}, **record}
+
+
+def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]]) -> None:
+    """Do what is left, on all cores, and keep it."""
+    left = [job for job in wanted if job not in done]
+    columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    KEPT.parent.mkdir(exist_ok=True)
+    with (
+        ProcessPoolExecutor(os.cpu_count()) as pool,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+        KEPT.open("a") as file,
+    ):
+        task = progress.add_task("", total=len(left))
+        for job, record in zip(left, pool.map(train, left)):
+            done[job] = record
+            print(json.dumps(written(job, record)), file=file, flush=True)
+            progress.update(task, advance=1, description=f"{job.candidate.describe()}, seed {job.seed}")
+
+
+def draw(found: list[Outcome]) -> None:
+    """Loss added against bits, a plot for each group. The numbers are those of the table in the documentation."""
+    groups = list(dict.fromkeys(each.group for each in found))
+    figure, plots = plt.subplots(1, len(groups), figsize=(9 * len(groups), 6), layout="constrained", squeeze=False)
+    colors = {"nearest": "#d1495b", "random": "#edae49", "strata": "#66a182"}
+    colors |= {"near zero": "#2e86ab", "strata near zero": "#2e86ab"}
+    markers = {"block": "o", "row": "s", "rows and columns": "D", "history": "^"}
+    for group, axes in zip(groups, plots[0]):
+        for number, each in numbered(found, group):
+            if not each.candidate.scale:
+                continue
+            x, y = each.bits, 100 * fmean(each.added)
+            axes.plot(x, y, markers[each.candidate.scale], color=colors[each.candidate.rounding])
+            axes.annotate(f"{number}", (x, y), (5, 4), textcoords="offset points", size=8)
+        axes.axhline(0.15, color="gray", linestyle="--", linewidth=0.8)
+        axes.set(title="{}, {}, {} ranks, {} steps".format(*group), xlabel="bits per value", ylabel="loss added, %")
+        axes.set_ylim(bottom=0)
+        for name, color in colors.items():
+            axes.plot([], [], "o", color=color, label=name)
+        for name, marker in markers.items():
+            axes.plot([], [], marker, color="gray", label=f"scale: {name}")
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.savefig(PICTURE, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of everything (default: 3)")
+    parser.add_argument("--part", choices=PARTS, action="append", help="what to try (default: all)")
+    parser.add_argument("--report", action="store_true", help="train nothing: show and write what is there")
+    arguments = parser.parse_args()
+    done = kept()
+    if not arguments.report:
+        for part in arguments.part or PARTS:
+            train_all(jobs(part, arguments.seeds), done)
+    found = outcomes(done)
+    Console().print(table(found))
+    draw(found)
+    whole = {
+        "command": "make convergence",
+        "versions": {"ncz_plugins": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "cpu": machine.cpu(),
+        "hours": round(sum(record["seconds"] for record in done.values()) / 3600, 2),  # of one core
+        "runs": [written(job, record) for job, record in done.items()],
+    }
+    NUMBERS.write_text(json.dumps(whole, indent=1) + "\n")
+    put_into(MARKDOWN, markdown(found), MARK)
+
+
+if __name__ == "__main__":
+    main()

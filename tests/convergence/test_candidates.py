@@ -1,0 +1,100 @@
+"""The quantizers that were tried do what their names say, and the default one does what the library does."""
+
+from __future__ import annotations
+
+import json
+
+import frontier
+import pytest
+import torch
+from candidates import Candidate, Quantizer, entropy
+from frontier import PARTS, PLAIN, Job
+from ranks import values
+
+from ncz_plugins import kernels
+from ncz_plugins.core.bypass import scales_or_bypass
+from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.codec.quantize import measure
+from ncz_plugins.core.config import QuantizerConfig
+
+SHAPES = [(64, 300), (7,), (100, 1), (32, 3, 3)]
+NUMEL = 64 * 300 + 7 + 100 + 288
+GRADIENTS = [values(rank, NUMEL) for rank in range(3)]
+EXACT = torch.stack(GRADIENTS).mean(0)
+ALL = list(dict.fromkeys(candidate for _, _, some, _, _ in PARTS.values() for candidate in some))
+
+
+@pytest.mark.parametrize("candidate", ALL, ids=Candidate.describe)
+def test_averages_are_near_and_can_be_repeated(candidate):
+    quantizer, again = (Quantizer(candidate, SHAPES, seed=1) for _ in range(2))
+    for _ in range(12):
+        average = quantizer(GRADIENTS)
+        assert torch.equal(average, again(GRADIENTS))
+    error = (average - EXACT).norm() / EXACT.norm()
+    assert error < 0.02 if candidate.step == 0 else 0.05 < error < 0.3 * max(1, candidate.step / 0.5)
+    assert candidate.step == 0 or 1 < quantizer.bits[0] < 5
+
+
+@pytest.mark.parametrize("rounding", ["random", "strata", "near zero", "strata near zero"])
+def test_random_rounding_has_no_bias(rounding):
+    quantizer = Quantizer(Candidate(rounding, "block", 1.0), SHAPES, seed=0)
+    mean = torch.stack([quantizer(GRADIENTS) for _ in range(100)]).mean(0)
+    error = (quantizer(GRADIENTS) - EXACT).norm()
+    assert (mean - EXACT).norm() < error / (2 if rounding.endswith("near zero") else 8)
+
+
+def test_errors_of_equal_values_cancel_in_strata():
+    same = [GRADIENTS[0]] * 3
+    errors = {
+        rounding: (Quantizer(Candidate(rounding, "row", 1.0), SHAPES, seed=0)(same) - same[0]).norm()
+        for rounding in ("random", "strata")
+    }
+    assert errors["strata"] < errors["random"] / 1.5
+
+
+def test_error_feedback_loses_nothing_over_many_calls():
+    quantizer = Quantizer(Candidate("nearest", "block", 1.0, feedback=1), SHAPES, seed=0)
+    total = torch.stack([quantizer(GRADIENTS) for _ in range(50)]).sum(0)
+    assert (total - 50 * EXACT).norm() < EXACT.norm()
+
+
+def test_entropy():
+    assert entropy(torch.zeros(100)) == 0
+    assert entropy(torch.arange(-128, 128).repeat(3)) == pytest.approx(8)
+
+
+def test_rounding_to_the_nearest_is_what_the_library_does():
+    """But for what the library takes off its steps, so that roundings of the arithmetic stay within the bound."""
+    quantizer = QuantizerConfig(kind="error_bound", mode="rms", value=0.25, block=4096)
+    layout = Layout.split(NUMEL, 1, 1 << 20, quantizer.block_in_effect)
+    backend = kernels.cpu_backend()
+    agreed = torch.stack([measure(backend, Window(each), layout, range(1), quantizer) for each in GRADIENTS]).amax(0)
+    scales = scales_or_bypass(agreed, layout, quantizer, torch.float32, 3, 3)
+    total, codes = torch.zeros(2, NUMEL, dtype=torch.int32)
+    for each in GRADIENTS:
+        backend.quantize(each, scales.inverse_steps, codes)
+        total += codes
+    ours = torch.empty(NUMEL)
+    backend.dequantize(total, scales.scales, ours)
+    theirs = Quantizer(Candidate("nearest", "block", 0.5), SHAPES, seed=0)(GRADIENTS)
+    assert torch.isclose(ours, theirs, rtol=1e-4).float().mean() > 0.999
+
+
+def test_the_documentation_shows_the_committed_search():
+    runs = dict(map(frontier.read, json.loads(frontier.NUMBERS.read_text())["runs"]))
+    assert frontier.markdown(frontier.outcomes(runs)) in frontier.MARKDOWN.read_text()
+
+
+def test_a_short_training(tmp_path, monkeypatch):
+    job = Job("digits MLP", "AdamW", Candidate("strata", "block", 0.5, 256), 0, 60, 2)
+    plain = job._replace(candidate=PLAIN)
+    runs = {each: frontier.train(each) for each in (job, plain)}
+    [first, second] = frontier.outcomes(runs)
+    assert (first.candidate, second.candidate) == (job.candidate, PLAIN)
+    assert abs(first.added[0]) < 0.15 and second.added == [0]
+    assert first.bits < 5
+    for optimizer in ("SGD", "Muon"):
+        assert frontier.train(plain._replace(optimizer=optimizer, steps=12, task="GPT tiny"))["loss"] < 7
+    monkeypatch.setattr(frontier, "KEPT", tmp_path / "kept.jsonl")
+    frontier.KEPT.write_text("".join(json.dumps(frontier.written(*each)) + "\n" for each in runs.items()))
+    assert frontier.kept() == runs
