@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -27,11 +26,10 @@ import matplotlib.pyplot as plt
 import torch
 from candidates import Candidate, Quantizer
 from optimizers import optimizers, rate
-from outcome import put_into
+from outcome import interval, put_into
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from scipy.stats import t as student
 from tasks import TASKS
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training import LAST
@@ -158,8 +156,7 @@ class Outcome(NamedTuple):
     @property
     def interval(self) -> float:
         """Half the width of the 95 % confidence interval of the mean; nan for a single run."""
-        n = len(self.added)
-        return student.ppf(0.975, n - 1) * stdev(self.added) / math.sqrt(n) if n > 1 else math.nan
+        return interval(self.added)
 
     @property
     def bits(self) -> float:

@@ -49,8 +49,7 @@ class Outcome:
     @property
     def interval(self) -> float:
         """Half the width of the 95 % confidence interval of the mean of `added`; nan for a single run."""
-        n = len(self.records)
-        return student.ppf(0.975, n - 1) * stdev(self.added) / math.sqrt(n) if n > 1 else math.nan
+        return interval(self.added)
 
     @property
     def sound(self) -> bool:
@@ -58,6 +57,12 @@ class Outcome:
         compressed = all(each["compressed_calls"] == each["calls"] for each in self.records)
         at_work = not self.setting.bound or all(each["calls"] for each in self.records)
         return compressed and at_work and all(each["replicas_identical"] for each in self.records)
+
+
+def interval(values: list[float]) -> float:
+    """Half the width of the 95 % confidence interval of their mean, by Student's t; nan for a single one."""
+    n = len(values)
+    return student.ppf(0.975, n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.nan
 
 
 def outcomes(runs: dict[Job, dict[str, Any]]) -> list[Outcome]:
