@@ -178,7 +178,7 @@ def rank_0_records_over_two_starts_what_it_counted(group):
     assert [[finding.name for finding in step.guard] for step in run.steps] == [["body"], []] * 3
     summary = summarize(run)
     assert summary.runs == 2 and summary.times.steps == 4 and 0 < summary.times.share < 1
-    assert run.header.ranks == world_size and len(verdict(summary, run.header)) == 3
+    assert run.header.ranks == world_size and len(verdict(summary, run.header)) == 4
 
 
 @check

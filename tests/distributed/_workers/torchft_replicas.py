@@ -23,7 +23,7 @@ from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
 from ncz_plugins.torch.torchft import CompressedProcessGroup
 
-FATAL_STEP, LAST_STEP = 2, 9
+FATAL_STEP, JOINED_STEP, LAST_STEP = 2, 4, 9
 TIMEOUT = timedelta(seconds=20)
 rank = int(os.environ["RANK"])
 device = torch.device(sys.argv[1])
@@ -87,8 +87,8 @@ manager = Manager(
     lighthouse_addr=address.read_text(),
     replica_id=f"replica_{rank}",
 )
+(folder / f"ready {rank}").touch()
 if rank < 3:  # they begin together
-    (folder / f"ready {rank}").touch()
     for each in range(3):
         wait_for(folder / f"ready {each}")
 generator = torch.Generator().manual_seed(rank)
@@ -98,12 +98,14 @@ with DiLoCo(manager, [model], inner, outer, sync_every=2):
         steps.append(manager.current_step())
         if steps[-1] > FATAL_STEP:
             went_on.touch()
+        if steps[-1] == JOINED_STEP:
+            wait_for(folder / "ready 3")
         for _ in range(2):
             x, target = torch.randn(16, 64, generator=generator), torch.randint(0, 7, (16,), generator=generator)
             inner.zero_grad()
             nn.functional.cross_entropy(model(x.to(device)), target.to(device)).backward()
             inner.step()
-        time.sleep(0.2)  # so that replica 3 is there before the end
+        time.sleep(0.2)  # so that replica 3 takes part before the end
 leave(
     {
         "steps": steps,
