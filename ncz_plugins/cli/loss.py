@@ -8,6 +8,7 @@ from ..core.config import QuantizerConfig
 
 HARMLESS, VISIBLE = 0.0015, 0.01  # of the loss: what adds at most this much is called so, and anything else harmful
 SOURCE = "docs/results/convergence.md"
+LIMITS = f"small models, 300 steps; a longer training lost more: {SOURCE}"
 
 
 class Measured(NamedTuple):
@@ -75,7 +76,7 @@ def describe(quantizer: QuantizerConfig) -> str:
     found = expected(quantizer)
     if not found:
         return f"not measured for {quantizer.describe()}: compare with a plain run of some hundred steps"
-    return f"{'; '.join(map(_said, found))} ({SOURCE})"
+    return f"{'; '.join(map(_said, found))} ({LIMITS})"
 
 
 def _said(measured: Measured) -> str:
