@@ -80,6 +80,9 @@ def main():
     digests = [torch.empty(32, dtype=torch.uint8) for _ in range(dist.get_world_size())]
     dist.all_gather(digests, digest(model.parameters()))
     report.end(model.module, model.module.config.context, corpus, arguments.batch, digests)
+    if compression:
+        compression.close()
+    dist.barrier()  # gloo sometimes aborts if a peer's connection goes while it ends
     dist.destroy_process_group()
 
 
