@@ -6,7 +6,6 @@
 
 namespace ncz {
 
-
 // format.Rows
 struct Rows {
     int64_t numel, count, elements, first, blocks;
