@@ -33,27 +33,37 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .core.codec.container import compress, decompress
+    from .core.codec.patch import apply_patch, make_patch
     from .core.communicator import Communicator
     from .core.config import Config
     from .core.runtime.trace import recording
+    from .core.training.baseline import Baseline
     from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
     from .core.training.state import Training
+    from .core.weight_sync import WeightPublisher, WeightSubscriber, WeightSync
 
 _LAZY = {
+    "Baseline": ".core.training.baseline",
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
     "Part": ".core.training.policy",  # the old name of ParameterSlice
     "Training": ".core.training.state",
+    "WeightPublisher": ".core.weight_sync",
+    "WeightSubscriber": ".core.weight_sync",
+    "WeightSync": ".core.weight_sync",
+    "apply_patch": ".core.codec.patch",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
+    "make_patch": ".core.codec.patch",
     "recording": ".core.runtime.trace",
     "scalars": ".core.training.metrics",
 }
 
 __all__ = [
     "AccuracyError",
+    "Baseline",
     "BoundError",
     "Communicator",
     "Config",
@@ -66,9 +76,14 @@ __all__ = [
     "PeerError",
     "Training",
     "UnsupportedError",
+    "WeightPublisher",
+    "WeightSubscriber",
+    "WeightSync",
     "__version__",
+    "apply_patch",
     "compress",
     "decompress",
+    "make_patch",
     "recording",
     "scalars",
 ]

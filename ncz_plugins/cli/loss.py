@@ -69,6 +69,14 @@ def expected(quantizer: QuantizerConfig) -> list[Measured]:
     return sorted(found.values(), key=lambda each: each.optimizer)
 
 
+def worst_class(quantizer: QuantizerConfig) -> str:
+    """The worst of what was found: harmful, visible or harmless; unknown where nothing was measured."""
+    if quantizer.kind == "lossless":
+        return "harmless"
+    classes = {each.loss_class for each in expected(quantizer)}
+    return next((each for each in ("harmful", "visible", "harmless") if each in classes), "unknown")
+
+
 def describe(quantizer: QuantizerConfig) -> str:
     """A line for people."""
     if quantizer.kind == "lossless":

@@ -1,5 +1,5 @@
 """The `ncz` command: what this machine has, whether a configuration is valid, its JSON Schema, what data would
-compress to, how fast collectives are, and whether scripts that don't know of us honour our key.
+compress to, how fast collectives are, patches of weights, and whether scripts that don't know of us honour our key.
 
 Every command is a module or a package of `cli` that has `add_parser(commands)` and `run(options)`. To keep the start
 quick, none of them imports torch before its `run`.
@@ -16,9 +16,9 @@ import sys
 
 from ..core.errors import NczError
 from ..version import __version__
-from . import check, codec, enable, info, perf, report, schema, tune
+from . import check, codec, enable, info, patch, perf, report, schema, tune
 
-COMMANDS = (info, check, enable, codec, perf, tune, report, schema)
+COMMANDS = (info, check, enable, codec, perf, tune, report, patch, schema)
 
 
 def main(arguments: list[str] | None = None) -> int:

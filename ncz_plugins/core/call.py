@@ -12,6 +12,7 @@ from .bypass import Bypass
 from .codec.layout import Layout, Window
 from .config import Config
 from .runtime.statistics import Counters
+from .training.baseline import Baseline
 from .training.error_feedback import Feedback
 from .training.policy import ParameterSlice
 from .transport.base import PlainCollectives
@@ -46,6 +47,7 @@ class Request:
         role: what the tensor is: "gradient", "parameter" or "activation"; None: compress it whatever it is.
         parts: what the larger of both tensors consists of, for policies.
         residual_parts: the same by the names that error feedback knows them by, if these are others.
+        baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
     """
 
     collective: str
@@ -57,6 +59,7 @@ class Request:
     role: str | None = None
     parts: Sequence[ParameterSlice] = ()
     residual_parts: Sequence[ParameterSlice] | None = None
+    baseline: Baseline | None = None
 
     @property
     def larger(self) -> Tensor:
@@ -100,6 +103,8 @@ class Call:
         feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
         in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
         described: what all ranks must have in common, see call_description.py. Nothing is compared if it is empty.
+        role: what the tensor is, if that was said.
+        baseline: what the changes are sent from; None: all is sent.
         verify_as: what to call this sum when the guard compares it with the uncompressed one; None: it does not.
     """
 
@@ -118,6 +123,8 @@ class Call:
     root: int = 0
     feedback: Feedback | None = None
     in_pieces: bool = True
+    role: str | None = None
+    baseline: Baseline | None = None
     verify_as: str | None = None
     described: Mapping[str, int] = field(default_factory=dict)
 

@@ -30,6 +30,7 @@ DTYPES = (
 _OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 _BITWISE = _OPS[-3:]
 _BYPASSES = tuple(Bypass)
+_COMPRESSED, _AS_CHANGES = 0, 1 + len(_BYPASSES)  # what "transfer" is besides the place of a bypass
 
 
 def described(
@@ -51,11 +52,17 @@ def described(
         "reduce op": 0 if request.op is None else 1 + _place(_OPS, request.op),
         "scale": 0 if request.scale == 1 else zlib.crc32(repr(float(request.scale)).encode()),
         "source rank": request.root,
-        "transfer": 0 if bypass is None else 1 + _BYPASSES.index(bypass),
+        "transfer": _transfer(request, bypass),
         "configuration": 0 if config is None else checksum_of(config),
         "calls on GPUs before it": uncompared,
         "refusal": 0,
     }
+
+
+def _transfer(request: Request, bypass: Bypass | None) -> int:
+    if bypass is not None:
+        return 1 + _BYPASSES.index(bypass)
+    return _COMPRESSED if request.baseline is None else _AS_CHANGES
 
 
 def require_plain(request: Request) -> None:
@@ -133,9 +140,10 @@ def _named(values: Sequence, number: int) -> str:
 _NOTHING = torch.empty(0)
 _CHECKSUMS = ("scale", "configuration", "calls on GPUs before it")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
+_TRANSFERS = {_COMPRESSED: "compressed", _AS_CHANGES: "compressed, as changes from a baseline"}
 _WORDS: dict[str, Callable[[int], str]] = {
     "collective": lambda number: _named(COLLECTIVES, number),
     "dtype": lambda number: _named(DTYPES, number),
     "reduce op": lambda number: "none" if number == 0 else _named(_OPS, number - 1),
-    "transfer": lambda number: "compressed" if number == 0 else f"plain ({_named(_REASONS, number - 1)})",
+    "transfer": lambda number: _TRANSFERS.get(number) or f"plain ({_named(_REASONS, number - 1)})",
 }

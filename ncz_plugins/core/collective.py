@@ -29,7 +29,7 @@ from .codec.quantize import (
     step_rule,
 )
 from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
-from .codec.tensor_codec import codec_for, noise_for
+from .codec.tensor_codec import UpdatingCodec, codec_for, coding_for, noise_for
 from .config import FRAME_BYTES, GPU_FRAME_BYTES, Config
 from .errors import UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels, require_tensor
@@ -38,6 +38,7 @@ from .runtime.trace import span
 from .schedules import direct, fixed_rate, ring
 from .schedules.choice import schedule_for
 from .schedules.hierarchy import in_nodes
+from .training.baseline import Baseline
 from .training.error_feedback import Feedback
 from .training.group import GroupState
 from .training.policy import named
@@ -46,6 +47,7 @@ from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
+_NO_VERSION = -1  # in place of a checksum
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
@@ -121,6 +123,8 @@ class Collectives:
                 "pass them in calls of their own, see Training.grouped"
             )
         treatment, _ = alike[0]
+        if request.baseline is not None:
+            treatment = treatment.without_loss()
         config = treatment.settings(self.config)
         return Decision(config, treatment.bypass or by_rate(dtype, config) or by_size(request.larger.nbytes, config))
 
@@ -131,7 +135,16 @@ class Collectives:
 
     def count_plain(self, request: Request, bypass: Bypass) -> None:
         """Count a request that goes plain."""
-        self.training.stats.record(bypassed(request, bypass, self.world_size))
+        if request.baseline is not None:
+            request.baseline.forget()
+        self._count(bypassed(request, bypass, self.world_size), request.role)
+
+    def _count(self, counters: Counters, role: str | None) -> None:
+        """Count a call."""
+        if role is not None:
+            counters.plain_bytes_by_role = {role: counters.plain_bytes}
+            counters.wire_bytes_by_role = {role: counters.wire_bytes}
+        self.training.stats.record(counters)
 
     def note_uncompared(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> None:
         """A request is served without a comparison. The next call that is compared tells whether ranks differed.
@@ -157,14 +170,24 @@ class Collectives:
         state = self.state
         state.calls += 1
         call = self._call(request, config, state.calls, feedback)
-        return in_nodes(call, self.nodes, config.quantizer.block_in_effect) if self.nodes is not None else call
+        if self.nodes is None or call.baseline is not None:  # what ranks hold of it would not pass through nodes
+            return call
+        return in_nodes(call, self.nodes, config.quantizer.block_in_effect)
 
     def _call(self, request: Request, config: Config, number: int, feedback: Feedback | None) -> Call:
         n, rank = self.world_size, self.rank
-        source, output = Window(request.input.view(-1)), Window(request.output.view(-1))
-        schedule = _SCHEDULES[self._schedule_name(config)]
-        numbers = self._described(request, None, config)
-        call = partial(Call, request.collective, config, number=number, plain=request.start_plain, described=numbers)
+        source, output = (Window(each.detach().view(-1)) for each in (request.input, request.output))
+        schedule = _SCHEDULES[self._schedule_name(config, request)]
+        call = partial(
+            Call,
+            request.collective,
+            config,
+            number=number,
+            plain=request.start_plain,
+            role=request.role,
+            baseline=request.baseline,
+            described=self._described(request, None, config),
+        )
         if request.collective == "broadcast":
             layout = Layout.of([request.input.numel()], frame_elements(request.input, config))
             run = partial(schedule.broadcast, root=request.root)
@@ -189,9 +212,11 @@ class Collectives:
         output = Window(output.data, layout.segment(rank).start)
         return call(layout, source, output, range(n), schedule.reduce_scatter)
 
-    def _schedule_name(self, config: Config) -> str:
+    def _schedule_name(self, config: Config, request: Request) -> str:
         if config.quantizer.bits is not None:
             return "fixed rate"
+        if request.baseline is not None and self.nodes is not None:
+            return "ring"  # in which each part enters a node once
         name = self.config.transport.schedule
         if name != "auto":
             return name
@@ -217,7 +242,7 @@ class Collectives:
         """
         contribution = None if call.verify_as is None else call.source.data.clone()
         done = run(call, device, transport, self.state.backoff, self.ranks)
-        self.training.stats.record(done)
+        self._count(done, call.role)
         if contribution is not None and done.compressed_calls:
             self._verify(call, contribution, device, transport)
 
@@ -237,7 +262,7 @@ class Collectives:
             call.feedback.keep(codec.remainder(call.measured))
         counters.compressed_calls = 1
         counters.seconds = time.perf_counter() - started
-        self.training.stats.record(counters)
+        self._count(counters, call.role)
 
     def run_plain(self, call: PlainCall, device: Device, transport: Transport) -> None:
         """Run an uncompressed call to its end on this rank, and count it.
@@ -343,6 +368,8 @@ def run(
     if bypass is None:
         counters.compressed_calls = 1
     else:
+        if call.baseline is not None:
+            call.baseline.forget()
         with span("plain", call.source.data.nbytes, counters):
             with peer_errors("the plain collective"), memory_errors(call.collective):
                 call.plain(transport.plain).wait()
@@ -382,6 +409,8 @@ def _run_compressed(
         device.abandon()
         raise
     codec.finish()
+    if call.baseline is not None and len(call.measured):
+        call.baseline.keep(call.source.data)
     if codec.bypass:
         counters.coders.clear()  # of frames that were for nothing
     elif call.feedback:
@@ -403,6 +432,22 @@ def _agree(
         same_call.wait()
         require_same(call.collective, comparison, ranks)
         return replace(_fixed_rate_codec(call, device.backend, transport, counters), synchronize=device.synchronize)
+    if call.baseline is not None:
+        versions = _versions(call, call.baseline, device.backend)
+        same_call.wait()
+        require_same(call.collective, comparison, ranks)
+        whole = _sent_whole(versions, transport, counters)
+        sent = call.baseline.sent(call.source.data)
+        return UpdatingCodec(
+            device,
+            CodedTensor(call.layout, call.source, call.output),
+            coding_for(call.config, device.backend, transport.link_gbps),
+            call.config.entropy.checksum,
+            counters,
+            base=call.source if sent is None else replace(call.source, data=sent),
+            own=call.measured,
+            whole=whole,
+        )
     source, scales = call.source, None
     if call.within_node is None:
         source, scales = _measured(call, source, device, transport, counters)
@@ -426,6 +471,27 @@ def _agree(
         noise=noise_for(call.config, call.number, transport.rank, call.addends),
         divisor=call.divisor,
     )
+
+
+def _versions(call: Call, baseline: Baseline, backend: Backend) -> dict[str, int]:
+    """What tells whether ranks hold the same version of each segment: a checksum, or _NO_VERSION."""
+    versions = {}
+    for segment in range(len(call.layout.lengths)):
+        elements = call.layout.segment(segment)
+        version = baseline.sent(call.source[elements]) if segment in call.measured else call.output[elements]
+        versions[str(segment)] = _NO_VERSION if version is None else backend.digest(version)
+    return versions
+
+
+def _sent_whole(versions: dict[str, int], transport: Transport, counters: Counters) -> frozenset[int]:
+    """The segments that ranks hold different versions of."""
+    comparison = RankComparison(versions, transport.rank, transport.world_size)
+    transport.start_max(comparison.tensor, counters).wait()
+    differing = comparison.differing()
+    for ends in differing.values():
+        reason = "first call" if ends.lowest == _NO_VERSION else "changed in between"
+        counters.sent_whole[reason] = 1
+    return frozenset(map(int, differing))
 
 
 def _fixed_rate_codec(

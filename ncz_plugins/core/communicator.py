@@ -23,6 +23,7 @@ from .runtime.device import require_tensor
 from .runtime.handle import Handle
 from .runtime.statistics import Counters, Statistics
 from .runtime.stream import CallStream, StreamHandle, is_captured, require_capturable
+from .training.baseline import Baseline
 from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors
@@ -183,24 +184,40 @@ class Communicator:
         *,
         role: str | None = None,
         name: str | None = None,
+        baseline: Baseline | None = None,
     ):
         """Put the `input` of every rank into `output`, in rank order.
 
         A rank's own part comes out with the same loss as on its peers, so that all ranks agree.
+
+        Args:
+            baseline: send what has changed since the last call with the same baseline, without loss. `output` still
+                holds that call's result, but for what this rank has changed in its own part.
 
         Returns: a handle if `async_op`, else None.
         """
         with self._refusals("all_gather_into_tensor"):
             self._check_sizes("all_gather_into_tensor", whole=output, part=input)
             parts = _parts("all_gather_into_tensor", output, name, None)
-            return self._start(Request("all_gather_into_tensor", input, output, role=role, parts=parts), async_op)
+            request = Request("all_gather_into_tensor", input, output, role=role, parts=parts, baseline=baseline)
+            return self._start(request, async_op)
 
     def broadcast(
-        self, tensor: Tensor, src: int, async_op: bool = False, *, role: str | None = None, name: str | None = None
+        self,
+        tensor: Tensor,
+        src: int,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        baseline: Baseline | None = None,
     ):
         """Replace `tensor` on every rank by what the global rank `src` holds.
 
         It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
+
+        Args:
+            baseline: as in `all_gather_into_tensor`.
 
         Returns: a handle if `async_op`, else None.
         """
@@ -209,7 +226,8 @@ class Communicator:
                 raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
             parts = _parts("broadcast", tensor, name, None)
             root = self.ranks.index(src)
-            return self._start(Request("broadcast", tensor, tensor, root=root, role=role, parts=parts), async_op)
+            request = Request("broadcast", tensor, tensor, root=root, role=role, parts=parts, baseline=baseline)
+            return self._start(request, async_op)
 
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""

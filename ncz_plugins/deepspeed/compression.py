@@ -1,8 +1,8 @@
-"""The compressed gradient reductions of one DeepSpeed engine, and what its configuration may ask for."""
+"""What one DeepSpeed engine sends compressed, and what its configuration may ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
 from ..core.errors import ConfigError, MismatchError, NczError, UnsupportedError
 from ..core.runtime.device import require_kernels
 from ..core.runtime.statistics import Statistics
+from ..core.training.baseline import Baseline
 from ..core.training.metrics import scalars
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
@@ -23,7 +24,7 @@ from .parameter_slices import NamedGradient, parts_of
 
 
 class GradientCompression:
-    """The compressed gradient reductions of one engine.
+    """The compressed gradient reductions of one engine, and the weights that it gathers where that is wanted.
 
     Attributes:
         config: the settings in force.
@@ -35,6 +36,7 @@ class GradientCompression:
         self.training = Training(config)
         # DeepSpeed passes different group objects for the same ranks, so the ranks are the key.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._baselines: dict[tuple, Baseline] = {}
         self._by_parameter = bool(config.policies) or config.quantizer.feeds_back
 
     def __repr__(self) -> str:
@@ -52,6 +54,25 @@ class GradientCompression:
         if ranks not in self._communicators:
             self._communicators[ranks] = Communicator(self.config, group, self.training)
         return self._communicators[ranks]
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether gathered weights are compressed: without loss, as changes from the last gather."""
+        return "parameter" in self.config.roles
+
+    def gather_weights(self, whole: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Fill `whole`, [elements of all parts], with the parts of all ranks. All hold what was gathered before.
+
+        Args:
+            parts: views of `whole`, one for each rank of `group`.
+        """
+        own = parts[dist.get_rank(group)]
+        baseline = self._baselines.setdefault((whole.data_ptr(), whole.numel(), whole.dtype), Baseline())
+        self.communicator(group).all_gather_into_tensor(whole, own, role="parameter", baseline=baseline)
+
+    def forget_weights(self) -> None:
+        """The next gathers send all of them."""
+        self._baselines.clear()
 
     def parts(self, tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> list[ParameterSlice]:
         """What the gradients in `tensors` consist of, one after another: see `parts_of`.
@@ -123,8 +144,9 @@ def describe(compression: GradientCompression, zero_stage: int) -> str:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return f"ncz_plugins {__version__}: nothing is compressed, as one rank has nothing to send (ZeRO {zero_stage})"
+    weights = ", and gathered weights are sent as changes, without loss" if compression.sends_weights else ""
     return (
-        f"ncz_plugins {__version__}: gradient reductions are compressed (ZeRO {zero_stage}, {ranks} ranks): "
+        f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {ranks} ranks): "
         f"{compression.config.describe()}"
     )
 
@@ -132,10 +154,15 @@ def describe(compression: GradientCompression, zero_stage: int) -> str:
 def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
     """Options with which gradients would not pass through our hands: an error beats a silent plain run."""
     zero = deepspeed_config.zero_config
-    if config.roles != ("gradient",):
+    if "gradient" not in config.roles or "activation" in config.roles:
         raise ConfigError(
-            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed only gradients can be compressed; "
-            'allowed: ["gradient"]'
+            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed gradients are compressed, and weights if "
+            'you want; allowed: ["gradient"], ["gradient", "parameter"]'
+        )
+    if "parameter" in config.roles and zero.stage not in (1, 2):
+        raise UnsupportedError(
+            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: only ZeRO 1 and 2 gather weights that every rank still has "
+            f'from the step before; this is stage {zero.stage}. Set roles to ["gradient"]'
         )
     try:
         require_kernels(torch.device(get_accelerator().device_name()))

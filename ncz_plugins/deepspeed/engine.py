@@ -90,8 +90,10 @@ def load_compression(original):
     signature = inspect.signature(original)
 
     def _load_checkpoint(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
         compression = getattr(self, ATTRIBUTE)
+        if compression is not None:
+            compression.forget_weights()
+        result = original(self, *args, **kwargs)
         if compression is not None and result[0] is not None:
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()

@@ -1,4 +1,7 @@
-"""The list of everything that this plugin replaces in DeepSpeed. engine.py and gradients.py hold the replacements."""
+"""The list of everything that this plugin replaces in DeepSpeed.
+
+engine.py, gradients.py and weights.py hold the replacements.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import functools
 from importlib import import_module
 
 from ..core.errors import UnsupportedError
-from . import engine, gradients
+from . import engine, gradients, weights
 from .parameter_slices import of_engine, of_stage_3, of_stages_1_and_2
 
 # By class: a function that lists the gradients that may be reduced now, with their parameters' names, and the methods
@@ -39,6 +42,8 @@ def install() -> None:
         return
     backend = _lookup("deepspeed.comm.torch", "TorchBackend")
     stage_3 = import_module("deepspeed.runtime.zero.stage3")
+    stages_1_and_2 = import_module("deepspeed.runtime.zero.stage_1_and_2")
+    bf16 = import_module("deepspeed.runtime.bf16_optimizer")
     wrappers = [
         (_lookup(module, name), method, functools.partial(gradients.mark_gradients, list_gradients))
         for (module, name), (list_gradients, methods) in _GRADIENT_METHODS.items()
@@ -48,6 +53,11 @@ def install() -> None:
         (backend, "reduce_scatter_tensor", gradients.compressed_reduce_scatter),
         # The optimizer imported the function by name, so its module is where it must be replaced.
         (stage_3, "reduce_scatter_coalesced", gradients.group_by_settings),
+        (stages_1_and_2, "all_gather_dp_groups", weights.gather_changes),
+        (bf16, "all_gather_dp_groups", weights.gather_changes),
+        (stages_1_and_2.DeepSpeedZeroOptimizer, "step", weights.mark_update),
+        (stages_1_and_2.DeepSpeedZeroOptimizer, "update_lp_params", weights.mark_update),
+        (bf16.BF16_Optimizer, "update_lp_params", weights.mark_update),
         (engine_class, "__init__", engine.configure_engine),
         (engine_class, "_take_model_step", engine.end_step),
         (engine_class, "save_checkpoint", engine.save_compression),

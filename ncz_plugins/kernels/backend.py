@@ -12,6 +12,7 @@ Shapes and dtypes that all methods share:
 - All tensors of a call are on one device. On a CUDA device calls return before the work is done; it
   follows the order of the current stream. Sizes are then `cuda.DeviceSize`: the host waits for one when it uses it
   as an integer. Those of several frames are a tensor.
+- `base`: floats, [count], of the dtype of `x` or `out`: what all who hold the frame are known to have.
 - For a fixed rate (`block_magnitudes` and below): `rows`: `format.Rows`, which blocks a call covers. `magnitudes`:
   bfloat16, one of each block of all rows, [rows, blocks of a row]. `packed`: uint8, [rows, blocks covered,
   `format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.
@@ -33,7 +34,17 @@ import torch
 from torch import Tensor
 
 from . import damage
-from .format import HAS_CHECKSUM, HEADER, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, StepRule
+from .format import (
+    HAS_CHECKSUM,
+    HEADER,
+    HEADER_BYTES,
+    Coding,
+    Noise,
+    Rows,
+    SelectorCosts,
+    StepRule,
+    checksum_term,
+)
 from .scratch import Scratch
 
 _scratch = Scratch()
@@ -118,6 +129,19 @@ class Backend(ABC):
         `out` and `frame` must not overlap.
         """
 
+    # ------------------------------------------------------------------ floats as differences from other floats
+
+    @abstractmethod
+    def differences(self, x: Tensor, base: Tensor, codes: Tensor) -> None:
+        """codes = how many floats lie between `base` and `x`, with a sign: no rounding, whatever bits they have.
+
+        Both are of one dtype, not float64. 0.0 and -0.0 are neighbours. Codes wrap, at 16 bits for the half types.
+        """
+
+    @abstractmethod
+    def add_differences(self, codes: Tensor, base: Tensor, out: Tensor) -> None:
+        """The inverse: the floats that are so far from `base`, to the bit. `out` may be `base`."""
+
     # ------------------------------------------------------------------ several frames at once
     #
     # A GPU needs as many launches for several frames as for one. All tensors of a call have the same dtypes.
@@ -170,6 +194,15 @@ class Backend(ABC):
     @abstractmethod
     def checksum(self, frame: Tensor) -> int:
         """The checksum of a whole frame, ignoring its checksum field."""
+
+    def digest(self, data: Tensor) -> int:
+        """32 bits that tell apart tensors which differ: the checksum of their bytes, none of them left out."""
+        data = data.view(torch.uint8)
+        if data.numel() < HEADER_BYTES:
+            data = torch.cat([data, data.new_zeros(HEADER_BYTES - data.numel())])
+        field = HEADER_BYTES // 4 - 1
+        word = int.from_bytes(data[4 * field : HEADER_BYTES].cpu().numpy().tobytes(), "little")
+        return (self.checksum(data) + checksum_term(word, field)) % 2**32
 
     def check(self, report: Tensor | None = None) -> None:  # noqa: B027 - most backends have nothing to do here
         """Raise DamagedFrame if a call since the last check met damage. CPU kernels raise at once instead.

@@ -27,6 +27,7 @@ LANES = 32  # partial sums per such block, so that every backend adds squares in
 
 _UINT64 = 2**64 - 1
 
+CHECKSUM_KEY = 0x9E3779B1
 HAS_CHECKSUM, SPOILED = 1, 2  # in the flags; a spoiled frame was made of a damaged one
 
 DIRECT = 128  # HUFFMAN and RANS: smaller symbols are their own tokens
@@ -146,6 +147,12 @@ MODES = ("abs", "rel", "rms", "range", "rms only")
 
 class DamagedFrame(ValueError):
     """The bytes are not a whole, valid frame of the expected number of codes."""
+
+
+def checksum_term(word: int, number: int) -> int:
+    """What a 32-bit word adds to a checksum. `number`: of the word, from 0."""
+    v = (word ^ word >> 16) * (2 * number + 1) * CHECKSUM_KEY & 0xFFFFFFFF
+    return v ^ v >> 15
 
 
 def chunks_of(count: int) -> int:

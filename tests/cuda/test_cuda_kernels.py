@@ -34,6 +34,7 @@ from ncz_plugins.kernels.format import (
     chunks_of,
     max_frame_bytes,
 )
+from ncz_plugins.kernels.updates import decode_update, encode_update, max_update_bytes
 
 FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
 GOLDEN_CODES = dict(np.load(GOLDEN / "codes.npz"))
@@ -102,6 +103,48 @@ def assert_same_frames(backend, codes: torch.Tensor, coding: Coding) -> None:
     expected = encode_codes(FAST, codes, coding)
     assert_same(encode_codes(backend, codes, coding), expected)
     assert_same(decode_codes(backend, expected, codes.numel()), codes)
+
+
+# ------------------------------------------------------------------ differences
+
+
+def any_floats(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    data = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype) if count else torch.empty(0, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_differences(seed, dtype):
+    """Of any bits, at addresses that eight numbers at once can't be loaded from as well."""
+    for count, first in itertools.product(COUNTS, (0, 1)):
+        x, base = (any_floats(dtype, count + first, each)[first:] for each in (0, 1))
+        expected = torch.empty(count, dtype=torch.int32)
+        FAST.differences(x, base, expected)
+        codes = torch.full((count + 8,), 7, dtype=torch.int32)
+        cuda(seed).differences(x, base, codes[:count])
+        assert torch.equal(codes[:count], expected) and (codes[count:] == 7).all()
+        out = torch.cat([base, base[:1]])
+        cuda(seed).add_differences(codes[:count], out[:count], out[:count])  # in place
+        assert torch.equal(out[:count].view(torch.uint8), x.view(torch.uint8))
+        assert torch.equal(out[count:].view(torch.uint8), base[:1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_updates_are_the_same_bytes(dtype):
+    for count in (0, 1, 33, 2 * CHUNK + 77):
+        base = floats(count, dtype)
+        for x in (base, (base * 1.01).to(dtype), any_floats(dtype, count, 3)):
+            frames, outs = [], []
+            for backend in (FAST, cuda()):
+                room = torch.zeros(max_update_bytes(count, dtype.itemsize), dtype=torch.uint8)
+                coding = Coding(Coder.HUFFMAN, Predictor.NONE)
+                frames.append(room[: encode_update(backend, x, base, coding, room)])
+                outs.append(base.clone())
+                decode_update(backend, frames[0], outs[-1], outs[-1])
+                assert torch.equal(outs[-1].view(torch.uint8), x.view(torch.uint8))
+            assert torch.equal(*frames)
+    assert cuda().digest(any_floats(torch.float32, 999, 0)) == FAST.digest(any_floats(torch.float32, 999, 0))
 
 
 # ------------------------------------------------------------------ frames

@@ -50,9 +50,14 @@ CASES = {
         ["flops_profiler.communication_compression", "move it to the top level"],
     ),
     "roles that DeepSpeed does not offer": (
-        [config({"roles": ["gradient", "parameter"]})] * RANKS,
+        [config({"roles": ["gradient", "activation"]})] * RANKS,
         "ConfigError",
-        ["roles", "parameter", '["gradient"]'],
+        ["roles", "activation", '["gradient"]', '["gradient", "parameter"]'],
+    ),
+    "weights of which no rank has all": (
+        [config({"roles": ["gradient", "parameter"]}, zero={"stage": 3})] * RANKS,
+        "UnsupportedError",
+        ["roles", "stage 3", '["gradient"]'],
     ),
     "deepcompile": (
         [config(compile={"deepcompile": True})] * RANKS,

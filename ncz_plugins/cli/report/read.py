@@ -68,6 +68,9 @@ class Step(Line):
     local_bytes: Count = 0
     bypasses: dict[str, Count] = {}
     bypassed_bytes: dict[str, Count] = {}
+    plain_bytes_by_role: dict[str, Count] = {}
+    wire_bytes_by_role: dict[str, Count] = {}
+    sent_whole: dict[str, Count] = {}
     agree_seconds: Seconds = 0.0
     measure_seconds: Seconds = 0.0
     local_seconds: Seconds = 0.0

@@ -14,6 +14,7 @@ from .read import Run
 from .summary import Summary
 from .verdict import Conclusion
 
+_ROLES = {"gradient": "gradients", "parameter": "weights", "activation": "activations"}
 _TITLES = {
     "time": "What limited the time",
     "ratio": "What limited the ratio",
@@ -58,6 +59,12 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     of_compressed = f", {summary.compressed_ratio:.2f} for what was compressed" if partly else ""
     yield "ratio", f"{summary.ratio:.2f}{of_compressed}"
     yield "sent per step", f"{size(summary.plain_bytes / steps)} -> {size(summary.wire_bytes / steps)}"
+    if len(summary.roles) > 1 or "parameter" in summary.roles:  # else the line above says it
+        for role, sent in summary.roles.items():
+            ratio = f", ratio {sent.plain_bytes / sent.wire_bytes:.2f}" if sent.wire_bytes else ""
+            yield _ROLES.get(role, role), f"{size(sent.plain_bytes / steps)} -> {size(sent.wire_bytes / steps)}{ratio}"
+    if summary.sent_whole:
+        yield "weights sent whole", ", ".join(f"{count:,} x {reason}" for reason, count in summary.sent_whole.items())
     if summary.local_bytes:
         yield "inside nodes", f"{size(summary.local_bytes / steps)} per step, uncompressed"
     yield "calls per step", f"{summary.calls / steps:.4g}, {summary.compressed_calls / steps:.4g} of them compressed"

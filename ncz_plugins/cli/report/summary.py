@@ -68,6 +68,14 @@ class Bypassed:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What calls for one kind of tensor would have sent plain, and what they sent, in bytes."""
+
+    plain_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
 class Guarded:
     """What the guard found. None stands for a figure that was not finite.
 
@@ -97,6 +105,8 @@ class Summary:
         compressed_ratio: that of the calls that went compressed; None where there were none.
         ratio: of all calls.
         call_bytes: what a compressed call would have sent plain, on average; 0 where there were none.
+        roles: what was sent for gradients, parameters and activations, where calls said so.
+        sent_whole: reason -> gathers of weights in which changes would not do.
         bounds: the lowest and the highest factor of the bounds, by schedule and guard.
     """
 
@@ -115,6 +125,8 @@ class Summary:
     times: Times
     coders: dict[str, int]
     bypasses: dict[str, Bypassed]
+    roles: dict[str, Sent]
+    sent_whole: dict[str, int]
     guard: Guarded | None
     bounds: tuple[float, float]
 
@@ -151,6 +163,8 @@ def summarize(run: Run) -> Summary:
         times=_times([s for s in steps if s.step_seconds and s.step not in run.starts]),
         coders=_added(s.coders for s in steps),
         bypasses=dict(sorted(bypasses.items(), key=lambda item: -item[1].bytes)),
+        roles=_roles(steps),
+        sent_whole=_added(s.sent_whole for s in steps),
         guard=_guarded(steps),
         bounds=(min(s.bound_times for s in steps), max(s.bound_times for s in steps)),
     )
@@ -210,6 +224,11 @@ LATE = ("non-finite", "code overflow", "not worth it")
 def _untimed_bytes(step: Step) -> int:
     """Sent by calls that went plain at once, whose time nobody measures."""
     return sum(nbytes for reason, nbytes in step.bypassed_bytes.items() if reason not in LATE)
+
+
+def _roles(steps: list[Step]) -> dict[str, Sent]:
+    plain, wire = _added(s.plain_bytes_by_role for s in steps), _added(s.wire_bytes_by_role for s in steps)
+    return {role: Sent(nbytes, wire.get(role, 0)) for role, nbytes in plain.items()}
 
 
 def _guarded(steps: list[Step]) -> Guarded | None:

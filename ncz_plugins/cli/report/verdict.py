@@ -229,10 +229,7 @@ def _of_loss(summary: Summary, config: Settings) -> Conclusion:
         quantizer = QuantizerConfig(**config.quantizer).times(summary.bounds[1])
     except ConfigError:
         return Conclusion("loss", "unknown", "Unknown: another version of ncz_plugins wrote these settings.")
-    classes = {each.loss_class for each in loss.expected(quantizer)}
-    limit = next((each for each in ("harmful", "visible", "harmless") if each in classes), "unknown")
-    if quantizer.kind == "lossless":
-        limit = "harmless"
+    limit = loss.worst_class(quantizer)
     words = f"{quantizer.describe()}: {loss.describe(quantizer)}."
     error, harmless = summary.guard and summary.guard.relative_error, loss.largest_harmless_error(quantizer)
     if error is not None and harmless is not None and error > _ABOUT * harmless:

@@ -24,6 +24,7 @@ from ...kernels.format import (
     max_frame_bytes,
 )
 from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
+from ...kernels.updates import decode_update, encode_update, max_update_bytes
 from ..config import Config
 from ..errors import FrameError
 from ..runtime.device import Device
@@ -332,6 +333,52 @@ class LosslessCodec(TensorCodec):
         if self.checksum:
             require_seals([header])
         decode_floats(self.backend, frame, out)
+
+
+@dataclass
+class UpdatingCodec(TensorCodec):
+    """Encodes floats without loss, as what has changed since a version that other ranks hold.
+
+    That version is overwritten where frames are decoded.
+
+    Attributes:
+        base: the version of this rank's own values, like `source`.
+        own: segments of this rank, which it does not decode.
+        whole: segments of which ranks hold different versions, and which are sent as they are.
+    """
+
+    base: Window
+    own: range
+    whole: frozenset[int]
+
+    @property
+    def frame_capacity(self) -> int:
+        return max_update_bytes(self.layout.frame_elements, self.output.data.element_size())
+
+    def decode(self, segment: int, index: int, frame: Tensor) -> None:
+        if segment not in self.own:
+            return super().decode(segment, index, frame)
+        elements = self.layout.frame(segment, index)
+        if self.output[elements].data_ptr() != self.source[elements].data_ptr():
+            self.output[elements].copy_(self.source[elements])
+
+    def _write_sums(self, batch, buffers):
+        return torch.tensor([self._write(each.segment, each.index, buffer) for each, buffer in zip(batch, buffers)])
+
+    def _write(self, segment: int, index: int, buffer: Tensor) -> int:
+        elements = self.layout.frame(segment, index)
+        if segment in self.whole:
+            return encode_floats(self.backend, self.source[elements], self.coding, buffer)
+        return encode_update(self.backend, self.source[elements], self.base[elements], self.coding, buffer)
+
+    def _read(self, segment, index, frame):
+        out = self.output[self.layout.frame(segment, index)]
+        if self.checksum:
+            require_seals([self.device.seen(frame[:HEADER_BYTES])])
+        if segment in self.whole:
+            decode_floats(self.backend, frame, out)
+        else:
+            decode_update(self.backend, frame, out, out)
 
 
 def codec_for(

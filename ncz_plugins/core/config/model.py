@@ -51,7 +51,9 @@ class Config(Section):
         Field(min_length=1, json_schema_extra={"uniqueItems": True}),
         Allowed(f"a list of one or more of {', '.join(get_args(Role))}, each at most once"),
     ] = Field(
-        default=("gradient",), description="The kinds of tensors that are compressed; all others are left as they are."
+        default=("gradient",),
+        description="The kinds of tensors that are compressed; all others are left as they are. Parameters keep "
+        "every bit, unless a policy for their role has a quantizer.",
     )
     statistics: StatisticsConfig = StatisticsConfig()
 

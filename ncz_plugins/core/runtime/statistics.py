@@ -21,6 +21,9 @@ class Counters:
         local_bytes: what was sent uncompressed to ranks of the same node, on top of `wire_bytes`.
         bypasses: reason -> calls.
         bypassed_bytes: reason -> what these calls sent, as part of `wire_bytes`.
+        plain_bytes_by_role, wire_bytes_by_role: both kinds of bytes, by what tensors were, where that was said:
+            "gradient", "parameter" or "activation".
+        sent_whole: reason -> calls with a baseline in which some rank's part was sent whole, see `Baseline`.
         agree_seconds: from the start of a call until all ranks agree on the quantization steps, including sums inside
             the node.
         measure_seconds: measuring the tensor, as part of `agree_seconds`.
@@ -41,6 +44,9 @@ class Counters:
     local_bytes: int = 0
     bypasses: dict[str, int] = field(default_factory=dict)
     bypassed_bytes: dict[str, int] = field(default_factory=dict)
+    plain_bytes_by_role: dict[str, int] = field(default_factory=dict)
+    wire_bytes_by_role: dict[str, int] = field(default_factory=dict)
+    sent_whole: dict[str, int] = field(default_factory=dict)
     agree_seconds: float = 0.0
     measure_seconds: float = 0.0
     local_seconds: float = 0.0

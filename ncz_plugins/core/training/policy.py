@@ -1,7 +1,8 @@
 """What each part of a tensor gets: compressed, by which quantizer, or not.
 
 A tensor that is reduced consists of parts that belong to named parameters. The first of the configuration's policies
-that fits a part says how it is treated; `steps` says what changes in the course of a training.
+that fits a part says how it is treated; `steps` says what changes in the course of a training. Weights (the role
+parameter) keep every bit, unless a policy for that role has a quantizer of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..bypass import Bypass, by_policy, by_warm_up
-from ..config import Config, Policy, QuantizerConfig
+from ..config import Config, Policy, QuantizerConfig, QuantizerOverrides
 
 
 class ParameterSlice(NamedTuple):
@@ -55,6 +56,10 @@ class Treatment(NamedTuple):
     bypass: Bypass | None
     because: str
 
+    def without_loss(self) -> Treatment:
+        """The same, but that every bit is kept."""
+        return self._replace(quantizer=_lossless(self.quantizer))
+
     def settings(self, config: Config) -> Config:
         """The configuration of a call that is treated so, where `config` is in force."""
         if self.quantizer is config.quantizer:  # as by default; to compare or hash it would slow small calls down
@@ -82,7 +87,7 @@ class Policies:
         """
         if bypass := by_warm_up(step, self._config):
             return Treatment(self._config.quantizer, bypass, bypass.value)
-        key = (self.fitting(part, dtype, role), self._config.steps.bounds_times(step) * tightening)
+        key = (self.fitting(part, dtype, role), role, self._config.steps.bounds_times(step) * tightening)
         if key not in self._treatments:
             self._treatments[key] = self._made(*key)
         return self._treatments[key]
@@ -95,12 +100,15 @@ class Policies:
             self._fitting[key] = next(fit, None)
         return self._fitting[key]
 
-    def _made(self, at: int | None, times: float) -> Treatment:
-        quantizer, bypass, because = self._config.quantizer, None, "default"
+    def _made(self, at: int | None, role: str | None, times: float) -> Treatment:
+        quantizer, bypass, because, changes = self._config.quantizer, None, "default", False
         if at is not None:
             policy = self._config.policies[at]
             quantizer, because = policy.quantizer.applied_to(quantizer), f"policies[{at}]"
             bypass = by_policy(policy)
+            changes = policy.role == "parameter" and policy.quantizer != QuantizerOverrides()
+        if role == "parameter" and not changes:  # no later step averages out the error of a weight
+            quantizer = _lossless(quantizer)
         return Treatment(quantizer.times(times), bypass, because)
 
 
@@ -108,6 +116,11 @@ def named(parts: Sequence[ParameterSlice]) -> str | None:
     """What to call a tensor that consists of `parts`, for people; None if none of them has a name."""
     names = list(dict.fromkeys(part.name for part in parts if part.name is not None))
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else None
+
+
+@lru_cache
+def _lossless(quantizer: QuantizerConfig) -> QuantizerConfig:
+    return quantizer.changed(kind="lossless")
 
 
 @lru_cache

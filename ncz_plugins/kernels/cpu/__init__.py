@@ -18,7 +18,7 @@ from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, b
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 3  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 4  # ncz::ABI_VERSION in common/format.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
@@ -35,6 +35,8 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
         _INT64,
         (_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER),
     ),
+    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # these two in differences.h
+    "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
     "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # from here on in fixed_rate.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
     "add_packed": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
@@ -125,6 +127,13 @@ class CpuBackend(Backend):
 
     def checksum(self, frame):
         return self._checksum(frame.data_ptr(), frame.numel())
+
+    def differences(self, x, base, codes):
+        self._differences(x.data_ptr(), base.data_ptr(), _DTYPE[x.dtype], x.numel(), codes.data_ptr())
+
+    def add_differences(self, codes, base, out):
+        count, dtype = out.numel(), _DTYPE[out.dtype]
+        self._add_differences(codes.data_ptr(), base.data_ptr(), count, out.data_ptr(), dtype)
 
     def block_magnitudes(self, x, rows, magnitudes):
         self._block_magnitudes(x.data_ptr(), _DTYPE[x.dtype], _rows(rows), magnitudes.data_ptr())

@@ -2,6 +2,7 @@
 
     values.cuh    floats to codes and back, random numbers, statistics
     frame.cuh     headers, checksums, and the checks before anything is decoded
+    differences.cuh    what floats are less other floats, as integers of their bits
     fixed_rate.cuh    codes of equally many bits, without frames
     fixed.cuh     the coders FIXED and RAW, and all that works in one pass
     select.cuh, huffman.cuh, rans.cuh    the selector and the other coders
@@ -117,6 +118,14 @@ class CudaBackend(GpuBackend):
     def dequantize(self, codes, scales, out):
         count = out.numel()
         self._launch("dequantize", out.dtype, chunks_of(count), codes, scales, np.int64(count), out)
+
+    def differences(self, x, base, codes):
+        count = x.numel()
+        self._launch("differences", x.dtype, chunks_of(count), x, base, np.int64(count), codes)
+
+    def add_differences(self, codes, base, out):
+        count = out.numel()
+        self._launch("add_differences", out.dtype, chunks_of(count), codes, base, np.int64(count), out)
 
     # ------------------------------------------------------------------ frames
 

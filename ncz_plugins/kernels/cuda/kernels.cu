@@ -5,9 +5,11 @@
 
 #include "fixed.cuh"
 
-#if NCZ_DTYPE != 3  // a fixed rate serves all types but double
+#if NCZ_DTYPE != 3  // neither serves double
+#include "differences.cuh"
 #include "fixed_rate.cuh"
 #else
+#define NCZ_DIFFERENCE_KERNELS(X)
 #define NCZ_FIXED_RATE_KERNELS(X)
 #endif
 
@@ -18,7 +20,8 @@
 #endif
 
 #define NCZ_MODULE_KERNELS(X) \
-    NCZ_SCALE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X)
+    NCZ_SCALE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X) \
+    NCZ_DIFFERENCE_KERNELS(X)
 
 #if NCZ_DTYPE == 0  // what works on codes alone is in this module only
 #include "open.cuh"

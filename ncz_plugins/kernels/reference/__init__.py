@@ -9,6 +9,7 @@ first widened to float32, which is exact.
     fixed, huffman, rans, bits    the coders
     select    the coder and predictor that AUTO stands for
     frames    whole frames
+    differences    what floats are less other floats
     fixed_rate    codes of equally many bits, without frames
 """
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from ..backend import Backend
-from . import fixed_rate, frames, values
+from . import differences, fixed_rate, frames, values
 
 
 class ReferenceBackend(Backend):
@@ -63,6 +64,12 @@ class ReferenceBackend(Backend):
     def checksum(self, frame):
         return frames.checksum(frame.numpy().tobytes())
 
+    def differences(self, x, base, codes):
+        codes.copy_(torch.from_numpy(differences.differences(_integers(x), _integers(base))))
+
+    def add_differences(self, codes, base, out):
+        _integers(out)[:] = differences.restored(codes.numpy(), _integers(base))
+
     def block_magnitudes(self, x, rows, magnitudes):
         _bits(magnitudes)[:] = fixed_rate.block_magnitudes(_values(x), rows)
 
@@ -83,6 +90,11 @@ class ReferenceBackend(Backend):
 def _values(x: torch.Tensor) -> np.ndarray:
     """`x` as float64 if it is that, else as float32. Widening the half types is exact."""
     return x.numpy() if x.dtype == torch.float64 else x.to(torch.float32).numpy()
+
+
+def _integers(floats: torch.Tensor) -> np.ndarray:
+    """The bits of floats of 16 or 32 bits, as integers with a sign, in the same memory."""
+    return floats.view(torch.int16 if floats.element_size() == 2 else torch.int32).numpy()
 
 
 def _bits(magnitudes: torch.Tensor) -> np.ndarray:

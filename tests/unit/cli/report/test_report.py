@@ -352,6 +352,21 @@ def test_the_documentation_explains_every_limit_and_every_key():
 # ------------------------------------------------------------------ the command
 
 
+def test_gradients_and_weights_are_told_apart(file, ncz):
+    by_role = {
+        "plain_bytes_by_role": {"gradient": 50_000_000, "parameter": 30_000_000},
+        "wire_bytes_by_role": {"gradient": 5_000_000, "parameter": 6_000_000},
+    }
+    path = file(HEADER, record(1, sent_whole={"first call": 1}, **by_role), record(2, **by_role))
+    _, out, _ = ncz("report", path)
+    lines = {line.split("  ")[0]: line.strip() for line in out.splitlines()}
+    assert lines["gradients"].endswith("50 MB -> 5 MB, ratio 10.00")
+    assert lines["weights"].endswith("30 MB -> 6 MB, ratio 5.00")
+    assert lines["weights sent whole"].endswith("1 x first call")
+    _, out, _ = ncz("report", "--json", path)
+    assert json.loads(out)["roles"]["parameter"] == {"plain_bytes": 60_000_000, "wire_bytes": 12_000_000}
+
+
 def test_the_command_shows_figures_bypasses_and_the_verdict(file, ncz):
     some = {"wire_bytes": 10_000_000, "plain_bytes": 82_000_000} | bypassed("policy", 2_000_000)
     path = file(HEADER, record(1, None), record(2, **some), record(3, **some))

@@ -1,0 +1,109 @@
+"""`ncz patch`: versions of a model's weights as patches, from and to files of safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ..core.errors import UnsupportedError
+from .output import add_row, size, table, unbroken_console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `ncz`."""
+    parser = commands.add_parser("patch", help="turn versions of weights (.safetensors) into patches, and back")
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    make = actions.add_parser("make", help="write what has changed between two files, or all of one")
+    make.add_argument("new", help="the new version, .safetensors")
+    make.add_argument("patch", help="the file to write")
+    make.add_argument(
+        "--base", metavar="OLD", help="the version that the receiver has, .safetensors; else all is written"
+    )
+    make.set_defaults(run=_make)
+    apply = actions.add_parser("apply", help="write the new version, to the bit")
+    apply.add_argument("patch", help="what `ncz patch make` wrote")
+    apply.add_argument("new", help="the file to write, .safetensors")
+    apply.add_argument("--base", metavar="OLD", help="the version that the patch is for, .safetensors")
+    apply.set_defaults(run=_apply)
+    show = actions.add_parser("show", help="list what is in a patch")
+    show.add_argument("patch", help="what `ncz patch make` wrote")
+    show.set_defaults(run=_show)
+
+
+def _make(options: argparse.Namespace) -> None:
+    from ..core.codec.patch import make_patch
+
+    new = _read(options.new)
+    patch = make_patch(new, None if options.base is None else _read(options.base))
+    _write(options.patch, patch)
+    whole = sum(tensor.nbytes for tensor in new.values())
+    fewer = f", {whole / len(patch):.1f} times fewer than its {size(whole)}"
+    unbroken_console().print(f"{options.patch}: {size(len(patch))}{fewer}")
+
+
+def _apply(options: argparse.Namespace) -> None:
+    from ..core.codec.patch import apply_patch
+
+    made = apply_patch(_bytes_of(options.patch), None if options.base is None else _read(options.base))
+    _write(options.new, _safetensors().save({name: each.contiguous() for name, each in made.items()}, {"format": "pt"}))
+    unbroken_console().print(f"{options.new}: {len(made)} tensors")
+
+
+def _show(options: argparse.Namespace) -> None:
+    from ..core.codec.patch import read_patch
+
+    contents, _ = read_patch(_bytes_of(options.patch))
+    base = "holds everything" if contents.base is None else f"for version {contents.base:08x}"
+    found = table("tensor", "dtype", "shape", "held as", "bytes", numbers=["bytes"], gap=2)
+    for entry in contents.tensors:
+        shape = " x ".join(map(str, entry.shape)) or "a number"
+        add_row(found, entry.name, entry.dtype, shape, entry.kind, f"{sum(entry.frames):,}")
+    console: Console = unbroken_console()
+    console.print(f"{options.patch}: makes version {contents.identity:08x}, {base}")
+    console.print(found)
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UnsupportedError(
+            "ncz patch reads and writes files of safetensors, which is not installed: "
+            "pip install 'ncz_plugins[safetensors]'"
+        ) from None
+    return safetensors.torch
+
+
+def _read(file: str) -> Mapping[str, Tensor]:
+    safetensors = _safetensors()
+    try:
+        return safetensors.load(_bytes_of(file))
+    except Exception as error:  # its own class for files that are damaged
+        raise UnsupportedError(f"{file}: is no whole file of safetensors: {error}") from None
+
+
+def _bytes_of(file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def _write(file: str, data: bytes) -> None:
+    """Write the whole file, or leave what was there."""
+    path = Path(file)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UnsupportedError(f"{file}: cannot be written: {error.strerror or error}") from None

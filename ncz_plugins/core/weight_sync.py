@@ -1,0 +1,178 @@
+"""Weights that a trainer publishes again and again, and that workers follow by patches: for RL and inference.
+
+Patches are bytes (codec/patch.py). Send them as you like, or let `WeightSync` do it over torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .codec.patch import apply_patch, identity, make_patch, read_patch
+from .errors import UnsupportedError
+from .transport.base import peer_errors
+
+_NONE = -1  # in place of the identity of a version
+
+
+class WeightPublisher:
+    """The trainer's side: keeps some versions of a state dict, and makes patches from each of them to the newest.
+
+    Args:
+        keep: how many versions it can make patches from. Each takes the memory of a state dict, on the host.
+
+    Attributes:
+        version: how often was published.
+    """
+
+    def __init__(self, keep: int = 2):
+        if keep < 1:
+            raise ValueError(f"keep: {keep}: at least the newest version is kept; allowed: 1 or more")
+        self.version = 0
+        self._keep = keep
+        self._kept: dict[int, dict[str, Tensor]] = {}  # by identity, the oldest first
+        self._made: dict[int | None, bytes] = {}  # patches to the newest version
+
+    def publish(self, state: Mapping[str, Tensor]) -> int:
+        """Copy `state` as the newest version. Returns the number of the version, from 1."""
+        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        new = identity(copied)
+        self._kept.pop(new, None)
+        self._kept[new] = copied
+        for old in list(self._kept)[: -self._keep]:
+            del self._kept[old]
+        self._made.clear()
+        self.version += 1
+        return self.version
+
+    @property
+    def identity(self) -> int:
+        """What tells the newest version from others. Raises UnsupportedError if there is none."""
+        self._require_published()
+        return next(reversed(self._kept))
+
+    def patch(self, base: int | None = None) -> bytes:
+        """What turns the version with the identity `base` into the newest; all of the newest if that is not kept.
+
+        Raises UnsupportedError if nothing was published.
+        """
+        self._require_published()
+        base = base if base in self._kept else None
+        if base not in self._made:
+            self._made[base] = make_patch(self._kept[self.identity], None if base is None else self._kept[base])
+        return self._made[base]
+
+    def _require_published(self) -> None:
+        if not self._kept:
+            raise UnsupportedError("no version was published yet: call publish(state_dict) first")
+
+
+class WeightSubscriber:
+    """A worker's side: holds the weights that patches made.
+
+    Attributes:
+        weights: tensors by name, in host memory; empty before the first patch. A patch fits them as long as nobody
+            changes them in place.
+        identity: of the version that this is, for `WeightPublisher.patch`; None before the first patch.
+    """
+
+    def __init__(self):
+        self.weights: dict[str, Tensor] = {}
+        self.identity: int | None = None
+
+    def apply(self, patch: bytes) -> dict[str, Tensor]:
+        """The weights, once the patch is applied.
+
+        Raises FrameError if it is damaged, and MismatchError if it is for another version. The weights are unchanged
+        then: ask for another one.
+        """
+        contents, _ = read_patch(patch)
+        self.weights = apply_patch(patch, self.weights if self.identity is not None else None)
+        self.identity = contents.identity
+        return self.weights
+
+    def forget_changed(self) -> None:
+        """Begin anew, with no version, if somebody has changed the weights in place."""
+        if self.identity is not None and identity(self.weights) != self.identity:
+            self.weights, self.identity = {}, None
+
+
+class WeightSync:
+    """Brings the weights of one rank to all ranks of a process group, as patches.
+
+    Every rank makes one, and calls `publish` or `receive` at the same time: they are collectives. A rank that has lost
+    its weights, has changed them, or is new, gets all of them.
+
+    Args:
+        group: the process group; None is the default group.
+        src: global rank of the trainer.
+        keep: see `WeightPublisher`.
+
+    Attributes:
+        bytes_sent: by the trainer, in the last call, to each rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, src: int = 0, keep: int = 2):
+        self._group = dist.group.WORLD if group is None else group
+        ranks = dist.get_process_group_ranks(self._group)
+        if src not in ranks:
+            raise UnsupportedError(f"src={src} is not a rank of this group; they are {ranks}")
+        self._src, self._place = src, ranks.index(src)
+        self._publisher = WeightPublisher(keep)
+        self._subscriber = WeightSubscriber()
+        self.bytes_sent = 0
+
+    def publish(self, state: Mapping[str, Tensor]) -> int:
+        """Send `state` to all other ranks. Returns the number of the version, from 1.
+
+        Raises UnsupportedError on any rank but `src`, and PeerError.
+        """
+        if dist.get_rank() != self._src:
+            raise UnsupportedError(
+                f"publish: this is rank {dist.get_rank()}, and rank {self._src} publishes: receive()"
+            )
+        version = self._publisher.publish(state)
+        bases = self._bases(_NONE)
+        if not bases:
+            return version
+        patches = [self._publisher.patch(None if base == _NONE else base) for base in bases]
+        self._broadcast(torch.tensor([len(patch) for patch in patches]))
+        self.bytes_sent = sum(map(len, patches))
+        self._broadcast(torch.frombuffer(bytearray(b"".join(patches)), dtype=torch.uint8))
+        return version
+
+    def receive(self) -> dict[str, Tensor]:
+        """The newest weights, as the trainer published them.
+
+        Raises UnsupportedError on the rank `src`, FrameError, and PeerError.
+        """
+        if dist.get_rank() == self._src:
+            raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: publish(state_dict)")
+        self._subscriber.forget_changed()
+        own = _NONE if self._subscriber.identity is None else self._subscriber.identity
+        bases = self._bases(own)
+        sizes = self._broadcast(torch.zeros(len(bases), dtype=torch.int64)).tolist()
+        data = self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8))
+        at = bases.index(own)
+        return self._subscriber.apply(data[sum(sizes[:at]) : sum(sizes[: at + 1])].numpy().tobytes())
+
+    def _bases(self, own: int) -> list[int]:
+        """The versions that workers have, each once, the same list on every rank."""
+        given = torch.tensor([own], device=self._device)
+        all_of_them = [torch.empty_like(given) for _ in range(self._group.size())]
+        with peer_errors("comparing versions of weights"):
+            dist.all_gather(all_of_them, given, group=self._group)
+        return sorted({int(each) for place, each in enumerate(all_of_them) if place != self._place})
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        sent = tensor.to(self._device)
+        with peer_errors("the broadcast of weights"):
+            dist.broadcast(sent, self._src, group=self._group)
+        return sent.cpu()
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")

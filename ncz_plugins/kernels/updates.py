@@ -1,0 +1,63 @@
+"""Floats that a receiver has an older version of, coded without loss: how far each moved, counted in floats.
+
+A frame holds these differences as codes, or the floats themselves (SPLIT, see lossless.py) where that is smaller.
+Shapes and dtypes are those of backend.py; floats are of any of `format.DTYPES`, of which float64 is always sent whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
+from .lossless import decode_floats, encode_floats, max_lossless_bytes
+from .scratch import Scratch
+
+# SPLIT saves a quarter of bfloat16 weights, and less of others: smaller frames of differences need no comparison.
+_SURELY_SMALLER = 3 / 4
+
+_scratch = Scratch()
+
+
+def max_update_bytes(count: int, itemsize: int) -> int:
+    """An upper bound of the bytes of a frame of `count` floats of `itemsize` bytes."""
+    return max(max_lossless_bytes(count, itemsize), max_frame_bytes(count))
+
+
+def encode_update(backend: Backend, x: Tensor, base: Tensor, coding: Coding, frame: Tensor) -> int:
+    """Write `x` as one frame to `frame` (uint8, `max_update_bytes` long). Returns the bytes written."""
+    if x.dtype == torch.float64:
+        return encode_floats(backend, x, coding, frame)
+    codes = _scratch.of("differences", x.numel(), torch.int32, x.device)
+    backend.differences(x, base, codes)
+    size = int(backend.encode_codes(codes, coding, frame))
+    if size <= _SURELY_SMALLER * x.nbytes:
+        return size
+    whole = _scratch.of("whole", max_lossless_bytes(x.numel(), x.element_size()), torch.uint8, x.device)
+    whole_size = encode_floats(backend, x, coding, whole)
+    if whole_size < size:
+        frame[:whole_size] = whole[:whole_size]
+        return whole_size
+    return size
+
+
+def decode_update(backend: Backend, frame: Tensor, base: Tensor, out: Tensor) -> None:
+    """Read one frame into `out`, which may be `base`.
+
+    Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
+    """
+    if out.dtype == torch.float64 or _is_split(frame):
+        return decode_floats(backend, frame, out)
+    codes = _scratch.of("differences", out.numel(), torch.int32, out.device)
+    backend.decode_codes(frame, codes)
+    backend.check()
+    backend.add_differences(codes, base, out)
+
+
+def _is_split(frame: Tensor) -> bool:
+    """Whether a frame holds floats themselves. On a GPU the host waits."""
+    if frame.numel() < HEADER_BYTES:
+        return False
+    _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())
+    return coder == Coder.SPLIT

@@ -1,0 +1,18 @@
+"""Weights over torch.distributed: every worker has every version to the bit, whatever happened to it in between."""
+
+from processes import results, run
+
+
+def test_workers_follow_a_trainer(tmp_path):
+    first, trainer, third = results(run("weight_sync", 3, tmp_path))
+    assert first["exact"] == third["exact"] == [True] * 6
+    whole, *later = trainer["sent"]
+    assert all(size < 0.5 * whole for at, size in enumerate(later, 1) if at not in (3, 4))
+    assert whole < later[2] < 1.5 * whole and whole < later[3] < 1.5 * whole  # all of it for one, changes for the other
+    assert "rank 1 publishes" in first["refused"]["message"] and "which publishes" in trainer["refused"]["message"]
+
+
+def test_a_dead_trainer_is_an_error(tmp_path):
+    published, failed = results(run("weight_sync_death", 2, tmp_path))
+    assert published == "published"
+    assert failed["error"] == "PeerError" and failed["seconds"] < 30

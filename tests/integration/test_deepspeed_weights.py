@@ -1,0 +1,96 @@
+"""Weights that ZeRO 1 and 2 gather, sent as changes: the bits of plain gathers after every step, in fewer bytes."""
+
+import json
+
+import pytest
+from launch import WORKERS, deepspeed_ranks, launch
+
+pytestmark = pytest.mark.slow
+
+STEPS, CHANGED, SAVED = 7, 3, 5  # as in _workers/weights.py
+
+
+def case(stage: int, dtype: str = "bf16", *, zero: dict | None = None, **top_level) -> dict:
+    """A DeepSpeed configuration whose gradients and weights are sent without loss."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        "communication_compression": {
+            "roles": ["gradient", "parameter"],
+            "quantizer": {"kind": "lossless"},
+            "transport": {"min_bytes": 0},
+        },
+        **top_level,
+    }
+
+
+CASES = {
+    **{f"{dtype} stage {stage}": case(stage, dtype) for stage in (1, 2) for dtype in ("fp32", "bf16")},
+    "bf16 stage 2 overlapping": case(2, zero={"overlap_comm": True}),
+    "fp32 stage 1 overlapping": case(1, "fp32", zero={"overlap_comm": True}),
+    "bf16 stage 1 accumulating in fp32": case(1, data_types={"grad_accum_dtype": "fp32"}),
+}
+THREE_RANKS = ["bf16 stage 2"]
+
+
+def run(folder, names, ranks: int) -> list[dict]:
+    cases = folder / "cases.json"
+    cases.write_text(json.dumps({name: CASES[name] for name in names}))
+    outcome = launch(deepspeed_ranks(WORKERS / "weights.py", cases, folder, ranks=ranks), folder, timeout=200)
+    assert len(outcome.ranks) == ranks, outcome.output
+    return outcome.ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("two_ranks"), CASES, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("three_ranks"), THREE_RANKS, ranks=3)
+
+
+@pytest.fixture(
+    params=[*((name, 2) for name in CASES), *((name, 3) for name in THREE_RANKS)],
+    ids=lambda param: f"{param[0]}-{param[1]}ranks",
+)
+def found(request):
+    """What every rank found."""
+    name, ranks = request.param
+    results = request.getfixturevalue("two_ranks" if ranks == 2 else "three_ranks")
+    return [rank[name] for rank in results]
+
+
+def test_weights_are_those_of_plain_gathers_after_every_step(found):
+    for rank in found:
+        assert rank["ours"] == rank["plain"] and len(set(rank["ours"])) == STEPS
+    assert all(rank["ours"] == found[0]["ours"] for rank in found)
+
+
+def test_only_the_first_gather_and_the_one_after_a_change_are_whole(found):
+    expected = [{}] * STEPS
+    expected[0], expected[CHANGED] = {"first call": 1}, {"changed in between": 1}
+    for rank in found:
+        assert rank["sent whole"] == expected
+
+
+def test_a_resumed_run_goes_on_with_a_whole_gather_and_the_same_bits(found):
+    for rank in found:
+        assert rank["resumed"] == rank["ours"][SAVED:]
+        first, *later = rank["sent whole after loading"]
+        assert first and not any(later)
+
+
+def test_fewer_bytes_travel(found):
+    for rank in found:
+        assert rank["gathered"][1] < rank["gathered"][0]
+        assert rank["stats"]["bypasses"] == {}
+
+
+def test_the_copy_takes_a_ranks_own_part(found):
+    for rank in found:
+        assert rank["copies"] <= 1.01 * rank["weights"] / len(found)

@@ -1,0 +1,64 @@
+"""`ncz patch`: files of safetensors in, patches out, and back."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ncz_plugins.cli.main import main
+
+
+@pytest.fixture
+def versions(tmp_path, monkeypatch):
+    """old.safetensors and new.safetensors in the working directory; returns the new one's tensors."""
+    monkeypatch.chdir(tmp_path)
+    random = torch.Generator().manual_seed(0)
+    old = {"a.weight": 0.02 * torch.randn(200, 100, generator=random), "a.bias": torch.zeros(100)}
+    new = {"a.weight": old["a.weight"] + 1e-5, "a.bias": torch.zeros(100)}
+    for name, state in (("old", old), ("new", new)):
+        save_file({key: value.bfloat16() for key, value in state.items()}, f"{name}.safetensors", {"format": "pt"})
+    return load_file("new.safetensors")
+
+
+def test_there_and_back(versions, capsys, tmp_path):
+    assert main(["patch", "make", "new.safetensors", "v2.patch", "--base", "old.safetensors"]) == 0
+    assert "times fewer" in capsys.readouterr().out
+    assert (tmp_path / "v2.patch").stat().st_size < 0.3 * (tmp_path / "new.safetensors").stat().st_size
+    assert main(["patch", "apply", "v2.patch", "made.safetensors", "--base", "old.safetensors"]) == 0
+    made = load_file("made.safetensors")
+    assert made.keys() == versions.keys() and all(torch.equal(made[name], versions[name]) for name in made)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "old.safetensors",
+        "new.safetensors",
+        "v2.patch",
+        "made.safetensors",
+    }
+
+
+def test_a_patch_without_a_base_holds_everything(versions, capsys):
+    assert main(["patch", "make", "new.safetensors", "v2.patch"]) == 0
+    assert main(["patch", "apply", "v2.patch", "made.safetensors"]) == 0
+    assert torch.equal(load_file("made.safetensors")["a.weight"], versions["a.weight"])
+    capsys.readouterr()
+    assert main(["patch", "show", "v2.patch"]) == 0
+    shown = capsys.readouterr().out
+    assert "holds everything" in shown and "200 x 100" in shown and "whole" in shown
+
+
+MISTAKES = {
+    "no such file": (["make", "none.safetensors", "p"], "none.safetensors: cannot be read"),
+    "no safetensors": (["make", "text", "p"], "text: is no whole file of safetensors"),
+    "no patch": (["apply", "text", "out.safetensors"], "too few for a patch"),
+    "no base": (["apply", "v2.patch", "out.safetensors"], "no version to apply them to"),
+    "another base": (["apply", "v2.patch", "out.safetensors", "--base", "new.safetensors"], "the patch is for version"),
+    "no folder": (["make", "new.safetensors", "none/p"], "none/p: cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named_and_leave_nothing(versions, capsys, tmp_path, arguments, message):
+    (tmp_path / "text").write_text("hello")
+    main(["patch", "make", "new.safetensors", "v2.patch", "--base", "old.safetensors"])
+    before = {path.name for path in tmp_path.iterdir()}
+    assert main(["patch", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == before

@@ -1,0 +1,103 @@
+"""Publishing weights again and again: workers that follow, join late, miss versions, or lose theirs."""
+
+import pytest
+import torch
+
+from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber
+
+
+def versions(count: int) -> list[dict[str, torch.Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    made = [{"w": 0.02 * torch.randn(5000, generator=random), "frozen": torch.ones(5000)}]
+    for _ in range(count - 1):
+        made.append({"w": made[-1]["w"] + 1e-4 * torch.randn(5000, generator=random), "frozen": torch.ones(5000)})
+    return [{name: tensor.bfloat16() for name, tensor in each.items()} for each in made]
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in b) and a.keys() == b.keys()
+
+
+def test_a_worker_follows():
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    sizes = []
+    for number, state in enumerate(versions(4), 1):
+        assert publisher.publish(state) == number
+        patch = publisher.patch(worker.identity)
+        sizes.append(len(patch))
+        assert same(worker.apply(patch), state) and worker.identity == publisher.identity
+    assert max(sizes[1:]) < 0.4 * sizes[0]
+
+
+def test_a_worker_that_missed_versions_gets_one_patch_or_all():
+    publisher, worker = WeightPublisher(keep=3), WeightSubscriber()
+    first, *rest = versions(5)
+    publisher.publish(first)
+    worker.apply(publisher.patch())
+    for state in rest[:2]:
+        publisher.publish(state)
+    patch = publisher.patch(worker.identity)
+    assert len(patch) < len(publisher.patch()) and same(worker.apply(patch), rest[1])
+    old = worker.identity
+    for state in versions(9)[5:]:  # more than are kept
+        publisher.publish(state)
+    assert publisher.patch(old) == publisher.patch()
+    assert same(worker.apply(publisher.patch(old)), versions(9)[-1])
+
+
+def test_a_late_worker_and_one_that_follows_get_what_each_needs():
+    publisher, early, late = WeightPublisher(), WeightSubscriber(), WeightSubscriber()
+    for state in versions(3):
+        publisher.publish(state)
+        early.apply(publisher.patch(early.identity))
+    assert same(late.apply(publisher.patch(late.identity)), early.weights)
+
+
+def test_a_patch_for_another_version_leaves_the_weights_as_they_are():
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    states = versions(3)
+    publisher.publish(states[0])
+    worker.apply(publisher.patch())
+    publisher.publish(states[1])
+    between = publisher.identity
+    publisher.publish(states[2])
+    with pytest.raises(MismatchError):
+        worker.apply(publisher.patch(between))
+    assert same(worker.weights, states[0])
+
+
+def test_weights_that_were_changed_in_place_no_longer_count():
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    publisher.publish(versions(1)[0])
+    worker.apply(publisher.patch())
+    worker.forget_changed()
+    assert worker.identity is not None
+    worker.weights["w"][0] += 1
+    worker.forget_changed()
+    assert worker.identity is None and worker.weights == {}
+
+
+def test_what_is_published_is_copied():
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    state = versions(1)[0]
+    publisher.publish(state)
+    exact = {name: tensor.clone() for name, tensor in state.items()}
+    state["w"].zero_()
+    assert same(worker.apply(publisher.patch()), exact)
+
+
+def test_the_same_weights_again_cost_next_to_nothing():
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    state = versions(1)[0]
+    publisher.publish(state)
+    worker.apply(publisher.patch())
+    assert publisher.publish(state) == 2
+    patch = publisher.patch(worker.identity)
+    assert len(patch) < 500 and same(worker.apply(patch), state)
+
+
+def test_mistakes_are_told():
+    with pytest.raises(UnsupportedError, match="publish"):
+        WeightPublisher().patch()
+    with pytest.raises(ValueError, match="keep: 0"):
+        WeightPublisher(keep=0)

@@ -1,0 +1,154 @@
+"""Differences between floats, and frames of them: every bit comes back, and close floats make small codes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ncz_plugins import kernels
+from ncz_plugins.kernels.format import CHUNK, DTYPES, HEADER, HEADER_BYTES, Coder, Coding, DamagedFrame, Predictor
+from ncz_plugins.kernels.updates import decode_update, encode_update, max_update_bytes
+
+REFERENCE = kernels.load("reference")
+AUTO = Coding()
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHORT = DTYPES[:3]  # those that have differences
+SIZES = (0, 1, 7, 33, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 5)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(INTEGERS[x.element_size()])
+
+
+def any_floats(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """Any bits: NaN with all kinds of payload, both infinities, denormals, and the largest jumps between two."""
+    data = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype) if count else torch.empty(0, dtype=dtype)
+
+
+def moved(base: torch.Tensor, steps: int) -> torch.Tensor:
+    """Floats that lie a few floats from `base`, none of which changes its sign."""
+    generator = torch.Generator().manual_seed(2)
+    return (
+        (bits(base) + torch.randint(-steps, steps + 1, base.shape, generator=generator))
+        .to(bits(base).dtype)
+        .view(base.dtype)
+    )
+
+
+def encoded(backend, x, base, coding=AUTO) -> torch.Tensor:
+    buffer = torch.full((max_update_bytes(x.numel(), x.element_size()) + 8,), 0xA5, dtype=torch.uint8)
+    size = encode_update(backend, x, base, coding, buffer[:-8])
+    assert (buffer[-8:] == 0xA5).all()
+    return buffer[:size].clone()
+
+
+def coder_of(frame: torch.Tensor) -> Coder:
+    return Coder(HEADER.unpack(frame[:HEADER_BYTES].numpy())[2])
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("count", SIZES)
+def test_differences_are_those_of_the_reference(backend, dtype, count):
+    x, base = any_floats(dtype, count, 0), any_floats(dtype, count, 1)
+    expected, codes = torch.empty(2, count, dtype=torch.int32)
+    REFERENCE.differences(x, base, expected)
+    backend.differences(x, base, codes)
+    assert torch.equal(codes, expected)
+    out = base.clone()
+    backend.add_differences(codes, out, out)  # in place
+    assert torch.equal(bits(out), bits(x))
+    REFERENCE.add_differences(codes, base, out)
+    assert torch.equal(bits(out), bits(x))
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_a_difference_counts_the_floats_in_between(any_backend, dtype):
+    info = torch.finfo(dtype)
+    after = float(torch.tensor(1.0, dtype=dtype) + info.eps)
+    x = torch.tensor([1.0, after, 1.0, 0.0, -0.0, info.smallest_normal, -1.0, -after], dtype=dtype)
+    base = torch.tensor([1.0, 1.0, after, -0.0, 0.0, 0.0, -after, -1.0], dtype=dtype)
+    codes = torch.empty(8, dtype=torch.int32)
+    any_backend.differences(x, base, codes)
+    normal = int(bits(torch.tensor([info.smallest_normal], dtype=dtype)))
+    assert codes.tolist() == [0, 1, -1, 1, -1, normal, 1, -1]
+
+
+@pytest.mark.parametrize("coder", [Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", SIZES)
+def test_every_bit_comes_back(backend, dtype, count, coder):
+    base = any_floats(dtype, count, 1)
+    for x in (any_floats(dtype, count, 0), base, moved(base, 3)):
+        frame = encoded(backend, x, base, Coding(coder, Predictor.AUTO))
+        out = base.clone()
+        decode_update(backend, frame, out, out)
+        assert torch.equal(bits(out), bits(x))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_two_versions(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    base = any_floats(dtype, data.draw(st.integers(0, 300)), data.draw(st.integers(0, 99)))
+    x = base.clone()
+    for at in data.draw(st.lists(st.integers(0, max(0, x.numel() - 1)), max_size=20)):
+        if x.numel():
+            bits(x)[at] = data.draw(st.integers(-(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1))
+    for name in (name for name, status in kernels.statuses().items() if status == "ok"):
+        backend = kernels.load(name)
+        frame, out = encoded(backend, x, base), torch.empty_like(x)
+        decode_update(backend, frame, base, out)
+        assert torch.equal(bits(out), bits(x))
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_small_moves_take_few_bits(backend, dtype):
+    base = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert 8 * encoded(backend, moved(base, 1), base).numel() < 2.4 * base.numel()
+    assert 8 * encoded(backend, base, base).numel() < 0.3 * base.numel()
+
+
+def test_what_moved_far_is_sent_as_it_is(backend):
+    base = torch.zeros(1 << 16, dtype=torch.bfloat16)
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    frame = encoded(backend, x, base)
+    assert coder_of(frame) is Coder.SPLIT
+    assert 8 * frame.numel() < 12 * x.numel()
+
+
+def test_float64_is_sent_as_it_is(backend):
+    x = torch.ones(100, dtype=torch.float64)
+    assert coder_of(encoded(backend, x, x)) is Coder.SPLIT
+
+
+@pytest.mark.parametrize("kind", ["moved", "far"])
+def test_damage_is_found_and_changes_nothing(backend, kind):
+    base = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = moved(base, 2) if kind == "moved" else any_floats(torch.bfloat16, 5000, 3)
+    frame = encoded(backend, x, base)
+    for damaged in (frame[:-1], frame[:10], frame[:0], torch.cat([frame, frame[:1]])):
+        out = base.clone()
+        with pytest.raises(DamagedFrame):
+            decode_update(backend, damaged, out, out)
+        assert torch.equal(bits(out), bits(base))
+
+
+def test_a_digest_sees_every_byte(any_backend):
+    x = any_floats(torch.float32, 50, 0)
+    found = {any_backend.digest(x)}
+    for at in range(x.numel()):
+        other = x.clone()
+        bits(other)[at] ^= 1 << at % 32 if at % 32 != 31 else -1 << 31
+        found.add(any_backend.digest(other))
+    assert len(found) == 1 + x.numel()
+    assert REFERENCE.digest(x) == any_backend.digest(x)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7])
+def test_a_digest_of_few_bytes(any_backend, count):
+    x = torch.ones(count, dtype=torch.float32)
+    assert any_backend.digest(x) == REFERENCE.digest(x)
+    if count:
+        assert any_backend.digest(x) != any_backend.digest(-x)
