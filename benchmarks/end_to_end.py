@@ -6,10 +6,11 @@ The example GPT (25 M parameters by default) is trained by examples/train_*.py, 
 each of two network namespaces, whose links have the given rate. Beside plain and compressed runs those which a user can
 switch on in the framework itself: gradients cast to 16 bits, in bf16 under DeepSpeed (`communication_data_type`; gloo
 adds fp16 far more slowly on a CPU), DDP (a hook) and FSDP2 (`reduce_dtype`), in fp16 under Horovod (`Compression.fp16`,
-its only one); and DDP's PowerSGD hook, of rank 4. The kinds take turns, `--rounds` times; seconds are the median over
-the steps of all rounds, without the first steps of each. Bytes are what the kernel counted as sent by rank 0's node.
-Where bytes are those of gradients depends on the framework: FSDP2's hold the weights that it gathers in the backward
-pass. With DiLoCo a step is a round: 10 steps of each replica and one synchronization.
+its only one); and DDP's PowerSGD hook, of rank 4. Under DeepSpeed our compression is tried with and without that of
+weights; "deepspeed-bf16" trains in bf16. The kinds take turns, `--rounds` times; seconds are the median over the steps
+of all rounds, without the first steps of each. Bytes are what the kernel counted as sent by rank 0's node. Where bytes
+are those of gradients depends on the framework: FSDP2's hold the weights that it gathers in the backward pass. With
+DiLoCo a step is a round: 10 steps of each replica and one synchronization.
 
 Both ranks share this machine's cores with the network, and each computes on one core: absolute times tell little,
 their ratios are for a step that computes and communicates in about these shares.
@@ -47,7 +48,14 @@ EXAMPLES = ROOT / "examples"
 RANKS = 2
 WARMUP = 3  # steps at the start of each run that are not counted: they connect, allocate and compile
 LAST_STEPS = 5  # the final training loss is the mean over this many steps
-COLORS = {"plain": "#7f7f7f", "bf16": "#edae49", "fp16": "#edae49", "powersgd": "#66a182", "ncclz": "#d1495b"}
+COLORS = {
+    "plain": "#7f7f7f",
+    "bf16": "#edae49",
+    "fp16": "#edae49",
+    "powersgd": "#66a182",
+    "ncclz": "#d1495b",
+    "weights too": "#8f2d56",
+}
 
 
 @dataclass
@@ -94,7 +102,7 @@ class Runs:
                 self.bytes_sent.append(sent - before)
             advance()
 
-        environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"} if self.framework == "DeepSpeed" else {}
+        environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"} if "DeepSpeed" in self.framework else {}
         options = {"nodes": nodes, "horovod": self.framework == "Horovod", "environment": environment}
         run(self.command, RANKS, records, on_record=take, timeout=timeout, **options)
 
@@ -142,17 +150,32 @@ def kinds(arguments: argparse.Namespace, folder: Path) -> list[Runs]:
 
 
 def _deepspeed(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
-    base = json.loads((EXAMPLES / "deepspeed_plain.json").read_text())
+    """Training in float32."""
+    return _by_key("DeepSpeed", {}, {"bf16": {"communication_data_type": "bf16"}}, arguments, folder)
+
+
+def _deepspeed_bf16(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    """Training in bfloat16, with float32 masters: gradients and weights travel in bfloat16."""
+    return _by_key("DeepSpeed in bf16", {"bf16": {"enabled": True}}, {}, arguments, folder)
+
+
+def _by_key(
+    framework: str, common: dict[str, Any], others: dict[str, Any], arguments: argparse.Namespace, folder: Path
+) -> Iterator[Runs]:
+    """Runs of DeepSpeed: plain, others' compression, ours of gradients, ours of gradients and weights."""
+    base = json.loads((EXAMPLES / "deepspeed_plain.json").read_text()) | common
     base["train_micro_batch_size_per_gpu"] = arguments.batch
+    ncclz = _ncclz(arguments)
     settings = {
         "plain": {},
-        "bf16": {"communication_data_type": "bf16"},
-        "ncclz": {"communication_compression": _ncclz(arguments)},
+        **others,
+        "ncclz": {"communication_compression": ncclz},
+        "weights too": {"communication_compression": ncclz | {"roles": ["gradient", "parameter"]}},
     }
     for name, setting in settings.items():
-        config = _written(base | setting, folder / f"deepspeed_{name}.json")
+        config = _written(base | setting, folder / f"{framework} {name}.json".replace(" ", "_"))
         command = _command(["train_deepspeed.py", "--deepspeed_config", config], arguments, folder)
-        yield Runs("DeepSpeed", name, setting, command)
+        yield Runs(framework, name, setting, command)
 
 
 def _horovod(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
@@ -183,7 +206,10 @@ def _fsdp(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
         "bf16": ("bf16", {"reduce_dtype": "bfloat16"}),
         "ncclz": (_written(ncclz, folder / "ncclz.json"), {"compress": ncclz}),
     }
-    return _by_argument("FSDP2", "train_fsdp.py", settings, arguments, folder)
+    yield from _by_argument("FSDP2", "train_fsdp.py", settings, arguments, folder)
+    both = ncclz | {"roles": ["gradient", "parameter"]}
+    setting = {"weights too": (_written(both, folder / "both.json"), {"compress": both, "keep_weights": True})}
+    yield from _by_argument("FSDP2", "train_fsdp.py", setting, arguments, folder, "--keep-weights")
 
 
 def _diloco(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
@@ -202,14 +228,22 @@ def _by_argument(
     settings: dict[str, tuple[str, dict[str, Any]]],
     arguments: argparse.Namespace,
     folder: Path,
+    *options: str,
 ) -> Iterator[Runs]:
     """Runs of a script that takes `--compression`, whose value stands in `settings` before what it switches on."""
     for name, (compression, setting) in settings.items():
-        line = [script, "--compression", compression, "--batch", str(arguments.batch)]
+        line = [script, "--compression", compression, "--batch", str(arguments.batch), *options]
         yield Runs(framework, name, setting, _command(line, arguments, folder))
 
 
-FRAMEWORKS = {"deepspeed": _deepspeed, "horovod": _horovod, "ddp": _ddp, "fsdp": _fsdp, "diloco": _diloco}
+FRAMEWORKS = {
+    "deepspeed": _deepspeed,
+    "deepspeed-bf16": _deepspeed_bf16,
+    "horovod": _horovod,
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "diloco": _diloco,
+}
 
 
 def _ncclz(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ncz_plugins.torch import fsdp
 def parse_arguments():
     parser = argument_parser(__doc__)
     parser.add_argument("--compression", default="ncclz", metavar="none|bf16|ncclz|FILE")
+    parser.add_argument("--keep-weights", action="store_true", help="send of weights what changed, if the file says so")
     parser.add_argument("--batch", type=int, default=12, help="sequences per rank and step")
     return parser.parse_args()
 
@@ -57,7 +58,9 @@ def main():
     dist.init_process_group("gloo")
     model = sharded(new_model(arguments), arguments.compression)
     compresses = arguments.compression not in ("none", "bf16")
-    compression = fsdp.compress(model, arguments.compression) if compresses else None
+    compression = None
+    if compresses:
+        compression = fsdp.compress(model, arguments.compression, keep_weights=arguments.keep_weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))
 

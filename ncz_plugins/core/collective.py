@@ -93,7 +93,7 @@ class Collectives:
         self.world_size = len(ranks)
         self.nodes = nodes
         self._auto_schedule = auto_schedule
-        self._plain_calls = 0
+        self._exact_calls = 0  # plain ones and those without loss, which draw no random numbers
         self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
 
     @property
@@ -130,7 +130,7 @@ class Collectives:
 
     def prepare_plain(self, request: Request, bypass: Bypass) -> PlainCall:
         """The uncompressed call that serves a request, numbered."""
-        self._plain_calls += 1
+        self._exact_calls += 1
         return PlainCall(request, bypass, self._described(request, bypass))
 
     def count_plain(self, request: Request, bypass: Bypass) -> None:
@@ -153,12 +153,12 @@ class Collectives:
             bypass, config: why it goes plain, or the settings with which it is compressed.
         """
         if bypass is not None:
-            self._plain_calls += 1
+            self._exact_calls += 1
         numbers = [self._uncompared, *self._described(request, bypass, config).values()]
         self._uncompared = zlib.crc32(repr(numbers).encode())
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
-        number = self.state.calls + self._plain_calls
+        number = self.state.calls + self._exact_calls
         return described(request, number, bypass, config, self._uncompared)
 
     def prepare(self, request: Request, config: Config) -> Call:
@@ -168,7 +168,10 @@ class Collectives:
         """
         feedback = self._feedback(request, config)
         state = self.state
-        state.calls += 1
+        if config.quantizer.kind == "lossless":  # so that weights sent as changes leave gradients as they are
+            self._exact_calls += 1
+        else:
+            state.calls += 1
         call = self._call(request, config, state.calls, feedback)
         if self.nodes is None or call.baseline is not None:  # what ranks hold of it would not pass through nodes
             return call
@@ -286,7 +289,7 @@ class Collectives:
 
         Raises MismatchError unless all refuse it, and PeerError.
         """
-        numbers = refusal(self.state.calls + self._plain_calls)
+        numbers = refusal(self.state.calls + self._exact_calls)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
 
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:

@@ -57,7 +57,7 @@ class GradientCompression:
 
     @property
     def sends_weights(self) -> bool:
-        """Whether gathered weights are compressed: without loss, as changes from the last gather."""
+        """Whether gathered weights are compressed, without loss."""
         return "parameter" in self.config.roles
 
     def gather_weights(self, whole: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -144,7 +144,7 @@ def describe(compression: GradientCompression, zero_stage: int) -> str:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return f"ncz_plugins {__version__}: nothing is compressed, as one rank has nothing to send (ZeRO {zero_stage})"
-    weights = ", and gathered weights are sent as changes, without loss" if compression.sends_weights else ""
+    weights = ", and gathered weights are without loss" if compression.sends_weights else ""
     return (
         f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {ranks} ranks): "
         f"{compression.config.describe()}"
@@ -159,10 +159,10 @@ def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
             f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed gradients are compressed, and weights if "
             'you want; allowed: ["gradient"], ["gradient", "parameter"]'
         )
-    if "parameter" in config.roles and zero.stage not in (1, 2):
+    if "parameter" in config.roles and zero.stage == 0:
         raise UnsupportedError(
-            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: only ZeRO 1 and 2 gather weights that every rank still has "
-            f'from the step before; this is stage {zero.stage}. Set roles to ["gradient"]'
+            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: without ZeRO no weights are gathered. Set roles to "
+            '["gradient"], or zero_optimization.stage to 1 or more'
         )
     try:
         require_kernels(torch.device(get_accelerator().device_name()))

@@ -45,6 +45,8 @@ def configure_engine(original):
         if compression is not None:
             if self.optimizer is not None:
                 setattr(self.optimizer, ATTRIBUTE, compression)
+                if hasattr(self.optimizer, "parameter_offload"):  # ZeRO 3
+                    setattr(self.optimizer.parameter_offload.get_param_coordinator(), ATTRIBUTE, compression)
             if self.monitor.enabled:
                 compression.feed(self.monitor)
             if self.global_rank == 0:

@@ -44,6 +44,8 @@ def install() -> None:
     stage_3 = import_module("deepspeed.runtime.zero.stage3")
     stages_1_and_2 = import_module("deepspeed.runtime.zero.stage_1_and_2")
     bf16 = import_module("deepspeed.runtime.bf16_optimizer")
+    parameters = import_module("deepspeed.runtime.zero.partition_parameters")
+    coordinator = _lookup("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
     wrappers = [
         (_lookup(module, name), method, functools.partial(gradients.mark_gradients, list_gradients))
         for (module, name), (list_gradients, methods) in _GRADIENT_METHODS.items()
@@ -55,9 +57,11 @@ def install() -> None:
         (stage_3, "reduce_scatter_coalesced", gradients.group_by_settings),
         (stages_1_and_2, "all_gather_dp_groups", weights.gather_changes),
         (bf16, "all_gather_dp_groups", weights.gather_changes),
-        (stages_1_and_2.DeepSpeedZeroOptimizer, "step", weights.mark_update),
-        (stages_1_and_2.DeepSpeedZeroOptimizer, "update_lp_params", weights.mark_update),
-        (bf16.BF16_Optimizer, "update_lp_params", weights.mark_update),
+        (stages_1_and_2.DeepSpeedZeroOptimizer, "step", weights.mark_gathers),
+        (stages_1_and_2.DeepSpeedZeroOptimizer, "update_lp_params", weights.mark_gathers),
+        (bf16.BF16_Optimizer, "update_lp_params", weights.mark_gathers),
+        (coordinator, "_PartitionedParameterCoordinator__all_gather_params_", weights.mark_gathers),
+        (parameters, "_dist_allgather_fn", weights.gather_parameters),
         (engine_class, "__init__", engine.configure_engine),
         (engine_class, "_take_model_step", engine.end_step),
         (engine_class, "save_checkpoint", engine.save_compression),

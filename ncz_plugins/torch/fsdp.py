@@ -1,4 +1,4 @@
-"""Compressed gradients for FSDP2: modules to which `fully_shard` was applied.
+"""Compressed gradients and weights for FSDP2: modules to which `fully_shard` was applied.
 
     from ncz_plugins.torch import fsdp
 
@@ -20,13 +20,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..core.communicator import Communicator
-from ..core.errors import UnsupportedError
+from ..core.config import Config
+from ..core.errors import ConfigError, UnsupportedError
+from ..core.training.baseline import Baseline
 from ..core.training.state import Training
 from .compression import ModelCompression
 
 
 class Compression(ModelCompression):
-    """Carries the gradients of a model. `compress` makes it.
+    """Carries the gradients of a model, and its weights where that is wanted. `compress` makes it.
 
     Args:
         communicators: one for each group that shards gradients, by its `group_name`.
@@ -50,6 +52,11 @@ class Compression(ModelCompression):
         self._end_step_with_this_pass()
         how = {"async_op": async_op, "role": "gradient", "name": name}
         return self._communicators[group.group_name].reduce_scatter_tensor(output, input, op, **how)
+
+    def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
+        """The weights of one module, without loss: see `Communicator.all_gather_into_tensor`."""
+        communicator = self._communicators[group.group_name]
+        communicator.all_gather_into_tensor(output, input, role="parameter", name=name, baseline=baseline)
 
     def average_replicas(self, name: str, gradient: Tensor) -> None:
         """The same shard of all replicas, in place."""
@@ -80,14 +87,48 @@ class _ReduceScatter:
         return self._compression.reduce_scatter(self._name, output_tensor, input_tensor, group, op, async_op)
 
 
+class _AllGather:
+    """What a module calls in place of its own all-gather, see `FSDPModule.set_custom_all_gather`.
+
+    Args:
+        keeps: whether to keep what was gathered, so that the next gather sends changes only.
+    """
+
+    def __init__(self, compression: Compression, name: str, keeps: bool):
+        self._compression = compression
+        self._name = name
+        self._baseline = Baseline() if keeps else None
+        self._kept: Tensor | None = None
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> None:
+        """Gather at once, also where that need not be done yet: what FSDP would wait for is torch's own work."""
+        if self._baseline is None:
+            return self._compression.all_gather(self._name, output_tensor, input_tensor, group, None)
+        if output_tensor.is_cuda:
+            raise UnsupportedError(
+                f"{self._name}: keep_weights would keep on the GPU what FSDP frees there: use keep_weights=False"
+            )
+        if self._kept is None or (self._kept.shape, self._kept.dtype) != (output_tensor.shape, output_tensor.dtype):
+            self._kept = torch.zeros_like(output_tensor)
+        self._compression.all_gather(self._name, self._kept, input_tensor, group, self._baseline)
+        output_tensor.copy_(self._kept)
+        return None
+
+
 def compress(
     model: torch.nn.Module,
     config=None,
     *,
     replicas: dist.ProcessGroup | None = None,
     training: Training | None = None,
+    keep_weights: bool = False,
 ) -> Compression:
     """Have gradients reduced by compressed collectives from now on. Every rank must call this.
+
+    Weights are gathered as before, unless the setting `roles` names parameters: then they are compressed without loss.
 
     Where several replicas of the model are sharded, each inside a node say, apply `fully_shard` with the mesh of one
     replica, and pass `replicas`: gradients are then scattered uncompressed within the replica, and averaged between
@@ -98,6 +139,8 @@ def compress(
         config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
         replicas: the group of the ranks that hold the same shard of each replica.
         training: what lasts from step to step, if several models are to share it.
+        keep_weights: send of weights only what has changed since they were gathered last. Every rank keeps all weights
+            in memory for that, in the dtype in which they are gathered, and its own shard once more. Not on a GPU.
 
     Returns: what holds the statistics, and the state for checkpoints.
 
@@ -121,6 +164,15 @@ def compress(
                 'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
             )
     training = Training(config) if training is None else training
+    roles = (training.config if config is None else Config.load(config)).roles
+    sends_weights = "parameter" in roles
+    if keep_weights and not sends_weights:
+        raise ConfigError(f"keep_weights: roles is {list(roles)}, so weights are gathered as before; add parameter")
+    if sends_weights and replicas is not None:
+        raise UnsupportedError(
+            f"roles: {list(roles)}: weights are gathered within a replica, and only what goes between "
+            'replicas is compressed here; set roles to ["gradient"]'
+        )
     if replicas is not None:
         compression = Compression({}, Communicator(config, replicas, training), training)
         for name, module in modules.items():
@@ -131,4 +183,6 @@ def compress(
         compression = Compression(communicators, None, training)
         for name, module in modules.items():
             module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
+            if sends_weights:
+                module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
     return compression

@@ -146,6 +146,12 @@ def test_every_collective_is_right(measured, collective):
             assert r["ratio"] > 3 and 0 < r["of_bound"] <= 1
 
 
+def test_weights_are_sent_exactly_as_changes(measured):
+    plain, ours = measured[0]["weights"]
+    assert plain["type"] == ours["type"] == "bfloat16" and ours["max_error"] == 0
+    assert ours["ratio"] > 1.5 and ours["bypasses"] == {}
+
+
 def test_a_result_outside_the_bound_is_an_error_on_every_rank(measured):
     for outcome in measured:
         assert "ncz: all_reduce of" in outcome["wrong"] and "times its bound off" in outcome["wrong"]

@@ -54,10 +54,10 @@ CASES = {
         "ConfigError",
         ["roles", "activation", '["gradient"]', '["gradient", "parameter"]'],
     ),
-    "weights of which no rank has all": (
-        [config({"roles": ["gradient", "parameter"]}, zero={"stage": 3})] * RANKS,
+    "weights that nobody gathers": (
+        [config({"roles": ["gradient", "parameter"]}, zero={"stage": 0})] * RANKS,
         "UnsupportedError",
-        ["roles", "stage 3", '["gradient"]'],
+        ["roles", "without ZeRO", '["gradient"]'],
     ),
     "deepcompile": (
         [config(compile={"deepcompile": True})] * RANKS,

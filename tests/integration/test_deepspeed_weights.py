@@ -11,7 +11,7 @@ STEPS, CHANGED, SAVED = 7, 3, 5  # as in _workers/weights.py
 
 
 def case(stage: int, dtype: str = "bf16", *, zero: dict | None = None, **top_level) -> dict:
-    """A DeepSpeed configuration whose gradients and weights are sent without loss."""
+    """A DeepSpeed configuration whose weights are sent as changes, and whose gradients are compressed by default."""
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,
@@ -20,20 +20,22 @@ def case(stage: int, dtype: str = "bf16", *, zero: dict | None = None, **top_lev
         "zero_optimization": {"stage": stage, **(zero or {})},
         "communication_compression": {
             "roles": ["gradient", "parameter"],
-            "quantizer": {"kind": "lossless"},
             "transport": {"min_bytes": 0},
         },
         **top_level,
     }
 
 
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}  # else small parameters are gathered once
 CASES = {
     **{f"{dtype} stage {stage}": case(stage, dtype) for stage in (1, 2) for dtype in ("fp32", "bf16")},
     "bf16 stage 2 overlapping": case(2, zero={"overlap_comm": True}),
     "fp32 stage 1 overlapping": case(1, "fp32", zero={"overlap_comm": True}),
     "bf16 stage 1 accumulating in fp32": case(1, data_types={"grad_accum_dtype": "fp32"}),
+    **{f"{dtype} stage 3": case(3, dtype, zero=NOTHING_PERSISTS) for dtype in ("fp32", "bf16")},
+    "bf16 stage 3 overlapping": case(3, zero=NOTHING_PERSISTS | {"overlap_comm": True}),
 }
-THREE_RANKS = ["bf16 stage 2"]
+THREE_RANKS = ["bf16 stage 2", "bf16 stage 3"]
 
 
 def run(folder, names, ranks: int) -> list[dict]:
@@ -62,35 +64,48 @@ def found(request):
     """What every rank found."""
     name, ranks = request.param
     results = request.getfixturevalue("two_ranks" if ranks == 2 else "three_ranks")
-    return [rank[name] for rank in results]
+    return name, [rank[name] for rank in results]
+
+
+def sends_changes(name: str) -> bool:
+    """ZeRO 3 frees weights after use, so that there is nothing to compare with."""
+    return "stage 3" not in name
 
 
 def test_weights_are_those_of_plain_gathers_after_every_step(found):
-    for rank in found:
+    _, ranks = found
+    for rank in ranks:
         assert rank["ours"] == rank["plain"] and len(set(rank["ours"])) == STEPS
-    assert all(rank["ours"] == found[0]["ours"] for rank in found)
+    assert all(rank["ours"] == ranks[0]["ours"] for rank in ranks)
 
 
 def test_only_the_first_gather_and_the_one_after_a_change_are_whole(found):
+    name, ranks = found
     expected = [{}] * STEPS
-    expected[0], expected[CHANGED] = {"first call": 1}, {"changed in between": 1}
-    for rank in found:
+    if sends_changes(name):
+        expected[0], expected[CHANGED] = {"first call": 1}, {"changed in between": 1}
+    for rank in ranks:
         assert rank["sent whole"] == expected
 
 
 def test_a_resumed_run_goes_on_with_a_whole_gather_and_the_same_bits(found):
-    for rank in found:
+    name, ranks = found
+    for rank in ranks:
         assert rank["resumed"] == rank["ours"][SAVED:]
         first, *later = rank["sent whole after loading"]
-        assert first and not any(later)
+        assert bool(first) == sends_changes(name) and not any(later)
 
 
 def test_fewer_bytes_travel(found):
-    for rank in found:
-        assert rank["gathered"][1] < rank["gathered"][0]
+    name, ranks = found
+    for rank in ranks:
+        assert rank["gathered"][1] < rank["gathered"][0] or not sends_changes(name)
         assert rank["stats"]["bypasses"] == {}
+        plain, sent = (rank["stats"][f"{kind}_bytes_by_role"]["parameter"] for kind in ("plain", "wire"))
+        assert sent < (0.8 if "bf16" in name else 1) * plain
 
 
 def test_the_copy_takes_a_ranks_own_part(found):
-    for rank in found:
-        assert rank["copies"] <= 1.01 * rank["weights"] / len(found)
+    name, ranks = found
+    for rank in ranks:
+        assert rank["copies"] <= (1.01 * rank["weights"] / len(ranks) if sends_changes(name) else 0)

@@ -34,7 +34,10 @@ class Environment:
         self.folder = folder
         self.python = folder / "bin" / "python"
         [self.site_packages] = (folder / "lib").glob("python*/site-packages")
-        (self.site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        others = Path(sysconfig.get_path("purelib"))
+        (self.site_packages / "others.pth").write_text(f"{others}\n")
+        for file in others.glob("*_coverage.pth"):  # so that coverage.py, if it runs, measures these processes too
+            (self.site_packages / file.name).write_text(file.read_text())
 
     def run(self, *arguments: object, installed: bool = True, status: int = 0) -> str:
         """What Python prints; `installed` is whether it finds ncz_plugins."""

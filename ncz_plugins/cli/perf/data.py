@@ -20,16 +20,16 @@ from ...core.errors import UnsupportedError
 from ...kernels.cache import private_folder, write_private
 from ..codec.array_file import read_array
 
-# (rank, index) -> a piece, float32, 1-D
+# (rank, index) -> a piece, 1-D, float32; bfloat16 of weights
 Source = Callable[[int, int], Tensor]
 
 _NOISE_PIECE = 1 << 20
 _FIELD_SIDE = 128
 
 
-def values(source: Source, rank: int, count: int) -> Tensor:
-    """The first `count` values of `rank`, float32, [count]."""
-    filled, out = 0, torch.empty(count)
+def values(source: Source, rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The first `count` values of `rank`, [count]."""
+    filled, out = 0, torch.empty(count, dtype=dtype)
     for index in count_from():
         if filled == count:
             return out
@@ -119,17 +119,28 @@ def parameter_count() -> int:
     return sum(p.numel() for p in GPT().parameters())
 
 
-def trained() -> Tensor:
-    """The weights after training, float32, 1-D: kept from an earlier run, or made now, which takes most of a minute."""
+def weights(version: Tensor) -> Source:
+    """A source of the given weights, from another place for every rank and piece, in bfloat16."""
+    rounded = version.bfloat16()
+    return lambda rank, index: rounded.roll(-_seed("weights", rank, index) % rounded.numel())
+
+
+def trained(more: int = 0) -> Tensor:
+    """The weights after training, float32, 1-D: kept from an earlier run, or made now, which takes most of a minute.
+
+    Args:
+        more: steps beyond those of other data.
+    """
+    steps = _STEPS + more
     try:
-        file = private_folder("perf") / f"gpt-v{_VERSION}.npy"
+        file = private_folder("perf") / f"gpt-v{_VERSION}{f'-{more}' if more else ''}.npy"
     except OSError:  # where nothing can be kept, they are made again
-        return train(_STEPS)
+        return train(steps)
     with contextlib.suppress(UnsupportedError):  # not there, or damaged
         kept = read_array(file)
         if kept.shape == (parameter_count(),) and kept.dtype == np.float32 and np.isfinite(kept).all():
             return torch.from_numpy(kept)
-    weights = train(_STEPS)
+    weights = train(steps)
     stream = io.BytesIO()
     np.save(stream, weights.numpy())
     with contextlib.suppress(OSError):

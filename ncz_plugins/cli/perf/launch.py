@@ -26,6 +26,7 @@ from .link import Node
 RECORDS = "NCZ_PERF_OUT"  # rank 0 finds the number of a file descriptor here, to write JSON lines to
 
 _POLL_SECONDS = 0.1
+_ENDING_SECONDS = 2
 _LOG_LINES = 20  # of a failed rank's log, shown in the error
 _RENDEZVOUS_SECONDS = 60
 _PORT = 29500  # for ranks with nodes of their own, where every port is free
@@ -168,6 +169,7 @@ def _horovodrun(ranks: int, nodes: list[Node] | None, per_node: int) -> Iterator
             start_new_session=True,
         )
         stack.callback(_end, server)
+        stack.callback(_let_end, server)
         deadline = time.monotonic() + _RENDEZVOUS_SECONDS
         while not (line := _read_all(printed)).endswith("\n"):
             if server.poll() is not None or time.monotonic() > deadline:
@@ -239,6 +241,13 @@ def _how(code: int) -> str:
     """How a process ended, for people."""
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
     return f"{ended}; the end of its log:"
+
+
+def _let_end(process: subprocess.Popen) -> None:
+    """Let a process that reads its standard input to the end come to its own."""
+    process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDING_SECONDS)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -26,7 +26,6 @@ from .network import namespace, require_crossing, sent_bytes
 
 SECONDS = 2.0  # for every contender and size, unless the least number of rounds takes longer
 _ROUNDS = range(5, 101)  # how many that may be
-_ITEMSIZE = 4  # all data is float32
 # Sent before every call over a limited link, as such a link lets through at once what it saved up while it was idle,
 # 128 KiB: all that a small compressed tensor needs.
 _DRAIN_BYTES = 256 << 10
@@ -41,15 +40,15 @@ _BUS_SHARES = {
 }
 
 
-def elements(collective: str, size: int, ranks: int) -> tuple[int, int]:
+def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple[int, int]:
     """Of a tensor of about `size` bytes: how many it has, and how many nccl-tests would count.
 
     The tensor is the larger one of input and output. With a part for every rank it is the parts that count.
     """
     if collective in ("all_reduce", "broadcast"):
-        count = max(1, size // _ITEMSIZE)
+        count = max(1, size // itemsize)
         return count, count
-    part = max(1, size // _ITEMSIZE // ranks)
+    part = max(1, size // itemsize // ranks)
     return part * ranks, part
 
 
@@ -82,13 +81,14 @@ class Measurement:
     """One job on one rank. All ranks make the same calls.
 
     Args:
+        sources: of the data; if there are several, they take turns.
         emit: takes what there is to tell, of JSON types: {"progress": share of the work}, {"result": record} and
             {"trace": what Perfetto opens}.
     """
 
-    def __init__(self, job: Job, source: Source, emit: Callable[[dict[str, Any]], None]):
+    def __init__(self, job: Job, sources: list[Source], emit: Callable[[dict[str, Any]], None]):
         self.job = job
-        self._source = source
+        self._sources = sources
         self._emit = emit
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.config = Config.load(job.config)
@@ -99,30 +99,31 @@ class Measurement:
     def run(self) -> None:
         """Emit a record for every size and contender. Raises NczError where a result is wrong."""
         job = self.job
-        context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective)
-        whole, _ = elements(job.collective, job.sizes[-1], self.ranks)
-        data = values(self._source, self.rank, whole // self.ranks if job.collective == "all_gather" else whole)
+        context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective, job.sends_weights)
+        whole, _ = elements(job.collective, job.sizes[-1], self.ranks, job.itemsize)
+        numel = whole // self.ranks if job.collective == "all_gather" else whole
+        data = [values(source, self.rank, numel, getattr(torch, job.dtype)) for source in self._sources]
         with ExitStack() as opened:
             exchanges = {name: opened.enter_context(CONTENDERS[name].open(context)) for name in job.peers}
             for size in job.sizes:
                 self._size(size, data, exchanges)
             if job.trace:
-                self._trace(exchanges["ncz"], data)
+                self._trace(exchanges["ncz"], data[0])
 
-    def _size(self, size: int, data: Tensor, exchanges: dict[str, Exchange]) -> None:
+    def _size(self, size: int, data: list[Tensor], exchanges: dict[str, Exchange]) -> None:
         collective = self.job.collective
-        numel, count = elements(collective, size, self.ranks)
-        x = data[: count if collective == "all_gather" else numel]
-        answer = verify.exact(collective, x, self.config.quantizer)
-        warm_up = [self._turn(exchange, x)[0] for exchange in exchanges.values()]
+        numel, count = elements(collective, size, self.ranks, self.job.itemsize)
+        versions = [each[: count if collective == "all_gather" else numel] for each in data]
+        warm_up = [self._turn(exchange, versions[-1])[0] for exchange in exchanges.values()]
         for exchange in exchanges.values():
             exchange.details()  # of the warm-up: not to be counted
         rounds = self.job.repeat or self._rounds(warm_up)
+        answer = verify.exact(collective, versions[(rounds - 1) % len(versions)], self.config.quantizer)
         turns = {name: Turns() for name in exchanges}
         for number in range(rounds):
             for name, exchange in exchanges.items():
                 turn = turns[name]
-                seconds, sent, result = self._turn(exchange, x)
+                seconds, sent, result = self._turn(exchange, versions[number % len(versions)])
                 turn.seconds.append(seconds)
                 turn.sent.append(sent)
                 turn.details = exchange.details()
@@ -132,7 +133,7 @@ class Measurement:
             self._emit({"progress": (before + size * (number + 1) / rounds) / sum(self.job.sizes)})
         plain = None
         for name, turn in turns.items():
-            record = self._record(turn, numel * _ITEMSIZE, count, name, exchanges[name].op)
+            record = self._record(turn, numel * self.job.itemsize, count, name, exchanges[name].op)
             plain = plain or record["time_us"]
             self._emit({"result": record | {"speedup": plain / record["time_us"]}})
 
@@ -153,7 +154,7 @@ class Measurement:
         """One call: seconds on this rank, bytes that its network namespace sent, and the result."""
         exchange.load(x)
         if self.job.link:
-            dist.all_reduce(torch.zeros(_DRAIN_BYTES // _ITEMSIZE))
+            dist.all_reduce(torch.zeros(_DRAIN_BYTES, dtype=torch.uint8))
         dist.barrier()
         before = sent_bytes()
         begun = time.perf_counter()
@@ -201,7 +202,7 @@ class Measurement:
             "peer": name,
             "size": nbytes,
             "count": count,
-            "type": "float32",
+            "type": self.job.dtype,
             "op": op,
             "rounds": len(turn.seconds),
             "time_us": 1e6 * median,

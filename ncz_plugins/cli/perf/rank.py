@@ -50,7 +50,7 @@ def take_part(job: Job, emit: Callable[[dict[str, Any]], None]) -> None:
     join(timedelta(seconds=job.timeout) + _TRAINING)
     try:
         _require_same(job)
-        measurement = Measurement(job, _source(job), emit if dist.get_rank() == 0 else lambda record: None)
+        measurement = Measurement(job, _sources(job), emit if dist.get_rank() == 0 else lambda record: None)
         measurement.run()
         dist.barrier()  # so that nobody's connections go while another still ends
     finally:
@@ -81,13 +81,20 @@ def _require_same(job: Job) -> None:
         )
 
 
-def _source(job: Job) -> data.Source:
-    """Where this rank's values come from; gradients are of the same weights everywhere."""
-    if job.data != "gradient":
-        return {"field": data.field, "noise": data.noise}.get(job.data) or data.from_file(job.data)
-    weights = data.trained() if dist.get_rank() == 0 else torch.empty(data.parameter_count())
+def _sources(job: Job) -> list[data.Source]:
+    """Where this rank's values come from, in turns; gradients are of the same weights everywhere."""
+    if job.sends_weights:
+        return [data.weights(_trained(more)) for more in (0, 1)]
+    if job.data == "gradient":
+        return [data.Gradients(_trained())]
+    return [{"field": data.field, "noise": data.noise}.get(job.data) or data.from_file(job.data)]
+
+
+def _trained(more: int = 0) -> torch.Tensor:
+    """The weights that rank 0 has kept or makes."""
+    weights = data.trained(more) if dist.get_rank() == 0 else torch.empty(data.parameter_count())
     dist.broadcast(weights, 0)
-    return data.Gradients(weights)
+    return weights
 
 
 if __name__ == "__main__":

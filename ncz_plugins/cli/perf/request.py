@@ -50,10 +50,14 @@ def read(options: argparse.Namespace, config: Config) -> Request:
         raise ConfigError(f"--trace: it records one call, and --link {options.link} has {len(rates)} rates: give one")
     if options.data not in DATA:
         data.from_file(options.data)
+    if options.data == "weights" and (options.collective, options.peers) != ("all_gather", "none"):
+        raise ConfigError("--data weights is for all_gather and --peers none: the others know no versions of a tensor")
     peers, notes = choose(options.peers, options.collective, horovod=ranks.launcher != "torchrun")
     jobs = []
     for rate in rates:
         settings = config.model_dump(mode="json")
+        if options.data == "weights":
+            settings["roles"], settings["quantizer"]["kind"] = ["parameter"], "lossless"
         if gbps[rate] and config.transport.link_gbps is None and config.transport.tuning is None:
             settings["transport"]["link_gbps"] = gbps[rate]
             notes.append(f"transport.link_gbps: {gbps[rate]:g}, from --link, as the configuration leaves it open")

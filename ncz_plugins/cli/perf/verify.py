@@ -40,7 +40,7 @@ class Answer:
 
 
 def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
-    """The answer for this rank, whose input is `x`, float32, 1-D. All ranks must call this."""
+    """The answer for this rank, whose input is `x`, 1-D. All ranks must call this."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = _exchanged(collective, x)
     # A part of its own for every rank begins blocks of its own.
@@ -90,7 +90,7 @@ def _exchanged(collective: str, x: Tensor) -> Tensor:
         values = x.double()
         dist.all_reduce(values)
     elif collective == "all_gather":
-        gathered = torch.empty(x.numel() * dist.get_world_size())
+        gathered = x.new_empty(x.numel() * dist.get_world_size())
         dist.all_gather(list(gathered.chunk(dist.get_world_size())), x)
         values = gathered.double()
     else:

@@ -46,7 +46,7 @@ def sums_and_averages_of_floats_are_compressed(group):
         same_on_all_ranks(digest(result.cpu()), group)
     work = dist.all_reduce(values.clone(), group=group, async_op=True)
     [result] = work.get_future().wait()
-    assert work.wait() and work.is_completed()
+    assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
     torch.testing.assert_close(result, exact, rtol=0, atol=float(world_size))
     total = group.communicator.stats.total
     assert total.compressed_calls == total.calls == 3 and total.ratio > 5
@@ -74,6 +74,9 @@ def all_else_is_exact(group):
     count = torch.arange(100_000, device=device)
     dist.all_reduce(count, group=group)
     assert torch.equal(count, world_size * torch.arange(100_000, device=device))
+    part = torch.empty(5, dtype=torch.int64, device=device)
+    dist.reduce_scatter_tensor(part, torch.arange(5 * world_size, device=device), group=group)
+    assert torch.equal(part, world_size * torch.arange(5 * rank, 5 * rank + 5, device=device))
     everyone = values.new_empty(world_size * values.numel())
     dist.all_gather_into_tensor(everyone, values, group=group)
     assert torch.equal(everyone.view(world_size, -1), gathered(values))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from ncz_plugins import MismatchError, UnsupportedError
+from ncz_plugins import ConfigError, MismatchError, UnsupportedError
 from ncz_plugins.torch import fsdp
 
 device = torch.device(sys.argv[1])
@@ -87,6 +87,35 @@ def at_a_bound_the_loss_is_that_of_plain(group):
         near(train(ours, dtype=dtype), train(plain, dtype=dtype))
         assert compression.stats.total.compressed_calls == 3 * 4 and compression.stats.total.ratio > 2
         same_on_all_ranks(digest(weights(ours)), group)
+
+
+@check
+def weights_are_gathered_to_the_bit(group):
+    """Compressed with and without what was gathered before, beside plain gathers: the same gradients, hence weights."""
+    with_weights = {"roles": ["gradient", "parameter"]}
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, whole, kept = (sharded(dtype=dtype) for _ in range(3))
+        fsdp.compress(plain, SMALL)
+        of_whole = fsdp.compress(whole, SMALL | with_weights)
+        of_kept = fsdp.compress(kept, SMALL | with_weights, keep_weights=device.type == "cpu")
+        expected = train(plain, dtype=dtype)
+        assert train(whole, dtype=dtype) == expected and train(kept, dtype=dtype) == expected
+        assert torch.equal(weights(whole), weights(plain)) and torch.equal(weights(kept), weights(plain))
+        sent = [each.stats.total.wire_bytes_by_role["parameter"] for each in (of_whole, of_kept)]
+        assert sent[0] < of_whole.stats.total.plain_bytes_by_role["parameter"]
+        if device.type == "cpu":
+            # Of a step's two gathers the second finds nothing changed.
+            assert sent[1] < (0.5 if dtype == torch.bfloat16 else 0.75) * sent[0], sent
+            assert of_kept.stats.total.sent_whole == {"first call": 3}
+        assert of_whole.stats.total.bypasses == {}
+
+
+@check
+def weights_that_no_replica_gathers_are_refused(group):
+    both = {"roles": ["gradient", "parameter"]}
+    replicas = square["replicate"].get_group()
+    raises(UnsupportedError, lambda: fsdp.compress(sharded(square["shard"]), both, replicas=replicas), "replica")
+    raises(ConfigError, lambda: fsdp.compress(sharded(), SMALL, keep_weights=True), "keep_weights", "add parameter")
 
 
 @check

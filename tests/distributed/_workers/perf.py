@@ -19,14 +19,25 @@ JOB = Job(
 )
 
 
+def weights() -> list[dict]:
+    """The records of two versions of weights that take turns."""
+    received = []
+    config = Config(roles=("parameter",), quantizer={"kind": "lossless"}).model_dump(mode="json")
+    job = replace(JOB, collective="all_gather", peers=["plain", "ncz"], data="weights", config=config, sizes=[1 << 20])
+    versions = [data.weights(data.train(steps)) for steps in (0, 1)]
+    Measurement(job, versions, received.append).run()
+    return [each["result"] for each in received if "result" in each]
+
+
 def measured() -> dict:
     own, world_size = start()
     found = {"records": {}, "exact": {}, "answers": {}}
     for collective in COLLECTIVES:
         received = []
-        Measurement(replace(JOB, collective=collective), data.noise, received.append).run()
+        Measurement(replace(JOB, collective=collective), [data.noise], received.append).run()
         found["records"][collective] = [each["result"] for each in received if "result" in each]
         found["exact"][collective] = exact(collective, own, world_size)
+    found["weights"] = weights()
     found["wrong"] = error_of_a_wrong_result()
     finish(found)
 
@@ -66,7 +77,7 @@ def error_of_a_wrong_result() -> str:
 
     CONTENDERS["ncz"] = replace(CONTENDERS["ncz"], start=Wrong)
     try:
-        Measurement(JOB, data.noise, lambda record: None).run()
+        Measurement(JOB, [data.noise], lambda record: None).run()
     except NczError as error:
         return str(error)
     return "nothing"

@@ -80,6 +80,7 @@ def test_asking_whether_it_is_completed_puts_results_in_place():
     for each in started:
         each.completed = True
     assert handle.is_completed() and tensor.tolist() == [1, 1, 1]
+    assert handle.is_success() and handle.exception() is None
 
 
 def test_what_went_wrong_is_raised_and_the_results_before_it_stay():
@@ -94,4 +95,5 @@ def test_what_went_wrong_is_raised_and_the_results_before_it_stay():
     for _ in range(2):
         with pytest.raises(PeerError, match="gone"):
             handle.wait()
+    assert not handle.is_success() and isinstance(handle.exception(), PeerError)
     assert tensor.tolist() == [1, 1, 0]

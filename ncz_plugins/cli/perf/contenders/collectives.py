@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....core.communicator import Communicator
+from ....core.training.baseline import Baseline
 from .exchange import Contender, Context, Exchange
 
 
@@ -19,10 +20,10 @@ class Call(Exchange):
 
     Args:
         calls: where to find all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast.
-        dtype: what the tensor is cast to, and its result from.
+        dtype: what the tensor is cast to, and its result from; None for its own.
     """
 
-    def __init__(self, context: Context, calls, dtype: torch.dtype = torch.float32):
+    def __init__(self, context: Context, calls, dtype: torch.dtype | None = None):
         super().__init__(context)
         self._calls = calls
         self._dtype = dtype
@@ -35,12 +36,12 @@ class Call(Exchange):
         }[context.collective]
 
     def load(self, tensor: Tensor) -> None:
-        in_place = self.context.collective in ("all_reduce", "broadcast") and tensor.dtype == self._dtype
+        in_place = self.context.collective in ("all_reduce", "broadcast") and self._dtype in (None, tensor.dtype)
         self.tensor = self._buffer("whole", tensor.numel(), tensor).copy_(tensor) if in_place else tensor
 
     def run(self) -> Tensor:
         result = self._collective(self.tensor)
-        if result.dtype == torch.float32:
+        if result.dtype == self.tensor.dtype:
             return result
         return self.context.buffer("result", result.numel(), self.tensor).copy_(result)
 
@@ -66,12 +67,12 @@ class Call(Exchange):
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor itself where it has the right type."""
-        if tensor.dtype == self._dtype:
+        if self._dtype in (None, tensor.dtype):
             return tensor
         return self._buffer(name, tensor.numel(), tensor).copy_(tensor)
 
     def _buffer(self, name: str, numel: int, like: Tensor) -> Tensor:
-        return self.context.buffer(name, numel, like, self._dtype)
+        return self.context.buffer(name, numel, like, self._dtype or like.dtype)
 
 
 class Ours(Call):
@@ -79,7 +80,16 @@ class Ours(Call):
 
     def __init__(self, context: Context):
         self._communicator = Communicator(context.config, context.group)
+        self._baseline = Baseline()
         super().__init__(context, self._communicator)
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        if not self.context.sends_weights:
+            return super()._all_gather(tensor)
+        # Memory of its own, as it must still hold the last version.
+        whole = self._buffer("weights", tensor.numel() * self.context.world_size, tensor)
+        self._communicator.all_gather_into_tensor(whole, tensor, role="parameter", baseline=self._baseline)
+        return whole
 
     def details(self) -> dict[str, Any]:
         return self._communicator.stats.end_step().to_dict()
@@ -112,7 +122,7 @@ def _of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
     return SimpleNamespace(**{call.__name__: partial(call, group=group) for call in calls})
 
 
-def _torch(context: Context, dtype: torch.dtype = torch.float32) -> Call:
+def _torch(context: Context, dtype: torch.dtype | None = None) -> Call:
     return Call(context, _of_torch(context.group), dtype)
 
 

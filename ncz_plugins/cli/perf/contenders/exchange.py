@@ -31,6 +31,7 @@ class Context:
         group: the process group that takes part; None is the default group.
         world_size, rank: of this group.
         collective: one of COLLECTIVES.
+        sends_weights: whether what is gathered are versions of weights.
     """
 
     config: Config
@@ -38,6 +39,7 @@ class Context:
     world_size: int
     rank: int
     collective: str
+    sends_weights: bool = False
     _kept: dict[str, tuple[Hashable, Any]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
@@ -77,9 +79,9 @@ class Exchange(ABC):
         """Put the input of the next run where this contender wants it. Not timed: a training step leaves it there.
 
         Args:
-            tensor: float32, [n], the same n on all ranks; it is not changed. For an all-gather a rank's part, for a
-                reduce-scatter the whole, which consists of one part for each rank. A broadcast starts from the
-                group's rank 0; on all others, only the size counts.
+            tensor: float32, or bfloat16 of weights, [n], the same n on all ranks; it isn't changed. For an all-gather a
+                rank's part, for a reduce-scatter the whole, which consists of one part for each rank. A broadcast
+                starts from the group's rank 0; on all others, only the size counts.
         """
         self.tensor = tensor
 
@@ -87,7 +89,7 @@ class Exchange(ABC):
     def run(self) -> Tensor:
         """The collective, on all ranks at once. The first run of a size makes buffers, and should not be timed.
 
-        Returns: float32, 1-D, valid until the next `load` or `run` of any exchange of this context.
+        Returns: of the same dtype, 1-D, valid until the next `load` or `run` of any exchange of this context.
         """
 
     def details(self) -> dict[str, Any]:

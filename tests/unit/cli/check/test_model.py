@@ -136,6 +136,11 @@ def test_a_name_may_be_left_out_where_there_is_one_model_only(models):
     assert load_model(str(GPT))[0] == "GPT"
     Path("one.py").write_text("from zoo import Net, small\nclass One(Net): pass\ndef main(): raise SystemExit\n")
     assert load_model("one.py")[0] == "One"
+    Path("odd.py").write_text(
+        "from __future__ import annotations\nfrom zoo import Net\nclass One(Net): pass\n"
+        "def unknown() -> What: raise SystemExit\n"  # an annotation that nothing makes sense of
+    )
+    assert load_model("odd.py")[0] == "One"
     Path("none.py").write_text("from zoo import Net, small\n")
     for spec, found in (("zoo.py", "several models in it, Net, small, ready"), ("none.py", "found no model in it")):
         with pytest.raises(ConfigError, match=f"--model {spec}: .*{found}: add :NAME"):

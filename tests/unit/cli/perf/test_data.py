@@ -15,19 +15,20 @@ def gradients():
 
 @pytest.fixture
 def sources(gradients):
-    return {"gradient": gradients, "field": data.field, "noise": data.noise}
+    return {"gradient": gradients, "field": data.field, "noise": data.noise, "weights": data.weights(data.train(0))}
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_values_follow_from_rank_and_place(sources, name):
     source = sources[name]
     count = source(0, 0).numel() + 1000  # more than one piece
-    x = data.values(source, 0, count)
-    assert x.dtype == torch.float32 and x.shape == (count,) and x.isfinite().all()
-    assert torch.equal(data.values(source, 0, count), x)
-    assert torch.equal(data.values(source, 0, 777), x[:777])
-    for other in (data.values(source, 1, count), data.values(source, 0, 2000 + count)[2000:]):
-        assert torch.corrcoef(torch.stack([other, x]))[0, 1].abs() < 0.95
+    dtype = torch.bfloat16 if name == "weights" else torch.float32
+    x = data.values(source, 0, count, dtype)
+    assert x.dtype == dtype and x.shape == (count,) and x.isfinite().all()
+    assert torch.equal(data.values(source, 0, count, dtype), x)
+    assert torch.equal(data.values(source, 0, 777, dtype), x[:777])
+    for other in (data.values(source, 1, count, dtype), data.values(source, 0, 2000 + count, dtype)[2000:]):
+        assert torch.corrcoef(torch.stack([other, x]).float())[0, 1].abs() < 0.95
         assert not torch.equal(other, x)
 
 

@@ -189,6 +189,17 @@ def test_what_the_configuration_says_of_the_link_stays(read):
     assert found.jobs[0].config["transport"]["link_gbps"] == 25 and not found.notes
 
 
+def test_weights_are_for_all_gather_and_plain_alone(read, monkeypatch):
+    for arguments in (("--data", "weights"), ("--data", "weights", "--peers", "fp16")):
+        with pytest.raises(ConfigError, match="--data weights is for all_gather and --peers none"):
+            read(*arguments)
+    options = build_parser().parse_args(["perf", "all_gather", "--data", "weights"])
+    [job] = request.read(options, Config()).jobs
+    assert (job.dtype, job.itemsize) == ("bfloat16", 2)
+    config = Config.load(job.config)
+    assert config.roles == ("parameter",) and config.quantizer.kind == "lossless"
+
+
 def test_slower_links_get_more_time(read):
     slow, fast = read("--link", "1mbit,10gbit", "--sizes", "64M").jobs
     assert slow.timeout > 4 * 64 * 8 > fast.timeout

@@ -15,7 +15,7 @@ from ranks import play
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.core.transport.connections import Connections
+from ncz_plugins.core.transport.connections import Connections, timeout_of
 from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
 
@@ -290,3 +290,12 @@ def test_values_reach_the_ranks_that_they_are_for():
         return [received[peer][: 4 * (mine + 1)].view(torch.float32).tolist() for peer in range(3) if peer != mine]
 
     assert play(3, body) == [[[10.0], [20.0]], [[1.0] * 2, [21.0] * 2], [[2.0] * 3, [12.0] * 3]]
+
+
+def test_the_time_out_of_a_group_is_that_of_a_backend_or_the_default():
+    seconds = timedelta(seconds=17)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, seconds)
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert timeout_of(group) == dist.distributed_c10d.default_pg_timeout
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    assert timeout_of(group) == seconds

@@ -1,9 +1,15 @@
 """Uncompressed collectives over the connections of our own."""
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import play
+
+from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.transport.plain import WorkHandle
 
 WORLD = 3
 
@@ -81,3 +87,33 @@ def test_an_average_is_not_complete_before_it_is_divided():
         return tensor.tolist(), work.is_completed()
 
     assert on_each_rank(body) == [([6.0] * 4, True)] * WORLD
+
+
+def gloo_of_two(body) -> None:
+    """Run `body` on each of two ranks of a gloo group; it takes the group and the rank."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        body(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20)), rank)
+
+    with ThreadPoolExecutor(2) as ranks:
+        for each in [ranks.submit(run, rank) for rank in range(2)]:
+            each.result(timeout=60)
+
+
+def test_the_handle_of_a_work_tells_how_it_ended():
+    def body(group, rank):
+        tensor = torch.full((3,), rank + 1.0)
+        handle = WorkHandle(group.allreduce([tensor]), "the sum")
+        assert handle.wait() and handle.is_completed() and handle.is_success() and handle.exception() is None
+        assert tensor.tolist() == [3.0] * 3
+        if rank == 0:
+            lost = WorkHandle(group.recv([tensor], 1, 7), "a message that nobody sends")
+            assert not lost.is_completed()
+            with pytest.raises(PeerError, match="a message that nobody sends failed"):
+                lost.wait(timedelta(milliseconds=200))
+            with pytest.raises(PeerError, match="a message that nobody sends failed"):
+                lost.wait()
+            assert lost.is_completed() and not lost.is_success() and isinstance(lost.exception(), PeerError)
+
+    gloo_of_two(body)
