@@ -40,7 +40,7 @@ GROUPS = (
     Group("GPT", "Muon", 300, 2, {PLAIN: 5, BALANCED: 5, SMALL: 3, ACCURATE: 3, FINE: 3, NEAREST: 3}),
     Group("digits CNN", "SGD", 150, 2, dict.fromkeys((PLAIN, BF16, ACCURATE, BALANCED, SMALL, FORMER, FED_MORE), 20)),
     Group("GPT", "AdamW", 300, 8, {PLAIN: 3, BALANCED: 3}),
-    Group("GPT large", "AdamW", 2000, 2, {PLAIN: 1, BALANCED: 1}),
+    Group("GPT large", "AdamW", 2000, 2, {PLAIN: 1, BALANCED: 1, BF16: 1, ACCURATE: 1}),
 )
 
 

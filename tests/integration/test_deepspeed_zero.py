@@ -33,11 +33,8 @@ ALL_REDUCE = {"reduce_scatter": False}
 EIGHT_BITS = {"quantizer": {"mode": "bits", "value": 8}, "transport": {"min_bytes": 0}}
 CASES = {
     **{f"{dtype} stage {stage}": case(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")},
-    **{
-        f"{dtype} stage {stage} without reduce_scatter": case(stage, dtype, zero=ALL_REDUCE)
-        for stage in (1, 2, 3)
-        for dtype in ("fp32", "bf16")
-    },
+    **{f"fp32 stage {stage} without reduce_scatter": case(stage, zero=ALL_REDUCE) for stage in (1, 2, 3)},
+    "bf16 stage 3 without reduce_scatter": case(3, "bf16", zero=ALL_REDUCE),
     **{f"fp32 stage {stage} overlapping": case(stage, zero={"overlap_comm": True}) for stage in (1, 2, 3)},
     "fp32 stage 2 overlapping without reduce_scatter": case(2, zero={**ALL_REDUCE, "overlap_comm": True}),
     "fp32 stage 2 in small buckets": case(2, zero={"reduce_bucket_size": 10_000}),

@@ -27,22 +27,15 @@ def coverage() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("COVERAGE")}
 
 
-def test_torch_knows_the_name_of_the_backend():
-    program = (
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('ncz', store=dist.HashStore(), rank=0, world_size=1); print(dist.get_backend())"
-    )
-    assert run(program) == "ncz\n"
-
-
-def test_deepspeed_gets_the_plugin():
-    program = "import deepspeed; print(sys.modules['ncz_plugins.deepspeed.engine'].warns_if_none_compresses)"
-    assert run(program).endswith("False\n")
-
-
-def test_where_the_plugin_fails_only_the_key_is_refused():
+def test_torch_knows_the_backend_and_deepspeed_the_plugin_or_refuses_the_key():
+    """In one process, as each takes seconds to start."""
     program = """
-import deepspeed.runtime.engine
+import deepspeed, torch.distributed as dist
+assert hook.AfterImport({"surely_not_there": None}).find_spec("surely_not_there") is None
+print(sys.modules["ncz_plugins.deepspeed.engine"].warns_if_none_compresses)
+dist.init_process_group("ncz", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.get_backend())
+
 from deepspeed.runtime.config import DeepSpeedConfig
 hook.refuse_key(ImportError("as if uninstalled"))
 DeepSpeedConfig({"train_batch_size": 1})
@@ -51,9 +44,6 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert '"communication_compression" can\'t be honoured: as if uninstalled' in run(program)
-
-
-def test_what_is_not_there_is_left_to_other_finders():
-    program = "print(hook.AfterImport({'surely_not_there': None}).find_spec('surely_not_there'))"
-    assert run(program) == "None\n"
+    *_, warns, backend, refused = run(program).splitlines()
+    assert (warns, backend) == ("False", "ncz")
+    assert '"communication_compression" can\'t be honoured: as if uninstalled' in refused
