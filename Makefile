@@ -62,7 +62,7 @@ bench: setup-tools  ## speed of the coders beside memcpy
 gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (2 hours)
+convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (3 hours)
 	@$(BIN)/python tests/convergence/suite.py $(ARGS)
 	@$(BIN)/python tests/convergence/frontier.py $(ARGS)
 

@@ -14,6 +14,7 @@ from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Gpu, Host
 from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.topology import Nodes
@@ -287,3 +288,31 @@ def test_what_can_not_be_coded_goes_plain(reason, quantizer, dtype, poison, sche
     for (ours, *counted), (expected, *on_host) in zip(on(EmulatedGpu), on(Host), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
         assert counted == [{reason: 4}, 0] == on_host
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_as_changes(schedule, dtype):
+    """Gathered by GPUs and a CPU that understand each other, with and without an older version, to the bit."""
+    settings = {"roles": ["parameter"], "entropy": {"checksum": True}}
+    config = Config.load(settings | {"transport": {"min_bytes": 0, "schedule": schedule}}).resolved()
+    random = torch.Generator().manual_seed(0)
+    versions = [0.02 * torch.randn(3, CHUNK + 17, generator=random)]
+    for _ in range(2):
+        versions.append(versions[-1] + 1e-4 * torch.randn(3, CHUNK + 17, generator=random))
+    versions = [version.to(dtype) for version in versions]
+
+    def body(transport):
+        collectives = Collectives(Training(config), config, range(3), transport.rank)
+        device = Host() if transport.rank == 1 else EmulatedGpu(transport.rank)
+        weights, baseline = torch.zeros(3, CHUNK + 17, dtype=dtype), Baseline()
+        for version in versions:
+            weights[transport.rank] = version[transport.rank]
+            parts = [ParameterSlice(None, weights.numel())]
+            own = weights[transport.rank]
+            request = Request("all_gather_into_tensor", own, weights, role="parameter", parts=parts, baseline=baseline)
+            collectives.run(collectives.prepare(request, collectives.decide(request).config), device, transport)
+            assert torch.equal(weights.view(torch.uint8), version.view(torch.uint8))
+        return collectives.training.stats.total.sent_whole
+
+    assert play(3, body, in_rounds=True) == [{"first call": 1}] * 3

@@ -115,6 +115,22 @@ Memory steps_of(const Control& control, bool inverse) {
     return steps;
 }
 
+// Any floats as changes from any others, which come back to the bit.
+void check_differences(const Control& control, const Memory& x, const uint8_t* data, size_t size) {
+    int64_t count = control.count, bytes = count * element_bytes(control.dtype);
+    size_t skipped = size ? control.first % size : 0;
+    Memory base = tiled(data + skipped, size - skipped, bytes);
+    Memory codes = output_of_both(4 * count, [&](const Kernels& kernels, void* out) {
+        kernels.differences(x.data(), base.data(), control.dtype, count, static_cast<int32_t*>(out));
+    });
+    check_codes(control, codes);
+    Memory restored = output_of_both(bytes, [&](const Kernels& kernels, void* out) {
+        if (bytes) memcpy(out, base.data(), size_t(bytes));
+        kernels.add_differences(codes.as<int32_t>(), out, count, out, control.dtype);
+    });
+    require(bytes == 0 || memcmp(restored.data(), x.data(), size_t(bytes)) == 0, "changes do not give the floats back");
+}
+
 void check_floats(Control control, const uint8_t* data, size_t size) {
     int64_t count = control.count;
     int32_t dtype = control.dtype;
@@ -124,6 +140,7 @@ void check_floats(Control control, const uint8_t* data, size_t size) {
     const Noise* noise = control.has_noise % 2 ? &noise_given : nullptr;
     Coding coding = coding_of(control);
 
+    if (dtype != FLOAT64) check_differences(control, x, data, size);
     output_of_both(24 * scale_blocks_of(count), [&](const Kernels& kernels, void* out) {
         int64_t blocks = scale_blocks_of(count);
         auto results = static_cast<double*>(out);
