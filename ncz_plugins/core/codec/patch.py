@@ -176,8 +176,7 @@ def read_patch(patch: bytes) -> tuple[Contents, list[Tensor]]:
     except (ValueError, RecursionError) as error:
         problem = error.errors()[0] if isinstance(error, ValidationError) else error
         raise FrameError(f"the head of the patch can't be: {problem}") from None
-    data = torch.frombuffer(bytearray(patch[_HEAD.size + size :]) or bytearray(1), dtype=torch.uint8)
-    data = data[: len(patch) - _HEAD.size - size]
+    data = torch.frombuffer(bytearray(patch), dtype=torch.uint8)[_HEAD.size + size :]
     frames = []
     for entry in contents.tensors:
         _check(entry, contents.base is not None)
