@@ -23,6 +23,8 @@ from .base import Agreement, Work, peer_errors
 from .mesh import Exchange, open_mesh
 
 _OPENING_BYTES = 128 << 10  # of values that may travel with a comparison, to each rank
+_MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
+_FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
 
@@ -92,6 +94,8 @@ class Connections:
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """See `Transport.start_max`."""
+        if self._mesh is None and tensor.nbytes * rounds_of(self.world_size) <= _MOST_SPREAD_BYTES:
+            return SpreadAgreement(self, tensor, counters)
         if self._mesh is None:
             with peer_errors("agreeing with the other ranks"):
                 options = dist.AllreduceOptions()
@@ -274,6 +278,48 @@ class GlooAgreement(Agreement):
     def wait(self) -> None:
         with span("wait", self._nbytes, self._counters), peer_errors("agreeing with the other ranks"):
             self._work.wait()
+
+
+class SpreadAgreement(Agreement):
+    """An element-wise maximum over ranks, in as many rounds as the number of ranks has binary digits.
+
+    In round k a rank tells rank + 2^k what it knows, and learns what rank - 2^k knows: the dissemination algorithm of
+    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988). It may count ranks twice, which a
+    maximum allows. All ranks wait for their agreements in the same order.
+    """
+
+    def __init__(self, connections: Connections, tensor: Tensor, counters: Counters):
+        self._connections = connections
+        self._tensor = tensor
+        self._counters = counters
+        self._under_way: tuple[Work, Work, Tensor, Tensor] = self._start(0)
+
+    def wait(self) -> None:
+        rounds = rounds_of(self._connections.world_size)
+        with span("wait", self._tensor.nbytes, self._counters), peer_errors("agreeing with the other ranks"):
+            for number in range(1, rounds + 1):
+                sending, receiving, _, received = self._under_way
+                receiving.wait()
+                sending.wait()
+                torch.maximum(self._tensor, received, out=self._tensor)
+                if number < rounds:
+                    self._under_way = self._start(number)
+
+    def _start(self, number: int) -> tuple[Work, Work, Tensor, Tensor]:
+        """Begin a round. Returns what sends and receives, and the memory that they use."""
+        connections, distance, tag = self._connections, 1 << number, _FIRST_SPREAD_TAG + number
+        n, rank = connections.world_size, connections.rank
+        sent, received = self._tensor.clone(), torch.empty_like(self._tensor)
+        with peer_errors("agreeing with the other ranks"):
+            receiving = connections.receive(received, (rank - distance) % n, tag)
+            sending = connections.send(sent, (rank + distance) % n, tag)
+        self._counters.wire_bytes += sent.nbytes
+        return sending, receiving, sent, received
+
+
+def rounds_of(world_size: int) -> int:
+    """How many rounds it takes until every rank knows of every other, if each round doubles what they know."""
+    return (world_size - 1).bit_length()
 
 
 class MeshAgreement(Agreement):

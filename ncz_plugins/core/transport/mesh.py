@@ -28,7 +28,7 @@ from ..errors import PeerError
 from .addresses import own_address
 from .base import peer_errors
 
-_MOST_RANKS = 16  # each rank sends to all others; for more, gloo's ring takes fewer messages
+_MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, see connections.py
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sq")  # what a rank says when it connects: the secret of the other one, and who it is
 _HELLO_SECONDS = 5.0

@@ -125,3 +125,21 @@ def test_ranks_that_make_different_calls_are_told_on_all_of_them():
             reduce(chosen, transport, values(transport.rank, 1000 + transport.rank))
 
     play(2, body)
+
+
+@pytest.mark.parametrize("world_size", [8, 16, 32])
+def test_many_ranks(world_size):
+    """All of them get the same bits, within the bound."""
+
+    def body(transport):
+        config = Config.load({"transport": {"min_bytes": 0}, "quantizer": {"mode": "abs", "value": 0.01}}).resolved()
+        chosen = Collectives(Training(config), config, range(world_size), transport.rank)
+        tensor = values(transport.rank, 5000)
+        reduce(chosen, transport, tensor)
+        assert chosen.training.stats.total.compressed_calls == 1
+        return tensor
+
+    results = play(world_size, body)
+    exact = sum(values(rank, 5000).double() for rank in range(world_size))
+    assert same_bits(results)
+    assert (results[0] - exact).abs().max() <= 0.01 * world_size + 1e-4

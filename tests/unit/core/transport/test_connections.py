@@ -299,3 +299,47 @@ def test_the_time_out_of_a_group_is_that_of_a_backend_or_the_default():
     assert timeout_of(group) == dist.distributed_c10d.default_pg_timeout
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     assert timeout_of(group) == seconds
+
+
+# ---------------------------------------------------------------- more ranks than tell each other directly
+
+
+@pytest.mark.parametrize("world_size", [17, 32])
+def test_many_ranks_agree_in_few_rounds(world_size):
+    """Also on several things at a time, and on what is too large for that."""
+    sent = [0] * world_size
+
+    def body(transport):
+        connections, rank = transport._connections, transport.rank
+        assert not connections.has_mesh
+        send = connections.send
+
+        def counted(*arguments):
+            sent[rank] += 1
+            return send(*arguments)
+
+        connections.send = counted
+        numbers = torch.tensor([rank, -rank, 7])
+        floats = torch.linspace(0, 1, 100) + (rank == 3)
+        agreements = [transport.start_comparison(numbers, Counters()), transport.start_max(floats, Counters())]
+        for each in agreements:
+            each.wait()
+        assert numbers.tolist() == [world_size - 1, 0, 7]
+        assert torch.equal(floats, torch.linspace(0, 1, 100) + 1)
+        assert sent[rank] == 2 * 5  # as 17 and 32 ranks know of each other after five rounds
+        large = torch.full((20_000,), float(rank))
+        transport.start_max(large, Counters()).wait()
+        assert (large == world_size - 1).all() and sent[rank] == 10
+
+    play(world_size, body)
+
+
+def test_a_rank_that_dies_while_many_agree_is_an_error_on_all(monkeypatch):
+    def body(transport):
+        if transport.rank == 5:
+            transport.abort(RuntimeError("as if it had died"))
+            return
+        require_error_soon(transport.start_comparison(torch.tensor([1, 2]), Counters()).wait)
+        transport.abort(PeerError("a peer has died"))
+
+    play(17, body)
