@@ -439,18 +439,7 @@ def _agree(
         versions = _versions(call, call.baseline, device.backend)
         same_call.wait()
         require_same(call.collective, comparison, ranks)
-        whole = _sent_whole(versions, transport, counters)
-        sent = call.baseline.sent(call.source.data)
-        return UpdatingCodec(
-            device,
-            CodedTensor(call.layout, call.source, call.output),
-            coding_for(call.config, device.backend, transport.link_gbps),
-            call.config.entropy.checksum,
-            counters,
-            base=call.source if sent is None else replace(call.source, data=sent),
-            own=call.measured,
-            whole=whole,
-        )
+        return _updating_codec(call, call.baseline, versions, device, transport, counters)
     source, scales = call.source, None
     if call.within_node is None:
         source, scales = _measured(call, source, device, transport, counters)
@@ -486,15 +475,32 @@ def _versions(call: Call, baseline: Baseline, backend: Backend) -> dict[str, int
     return versions
 
 
-def _sent_whole(versions: dict[str, int], transport: Transport, counters: Counters) -> frozenset[int]:
-    """The segments that ranks hold different versions of."""
+def _updating_codec(
+    call: Call,
+    baseline: Baseline,
+    versions: dict[str, int],
+    device: Device,
+    transport: Transport,
+    counters: Counters,
+) -> UpdatingCodec:
+    """The codec of a call that sends changes. What ranks hold different versions of, it sends as it is."""
     comparison = RankComparison(versions, transport.rank, transport.world_size)
     transport.start_max(comparison.tensor, counters).wait()
     differing = comparison.differing()
     for ends in differing.values():
         reason = "first call" if ends.lowest == _NO_VERSION else "changed in between"
         counters.sent_whole[reason] = 1
-    return frozenset(map(int, differing))
+    sent = baseline.sent(call.source.data)
+    return UpdatingCodec(
+        device,
+        CodedTensor(call.layout, call.source, call.output),
+        coding_for(call.config, device.backend, transport.link_gbps),
+        call.config.entropy.checksum,
+        counters,
+        base=call.source if sent is None else replace(call.source, data=sent),
+        own=call.measured,
+        whole=frozenset(map(int, differing)),
+    )
 
 
 def _fixed_rate_codec(
