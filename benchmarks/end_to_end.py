@@ -7,10 +7,10 @@ each of two network namespaces, whose links have the given rate. Beside plain an
 switch on in the framework itself: gradients cast to 16 bits, in bf16 under DeepSpeed (`communication_data_type`; gloo
 adds fp16 far more slowly on a CPU), DDP (a hook) and FSDP2 (`reduce_dtype`), in fp16 under Horovod (`Compression.fp16`,
 its only one); and DDP's PowerSGD hook, of rank 4. Under DeepSpeed our compression is tried with and without that of
-weights; "deepspeed-bf16" trains in bf16. The kinds take turns, `--rounds` times; seconds are the median over the steps
-of all rounds, without the first steps of each. Bytes are what the kernel counted as sent by rank 0's node. Where bytes
-are those of gradients depends on the framework: FSDP2's hold the weights that it gathers in the backward pass. With
-DiLoCo a step is a round: 10 steps of each replica and one synchronization.
+weights; "deepspeed-bf16" trains in bf16, "deepspeed-zero-3" with ZeRO 3 as well. The kinds take turns, `--rounds`
+times; seconds are the median over the steps of all rounds, without the first steps of each. Bytes are what the kernel
+counted as sent by rank 0's node. Where bytes are those of gradients depends on the framework: FSDP2's hold the weights
+that it gathers in the backward pass. With DiLoCo a step is a round: 10 steps of each replica and one synchronization.
 
 Both ranks share this machine's cores with the network, and each computes on one core: absolute times tell little,
 their ratios are for a step that computes and communicates in about these shares.
@@ -159,6 +159,12 @@ def _deepspeed_bf16(arguments: argparse.Namespace, folder: Path) -> Iterator[Run
     return _by_key("DeepSpeed in bf16", {"bf16": {"enabled": True}}, {}, arguments, folder)
 
 
+def _deepspeed_zero_3(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    """The same with ZeRO 3, which gathers weights in the forward and in the backward pass, and frees them."""
+    common = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    return _by_key("DeepSpeed, ZeRO 3", common, {}, arguments, folder)
+
+
 def _by_key(
     framework: str, common: dict[str, Any], others: dict[str, Any], arguments: argparse.Namespace, folder: Path
 ) -> Iterator[Runs]:
@@ -239,6 +245,7 @@ def _by_argument(
 FRAMEWORKS = {
     "deepspeed": _deepspeed,
     "deepspeed-bf16": _deepspeed_bf16,
+    "deepspeed-zero-3": _deepspeed_zero_3,
     "horovod": _horovod,
     "ddp": _ddp,
     "fsdp": _fsdp,
