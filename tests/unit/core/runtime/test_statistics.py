@@ -14,7 +14,7 @@ def test_ratio_is_plain_over_wire_and_one_where_nothing_was_sent():
 def test_every_field_adds_up():
     def counters(factor: int) -> Counters:
         numbers = {item.name: factor * n for n, item in enumerate(fields(Counters), 1)}
-        dicts = ("bypasses", "bypassed_bytes", "coders")
+        dicts = [name for name, value in vars(Counters()).items() if isinstance(value, dict)]
         return Counters(**numbers | {name: {"some": numbers[name]} for name in dicts})
 
     one, total = counters(1), Counters()
