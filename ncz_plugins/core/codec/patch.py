@@ -103,8 +103,9 @@ def make_patch(new: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
     """What turns `base` into `new`, to the bit; without a base, all of `new`.
 
     Args:
-        new, base: tensors by name, in host memory or on a GPU. A tensor that `base` has by the same name, dtype and
-            shape is held as what has changed.
+        new: tensors by name, in host memory or on a GPU.
+        base: the same, of the version that the receiver has. A tensor that it has by the same name, dtype and shape is
+            held as what has changed.
 
     Raises UnsupportedError for tensors that are not dense, or of a dtype that no floats or integers of torch have.
     """
