@@ -292,7 +292,8 @@ def draw(found: list[Outcome]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of everything (default: 3)")
-    parser.add_argument("--part", choices=PARTS, action="append", help=f"what to try (default: {' and '.join(BY_DEFAULT)})")
+    default = " and ".join(BY_DEFAULT)
+    parser.add_argument("--part", choices=PARTS, action="append", help=f"what to try (default: {default})")
     parser.add_argument("--report", action="store_true", help="train nothing: show and write what is there")
     arguments = parser.parse_args()
     done = kept()
