@@ -134,7 +134,7 @@ class Collectives:
         return PlainCall(request, bypass, self._described(request, bypass))
 
     def count_plain(self, request: Request, bypass: Bypass) -> None:
-        """Count a request that goes plain."""
+        """Count a request that goes plain. What a baseline knows of its output holds no more."""
         if request.baseline is not None:
             request.baseline.forget()
         self._count(bypassed(request, bypass, self.world_size), request.role)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .codec.patch import apply_patch, identity, make_patch, read_patch
+from .codec.patch import apply_contents, identity, make_patch, read_patch
 from .errors import UnsupportedError
 from .transport.base import peer_errors
 
@@ -89,8 +89,8 @@ class WeightSubscriber:
         Raises FrameError if it is damaged, and MismatchError if it is for another version. The weights are unchanged
         then: ask for another one.
         """
-        contents, _ = read_patch(patch)
-        self.weights = apply_patch(patch, self.weights if self.identity is not None else None)
+        contents, frames = read_patch(patch)
+        self.weights = apply_contents(contents, frames, self.weights if self.identity is not None else None)
         self.identity = contents.identity
         return self.weights
 

@@ -25,9 +25,12 @@ def max_update_bytes(count: int, itemsize: int) -> int:
     return max(max_lossless_bytes(count, itemsize), max_frame_bytes(count))
 
 
-def encode_update(backend: Backend, x: Tensor, base: Tensor, coding: Coding, frame: Tensor) -> int:
-    """Write `x` as one frame to `frame` (uint8, `max_update_bytes` long). Returns the bytes written."""
-    if x.dtype == torch.float64:
+def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Coding, frame: Tensor) -> int:
+    """Write `x` as one frame to `frame` (uint8, `max_update_bytes` long). Returns the bytes written.
+
+    Without a `base` the floats themselves are written.
+    """
+    if base is None or x.dtype == torch.float64:
         return encode_floats(backend, x, coding, frame)
     codes = _scratch.of("differences", x.numel(), torch.int32, x.device)
     backend.differences(x, base, codes)
@@ -42,12 +45,12 @@ def encode_update(backend: Backend, x: Tensor, base: Tensor, coding: Coding, fra
     return size
 
 
-def decode_update(backend: Backend, frame: Tensor, base: Tensor, out: Tensor) -> None:
-    """Read one frame into `out`, which may be `base`.
+def decode_update(backend: Backend, frame: Tensor, base: Tensor | None, out: Tensor) -> None:
+    """Read one frame into `out`, which may be `base`. Without a `base` only the floats themselves can be read.
 
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
-    if out.dtype == torch.float64 or _is_split(frame):
+    if base is None or out.dtype == torch.float64 or _is_split(frame):
         return decode_floats(backend, frame, out)
     codes = _scratch.of("differences", out.numel(), torch.int32, out.device)
     backend.decode_codes(frame, codes)

@@ -45,16 +45,6 @@ def run(folder, names, ranks: int) -> list[dict]:
     return outcome.ranks
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two_ranks"), CASES, ranks=2)
-
-
-@pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("three_ranks"), THREE_RANKS, ranks=3)
-
-
 @pytest.fixture(
     params=[*((name, 2) for name in CASES), *((name, 3) for name in THREE_RANKS)],
     ids=lambda param: f"{param[0]}-{param[1]}ranks",

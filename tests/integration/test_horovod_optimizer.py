@@ -49,16 +49,6 @@ def run(folder, names, ranks: int, schedule: str = "auto") -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two_ranks"), CASES, ranks=2)
-
-
-@pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("three_ranks"), THREE_RANKS, ranks=3)
-
-
-@pytest.fixture(scope="module")
 def three_on_ring(tmp_path_factory):
     return run(tmp_path_factory.mktemp("three_on_ring"), ON_RING, ranks=3, schedule="ring")
 

@@ -32,7 +32,6 @@ from torch import Tensor
 from ... import kernels
 from ...kernels.backend import Backend
 from ...kernels.format import CHUNK, DTYPES, Coding, DamagedFrame
-from ...kernels.lossless import decode_floats, encode_floats
 from ...kernels.updates import decode_update, encode_update, max_update_bytes
 from ..errors import FrameError, MismatchError, UnsupportedError
 
@@ -94,9 +93,13 @@ class Contents(_Strict):
 
 
 def identity(state: Mapping[str, Tensor]) -> int:
-    """What tells versions of a state dict apart: 32 bits of the names, dtypes, shapes and bytes of all tensors."""
+    """What tells versions of a state dict apart: 32 bits of the names, dtypes, shapes and bytes of all tensors.
+
+    Raises UnsupportedError as `make_patch` does.
+    """
     backend = kernels.cpu_backend()
-    return _identity([_described(name, tensor, backend.digest(_bytes(tensor))) for name, tensor in state.items()])
+    hosted = ((name, _on_host(name, tensor)) for name, tensor in state.items())
+    return _identity(_described(name, tensor, backend.digest(_bytes(tensor))) for name, tensor in hosted)
 
 
 def make_patch(new: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = None) -> bytes:
@@ -141,9 +144,15 @@ def apply_patch(patch: bytes, base: Mapping[str, Tensor] | None = None) -> dict[
     Raises FrameError for a patch that is damaged or none at all, and MismatchError if `base` is not the version that it
     was made for. `base` stays as it is.
     """
+    return apply_contents(*read_patch(patch), base)
+
+
+def apply_contents(
+    contents: Contents, frames: list[Tensor], base: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """As `apply_patch`, of what `read_patch` returned."""
     backend = kernels.cpu_backend()
-    contents, data = read_patch(patch)
-    frames = iter(data)
+    rest = iter(frames)
     if contents.base is not None:
         if base is None:
             raise MismatchError(
@@ -155,8 +164,7 @@ def apply_patch(patch: bytes, base: Mapping[str, Tensor] | None = None) -> dict[
                 "that one, or for a whole one"
             )
     return {
-        entry.name: _restored(backend, entry, list(islice(frames, len(entry.frames))), base)
-        for entry in contents.tensors
+        entry.name: _restored(backend, entry, list(islice(rest, len(entry.frames))), base) for entry in contents.tensors
     }
 
 
@@ -221,10 +229,8 @@ def _encoded(backend: Backend, own: Tensor, before: Tensor | None, coding: Codin
     room = torch.empty(max_update_bytes(_FRAME, own.element_size()), dtype=torch.uint8)
     for first in range(0, own.numel(), _FRAME):
         x = own.view(-1)[first : first + _FRAME]
-        if before is None:
-            size = encode_floats(backend, x, coding, room)
-        else:
-            size = encode_update(backend, x, before.view(-1)[first : first + _FRAME], coding, room)
+        base = None if before is None else before.view(-1)[first : first + _FRAME]
+        size = encode_update(backend, x, base, coding, room)
         yield room[:size].numpy().tobytes()
 
 
@@ -254,10 +260,7 @@ def _restored(backend: Backend, entry: Entry, frames: list[Tensor], base: Mappin
 
 def _decode(backend: Backend, name: str, frame: Tensor, before: Tensor | None, out: Tensor) -> None:
     try:
-        if before is None:
-            decode_floats(backend, frame, out)
-        else:
-            decode_update(backend, frame, before, out)
+        decode_update(backend, frame, before, out)
     except DamagedFrame as damage:
         raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
 
@@ -272,7 +275,8 @@ def _on_host(name: str, tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """The memory of a contiguous tensor on the host."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _described(name: str, tensor: Tensor, digest: int) -> dict:

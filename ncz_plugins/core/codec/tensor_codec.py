@@ -144,6 +144,12 @@ class TensorCodec(Codec):
         """Sizes of frames, as the host knows them."""
         return self.device.seen(sizes).tolist()
 
+    def _await(self, frame: Tensor) -> None:
+        """Wait for a frame within the time-out, before it is decoded by what waits without one; and check its seal."""
+        header = self.device.seen(frame[:HEADER_BYTES])
+        if self.checksum:
+            require_seals([header])
+
     def _decode(self, segment: int, index: int, frame: Tensor) -> None:
         with span("decode", frame.nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
             self._read(segment, index, frame)
@@ -329,9 +335,7 @@ class LosslessCodec(TensorCodec):
         return values
 
     def _decode_floats(self, frame: Tensor, out: Tensor) -> None:
-        header = self.device.seen(frame[:HEADER_BYTES])  # within the time-out, as decoding waits without one
-        if self.checksum:
-            require_seals([header])
+        self._await(frame)
         decode_floats(self.backend, frame, out)
 
 
@@ -367,18 +371,13 @@ class UpdatingCodec(TensorCodec):
 
     def _write(self, segment: int, index: int, buffer: Tensor) -> int:
         elements = self.layout.frame(segment, index)
-        if segment in self.whole:
-            return encode_floats(self.backend, self.source[elements], self.coding, buffer)
-        return encode_update(self.backend, self.source[elements], self.base[elements], self.coding, buffer)
+        base = None if segment in self.whole else self.base[elements]
+        return encode_update(self.backend, self.source[elements], base, self.coding, buffer)
 
     def _read(self, segment, index, frame):
+        self._await(frame)
         out = self.output[self.layout.frame(segment, index)]
-        if self.checksum:
-            require_seals([self.device.seen(frame[:HEADER_BYTES])])
-        if segment in self.whole:
-            decode_floats(self.backend, frame, out)
-        else:
-            decode_update(self.backend, frame, out, out)
+        decode_update(self.backend, frame, None if segment in self.whole else out, out)
 
 
 def codec_for(

@@ -94,9 +94,9 @@ class Connections:
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """See `Transport.start_max`."""
-        if self._mesh is None and tensor.nbytes * rounds_of(self.world_size) <= _MOST_SPREAD_BYTES:
-            return SpreadAgreement(self, tensor, counters)
         if self._mesh is None:
+            if tensor.nbytes * rounds_of(self.world_size) <= _MOST_SPREAD_BYTES:
+                return SpreadAgreement(self, tensor, counters)
             with peer_errors("agreeing with the other ranks"):
                 options = dist.AllreduceOptions()
                 options.reduceOp = dist.ReduceOp.MAX
