@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from .statistics import Counters
+from .worker import start_thread
 
 _HAS_NVTX = torch.version.cuda is not None  # builds of torch for CPUs lack it
 _recorder: _Recorder | None = None
@@ -130,16 +131,16 @@ class _Watcher:
         self._recorder = recorder
         self._row = row
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"ncz-watcher {row}", daemon=True).start()
+        start_thread(self._run, self.jobs, f"ncz-watcher {row}")
 
     def watch(self, work, what: str, nbytes: Callable[[], int]) -> _Watched:
         done: Future = Future()
         self.jobs.put((work, what, nbytes, time.perf_counter(), done))
         return _Watched(done)
 
-    def _run(self) -> None:
+    def _run(self, jobs: queue.SimpleQueue) -> None:
         before = 0.0
-        while (job := self.jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
             work, what, nbytes, started, done = job
             error = None
             try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import os
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
@@ -13,6 +16,8 @@ from torch.futures import Future
 
 from ..errors import PeerError, UnsupportedError
 from .handle import Handle, seconds_of
+
+_EXIT_SECONDS = 1.0  # for threads that have nothing left to do when the program ends
 
 
 class FutureHandle(Handle):
@@ -61,8 +66,7 @@ class Worker:
     def __init__(self, name: str):
         self._process = os.getpid()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(_run, self._jobs, name)
 
     def submit(self, job: Callable[[], None]) -> FutureHandle:
         """Run `job` after all earlier ones. Raises UnsupportedError in a fork."""
@@ -102,3 +106,26 @@ def _run(jobs: queue.SimpleQueue) -> None:
         else:
             future.set_result(None)
         del item, job, future  # do not hold tensors while idle
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
+
+
+def start_thread(run: Callable[[queue.SimpleQueue], None], jobs: queue.SimpleQueue, name: str) -> threading.Thread:
+    """Start a daemon that runs `run(jobs)`, which returns once it takes None from `jobs`.
+
+    Such a thread is awaited when the program ends. With its last breath it frees tensors, its scratch for example.
+    Torch lets go of the GIL to free memory; a thread that takes it back while the interpreter ends aborts the process.
+    """
+    thread = threading.Thread(target=run, args=(jobs,), name=name, daemon=True)
+    thread.start()
+    _threads[thread] = jobs
+    return thread
+
+
+@atexit.register
+def _end_all() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS  # of all together
+    for thread, jobs in list(_threads.items()):
+        jobs.put(None)
+        thread.join(max(0.0, deadline - time.monotonic()))

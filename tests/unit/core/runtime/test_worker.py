@@ -1,6 +1,8 @@
 """The background thread and its handles."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -84,3 +86,25 @@ def test_a_forgotten_worker_ends_its_thread():
     gc.collect()
     thread.join(5)
     assert not thread.is_alive()
+
+
+# Torch frees large tensors without the GIL, as this one sleeps. What a thread keeps for itself is freed when it ends.
+ENDING = """
+import threading, time
+from ncz_plugins.core.runtime.worker import Worker
+
+class Kept:
+    def __del__(self):
+        time.sleep(0.3)
+        print("freed", flush=True)
+
+mine = threading.local()
+worker = Worker("test")
+worker.submit(lambda: setattr(mine, "kept", Kept())).wait()
+del worker
+"""
+
+
+def test_the_end_of_the_program_waits_for_a_thread_that_nobody_closed():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "freed\n", "")
