@@ -38,7 +38,7 @@ from ..errors import BoundError, FrameError, UnsupportedError
 from ..runtime.device import Host
 from .coded_tensor import CodedTensor
 from .layout import Layout, Window
-from .quantize import Scales, derive, measure, most_summable, smallest_value, work_dtype
+from .quantize import Scales, derive, measure, smallest_value, work_dtype
 from .tensor_codec import codec_for
 
 _MAGIC = 0x435A434E  # "NCZC", little endian
@@ -166,8 +166,7 @@ def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> S
     quantizer = config.quantizer
     if quantizer.kind == "lossless" or not flat.numel():
         return None
-    most = most_summable(quantizer, flat.dtype, addends=1)
-    measured = measure(backend, Window(flat), layout, range(1), quantizer, most=most)
+    measured = measure(backend, Window(flat), layout, range(1), quantizer, largest=True)
     derived = derive(measured, layout, quantizer, flat.dtype, addends=1)
     if derived.finite and derived.scales is None:
         smallest = smallest_value(measured, quantizer, flat.dtype)
