@@ -82,7 +82,7 @@ def all_reduce(
             return error
         return tensor
 
-    return play(world_size, body, in_rounds=True)
+    return play(world_size, body, "rounds")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -248,7 +248,7 @@ def outcomes_of(
     return torch.cat(results), total.bypasses, total.compressed_calls
 
 
-rounds = partial(play, in_rounds=True, reuse=True)
+rounds = partial(play, way="rounds", reuse=True)
 RANKS = pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (4, 2)])  # and how many share a node
 
 
@@ -315,4 +315,4 @@ def test_weights_as_changes(schedule, dtype):
             assert torch.equal(weights.view(torch.uint8), version.view(torch.uint8))
         return collectives.training.stats.total.sent_whole
 
-    assert play(3, body, in_rounds=True) == [{"first call": 1}] * 3
+    assert play(3, body, "rounds") == [{"first call": 1}] * 3

@@ -17,18 +17,24 @@ _SECONDS = 60
 
 
 Opened = tuple[Connections, dist.ProcessGroup | None]  # of a rank; the group where frames travel in rounds
-_unused: dict[tuple[int, bool], list[Opened]] = {}
+_unused: dict[tuple[int, str], list[Opened]] = {}
 
 
-def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool = False, reuse: bool = False) -> list:
+def play(
+    world_size: int,
+    body: Callable[[Transport], object],
+    way: str = "mesh",
+    reuse: bool = False,
+) -> list:
     """What `body` returns on each rank. The first rank that raises decides what is raised.
 
     Args:
-        in_rounds: frames travel as they do over NCCL, but for the fusing of sends and receives, over gloo.
+        way: how frames travel: "mesh"; "gloo", as where ranks can't have a mesh; or "rounds", as they do over NCCL, but
+            for the fusing of sends and receives, over gloo.
         reuse: take the connections that such a call left, as making them takes longer than most calls. For bodies that
             neither close them nor leave anything in them.
     """
-    kind = (world_size, in_rounds)
+    kind = (world_size, way)
     store = dist.HashStore()
     opened: list[Opened | None] = (_unused.pop(kind, None) if reuse else None) or [None] * world_size
     results: list = [None] * world_size
@@ -36,9 +42,9 @@ def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool =
 
     def run(rank: int) -> None:
         try:
-            opened[rank] = opened[rank] or _open(store, rank, world_size, in_rounds)
+            opened[rank] = opened[rank] or _open(store, rank, world_size, way)
             connections, frames = opened[rank]
-            if in_rounds:
+            if way == "rounds":
                 results[rank] = body(NcclTransport(connections, frames, torch.device("cpu")))
             else:
                 results[rank] = body(GlooTransport(connections))
@@ -59,10 +65,12 @@ def play(world_size: int, body: Callable[[Transport], object], in_rounds: bool =
     return results
 
 
-def _open(store: dist.Store, rank: int, world_size: int, in_rounds: bool) -> Opened:
+def _open(store: dist.Store, rank: int, world_size: int, way: str) -> Opened:
     timeout = timedelta(seconds=_SECONDS)
     connections = Connections(store, rank, world_size, timeout)
-    if not in_rounds:
+    if way == "gloo":
+        connections.frames = None
+    if way != "rounds":
         return connections, None
     return connections, dist.ProcessGroupGloo(dist.PrefixStore("frames", store), rank, world_size, timeout)
 

@@ -55,9 +55,8 @@ def test_a_ring_that_broke_is_opened_again(living):
 def test_the_others_notice_a_rank_that_is_lost(case, tmp_path):
     command = horovod_ranks(WORKERS / "horovod_faults.py", case, ranks=3)
     launch(command, tmp_path, timeout=200, fails=True, environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
-    for rank in (0, 1):
-        first, second = json.loads((tmp_path / f"rank{rank}.json").read_text())["lost"]
-        for error in (first, second):
-            assert error["error"] == "HorovodInternalError" and error["seconds"] < SOON, error
-        if case == "stopped":
-            assert "transport.timeout_seconds" in first["message"]
+    lost = [json.loads((tmp_path / f"rank{rank}.json").read_text())["lost"] for rank in (0, 1)]
+    for error in (error for of_rank in lost for error in of_rank):
+        assert error["error"] == "HorovodInternalError" and error["seconds"] < SOON, error
+    if case == "stopped":  # who notices it first closes its connections, which the other may notice in turn
+        assert any("transport.timeout_seconds" in first["message"] for first, _ in lost)

@@ -151,7 +151,7 @@ def test_an_absurd_size_sent_ahead_is_refused(size):
         with pytest.raises(FrameError, match=f"announced a frame of {size} bytes"):
             stream.next_frame()
 
-    play(2, body, in_rounds=True)
+    play(2, body, "rounds")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("horovod"), reason="Horovod is not installed")

@@ -57,6 +57,12 @@ def transfer(work, row: str, what: str, nbytes: Callable[[], int]):
     return work if _recorder is None else _recorder.watch(work, row, what, nbytes)
 
 
+def record(row: str, what: str, started: float, ended: float, nbytes: int) -> None:
+    """Record what has been watched by whoever waits for it, if a recording is on. Times are `time.perf_counter`'s."""
+    if _recorder is not None:
+        _recorder.add(row, what, started, ended, nbytes)
+
+
 @contextmanager
 def recording():
     """Yield a list that receives the Chrome trace events of this process until the block ends.
@@ -66,7 +72,7 @@ def recording():
     all of it is there. It begins when the frame before it ended or when its receive was posted, whichever is later,
     since nobody sees its first byte arrive.
 
-    Recording takes a thread for each peer and direction. Only one recording may be on at a time.
+    Where frames go through gloo, it takes a thread for each peer and direction. Only one recording may be on at a time.
     """
     global _recorder
     _recorder = _Recorder()

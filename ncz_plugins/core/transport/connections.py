@@ -1,6 +1,7 @@
 """The connections between the ranks of one group, which this module alone owns and closes.
 
-Frames and plain collectives go through gloo, short messages through a mesh of sockets of our own.
+Plain collectives go through gloo. Frames and short messages go through sockets of our own, but where there are none:
+between more than 16 ranks, and where gloo is told to encrypt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Connections:
 
     Gloo has two to each peer, one for each direction. One for both would be slow. Gloo locks a connection to send;
     meanwhile the thread that reads from it spins, and on few cores it takes the time from the sender. And what a rank
-    tells about its receives, without which nothing is sent, would queue behind the frames that go the same way.
+    tells about its receives, without which nothing is sent, would queue behind the frames that go the same way. There
+    are two meshes as well: what ranks agree on while frames are under way must not queue behind these.
 
     This object is the only holder of gloo's process groups and of the works under way in them, since gloo closes a
     connection with the last reference to its group and to the works in it; its `abort` does nothing. So `close` really
@@ -43,6 +45,8 @@ class Connections:
 
     Attributes:
         opening_bytes: how many bytes of values each message of `open` may hold.
+        mesh: what carries short messages between all ranks, as `open` and `exchange` do; None where there is none.
+        frames: what carries frames; None where there is no `mesh`.
 
     Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
     """
@@ -61,16 +65,17 @@ class Connections:
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
         self._closed: str | None = None  # why, in words
-        self._mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
+        self.mesh = self.frames = None
         try:
+            self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
+            self.frames = open_mesh(dist.PrefixStore("mesh of frames", store), rank, world_size, timeout)
             with peer_errors("connecting to the other ranks"):
                 self._upwards, self._downwards = (
                     dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
                     for direction in ("upwards", "downwards")
                 )
         except BaseException:
-            if self._mesh is not None:
-                self._mesh.close("connecting failed")
+            self._close_meshes("connecting failed")
             raise
         keep_in_forks(self)
 
@@ -87,14 +92,9 @@ class Connections:
         """Start to receive into a tensor in host memory, which must be large enough for what comes."""
         return self.track(self._group(upwards=source < self.rank).recv([tensor], source, tag))
 
-    @property
-    def has_mesh(self) -> bool:
-        """Whether each rank can send messages to all others, as `open` and `exchange` do."""
-        return self._mesh is not None
-
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """See `Transport.start_max`."""
-        if self._mesh is None:
+        if self.mesh is None:
             if tensor.nbytes * rounds_of(self.world_size) <= _MOST_SPREAD_BYTES:
                 return SpreadAgreement(self, tensor, counters)
             with peer_errors("agreeing with the other ranks"):
@@ -102,13 +102,13 @@ class Connections:
                 options.reduceOp = dist.ReduceOp.MAX
                 counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
                 return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
-        exchange = self._mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
+        exchange = self.mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
         counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
         return MeshAgreement(tensor, exchange, counters)
 
     def start_comparison(self, tensor: Tensor, counters: Counters) -> Agreement:
         """As `start_max`, of a tensor with which a call begins: in place of it a peer may `open` another call."""
-        if self._mesh is None:
+        if self.mesh is None:
             return self.start_max(tensor, counters)
         exchange = self._start_opening(tensor, [_bytes(tensor)[:0]] * self.world_size)
         counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
@@ -135,7 +135,7 @@ class Connections:
         Args:
             nbytes: how many bytes each rank sends. All sizes were compared before.
         """
-        received = self._mesh.start([[_bytes(each)] for each in outgoing], min(nbytes), max(nbytes)).wait()
+        received = self.mesh.start([[_bytes(each)] for each in outgoing], min(nbytes), max(nbytes)).wait()
         return self._by_rank(received)
 
     def track(self, work: dist.Work) -> TrackedWork:
@@ -171,8 +171,7 @@ class Connections:
             self._closed = "these connections are closed" + (f" after {error!r}" if error else "")
             groups, self._upwards, self._downwards = [self._upwards, self._downwards], None, None
             under_way, self._under_way = self._under_way, set()
-        if self._mesh is not None:
-            self._mesh.close(self._closed)
+        self._close_meshes(self._closed)
         # Gloo's thread may be reading into the buffer of a receive right now. The work holds that memory, and to
         # destroy the work is to wait until gloo lets go of it; gloo never touches it again. So the memory can't be
         # given to somebody else too early.
@@ -180,10 +179,14 @@ class Connections:
             tracked.drop(self._closed)
         groups.clear()
 
+    def _close_meshes(self, reason: str) -> None:
+        for mesh in filter(None, (self.mesh, self.frames)):
+            mesh.close(reason)
+
     def _start_opening(self, tensor: Tensor, outgoing: Sequence[Tensor]) -> Exchange:
         numbers = _bytes(tensor)
         messages = [[numbers, _bytes(values)] for values in outgoing]
-        return self._mesh.start(messages, tensor.nbytes, tensor.nbytes + self.opening_bytes)
+        return self.mesh.start(messages, tensor.nbytes, tensor.nbytes + self.opening_bytes)
 
     def _by_rank(self, received: list[Tensor]) -> list[Tensor | None]:
         """What the peers sent, with a gap at the place of this rank."""

@@ -1,8 +1,9 @@
-"""Frames between the ranks of one torch.distributed process group, in host memory, carried by gloo.
+"""Frames, agreements and plain collectives between ranks, for tensors in host memory.
 
-Only a frame's header tells how large the frame is. Gloo can receive less than there is memory for, but if more comes
-than fits, it ends the process before any of it is written. So receives are posted ahead, each with a buffer for the
-largest frame of the call, and a frame leaves as soon as its sender has it, without a message before it.
+Frames go through a mesh of sockets, see mesh_stream.py, and where there is none through gloo. Only a frame's header
+tells how large the frame is. Gloo can receive less than there is memory for, but if more comes than fits, it ends the
+process before any of it is written. So receives are posted ahead, each with a buffer for the largest frame of the call,
+and a frame leaves as soon as its sender has it, without a message before it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..runtime.trace import span, transfer
 from .base import Agreement, FrameStream, Transport, Work, peer_errors
 from .connections import Connections
 from .link_speed import gloo_link_gbps
+from .mesh_stream import MeshStream
 from .plain import TorchCollectives
 from .small import MeshSmallCollectives
 
@@ -47,7 +49,10 @@ class GlooTransport(Transport):
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
-    ) -> list[GlooStream]:
+    ) -> list[FrameStream]:
+        mesh = self._connections.frames
+        if mesh is not None:
+            return [MeshStream(mesh, to, source, incoming, frame_capacity, counters) for to, source in peers]
         return [
             GlooStream(self._connections, self._buffers, to, source, incoming, frame_capacity, counters)
             for to, source in peers
@@ -67,7 +72,7 @@ class GlooTransport(Transport):
 
 
 class GlooStream(FrameStream):
-    """Frames to one peer and from one peer during one collective, over gloo.
+    """Frames to one peer and from one peer during one collective, over gloo, where there is no mesh.
 
     Args:
         buffers: memory to take and to give back, of any sizes.

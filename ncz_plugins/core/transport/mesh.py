@@ -1,7 +1,8 @@
-"""Short messages between all ranks of a group, over TCP connections of our own, made for latency.
+"""Messages between all ranks of a group, over TCP connections of our own.
 
 A rank sends on the thread that has something to say, and receives on the thread that waits for it. So a message wakes
-up one thread. Through gloo it passes through more threads on both sides, which takes ten times as long.
+up one thread. Through gloo it passes through more threads on both sides: a short message takes ten times as long, and
+on few cores a long one takes time from those who code.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
 class Mesh:
     """A connection with each other rank.
 
-    All ranks make the same exchanges in the same order. One thread makes them; `close` may come from any thread.
+    Two ranks receive messages in the order in which they were sent. One thread makes them; `close` may come from any.
 
     Args:
         peers: the other ranks, in their order.
@@ -93,6 +94,7 @@ class Mesh:
 
     def __init__(self, peers: list[_Peer], timeout: timedelta):
         self._peers = peers
+        self._by_rank = {peer.rank: peer for peer in peers}
         self._timeout = timeout.total_seconds()
         self._in_use = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
         self._closed: str | None = None  # why, in words
@@ -111,20 +113,36 @@ class Mesh:
             outgoing = [peer.send(messages[peer.rank]) for peer in self._peers]
             return Exchange(self, outgoing, [peer.receive(least, most) for peer in self._peers])
 
-    def finish(self, exchange: Exchange) -> None:
-        """Return once the messages of `exchange` were received and sent. Raises PeerError."""
+    def send(self, to: int, message: Tensor) -> Outgoing:
+        """Start to send a message to one rank, which receives it by `receive`. It never waits.
+
+        Args:
+            message: as one tensor of `start`.
+        """
+        with self._in_use:
+            self._require_open()
+            return self._by_rank[to].send([message])
+
+    def receive(self, source: int, least: int, most: int) -> Incoming:
+        """Start to receive a message of one rank. Messages come in the order in which they were sent, of any kind."""
+        with self._in_use:
+            self._require_open()
+            return self._by_rank[source].receive(least, most)
+
+    def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
+        """Return once these messages were received and sent. Raises PeerError."""
         with self._in_use:
             deadline = time.monotonic() + self._timeout
             while True:
                 for peer in self._peers:
                     peer.advance()
-                awaited = [peer for at, peer in enumerate(self._peers) if not exchange.is_over_with(at)]
+                awaited = {message.peer: None for message in messages if not message.is_over}
                 if not awaited:
                     return
                 self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
                 for peer in awaited:
                     peer.require_reachable()
-                self._wait_for(awaited, deadline)
+                self._wait_for([peer for peer in self._peers if peer in awaited or peer.outgoing], deadline)
 
     def close(self, reason: str) -> None:
         """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
@@ -172,7 +190,7 @@ class Mesh:
 class Exchange:
     """One message to each other rank and one from each, under way."""
 
-    def __init__(self, mesh: Mesh, outgoing: list[_Outgoing], incoming: list[_Incoming]):
+    def __init__(self, mesh: Mesh, outgoing: list[Outgoing], incoming: list[Incoming]):
         self._mesh = mesh
         self._outgoing = outgoing
         self._incoming = incoming
@@ -182,41 +200,60 @@ class Exchange:
 
         Raises PeerError.
         """
-        self._mesh.finish(self)
+        self._mesh.finish([*self._outgoing, *self._incoming])
         return [message.values for message in self._incoming]
 
-    def is_over_with(self, at: int) -> bool:
-        """Whether both messages between this rank and the peer at this place have passed."""
-        return self._incoming[at].is_over and not self._outgoing[at].left
 
+class Outgoing:
+    """A message that is being sent.
 
-class _Outgoing:
-    """A message that is being sent."""
+    Attributes:
+        ended: when the last of it had left this process, in seconds of `time.perf_counter`; None before.
+    """
 
-    def __init__(self, parts: Sequence[Tensor]):
+    def __init__(self, peer: _Peer, parts: Sequence[Tensor]):
+        self.peer = peer
+        self.ended: float | None = None
         views = [memoryview(part.numpy()) for part in parts if part.nbytes]
-        self.left = [memoryview(_LENGTH.pack(sum([view.nbytes for view in views]))), *views]
+        self._left = [memoryview(_LENGTH.pack(sum([view.nbytes for view in views]))), *views]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it has left."""
+        return self.ended is not None
 
     def advance(self, to: socket.socket) -> None:
         """Send what can be sent now."""
-        while self.left:
-            sent = to.sendmsg(self.left)
-            while self.left and sent >= self.left[0].nbytes:
-                sent -= self.left.pop(0).nbytes
-            if self.left:
-                self.left[0] = self.left[0][sent:]
+        while self._left:
+            sent = to.sendmsg(self._left)
+            while self._left and sent >= self._left[0].nbytes:
+                sent -= self._left.pop(0).nbytes
+            if self._left:
+                self._left[0] = self._left[0][sent:]
+        self.ended = time.perf_counter()
 
 
-class _Incoming:
-    """A message that is being received."""
+class Incoming:
+    """A message that is being received.
 
-    def __init__(self, least: int, most: int):
+    Attributes:
+        values: what came, uint8; None as long as its length is not known.
+        ended: when all of it was there, in seconds of `time.perf_counter`; None before.
+    """
+
+    def __init__(self, peer: _Peer, least: int, most: int):
+        self.peer = peer
         self._least = least
         self._most = most
         self._length = bytearray(_LENGTH.size)
         self._left = memoryview(self._length)
         self.values: Tensor | None = None
-        self.is_over = False
+        self.ended: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it is there."""
+        return self.ended is not None
 
     def advance(self, source: socket.socket, rank: int) -> None:
         """Receive what is there. Raises PeerError."""
@@ -234,7 +271,8 @@ class _Incoming:
                     )
                 self.values = torch.empty(nbytes, dtype=torch.uint8)
                 self._left = memoryview(self.values.numpy())
-            self.is_over = self.values is not None and not self._left
+            if self.values is not None and not self._left:
+                self.ended = time.perf_counter()
 
 
 class _Peer:
@@ -243,22 +281,22 @@ class _Peer:
     def __init__(self, rank: int, connection: socket.socket):
         self.rank = rank
         self.socket = connection
-        self.outgoing: deque[_Outgoing] = deque()
-        self.incoming: deque[_Incoming] = deque()
+        self.outgoing: deque[Outgoing] = deque()
+        self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, parts: Sequence[Tensor]) -> _Outgoing:
+    def send(self, parts: Sequence[Tensor]) -> Outgoing:
         """Start to send a message, behind those before it."""
-        message = _Outgoing(parts)
+        message = Outgoing(self, parts)
         self.outgoing.append(message)
         self._send()
         return message
 
-    def receive(self, least: int, most: int) -> _Incoming:
+    def receive(self, least: int, most: int) -> Incoming:
         """Start to receive a message, behind those before it."""
-        message = _Incoming(least, most)
+        message = Incoming(self, least, most)
         self.incoming.append(message)
         return message
 

@@ -46,7 +46,7 @@ class MeshSmallCollectives(SmallCollectives):
         share = n if collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input) else 1
         nbytes = -(-input.nbytes // share)
         return (
-            self._connections.has_mesh
+            self._connections.mesh is not None
             and nbytes <= self._connections.opening_bytes
             and nbytes * (n - 1) <= _MOST_BYTES
             and (op is None or op in _OPERATORS)

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from common import finish, start, values
 
 from ncz_plugins import Communicator, NczError
-from ncz_plugins.core.transport.gloo import GlooStream
+from ncz_plugins.core.transport.mesh_stream import MeshStream
 from ncz_plugins.kernels.format import HEADER_BYTES
 
 ELEMENTS = 20_000
 OTHERS = 12  # damages in each configuration beside one in each byte of the header
 rank, world_size = start()
-send = GlooStream.send
+send = MeshStream.send
 chance = random.Random(7)
 left: list = []  # how the next frames of this rank are damaged, None: not at all
 
 
-def damaging_send(stream: GlooStream, frame: torch.Tensor) -> None:
+def damaging_send(stream: MeshStream, frame: torch.Tensor) -> None:
     how = left.pop(0) if left else None
     send(stream, frame if how is None else how(frame.clone()))
 
@@ -73,7 +73,7 @@ for coder in ("raw", "fixed", "huffman", "rans", "lossless"):
         exact = values(rank, ELEMENTS)
         communicator.all_reduce(exact)
         counts = results[f"{coder}, checksums {'on' if checksum else 'off'}"] = Counter()
-        GlooStream.send = damaging_send
+        MeshStream.send = damaging_send
         for how in damages():
             # The first frame holds what is to be summed, the second a finished sum.
             left[:] = chance.choice([[how], [None, how]]) if rank == 1 else []
@@ -82,7 +82,7 @@ for coder in ("raw", "fixed", "huffman", "rans", "lossless"):
             if broken_anywhere(found):
                 communicator.close()
                 communicator = Communicator(settings)
-        GlooStream.send = send
+        MeshStream.send = send
         dist.barrier()  # the last one may be new, and must not be closed before all ranks have opened it
         communicator.close()
 finish(results)

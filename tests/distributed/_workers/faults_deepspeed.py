@@ -12,11 +12,11 @@ from common import attempt, leave, start
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import kernels
 from ncz_plugins.cli.perf.launch import free_port
-from ncz_plugins.core.transport.gloo import GlooStream
+from ncz_plugins.core.transport.mesh_stream import MeshStream
 
 SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
 rank, world_size = start()
-encode, send = kernels.cpu_backend().encode, GlooStream.send
+encode, send = kernels.cpu_backend().encode, MeshStream.send
 outcomes = {}
 
 
@@ -59,7 +59,7 @@ def broken(case: str, misbehave, seconds: float = LONG, **how) -> None:
     else:
         how = {}
     outcomes[case] = [attempt(lambda number=number: step(trained, number, **how)) for number in (1, 2)]
-    kernels.cpu_backend().encode, GlooStream.send = encode, send
+    kernels.cpu_backend().encode, MeshStream.send = encode, send
     leave(outcomes)
 
 
@@ -69,7 +69,7 @@ def flip_a_bit() -> None:
         damaged[-1] ^= 4
         send(stream, damaged)
 
-    GlooStream.send = damaging_send
+    MeshStream.send = damaging_send
 
 
 def fail() -> None:

@@ -19,7 +19,7 @@ from horovod_common import hide_the_end_of_the_last_rank, own_values, save, sha2
 import ncz_plugins.horovod
 from ncz_plugins import NczError, kernels
 from ncz_plugins.core.transport import handshake
-from ncz_plugins.core.transport.gloo import GlooStream
+from ncz_plugins.core.transport.mesh_stream import MeshStream
 from ncz_plugins.horovod import NCZ, process_set
 from ncz_plugins.horovod.transport import HorovodStream
 
@@ -97,12 +97,12 @@ def living() -> None:
     results["fork"] = in_fork(lambda: reduce(ncz))
 
     on_ring = compressor("ring")
-    exchange = GlooStream.exchange
+    exchange = MeshStream.exchange
     results["opened again"] = [sha256([reduce(on_ring)]) == sha256([expected])]
     if rank == last:
-        GlooStream.exchange = damaging(exchange)
+        MeshStream.exchange = damaging(exchange)
     results["flipped, ring"] = attempt(lambda: reduce(on_ring))
-    GlooStream.exchange = exchange
+    MeshStream.exchange = exchange
     results["opened again"].append(sha256([reduce(on_ring)]) == sha256([expected]))
     if rank == last:
         kernels.cpu_backend().encode = failing

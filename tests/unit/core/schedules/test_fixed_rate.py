@@ -189,9 +189,9 @@ def test_error_feedback_adds_what_was_lost_to_the_next_call():
     assert same_bits(outcomes)
 
 
-@pytest.mark.parametrize("in_rounds", [False, True], ids=["read from memory", "messages"])
+@pytest.mark.parametrize("way", ["mesh", "rounds"], ids=["read from memory", "messages"])
 @pytest.mark.parametrize("ranks", [((0, 1), (2, 3)), ((0, 3), (1, 4), (2, 5))], ids=["2x2", "3x2, dealt in turn"])
-def test_only_what_goes_between_nodes_is_compressed(ranks, in_rounds):
+def test_only_what_goes_between_nodes_is_compressed(ranks, way):
     world_size = sum(map(len, ranks))
 
     def body(transport):
@@ -211,7 +211,7 @@ def test_only_what_goes_between_nodes_is_compressed(ranks, in_rounds):
             ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
         return [*tensors, gathered, sent]
 
-    outcomes = list(zip(*play(world_size, body, in_rounds=in_rounds, reuse=True)))
+    outcomes = list(zip(*play(world_size, body, way=way, reuse=True)))
     for numel, tensors in zip(SIZES, outcomes):
         of_nodes = [sum(values(rank, numel) for rank in members) for members in ranks]
         error = (tensors[0].double() - sum(values(rank, numel).double() for rank in range(world_size))).abs()

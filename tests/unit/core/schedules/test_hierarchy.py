@@ -96,7 +96,7 @@ def test_all_reduce(schedule, shape, name):
         return tensors
 
     by_memory = play(world_size, partial(body, by_messages=False), reuse=True)
-    in_rounds = play(world_size, partial(body, by_messages=True), in_rounds=True, reuse=True)
+    in_rounds = play(world_size, partial(body, by_messages=True), "rounds", reuse=True)
     for numel, *outcomes in zip(SIZES, *by_memory, *in_rounds):
         assert (outcomes[0].double() - exact_sum(world_size, numel)).abs().max() <= bound_of(name, world_size)
         assert same_bits(outcomes)

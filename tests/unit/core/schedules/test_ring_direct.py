@@ -40,12 +40,13 @@ STOCHASTIC = Config(quantizer={"kind": "stochastic", "seed": 7, **BOUNDED})
 LOSSLESS = Config(quantizer={"kind": "lossless"})
 CHECKED = Config(quantizer=BOUNDED, entropy={"checksum": True})
 LOSSLESS_CHECKED = Config(quantizer={"kind": "lossless"}, entropy={"checksum": True})
-ALL = {  # name: configuration, and whether frames travel in rounds
-    "nearest": (CONFIG, False),
-    "stochastic": (STOCHASTIC, False),
-    "lossless": (LOSSLESS, False),
-    "checked": (CHECKED, False),
-    "in rounds": (CONFIG, True),
+ALL = {  # name: configuration, and how frames travel
+    "nearest": (CONFIG, "mesh"),
+    "stochastic": (STOCHASTIC, "mesh"),
+    "lossless": (LOSSLESS, "mesh"),
+    "checked": (CHECKED, "mesh"),
+    "over gloo": (CONFIG, "gloo"),
+    "in rounds": (CONFIG, "rounds"),
 }
 WORLD_SIZES = (2, 3, 5)  # one rank never gets as far as a schedule
 
@@ -73,7 +74,7 @@ def all_reduce(
     dtype=torch.float32,
     average: bool = False,
     inputs=values,
-    in_rounds: bool = False,
+    way: str = "mesh",
     two_threads: bool = False,
 ) -> list[torch.Tensor]:
     """The result on each rank."""
@@ -96,7 +97,7 @@ def all_reduce(
         )
         return tensor
 
-    return play(world_size, body, in_rounds, reuse=True)
+    return play(world_size, body, way, reuse=True)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -110,8 +111,8 @@ def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel, 
     outcomes = [
         tensor
         for schedule in SCHEDULES
-        for frame_elements, in_rounds in ((CHUNK, False), (3 * CHUNK, False), (3 * CHUNK, True), (1 << 20, False))
-        for tensor in all_reduce(schedule, world_size, numel, frame_elements, config, in_rounds=in_rounds)
+        for frames, way in ((1, "mesh"), (3, "mesh"), (256, "mesh"), (1, "gloo"), (3, "gloo"), (3, "rounds"))
+        for tensor in all_reduce(schedule, world_size, numel, frames * CHUNK, config, way=way)
     ]
     assert (outcomes[0].double() - expected_sum(world_size, numel)).abs().max() <= world_size * BOUND
     # One set of bits: on all ranks, for both schedules, for every frame size and way to travel.
@@ -121,8 +122,8 @@ def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("part", [1, 4097, 3 * CHUNK])
-@pytest.mark.parametrize("config, in_rounds", ALL.values(), ids=ALL)
-def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, config, in_rounds):
+@pytest.mark.parametrize("config, way", ALL.values(), ids=ALL)
+def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, config, way):
     def body(transport):
         layout = Layout.of([part] * world_size, CHUNK)
         output = torch.full((part,), float("nan"))
@@ -139,7 +140,7 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
         )
         return output
 
-    whole = torch.cat(play(world_size, body, in_rounds, reuse=True))
+    whole = torch.cat(play(world_size, body, way, reuse=True))
     bound = 1e-5 if config is LOSSLESS else world_size * BOUND
     assert (whole.double() - expected_sum(world_size, part * world_size)).abs().max() <= bound
 
@@ -147,8 +148,8 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("part", [1, 4097, 3 * CHUNK])
-@pytest.mark.parametrize("config, in_rounds", ALL.values(), ids=ALL)
-def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config, in_rounds):
+@pytest.mark.parametrize("config, way", ALL.values(), ids=ALL)
+def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config, way):
     def body(transport):
         layout = Layout.of([part] * world_size, CHUNK)
         output = torch.full((part * world_size,), float("nan"))
@@ -164,7 +165,7 @@ def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config
         )
         return output
 
-    outcomes = play(world_size, body, in_rounds, reuse=True)
+    outcomes = play(world_size, body, way, reuse=True)
     exact = torch.cat([values(rank, part) for rank in range(world_size)])
     assert (outcomes[0] - exact).abs().max() <= (0 if config is LOSSLESS else BOUND)
     assert same_bits(outcomes)
@@ -173,8 +174,8 @@ def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("root", [0, -1])
-@pytest.mark.parametrize("config, in_rounds", ALL.values(), ids=ALL)
-def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, config, in_rounds):
+@pytest.mark.parametrize("config, way", ALL.values(), ids=ALL)
+def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, config, way):
     root %= world_size
     numel = 5 * CHUNK + 1
 
@@ -193,7 +194,7 @@ def test_broadcast_gives_everyone_what_the_root_has(schedule, world_size, root, 
         )
         return tensor
 
-    outcomes = play(world_size, body, in_rounds, reuse=True)
+    outcomes = play(world_size, body, way, reuse=True)
     assert (outcomes[0] - values(root, numel)).abs().max() <= (0 if config is LOSSLESS else BOUND)
     assert same_bits(outcomes)
 
@@ -438,7 +439,7 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
         with pytest.raises(FrameError, match=f"{announced} bytes"):
             stream.receive()
 
-    play(2, body, in_rounds=True)
+    play(2, body, way="rounds")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,8 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
         (6, 2**32 - 1, "4294967319 bytes"),
     ],
 )
-def test_a_header_that_says_the_impossible_is_refused(field, value, words):
+@pytest.mark.parametrize("way", ["mesh", "gloo"])
+def test_a_header_that_says_the_impossible_is_refused(field, value, words, way):
     """What is taken for the frame never goes beyond the memory that it was received in."""
 
     def body(transport):
@@ -469,7 +471,7 @@ def test_a_header_that_says_the_impossible_is_refused(field, value, words):
         with pytest.raises(FrameError, match=words):
             stream.receive()
 
-    play(2, body)
+    play(2, body, way)
 
 
 def test_frames_may_come_long_before_they_are_wanted():
@@ -517,7 +519,7 @@ def test_damage_that_the_second_thread_finds_is_raised():
 
                 def damaging(places):
                     for frame in whole(places):
-                        frame[12] ^= 1
+                        frame[8] ^= 1
                         yield frame
 
                 codec.encode_each = damaging

@@ -311,7 +311,7 @@ def test_many_ranks_agree_in_few_rounds(world_size):
 
     def body(transport):
         connections, rank = transport._connections, transport.rank
-        assert not connections.has_mesh
+        assert connections.mesh is None
         send = connections.send
 
         def counted(*arguments):

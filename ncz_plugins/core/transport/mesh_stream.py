@@ -1,0 +1,81 @@
+"""Frames as messages of a mesh: a frame leaves on the thread that has coded it.
+
+What does not fit into the socket's buffer leaves when this thread sends or waits the next time. Through gloo a frame
+wakes up a thread on each side, and a receive is announced before anything is sent. That takes longer, and time of the
+cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from torch import Tensor
+
+from ...kernels.format import HEADER, HEADER_BYTES, MAGIC
+from ..errors import FrameError
+from ..runtime.statistics import Counters
+from ..runtime.trace import record, span
+from .base import FrameStream, peer_errors
+from .mesh import Incoming, Mesh, Outgoing
+
+
+class MeshStream(FrameStream):
+    """Frames to one peer and from one peer during one collective.
+
+    Args:
+        mesh: nothing but frames goes through it.
+        to, source, incoming, frame_capacity, counters: see `FrameTransport.streams`.
+    """
+
+    def __init__(self, mesh: Mesh, to: int, source: int, incoming: int, frame_capacity: int, counters: Counters):
+        self._mesh = mesh
+        self.to = to
+        self.source = source
+        self._capacity = frame_capacity
+        self._counters = counters
+        self._since = time.perf_counter()  # when the next frame begins, as far as anybody sees
+        self._sending: list[tuple[Outgoing, float, int]] = []
+        with peer_errors(f"receiving from rank {source}"):
+            self._frames: deque[Incoming] = deque(
+                mesh.receive(source, HEADER_BYTES, frame_capacity) for _ in range(incoming)
+            )
+
+    def send(self, frame: Tensor) -> None:
+        with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
+            started = time.perf_counter()
+            self._sending.append((self._mesh.send(self.to, frame), started, frame.nbytes))
+        self._counters.wire_bytes += frame.nbytes
+
+    def exchange(self, frame: Tensor) -> None:
+        self.send(frame)
+
+    def receive(self) -> Tensor:
+        message = self._frames.popleft()
+        with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
+            self._mesh.finish([message])
+        self._require_frame(message.values)
+        record(f"receiving from rank {self.source}", "frame", self._since, message.ended, message.values.nbytes)
+        self._since = message.ended
+        return message.values
+
+    def finish(self) -> None:
+        left = sum(nbytes for message, _, nbytes in self._sending if not message.is_over)
+        with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
+            self._mesh.finish([message for message, _, _ in self._sending])
+        before = 0.0
+        for message, started, nbytes in self._sending:
+            record(f"sending to rank {self.to}", "frame", max(started, before), message.ended, nbytes)
+            before = message.ended
+        self._sending.clear()
+
+    def _require_frame(self, frame: Tensor) -> None:
+        """Raise FrameError unless a header says so: what comes from the network is not believed before."""
+        magic, *_, payload_bytes, _, _ = HEADER.unpack_from(frame.numpy())
+        size = HEADER_BYTES + payload_bytes
+        if magic != MAGIC or size != frame.nbytes:
+            raise FrameError(
+                f"rank {self.source} sent a frame of {size} bytes with magic {magic:#x} in a message of {frame.nbytes} "
+                f"bytes; these are equal, and the magic is {MAGIC:#x}. "
+                "All ranks must run the same version of ncz_plugins."
+            )
