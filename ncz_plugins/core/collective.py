@@ -48,6 +48,7 @@ from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
+_SMALL_BYTES = 4 << 20  # of a tensor whose scales take at most 64 KiB: two float32 for each 256 values of a half type
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
@@ -427,10 +428,15 @@ def _agree(
     call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
 ) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
-    # Whether all ranks make the same call is asked first: the vector after it has a length that
-    # depends on the call. The answer travels while the tensor is being measured.
+    # Whether all ranks make the same call is asked first: the vector after it has a length that depends on the call. The
+    # answer travels while the tensor is being measured. A small one is measured before, and one message says both.
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
-    same_call = transport.start_comparison(comparison.tensor, counters)
+    source, scales, values = call.source, None, None
+    measured_first = _is_small(call, device, transport)
+    if measured_first:
+        source, scales = _measured(call, source, device, transport, counters)
+        values = scales.leave_first()
+    same_call = transport.start_comparison(comparison.tensor, counters, values)
     if call.config.quantizer.bits is not None:
         same_call.wait()
         require_same(call.collective, comparison, ranks)
@@ -440,8 +446,7 @@ def _agree(
         same_call.wait()
         require_same(call.collective, comparison, ranks)
         return _updating_codec(call, call.baseline, versions, device, transport, counters)
-    source, scales = call.source, None
-    if call.within_node is None:
+    if call.within_node is None and not measured_first:
         source, scales = _measured(call, source, device, transport, counters)
     same_call.wait()
     require_same(call.collective, comparison, ranks)
@@ -462,6 +467,20 @@ def _agree(
         link_gbps=transport.link_gbps,
         noise=noise_for(call.config, call.number, transport.rank, call.addends),
         divisor=call.divisor,
+    )
+
+
+def _is_small(call: Call, device: Device, transport: Transport) -> bool:
+    """Whether all that ranks must agree on fits in the message that compares their calls."""
+    quantizer = call.config.quantizer
+    return (
+        transport.opening_bytes > 0
+        and call.source.data.nbytes <= _SMALL_BYTES
+        and call.within_node is None
+        and call.baseline is None
+        and quantizer.kind != "lossless"
+        and quantizer.bits is None
+        and not device.in_batches
     )
 
 

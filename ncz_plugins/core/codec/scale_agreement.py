@@ -121,6 +121,11 @@ class PiecewiseAgreement(ScaleAgreement):
         if not self.complete and frames == self._pieces[self._agreed].start:
             self._begin()
 
+    def leave_first(self) -> Tensor:
+        """What this rank measured of the first piece, for the caller to replace by its maximum over ranks."""
+        self._agreements.append(lambda: None)
+        return self._measured[0]
+
     def _begin(self) -> None:
         """Begin to agree on the next piece, unless that was begun."""
         next = self._agreed

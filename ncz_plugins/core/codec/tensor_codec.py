@@ -24,6 +24,7 @@ from ...kernels.format import (
     max_frame_bytes,
 )
 from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
+from ...kernels.scratch import Scratch
 from ...kernels.updates import decode_update, encode_update, max_update_bytes
 from ..config import Config
 from ..errors import FrameError
@@ -34,6 +35,8 @@ from .coded_tensor import Codec, CodedTensor
 from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
+
+_scratch = Scratch()
 
 
 class FrameSum(NamedTuple):
@@ -68,6 +71,7 @@ class TensorCodec(Codec):
         coding: how codes are written.
         checksum: whether frames get a checksum, and must come with one.
         counters: takes the seconds spent in coding.
+        sums_to_output: whether it has `decode_sum`.
     """
 
     device: Device
@@ -84,6 +88,10 @@ class TensorCodec(Codec):
     @abstractmethod
     def frame_capacity(self) -> int:
         """Bytes that no frame of this tensor can exceed."""
+
+    @property
+    def sums_to_output(self) -> bool:
+        return False
 
     def encode(self, segment: int, index: int) -> Tensor:
         """The frame of this rank's own values."""
@@ -202,6 +210,10 @@ class QuantizingCodec(TensorCodec):
     def bypass(self) -> object | None:
         return self.agreement and self.agreement.bypass
 
+    @property
+    def sums_to_output(self) -> bool:
+        return not self.device.in_batches
+
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
         if self.bypass:
@@ -225,6 +237,29 @@ class QuantizingCodec(TensorCodec):
         noise = self.noise and self.noise._replace(first=self.noise.first + start)
         return replace(super().part(segments), scales=self.scales[self.layout.steps_of(segments)], noise=noise)
 
+    def decode_sum(self, segment: int, index: int, frames: list[Tensor]) -> None:
+        """Write the values of all `frames` plus this rank's own to the output, where they stand once `finish` returns.
+
+        Its own frames must have been encoded: the output may be the memory that they come from.
+        """
+        self._require_scales(self.layout.frames)
+        if not self.bypass:
+            self.device.submit(partial(self._decode_sum, segment, index, frames))
+
+    def _decode_sum(self, segment: int, index: int, frames: list[Tensor]) -> None:
+        nbytes = sum(frame.nbytes for frame in frames)
+        with span("decode", nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
+            if self.checksum:
+                require_seals(frames)
+            x, inverse_steps = self._own(segment, index)
+            codes = _scratch.of("sum", x.numel(), torch.int32)
+            if x.numel():
+                self.backend.quantize(x, inverse_steps, codes, self._noise_of(segment, index))
+            for frame in frames:
+                self.backend.decode_codes(frame, codes, add=True)
+            scales = self.scales.scales[self.layout.frame_steps(segment, index)]
+            self.backend.dequantize(codes, scales, self.output[self.layout.frame(segment, index)])
+
     def remainder(self, segments: range) -> Window:
         """This rank's own values of some segments less what their codes stand for, in place of these values."""
         count = self.layout.frame_elements
@@ -233,9 +268,8 @@ class QuantizingCodec(TensorCodec):
         for segment in segments:
             for index in range(self.layout.frames):
                 x, inverse_steps = self._own(segment, index)
-                first = self.layout.frame(segment, index).start
-                noise = self.noise and self.noise._replace(first=self.noise.first + first)
                 if x.numel():
+                    noise = self._noise_of(segment, index)
                     self.backend.quantize(x, inverse_steps, codes[: x.numel()], noise)
                     self.backend.dequantize(codes[: x.numel()], 1 / inverse_steps, meant[: x.numel()])
                     x -= meant[: x.numel()]
@@ -245,6 +279,10 @@ class QuantizingCodec(TensorCodec):
         """This rank's values of one frame, and what turns them into codes."""
         inverse_steps = self.scales.inverse_steps[self.layout.frame_steps(segment, index)]
         return self.source[self.layout.frame(segment, index)], inverse_steps
+
+    def _noise_of(self, segment: int, index: int) -> Noise | None:
+        """The random numbers for one frame."""
+        return self.noise and self.noise._replace(first=self.noise.first + self.layout.frame(segment, index).start)
 
     @property
     def _untold(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_DIRECT_RANKS = range(3, 9)  # 2 ranks send the same either way; with many, all-to-all opens too many paths
+_DIRECT_RANKS = range(2, 9)  # with many, all-to-all opens too many paths
 
 
 def schedule_for(ranks: int) -> str:

@@ -2,6 +2,9 @@
 
 Each rank encodes its values once and sends every segment straight to its owner. So the first half sends codes of single
 ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
+
+Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up: as many bytes as
+the other way, but all of single ranks, and one round instead of two.
 """
 
 from __future__ import annotations
@@ -31,11 +34,24 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of all segments to the output."""
+    if transport.world_size == 2 and codec.sums_to_output:
+        return _all_reduce_of_two(transport, codec, counters)
     streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
         _publish(transport, codec, streams, index, frame)
     _collect(codec, streams)
     _finish(streams)
+
+
+def _all_reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
+    peer = 1 - transport.rank
+    [stream] = _open(transport, codec, [peer], 2, counters).values()
+    places = [(segment, index) for index in range(codec.layout.frames) for segment in range(2)]
+    for frame in codec.encode_each(places):
+        stream.exchange(frame)
+    for segment, index in places:
+        codec.decode_sum(segment, index, [stream.receive()])
+    stream.finish()
 
 
 def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:

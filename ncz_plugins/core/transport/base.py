@@ -212,12 +212,14 @@ class Transport(FrameTransport):
     Attributes:
         link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states it; else None.
         overlaps: whether frames travel while others are coded.
+        opening_bytes: of values that may travel in the same message as a comparison.
         plain: the uncompressed collectives.
         small: those of small tensors, which compare the ranks' calls as well; None where there are none.
     """
 
     link_gbps: float | None
     overlaps: bool = True
+    opening_bytes: int = 0
     plain: PlainCollectives
     small: SmallCollectives | None = None
 
@@ -230,8 +232,13 @@ class Transport(FrameTransport):
                 equally many of the same dtype. Nobody else may read or write it until `Agreement.wait` returns.
         """
 
-    def start_comparison(self, tensor: Tensor, counters: Counters) -> Agreement:
-        """As `start_max`, of the tensor with which every call begins: a `RankComparison`'s."""
+    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
+        """As `start_max`, of the tensor with which every call begins: a `RankComparison`'s.
+
+        Args:
+            values: at most `opening_bytes` that are replaced by their maximum, too. What becomes of them means nothing
+                if the comparison shows that ranks differ.
+        """
         return self.start_max(tensor, counters)
 
     @abstractmethod

@@ -106,13 +106,18 @@ class Connections:
         counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
         return MeshAgreement(tensor, exchange, counters)
 
-    def start_comparison(self, tensor: Tensor, counters: Counters) -> Agreement:
-        """As `start_max`, of a tensor with which a call begins: in place of it a peer may `open` another call."""
+    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
+        """As `start_max`, of a tensor with which a call begins: in place of it a peer may `open` another call.
+
+        Args:
+            values: see `Transport.start_comparison`; only where there is a mesh.
+        """
         if self.mesh is None:
             return self.start_max(tensor, counters)
-        exchange = self._start_opening(tensor, [_bytes(tensor)[:0]] * self.world_size)
-        counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
-        return MeshAgreement(tensor, exchange, counters)
+        values = tensor[:0] if values is None else values
+        exchange = self._start_opening(tensor, [values] * self.world_size)
+        counters.wire_bytes += (tensor.nbytes + values.nbytes) * (self.world_size - 1)
+        return MeshAgreement(tensor, exchange, counters, values)
 
     def open(self, tensor: Tensor, outgoing: Sequence[Tensor]) -> list[Tensor | None]:
         """Replace `tensor` by its element-wise maximum over ranks, and send each rank some values in the same message.
@@ -330,22 +335,27 @@ class MeshAgreement(Agreement):
 
     Args:
         tensor: what this rank sends, and where the result goes.
+        values: what it sends behind that, likewise; a peer whose call is another one sends more or fewer of them.
     """
 
-    def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters):
+    def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters, values: Tensor | None = None):
         self._tensor = tensor
         self._exchange = exchange
         self._counters = counters
+        self._values = tensor[:0] if values is None else values
 
     def wait(self) -> None:
         with span("wait", self._tensor.nbytes, self._counters):
             received = self._exchange.wait()
         _take_maximum(self._tensor, received)
+        after = [message[self._tensor.nbytes :] for message in received]
+        if all(each.nbytes == self._values.nbytes for each in after):
+            _take_maximum(self._values, after)
 
 
 def _take_maximum(tensor: Tensor, received: list[Tensor]) -> None:
     """Replace `tensor` by the element-wise maximum with what the messages begin with."""
-    for message in received:
+    for message in received if tensor.numel() else ():
         torch.maximum(tensor, message[: tensor.nbytes].view(tensor.dtype).view_as(tensor), out=tensor)
 
 

@@ -43,6 +43,7 @@ class GlooTransport(Transport):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
+        self.opening_bytes = connections.opening_bytes if connections.mesh is not None else 0
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
         self.small = MeshSmallCollectives(connections)
         self._buffers: list[Tensor] = []  # what receives were posted with, for the next call: fresh pages cost time
@@ -61,8 +62,8 @@ class GlooTransport(Transport):
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         return self._connections.start_max(tensor, counters)
 
-    def start_comparison(self, tensor: Tensor, counters: Counters) -> Agreement:
-        return self._connections.start_comparison(tensor, counters)
+    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
+        return self._connections.start_comparison(tensor, counters, values)
 
     def close(self) -> None:
         self._connections.close()
