@@ -428,8 +428,8 @@ def _agree(
     call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
 ) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
-    # Whether all ranks make the same call is asked first: the vector after it has a length that depends on the call. The
-    # answer travels while the tensor is being measured. A small one is measured before, and one message says both.
+    # Whether all ranks make the same call is asked first: the vector after it has a length that depends on the call.
+    # The answer travels while the tensor is being measured. A small one is measured before, and one message says both.
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
     source, scales, values = call.source, None, None
     measured_first = _is_small(call, device, transport)

@@ -3,8 +3,8 @@
 Each rank encodes its values once and sends every segment straight to its owner. So the first half sends codes of single
 ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
 
-Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up: as many bytes as
-the other way, but all of single ranks, and one round instead of two.
+Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up. That is as much
+as the other way, but all of single ranks, and one round instead of two.
 """
 
 from __future__ import annotations
