@@ -23,7 +23,7 @@ from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf import data
 from ncz_plugins.core.codec.fixed_rate import levels_of, sum_bits
 from ncz_plugins.core.config.fields import LEAST_BITS, MOST_BITS
-from ncz_plugins.kernels.format import SCALE_BLOCK, Noise, Rows, packed_bytes
+from ncz_plugins.kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes
 
 ELEMENTS = 1 << 22
 RANKS = (2, 4, 8)
@@ -43,7 +43,7 @@ def error(x: torch.Tensor, bits: int, noise: Noise | None) -> float:
 
 def ratio(bits: int, ranks: int) -> float:
     """Of an all_reduce: both ways 32 bits, or codes one way, sums back, and a magnitude per block both ways."""
-    return 64 / (bits + sum_bits(bits, ranks) + 2 * 16 / SCALE_BLOCK)
+    return 64 / (bits + sum_bits(bits, ranks) + 2 * 16 / RATE_BLOCK)
 
 
 def main():

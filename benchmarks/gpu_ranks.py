@@ -32,7 +32,7 @@ from rich.table import Table
 import ncz_plugins
 from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
-from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, packed_bytes
+from ncz_plugins.kernels.format import CHUNK, RATE_BLOCK, SCALE_BLOCK, packed_bytes
 
 MIB = 1 << 20
 BOUND = ncz_plugins.Config().quantizer.value  # of the rms of each block
@@ -44,7 +44,8 @@ SECONDS = 150
 
 def bounds_of(contender: str, x: torch.Tensor, ranks: int) -> torch.Tensor:
     """How far off each element of a sum may be, float64."""
-    blocks = x.double().view(-1, SCALE_BLOCK)
+    block = SCALE_BLOCK if contender == "default" else RATE_BLOCK
+    blocks = x.double().view(-1, block)
     if contender == "default":
         measured, share = blocks.square().mean(1), BOUND
     else:
@@ -52,12 +53,12 @@ def bounds_of(contender: str, x: torch.Tensor, ranks: int) -> torch.Tensor:
         share = (1 + 2.0**-7) / (2 * levels_of(BITS))
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # what the ranks agree on
     scales = measured.sqrt() if contender == "default" else measured
-    return (ranks * share * scales).repeat_interleave(SCALE_BLOCK)
+    return (ranks * share * scales).repeat_interleave(block)
 
 
 def same_bytes(x: torch.Tensor, ranks: int) -> Callable[[], None]:
     """What a call at a fixed rate sends, by the operations that carry it and nothing else."""
-    blocks = equal_rows(x.numel(), ranks, CHUNK).lengths[0] // SCALE_BLOCK
+    blocks = equal_rows(x.numel(), ranks, CHUNK).lengths[0] // RATE_BLOCK
     magnitudes = torch.zeros(ranks * blocks, dtype=torch.bfloat16, device=x.device)
     sent, received = torch.zeros(2, ranks * blocks * packed_bytes(BITS), dtype=torch.uint8, device=x.device)
     sums = torch.zeros(blocks * packed_bytes(sum_bits(BITS, ranks)), dtype=torch.uint8, device=x.device)

@@ -108,7 +108,7 @@ def main():
     digests = [torch.tensor(list(store.get(f"digest {each}"))) for each in range(world_size)]
     report.end(model, model.config.context, corpus, arguments.batch, digests)
     store.add("done", 1)
-    while store.add("done", 0) < world_size:  # rank 0's store and lighthouse serve the others until they are done
+    while rank == 0 and store.add("done", 0) < world_size:  # its store and lighthouse serve the others until then
         store.wait([f"digest {rank}"], TIMEOUT)
     manager.shutdown(wait=False)
     del server

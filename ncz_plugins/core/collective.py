@@ -48,7 +48,7 @@ from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
-_SMALL_BYTES = 4 << 20  # of a tensor whose scales take at most 64 KiB: two float32 for each 256 values of a half type
+_SMALL_BYTES = 4 << 20  # of a tensor: to measure it takes less time than one more message
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
@@ -435,7 +435,7 @@ def _agree(
     measured_first = _is_small(call, device, transport)
     if measured_first:
         source, scales = _measured(call, source, device, transport, counters)
-        values = scales.leave_first()
+        values = scales.leave_first(transport.opening_bytes)
     same_call = transport.start_comparison(comparison.tensor, counters, values)
     if call.config.quantizer.bits is not None:
         same_call.wait()
@@ -471,7 +471,7 @@ def _agree(
 
 
 def _is_small(call: Call, device: Device, transport: Transport) -> bool:
-    """Whether all that ranks must agree on fits in the message that compares their calls."""
+    """Whether what ranks must agree on is to travel in the message that compares their calls, if it fits."""
     quantizer = call.config.quantizer
     return (
         transport.opening_bytes > 0

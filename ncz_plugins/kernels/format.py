@@ -22,8 +22,9 @@ CHUNK = 4096  # elements that are coded together: delta restarts
 BLOCK = 32  # symbols that share one width byte in FIXED
 OCTET = 8  # symbols that are packed together; a short last block is padded to whole octets
 PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece; pieces that the selector looks at
-SCALE_BLOCK = 256  # elements that share a quantization step, or more of them; a chunk has whole blocks of these
+SCALE_BLOCK = 128  # elements that share a quantization step, or more of them; a chunk has whole blocks of these
 LANES = 32  # partial sums per such block, so that every backend adds squares in the same order
+RATE_BLOCK = 256  # elements that share a magnitude at a fixed rate
 
 _UINT64 = 2**64 - 1
 
@@ -106,7 +107,7 @@ def _split_mix(state: int) -> int:
 class Rows(NamedTuple):
     """Runs of a flat tensor, equally long but for the end of the tensor, as the kernels for a fixed rate see them.
 
-    Blocks of SCALE_BLOCK elements start afresh in every row. A call covers the same blocks of each row.
+    Blocks of RATE_BLOCK elements start afresh in every row. A call covers the same blocks of each row.
     """
 
     numel: int  # of the tensor
@@ -118,7 +119,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, numel: int, count: int, elements: int) -> Rows:
         """All blocks of rows of so many elements."""
-        return cls(numel, count, elements, 0, blocks_of(elements))
+        return cls(numel, count, elements, 0, rate_blocks_of(elements))
 
 
 class StepRule(NamedTuple):
@@ -171,6 +172,11 @@ def blocks_of(elements: int) -> int:
     return -(-elements // SCALE_BLOCK)
 
 
+def rate_blocks_of(elements: int) -> int:
+    """Likewise at a fixed rate."""
+    return -(-elements // RATE_BLOCK)
+
+
 def packed_bytes(bits: int) -> int:
     """Bytes of a block's codes at a fixed rate of so many bits."""
-    return SCALE_BLOCK // 8 * bits
+    return RATE_BLOCK // 8 * bits

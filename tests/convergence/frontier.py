@@ -85,7 +85,11 @@ SCREEN = (
 )
 SUMS = (PLAIN, Candidate("strata", "block", 0.4, 256), Candidate("strata", "block", 0.4, 256, last=0.5))
 # Against the longer training of the suite, in which the default is not harmless.
-LONG = (PLAIN, *(Candidate("strata", scale, 0.5) for scale in ("rows and columns", "history")))
+LONG = (
+    PLAIN,
+    *(Candidate("strata", scale, 0.5) for scale in ("rows and columns", "history")),
+    *(Candidate("strata", "block", step, 128) for step in (0.5, 0.375)),
+)
 PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "screen": ("GPT", "AdamW", SCREEN, 300, 2),
     "sums": ("GPT", "AdamW", SUMS, 300, 8),

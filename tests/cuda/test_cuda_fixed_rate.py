@@ -11,18 +11,18 @@ from samples import assert_same, floats
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.cuda import CudaBackend
-from ncz_plugins.kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
+from ncz_plugins.kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes, rate_blocks_of
 
 FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)
 SHAPES = [
     (0, 2, 0),
-    (1, 3, SCALE_BLOCK),
+    (1, 3, RATE_BLOCK),
     (7, 2, 4),
-    (2 * (SCALE_BLOCK + 13), 2, SCALE_BLOCK + 13),
-    (2 * SCALE_BLOCK - 1, 4, SCALE_BLOCK),
-    (30 * SCALE_BLOCK + 77, 2, 16 * SCALE_BLOCK),
+    (2 * (RATE_BLOCK + 13), 2, RATE_BLOCK + 13),
+    (2 * RATE_BLOCK - 1, 4, RATE_BLOCK),
+    (30 * RATE_BLOCK + 77, 2, 16 * RATE_BLOCK),
 ]
 
 
@@ -34,7 +34,7 @@ def cuda(seed: int = 0, sanitizer: str | None = None) -> CudaBackend:
 def round_trip(backend, x: torch.Tensor, rows: Rows, bits: int, noise: Noise | None) -> list[torch.Tensor]:
     """What each of the four kernels makes of it."""
     some = rows._replace(first=min(1, rows.blocks), blocks=max(0, rows.blocks - 1)) if bits == 5 else rows
-    magnitudes = torch.full((rows.count * blocks_of(rows.elements),), -1.0, dtype=torch.bfloat16)
+    magnitudes = torch.full((rows.count * rate_blocks_of(rows.elements),), -1.0, dtype=torch.bfloat16)
     backend.block_magnitudes(x, rows, magnitudes)
     packed = torch.empty(some.count * some.blocks * packed_bytes(bits), dtype=torch.uint8)
     backend.pack(x, some, magnitudes, bits, packed, noise)
@@ -61,7 +61,7 @@ def test_the_bytes_are_those_of_the_cpu(seed, dtype, shape):
 
 @pytest.mark.parametrize("out_bits", [9, 13, 17, 32])
 def test_wide_sums(out_bits):
-    packed = torch.randint(0, 256, (2 * 5 * SCALE_BLOCK,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    packed = torch.randint(0, 256, (2 * 5 * RATE_BLOCK,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     sums = []
     for backend in (cuda(), FAST):
         out = torch.empty(5 * packed_bytes(out_bits), dtype=torch.uint8)
@@ -73,7 +73,7 @@ def test_wide_sums(out_bits):
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 @pytest.mark.parametrize("noise", [None, NOISE], ids=["nearest", "at random"])
 def test_no_access_out_of_bounds_and_no_race(sanitizer, noise):
-    rows = Rows.of(9 * SCALE_BLOCK + 5, 2, 5 * SCALE_BLOCK)
+    rows = Rows.of(9 * RATE_BLOCK + 5, 2, 5 * RATE_BLOCK)
     x = floats(rows.numel, torch.float32)
     for bits in (4, 7):
         expected = round_trip(FAST, x, rows, bits, noise)

@@ -13,7 +13,7 @@ from ...core.codec.fixed_rate import levels_of
 from ...core.codec.layout import Layout
 from ...core.codec.quantize import smallest_bound
 from ...core.config import QuantizerConfig
-from ...kernels.format import SCALE_BLOCK
+from ...kernels.format import RATE_BLOCK
 
 SUMS = ("all_reduce", "reduce_scatter")
 
@@ -48,7 +48,7 @@ def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
     if collective == "reduce_scatter":
         lengths = [x.numel() // ranks] * ranks
     layout = Layout.of(lengths, max(lengths))
-    sizes = layout.block_lengths(quantizer.block_in_effect if quantizer.bits is None else SCALE_BLOCK)
+    sizes = layout.block_lengths(quantizer.block_in_effect if quantizer.bits is None else RATE_BLOCK)
     starts = np.cumsum(sizes) - sizes
     allowed = None
     if quantizer.kind != "lossless":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import Backend
-from ...kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
+from ...kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes, rate_blocks_of
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .coded_tensor import Codec, CodedTensor
@@ -22,7 +22,7 @@ from .layout import Layout, Window
 
 def equal_rows(numel: int, count: int, frame_elements: int) -> Layout:
     """How a tensor that is summed is cut: into rows of equally many blocks, of which the last may end early."""
-    length = -(-blocks_of(numel) // count) * SCALE_BLOCK
+    length = -(-rate_blocks_of(numel) // count) * RATE_BLOCK
     starts = [min(row * length, numel) for row in range(count + 1)]
     return Layout.of([end - start for start, end in zip(starts, starts[1:])], frame_elements)
 
@@ -84,14 +84,15 @@ class FixedRateCodec(Codec):
     def magnitudes(self, rows: Rows) -> Tensor:
         """This rank's largest magnitude of each block: bfloat16, [blocks]. Ranks that agree change it in place."""
         with span("measure", self.source.data.nbytes, self.counters):
-            magnitudes = self._memory(rows.count * blocks_of(rows.elements), torch.bfloat16)
+            magnitudes = self._memory(rows.count * rate_blocks_of(rows.elements), torch.bfloat16)
             self.backend.block_magnitudes(self.source.data, rows, magnitudes)
         self._magnitudes[:] = [magnitudes]
         return magnitudes
 
     def pack(self, rows: Rows, magnitudes: Tensor) -> Tensor:
         """The codes of what this rank holds of the blocks in `rows`: uint8, [bytes]."""
-        with span("encode", self.source.data.nbytes * rows.blocks // max(1, blocks_of(rows.elements)), self.counters):
+        of_row = max(1, rate_blocks_of(rows.elements))
+        with span("encode", self.source.data.nbytes * rows.blocks // of_row, self.counters):
             packed = self._memory(rows.count * rows.blocks * packed_bytes(self.bits))
             noise = self.noise and self.noise._replace(first=self.noise.first + self.source.start)
             self.backend.pack(self.source.data, rows, magnitudes, self.bits, packed, noise)

@@ -121,10 +121,16 @@ class PiecewiseAgreement(ScaleAgreement):
         if not self.complete and frames == self._pieces[self._agreed].start:
             self._begin()
 
-    def leave_first(self) -> Tensor:
-        """What this rank measured of the first piece, for the caller to replace by its maximum over ranks."""
+    def leave_first(self, most: int) -> Tensor | None:
+        """What this rank measured of the first piece, for the caller to replace by its maximum over ranks.
+
+        Returns None where that takes more than `most` bytes, and leaves nothing to the caller.
+        """
+        first = self._measured[0]
+        if first.nbytes > most:
+            return None
         self._agreements.append(lambda: None)
-        return self._measured[0]
+        return first
 
     def _begin(self) -> None:
         """Begin to agree on the next piece, unless that was begun."""

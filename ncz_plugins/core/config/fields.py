@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-CHUNK, SCALE_BLOCK = 4096, 256  # as in kernels.format, repeated here because importing that imports torch
+# As in kernels.format, repeated here because importing that imports torch.
+CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured

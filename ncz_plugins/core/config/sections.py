@@ -19,6 +19,7 @@ from .fields import (
     LEAST_BITS,
     MIN_BYTES,
     MOST_BITS,
+    RATE_BLOCK,
     SCALE_BLOCK,
     Allowed,
     Block,
@@ -66,7 +67,7 @@ class QuantizerConfig(Section):
     block: Annotated[Block | None, BLOCK] = Field(
         default=None,
         description=f"Elements that share one scale; 0: the whole tensor is one block; null: {SCALE_BLOCK} with mode "
-        f"rms, {CHUNK} with the others. No effect in mode abs, nor in mode bits, where it is {SCALE_BLOCK}.",
+        f"rms, {CHUNK} with the others. No effect in mode abs, nor in mode bits, where it is {RATE_BLOCK}.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,

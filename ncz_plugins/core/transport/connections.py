@@ -21,9 +21,10 @@ from ..errors import PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .base import Agreement, Work, peer_errors
-from .mesh import Exchange, open_mesh
+from .mesh import Exchange, Mesh, open_mesh
 
 _OPENING_BYTES = 128 << 10  # of values that may travel with a comparison, to each rank
+_MOST_TOLD_BYTES = 32 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
 _MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
 
@@ -45,6 +46,7 @@ class Connections:
 
     Attributes:
         opening_bytes: how many bytes of values each message of `open` may hold.
+        told_bytes: up to how many bytes an agreement of more than two ranks takes one round.
         mesh: what carries short messages between all ranks, as `open` and `exchange` do; None where there is none.
         frames: what carries frames; None where there is no `mesh`.
 
@@ -61,6 +63,7 @@ class Connections:
         self.rank = rank
         self.world_size = world_size
         self.opening_bytes = _OPENING_BYTES
+        self.told_bytes = _MOST_TOLD_BYTES // max(1, world_size - 1)
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
@@ -102,6 +105,8 @@ class Connections:
                 options.reduceOp = dist.ReduceOp.MAX
                 counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
                 return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
+        if self.world_size > 2 and tensor.nbytes > self.told_bytes:
+            return PartedAgreement(self.mesh, self.rank, self.world_size, tensor, counters)
         exchange = self.mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
         counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
         return MeshAgreement(tensor, exchange, counters)
@@ -351,6 +356,34 @@ class MeshAgreement(Agreement):
         after = [message[self._tensor.nbytes :] for message in received]
         if all(each.nbytes == self._values.nbytes for each in after):
             _take_maximum(self._values, after)
+
+
+class PartedAgreement(Agreement):
+    """An element-wise maximum over ranks, each of which finds that of one part and tells it to all others.
+
+    It takes two rounds, in which each of n ranks sends 2 (n - 1) / n of the tensor, not n - 1 of it. All ranks start
+    and wait for their agreements in the same order.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, world_size: int, tensor: Tensor, counters: Counters):
+        self._mesh = mesh
+        self._rank = rank
+        self._parts = tensor.view(-1).tensor_split(world_size)
+        self._counters = counters
+        own = self._parts[rank]
+        self._exchange = mesh.start([[_bytes(part)] for part in self._parts], own.nbytes, own.nbytes)
+        counters.wire_bytes += tensor.nbytes - own.nbytes
+
+    def wait(self) -> None:
+        own, others = self._parts[self._rank], [*self._parts[: self._rank], *self._parts[self._rank + 1 :]]
+        sizes = [part.nbytes for part in others]
+        agreeing = peer_errors("agreeing with the other ranks")
+        with span("wait", own.nbytes + sum(sizes), self._counters), agreeing:
+            _take_maximum(own, self._exchange.wait())
+            received = self._mesh.start([[_bytes(own)]] * len(self._parts), min(sizes), max(sizes)).wait()
+            for part, message in zip(others, received):
+                part.copy_(message.view(part.dtype).view(part.numel()))  # an error unless it has that size
+        self._counters.wire_bytes += own.nbytes * len(others)
 
 
 def _take_maximum(tensor: Tensor, received: list[Tensor]) -> None:

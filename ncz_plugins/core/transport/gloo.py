@@ -43,7 +43,8 @@ class GlooTransport(Transport):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
-        self.opening_bytes = connections.opening_bytes if connections.mesh is not None else 0
+        if connections.mesh is not None:
+            self.opening_bytes = connections.opening_bytes if self.world_size == 2 else connections.told_bytes
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
         self.small = MeshSmallCollectives(connections)
         self._buffers: list[Tensor] = []  # what receives were posted with, for the next call: fresh pages cost time

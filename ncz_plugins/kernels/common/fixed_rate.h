@@ -30,10 +30,10 @@ struct ScaleBlock {
 // Block i of a call that covers `rows.blocks` of each row.
 NCZ_FUNCTION ScaleBlock scale_block(const ncz::Rows& rows, int64_t i) {
     int64_t row = i / rows.blocks, block = rows.first + i % rows.blocks;
-    int64_t begin = row * rows.elements + block * ncz::SCALE_BLOCK, end = (row + 1) * rows.elements;
+    int64_t begin = row * rows.elements + block * ncz::RATE_BLOCK, end = (row + 1) * rows.elements;
     int64_t left = (end < rows.numel ? end : rows.numel) - begin;
-    int64_t of_row = (rows.elements + ncz::SCALE_BLOCK - 1) / ncz::SCALE_BLOCK;
-    return {begin, int(left < 0 ? 0 : left < ncz::SCALE_BLOCK ? left : ncz::SCALE_BLOCK), row * of_row + block};
+    int64_t of_row = (rows.elements + ncz::RATE_BLOCK - 1) / ncz::RATE_BLOCK;
+    return {begin, int(left < 0 ? 0 : left < ncz::RATE_BLOCK ? left : ncz::RATE_BLOCK), row * of_row + block};
 }
 
 // From the bits of the largest magnitude of a block, as float32. NaN has the largest bits of all.

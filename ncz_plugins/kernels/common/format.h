@@ -41,8 +41,9 @@ constexpr int BLOCK = 32;
 constexpr int OCTET = 8;
 constexpr int OCTETS = BLOCK / OCTET;
 constexpr int64_t PIECE = 128, SAMPLE_PIECES = 64;
-constexpr int SCALE_BLOCK = 256;
+constexpr int SCALE_BLOCK = 128;
 constexpr int LANES = 32;
+constexpr int RATE_BLOCK = 256;
 
 constexpr uint32_t HAS_CHECKSUM = 1, SPOILED = 2;
 constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;

@@ -8,9 +8,9 @@ namespace {
 
 // Packed bits of one block, with room for what loads and stores touch behind them.
 struct PackedBlock {
-    uint8_t bytes[SCALE_BLOCK * 4 + SLACK];
+    uint8_t bytes[RATE_BLOCK * 4 + SLACK];
 
-    static size_t size(unsigned bits) { return size_t(SCALE_BLOCK / 8) * bits; }
+    static size_t size(unsigned bits) { return size_t(RATE_BLOCK / 8) * bits; }
     uint8_t* at(int element, unsigned bits) { return bytes + element / 8 * int(bits); }
     void load(const uint8_t* from, unsigned bits) { memcpy(bytes, from, size(bits)); }
     void store(uint8_t* to, unsigned bits) const { memcpy(to, bytes, size(bits)); }
@@ -46,7 +46,7 @@ void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bit
             memset(out, 0, PackedBlock::size(bits));
             continue;
         }
-        for (int first = 0; first < SCALE_BLOCK; first += BLOCK) {
+        for (int first = 0; first < RATE_BLOCK; first += BLOCK) {
             int n = in_block(block.length, first);
             Padded<T> padded;
             const T* from = x + block.begin + first;
@@ -68,15 +68,15 @@ inline void add_packed(const uint8_t* packed, int64_t rows, int64_t blocks, unsi
     int64_t row_bytes = blocks * int64_t(PackedBlock::size(bits));
     PackedBlock from, to;
     for (int64_t i = 0; i < blocks; ++i, packed += PackedBlock::size(bits), out += PackedBlock::size(out_bits)) {
-        Block sums[SCALE_BLOCK / BLOCK];
+        Block sums[RATE_BLOCK / BLOCK];
         for (int64_t row = 0; row < rows; ++row) {
             from.load(packed + row * row_bytes, bits);
-            for (int b = 0; b < SCALE_BLOCK / BLOCK; ++b) {
+            for (int b = 0; b < RATE_BLOCK / BLOCK; ++b) {
                 Block codes = unzigzag(unpack_block(from.at(b * BLOCK, bits), bits));
                 sums[b] = row ? add_blocks(sums[b], codes) : codes;
             }
         }
-        for (int b = 0; b < SCALE_BLOCK / BLOCK; ++b) pack_block(zigzag(sums[b]), out_bits, to.at(b * BLOCK, out_bits));
+        for (int b = 0; b < RATE_BLOCK / BLOCK; ++b) pack_block(zigzag(sums[b]), out_bits, to.at(b * BLOCK, out_bits));
         to.store(out, out_bits);
     }
 }

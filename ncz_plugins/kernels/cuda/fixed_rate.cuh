@@ -1,18 +1,18 @@
 // A fixed rate: the magnitudes of blocks, codes of equally many bits, and their sums. ../common/fixed_rate.h has what all
 // processors share.
 //
-// A warp has a block of SCALE_BLOCK values to itself: each lane an octet of 8 neighbouring ones. Bits are put together in
+// A warp has a block of RATE_BLOCK values to itself: each lane an octet of 8 neighbouring ones. Bits are put together in
 // shared memory, from which and to which a warp copies whole words, side by side.
 #pragma once
 
 #include "../common/fixed_rate.h"
 #include "fixed.cuh"
 
-static_assert(SCALE_BLOCK == WARP * OCTET, "a lane has an octet");
+static_assert(RATE_BLOCK == WARP * OCTET, "a lane has an octet");
 
-constexpr int MOST_PACKED_WORDS = SCALE_BLOCK;  // of a block, at 32 bits
+constexpr int MOST_PACKED_WORDS = RATE_BLOCK;  // of a block, at 32 bits
 
-NCZ_DEVICE int packed_words(unsigned bits) { return SCALE_BLOCK / 32 * int(bits); }
+NCZ_DEVICE int packed_words(unsigned bits) { return RATE_BLOCK / 32 * int(bits); }
 
 // A warp's words in shared memory, with one behind them that is read but not used.
 NCZ_DEVICE uint32_t* of_warp(uint32_t* words) { return words + warp() * (MOST_PACKED_WORDS + 1); }

@@ -1,6 +1,6 @@
 """A fixed rate: codes of equally many bits, so that all sizes are known before the data are.
 
-A block of SCALE_BLOCK elements shares a scale: its largest magnitude over all ranks, M, rounded up to bfloat16. With b
+A block of RATE_BLOCK elements shares a scale: its largest magnitude over all ranks, M, rounded up to bfloat16. With b
 bits, codes go from -L to L, where L = 2**(b - 1) - 1, and one step is M / L. Sums of n codes take as many bits as n L
 needs. Codes are written as symbols (zigzag), each octet of 8 as one little-endian bit string of b bytes, as in FIXED. A
 short block is filled up with zeros.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..format import OCTET, SCALE_BLOCK, Noise, Rows, blocks_of
+from ..format import OCTET, RATE_BLOCK, Noise, Rows, rate_blocks_of
 from .symbols import unzigzag, zigzag
 from .values import random_bits
 
@@ -34,9 +34,9 @@ def block_magnitudes(x: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def pack(x: np.ndarray, rows: Rows, magnitudes: np.ndarray, bits: int, noise: Noise | None) -> np.ndarray:
-    """The codes of the blocks that `rows` covers: uint8, [rows * blocks * SCALE_BLOCK / 8 * bits]."""
+    """The codes of the blocks that `rows` covers: uint8, [rows * blocks * RATE_BLOCK / 8 * bits]."""
     levels = np.float32(2 ** (bits - 1) - 1)
-    codes = np.zeros((rows.count * rows.blocks, SCALE_BLOCK), dtype=np.int32)
+    codes = np.zeros((rows.count * rows.blocks, RATE_BLOCK), dtype=np.int32)
     for i, (elements, scale) in enumerate(_blocks(rows)):
         if magnitudes[scale] == INFINITE_MAGNITUDE:
             continue
@@ -75,12 +75,12 @@ def unpack(
 
 def _blocks(rows: Rows) -> Iterator[tuple[slice, int]]:
     """The elements of each block that `rows` covers, and the number of its magnitude."""
-    of_row = blocks_of(rows.elements)
+    of_row = rate_blocks_of(rows.elements)
     for row in range(rows.count):
         end = min((row + 1) * rows.elements, rows.numel)
         for block in range(rows.first, rows.first + rows.blocks):
-            begin = min(row * rows.elements + block * SCALE_BLOCK, end)
-            yield slice(begin, min(begin + SCALE_BLOCK, end)), row * of_row + block
+            begin = min(row * rows.elements + block * RATE_BLOCK, end)
+            yield slice(begin, min(begin + RATE_BLOCK, end)), row * of_row + block
 
 
 def _as_float(magnitude: np.uint16) -> np.float32:
@@ -94,7 +94,7 @@ def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """int32, [blocks, SCALE_BLOCK]."""
+    """int32, [blocks, RATE_BLOCK]."""
     each = np.unpackbits(packed, bitorder="little").reshape(-1, OCTET, bits).astype(np.uint32)
     symbols = (each << np.arange(bits, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)
-    return unzigzag(symbols.reshape(-1)).reshape(-1, SCALE_BLOCK)
+    return unzigzag(symbols.reshape(-1)).reshape(-1, RATE_BLOCK)

@@ -23,7 +23,7 @@ def test_every_preset_was_measured(name):
     quantizer = Config.load(f"ncclz:{name}").quantizer
     found = loss.expected(quantizer)
     assert {"AdamW", "SGD"} <= {each.optimizer for each in found}
-    assert all((each.value, each.block) == (quantizer.value, 256) for each in found if each.optimizer == "AdamW")
+    assert all((each.value, each.block) == (quantizer.value, 128) for each in found if each.optimizer == "AdamW")
     assert "AdamW: " in loss.describe(quantizer) and loss.SOURCE in loss.describe(quantizer)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from samples import assert_same, floats
 
 from ncz_plugins import kernels
-from ncz_plugins.kernels.format import SCALE_BLOCK, Noise, Rows, blocks_of, packed_bytes
+from ncz_plugins.kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes, rate_blocks_of
 
 REFERENCE = kernels.load("reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,17 +21,17 @@ MARK = 0xA5
 SHAPES = [
     (0, 2, 0),
     (1, 1, 1),
-    (1, 3, SCALE_BLOCK),
+    (1, 3, RATE_BLOCK),
     (7, 2, 4),
-    (3 * SCALE_BLOCK, 3, SCALE_BLOCK),
-    (2 * (SCALE_BLOCK + 13), 2, SCALE_BLOCK + 13),
-    (5 * SCALE_BLOCK + 77, 2, 3 * SCALE_BLOCK),
-    (2 * SCALE_BLOCK - 1, 4, SCALE_BLOCK),
+    (3 * RATE_BLOCK, 3, RATE_BLOCK),
+    (2 * (RATE_BLOCK + 13), 2, RATE_BLOCK + 13),
+    (5 * RATE_BLOCK + 77, 2, 3 * RATE_BLOCK),
+    (2 * RATE_BLOCK - 1, 4, RATE_BLOCK),
 ]
 
 
 def magnitudes_of(backend, x, rows) -> torch.Tensor:
-    magnitudes = torch.full((rows.count * blocks_of(rows.elements),), -1.0, dtype=torch.bfloat16)
+    magnitudes = torch.full((rows.count * rate_blocks_of(rows.elements),), -1.0, dtype=torch.bfloat16)
     backend.block_magnitudes(x, rows, magnitudes)
     return magnitudes
 
@@ -100,7 +100,7 @@ def test_some_blocks_of_each_row(backend, first, blocks):
 @pytest.mark.parametrize("out_bits", [9, 12, 16, 17, 24, 32])
 def test_wide_sums(backend, out_bits):
     """Of codes that many ranks have added up already."""
-    count = 3 * SCALE_BLOCK
+    count = 3 * RATE_BLOCK
     packed = torch.randint(0, 256, (2 * count // 8 * 8,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     expected = add(REFERENCE, packed, 2, 8, out_bits)
     assert_same(add(backend, packed, 2, 8, out_bits), expected)
@@ -124,23 +124,23 @@ def test_the_error_is_at_most_half_a_step(data):
     magnitudes = magnitudes_of(backend, x, rows)
     packed = pack(backend, x, rows, magnitudes, bits, noise)
     values = unpack(backend, packed, bits, rows, magnitudes, levels_of(bits), torch.float32)
-    steps = magnitudes.double().repeat_interleave(SCALE_BLOCK)[:numel] / levels_of(bits)
+    steps = magnitudes.double().repeat_interleave(RATE_BLOCK)[:numel] / levels_of(bits)
     error = (values.double() - x.double()).abs()
     assert (error <= steps * ((0.5 if noise is None else 1) + 1e-5)).all()
-    largest = [block.abs().max() for block in x.split(SCALE_BLOCK)] if numel else []
+    largest = [block.abs().max() for block in x.split(RATE_BLOCK)] if numel else []
     assert all(most <= scale <= most * (1 + 2.0**-7) for most, scale in zip(largest, magnitudes.float()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 def test_a_block_that_is_not_finite_comes_out_as_nan(any_backend, dtype, special):
-    x = torch.ones(3 * SCALE_BLOCK, dtype=dtype)
-    x[SCALE_BLOCK + 3] = special
+    x = torch.ones(3 * RATE_BLOCK, dtype=dtype)
+    x[RATE_BLOCK + 3] = special
     rows = Rows.of(x.numel(), 1, x.numel())
     magnitudes = magnitudes_of(any_backend, x, rows)
     values = unpack(any_backend, pack(any_backend, x, rows, magnitudes, 4), 4, rows, magnitudes, 7.0, dtype)
-    assert values[SCALE_BLOCK : 2 * SCALE_BLOCK].isnan().all()
-    assert (values[:SCALE_BLOCK] == 1).all() and (values[2 * SCALE_BLOCK :] == 1).all()
+    assert values[RATE_BLOCK : 2 * RATE_BLOCK].isnan().all()
+    assert (values[:RATE_BLOCK] == 1).all() and (values[2 * RATE_BLOCK :] == 1).all()
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -148,22 +148,22 @@ def test_no_code_leaves_its_bits(any_backend, bits):
     """The largest values of both signs, for all significands of a magnitude, also at random."""
     x = torch.arange(0x3F800000, 0x3F800000 + (1 << 23), 4099, dtype=torch.int32).view(torch.float32)
     x = torch.cat([x, -x])
-    rows = Rows.of(x.numel() * SCALE_BLOCK, x.numel(), SCALE_BLOCK)
-    spread = torch.zeros(x.numel(), SCALE_BLOCK)
+    rows = Rows.of(x.numel() * RATE_BLOCK, x.numel(), RATE_BLOCK)
+    spread = torch.zeros(x.numel(), RATE_BLOCK)
     spread[:, 5] = x
     magnitudes = magnitudes_of(any_backend, spread.view(-1), rows)
     for noise in (None, NOISE):
         packed = pack(any_backend, spread.view(-1), rows, magnitudes, bits, noise)
         values = unpack(any_backend, packed, bits, rows, magnitudes, levels_of(bits), torch.float32)
-        values = values.view(-1, SCALE_BLOCK)
+        values = values.view(-1, RATE_BLOCK)
         assert ((values[:, 5].abs() - x.abs()).abs() <= magnitudes.float() / levels_of(bits)).all()
         assert (values[:, 5].sign() == x.sign()).all()
         assert (values[:, :5] == 0).all() and (values[:, 6:] == 0).all()
 
 
 def test_tiny_values_share_the_least_scale(any_backend):
-    x = torch.full((SCALE_BLOCK,), 1e-38)
-    rows = Rows.of(SCALE_BLOCK, 1, SCALE_BLOCK)
+    x = torch.full((RATE_BLOCK,), 1e-38)
+    rows = Rows.of(RATE_BLOCK, 1, RATE_BLOCK)
     assert magnitudes_of(any_backend, x, rows).tolist() == [2.0**-100]
     packed = pack(any_backend, x, rows, magnitudes_of(any_backend, x, rows), 4)
     assert not packed.any()

@@ -203,7 +203,7 @@ def test_the_first_policy_that_fits_decides(check):
     assert (code, err) == (0, "")
     assert "GPT in step 100: 52 parameters, 1,853,568 elements" in out
     rows = cells(out)
-    bound = "stochastic rms:{} per 256 elements, error feedback"
+    bound = "stochastic rms:{} per 128 elements, error feedback"
     assert rows["tokens.weight"] == ["256x192", "float32", "49,152", bound.format(0.375), "default"]
     assert rows["norm.weight"] == ["192", "float32", "192", "uncompressed", "policies[0]"]
     assert rows["blocks.0.mlp.0.weight"][3:] == [bound.format(0.05), "policies[1]"]

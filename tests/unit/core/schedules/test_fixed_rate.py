@@ -15,9 +15,9 @@ from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.topology import Nodes
-from ncz_plugins.kernels.format import SCALE_BLOCK
+from ncz_plugins.kernels.format import RATE_BLOCK
 
-SIZES = (1, 2 * SCALE_BLOCK, 4099, 100_003)  # the last two are primes
+SIZES = (1, 2 * RATE_BLOCK, 4099, 100_003)  # the last two are primes
 PARTS = (1, 257, 4099)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -42,9 +42,9 @@ def reduced(transport, tensor, op=SUM, ours=None, name=None):
 def magnitudes_of(blocks_of_ranks: list[torch.Tensor], numel: int) -> torch.Tensor:
     """Of each element: the largest magnitude of its block over ranks, rounded up to bfloat16."""
     largest = torch.stack([each.float().abs() for each in blocks_of_ranks]).amax(0)
-    padded = torch.nn.functional.pad(largest, (0, -numel % SCALE_BLOCK)).view(-1, SCALE_BLOCK).amax(1)
+    padded = torch.nn.functional.pad(largest, (0, -numel % RATE_BLOCK)).view(-1, RATE_BLOCK).amax(1)
     bits = (padded.view(torch.int32) + 0xFFFF) >> 16 << 16
-    return bits.view(torch.float32).double().repeat_interleave(SCALE_BLOCK)[:numel]
+    return bits.view(torch.float32).double().repeat_interleave(RATE_BLOCK)[:numel]
 
 
 def half_steps(blocks_of_ranks: list[torch.Tensor], numel: int, bits: int) -> torch.Tensor:
@@ -131,15 +131,15 @@ def test_broadcast(root):
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_comes_out_so_and_stays_in_its_block(special):
     def body(transport):
-        tensor = torch.ones(3 * SCALE_BLOCK)
+        tensor = torch.ones(3 * RATE_BLOCK)
         if transport.rank == 1:
-            tensor[SCALE_BLOCK + 7] = special
+            tensor[RATE_BLOCK + 7] = special
         total = reduced(transport, tensor)
         assert total.compressed_calls == 1 and not total.bypasses
         return tensor
 
     for tensor in play(2, body, reuse=True):
-        inside = slice(SCALE_BLOCK, 2 * SCALE_BLOCK)
+        inside = slice(RATE_BLOCK, 2 * RATE_BLOCK)
         assert tensor[inside].isnan().all()
         tensor[inside] = 2
         assert (tensor == 2).all()
@@ -147,14 +147,14 @@ def test_what_is_not_finite_comes_out_so_and_stays_in_its_block(special):
 
 def test_rounding_at_random_is_unbiased_and_errors_of_equal_values_cancel():
     """Were both ranks rounded alike, every other sum would be missing; were they independent, 3/7 would occur."""
-    numel, times = 64 * SCALE_BLOCK, 8
+    numel, times = 64 * RATE_BLOCK, 8
 
     def body(transport):
         ours = collectives(transport, kind="stochastic")
         sums = []
         for _ in range(times):
             tensor = torch.full((numel,), 0.3)
-            tensor[::SCALE_BLOCK] = 1
+            tensor[::RATE_BLOCK] = 1
             reduced(transport, tensor, ours=ours)
             sums.append(tensor)
         return torch.stack(sums)
@@ -162,7 +162,7 @@ def test_rounding_at_random_is_unbiased_and_errors_of_equal_values_cancel():
     first, second = play(2, body, reuse=True)
     assert same_bits([first, second])
     inner = torch.ones(numel, dtype=torch.bool)
-    inner[::SCALE_BLOCK] = False
+    inner[::RATE_BLOCK] = False
     drawn = first[:, inner].double()
     torch.testing.assert_close(drawn.unique(), torch.tensor([4 / 7, 5 / 7], dtype=torch.float64))  # 0.6 is between
     deviation = (1 / 7) * (0.2 * 0.8) ** 0.5 / drawn.numel() ** 0.5
@@ -170,7 +170,7 @@ def test_rounding_at_random_is_unbiased_and_errors_of_equal_values_cancel():
 
 
 def test_error_feedback_adds_what_was_lost_to_the_next_call():
-    numel, steps = 3 * SCALE_BLOCK + 5, 40
+    numel, steps = 3 * RATE_BLOCK + 5, 40
 
     def body(transport):
         ours = collectives(transport, value=3, error_feedback=True)
@@ -226,7 +226,7 @@ def test_only_what_goes_between_nodes_is_compressed(ranks, way):
 
 def test_bytes_are_known_beforehand():
     """4 bits one way, 5 back, and 16 bits for 256 values that are agreed on, there and back."""
-    numel = 64 * SCALE_BLOCK
+    numel = 64 * RATE_BLOCK
 
     def body(transport):
         once = reduced(transport, values(transport.rank, numel)).wire_bytes
@@ -236,7 +236,7 @@ def test_bytes_are_known_beforehand():
 
     for once, zeros, of_more in play(2, body, reuse=True):
         assert once == zeros  # whatever the data
-        assert of_more == 2 * (numel // 2 * 9 // 8 + 2 * numel // SCALE_BLOCK)  # what ranks compare is the same
+        assert of_more == 2 * (numel // 2 * 9 // 8 + 2 * numel // RATE_BLOCK)  # what ranks compare is the same
 
 
 def test_float64_goes_plain_by_its_dtype():
@@ -270,5 +270,5 @@ def test_rows_cover_the_tensor(numel, count):
     lengths = equal_rows(numel, count, 1 << 20).lengths
     assert sum(lengths) == numel and len(lengths) == count
     full = [length for length in lengths if length == lengths[0]]
-    assert lengths[0] % SCALE_BLOCK == 0 or lengths[0] == numel
+    assert lengths[0] % RATE_BLOCK == 0 or lengths[0] == numel
     assert len(full) >= count - 1 or max(lengths[len(full) + 1 :], default=0) == 0

@@ -211,6 +211,28 @@ def test_a_fork_closes_nothing():
     assert play(2, body) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nbytes", [2, 8 << 10, 16 << 10, 262_147])
+def test_a_maximum_is_the_same_on_all_ranks_and_costs_the_fewest_bytes(world_size, dtype, nbytes):
+    """Whatever its size, also with two under way."""
+    numel = max(1, nbytes // dtype.itemsize)
+    values = torch.rand(2, world_size, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = values.amax(1)
+
+    def body(transport):
+        counters, mine = Counters(), [each[transport.rank].clone() for each in values]
+        for agreement in [transport.start_max(each, counters) for each in mine]:
+            agreement.wait()
+        assert all(torch.equal(found, right) for found, right in zip(mine, expected))
+        return counters.wire_bytes / 2 / mine[0].nbytes
+
+    for sent in play(world_size, body, reuse=True):
+        n = world_size
+        in_one_round = n == 2 or numel * dtype.itemsize * (n - 1) <= 32 << 10
+        assert sent == pytest.approx(n - 1 if in_one_round else 2 * (n - 1) / n, rel=1e-3)
+
+
 # ---------------------------------------------------------------- routes
 
 
