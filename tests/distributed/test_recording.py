@@ -24,13 +24,13 @@ def test_coding_and_transfers_overlap(tmp_path):
         encoded, decoded = of(events, "encode"), of(events, "decode")
         agreed, *_ = of(events, "agree")
         at_first, *_, at_last = of(events, "measure")
-        # With two ranks, each half goes once as a contribution and once as a sum, both ways.
+        # Two ranks send each other all that they have.
         assert len(sent) == len(received) == len(encoded) == len(decoded) >= 4
         assert sum(event["args"]["bytes"] for event in encoded) == 4 * NUMEL
         assert all(agreed["ts"] + agreed["dur"] <= event["ts"] for event in encoded)
         assert at_first["ts"] < encoded[0]["ts"] < at_last["ts"] < encoded[-1]["ts"]
         for one, two in zip(sent, sent[1:]):
             assert one["ts"] + one["dur"] <= two["ts"] + 1  # microseconds
-        assert overlap(encoded, received) and overlap(decoded, received)
+        assert overlap(encoded, received)
         rows = [{event["tid"] for event in spans} for spans in (sent, received, encoded, decoded)]
         assert len(set.union(*rows)) == (4 if result["two threads"] else 3)

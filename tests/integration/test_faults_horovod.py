@@ -35,10 +35,13 @@ def test_a_fork_gets_an_error_at_once(living):
 
 
 @pytest.mark.parametrize("schedule", ["direct", "ring"])
-def test_a_damaged_frame_ends_the_reduction_on_all(schedule, living):
+def test_a_damaged_frame_ends_the_reduction_where_it_arrives(schedule, living):
     first, last = (rank[f"flipped, {schedule}"] for rank in living)
     assert first["error"] == "FrameError" and "checksum" in first["message"]
-    assert last["error"] == "HorovodInternalError" and last["seconds"] < SOON, last
+    if schedule == "direct":  # two ranks sum in one round: this one got whole frames only, so its sum is right
+        assert last is None
+    else:
+        assert last["error"] == "HorovodInternalError" and last["seconds"] < SOON, last
 
 
 def test_so_does_a_rank_without_memory(living):

@@ -116,12 +116,17 @@ class Mesh:
     def send(self, to: int, message: Tensor) -> Outgoing:
         """Start to send a message to one rank, which receives it by `receive`. It never waits.
 
+        What has come meanwhile is taken in, so that those who send it can go on.
+
         Args:
             message: as one tensor of `start`.
         """
         with self._in_use:
             self._require_open()
-            return self._by_rank[to].send([message])
+            outgoing = self._by_rank[to].send([message])
+            for peer in self._peers:
+                peer.advance()
+            return outgoing
 
     def receive(self, source: int, least: int, most: int) -> Incoming:
         """Start to receive a message of one rank. Messages come in the order in which they were sent, of any kind."""
