@@ -53,15 +53,17 @@ def main() -> None:
             each.step()
     steps = range(arguments.steps, arguments.steps + BATCHES)
     gradients = [[gradient(step, rank, RANKS) for rank in range(RANKS)] for step in steps]
-    table = Table("scale", "starved", "of which parameters", title=f"Weights without a gradient in {BATCHES} steps")
+    table = Table(
+        "scale", "starved", "matrices with most of them", title=f"Weights without a gradient in {BATCHES} steps"
+    )
     lengths = [each.numel() for each in parameters]
     needed = (torch.stack([sum(each) for each in gradients]) != 0).any(0)
     for candidate in CANDIDATES:
         quantizer = Quantizer(candidate, [tuple(each.shape) for each in parameters], seed=0)
         starved = needed & ~(torch.stack([quantizer(each) for each in gradients]) != 0).any(0)
-        shares = [part.float().mean().item() for part in starved.split(lengths)]
-        worst = sorted(zip(shares, named), reverse=True)[:3]
-        said = ", ".join(f"{name} {share:.1%}" for share, name in worst if share)
+        shares = zip((part.float().mean().item() for part in starved.split(lengths)), named)
+        worst = sorted(((share, name) for share, name in shares if named[name].ndim > 1), reverse=True)[:3]
+        said = ", ".join(f"{name} {share:.2%}" for share, name in worst if share)
         table.add_row(candidate.describe(), f"{starved.float().mean().item():.4%}", said)
     Console(width=140).print(table)
 
