@@ -432,10 +432,9 @@ def _agree(
     # The answer travels while the tensor is being measured. A small one is measured before, and one message says both.
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
     source, scales, values = call.source, None, None
-    measured_first = _is_small(call, device, transport)
-    if measured_first:
+    if _is_small(call, device, transport):
         source, scales = _measured(call, source, device, transport, counters)
-        values = scales.leave_first(transport.opening_bytes)
+        values = scales.hand_over_first(transport.opening_bytes)
     same_call = transport.start_comparison(comparison.tensor, counters, values)
     if call.config.quantizer.bits is not None:
         same_call.wait()
@@ -446,7 +445,7 @@ def _agree(
         same_call.wait()
         require_same(call.collective, comparison, ranks)
         return _updating_codec(call, call.baseline, versions, device, transport, counters)
-    if call.within_node is None and not measured_first:
+    if call.within_node is None and scales is None:
         source, scales = _measured(call, source, device, transport, counters)
     same_call.wait()
     require_same(call.collective, comparison, ranks)

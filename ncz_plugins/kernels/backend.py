@@ -164,18 +164,33 @@ class Backend(ABC):
 
     def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None, sealed: bool) -> int:
         x, inverse_steps, out, frames, first = sum
+        if len(frames) > 1:
+            return self.encode_codes(self._added_up(sum, noise, sealed), coding, out)
         if sealed:
             require_seals(frames)
         noise = noise and noise._replace(first=noise.first + first)
         if not frames:
             return self.encode(x, inverse_steps, coding, out, noise)
-        if len(frames) == 1:
-            return self.reduce(frames[0], x, inverse_steps, coding, out, noise)
+        return self.reduce(frames[0], x, inverse_steps, coding, out, noise)
+
+    def decode_sum(self, sum: Sum, scales: Tensor, noise: Noise | None = None, sealed: bool = False) -> None:
+        """Add up codes as `encode_sums` does, and write what they stand for to `sum.out`: floats, which may be `sum.x`.
+
+        Args:
+            sealed: as above.
+        """
+        self.dequantize(self._added_up(sum, noise, sealed), scales, sum.out)
+
+    def _added_up(self, sum: Sum, noise: Noise | None, sealed: bool) -> Tensor:
+        """The codes of a sum, in memory that is valid until the next one is added up."""
+        x, inverse_steps, _, frames, first = sum
+        if sealed:
+            require_seals(frames)
         codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
-        self.quantize(x, inverse_steps, codes, noise)
+        self.quantize(x, inverse_steps, codes, noise and noise._replace(first=noise.first + first))
         for frame in frames:
             self.decode_codes(frame, codes, add=True)
-        return self.encode_codes(codes, coding, out)
+        return codes
 
     def decode_frames(self, decodings: Sequence[Decoding], sealed: bool = False) -> None:
         """`decode` each frame. `sealed`: as above."""

@@ -121,10 +121,10 @@ class PiecewiseAgreement(ScaleAgreement):
         if not self.complete and frames == self._pieces[self._agreed].start:
             self._begin()
 
-    def leave_first(self, most: int) -> Tensor | None:
+    def hand_over_first(self, most: int) -> Tensor | None:
         """What this rank measured of the first piece, for the caller to replace by its maximum over ranks.
 
-        Returns None where that takes more than `most` bytes, and leaves nothing to the caller.
+        Returns None where that takes more than `most` bytes, and hands over nothing.
         """
         first = self._measured[0]
         if first.nbytes > most:

@@ -24,7 +24,6 @@ from ...kernels.format import (
     max_frame_bytes,
 )
 from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
-from ...kernels.scratch import Scratch
 from ...kernels.updates import decode_update, encode_update, max_update_bytes
 from ..config import Config
 from ..errors import FrameError
@@ -35,8 +34,6 @@ from .coded_tensor import Codec, CodedTensor
 from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
-
-_scratch = Scratch()
 
 
 class FrameSum(NamedTuple):
@@ -249,16 +246,9 @@ class QuantizingCodec(TensorCodec):
     def _decode_sum(self, segment: int, index: int, frames: list[Tensor]) -> None:
         nbytes = sum(frame.nbytes for frame in frames)
         with span("decode", nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
-            if self.checksum:
-                require_seals(frames)
-            x, inverse_steps = self._own(segment, index)
-            codes = _scratch.of("sum", x.numel(), torch.int32)
-            if x.numel():
-                self.backend.quantize(x, inverse_steps, codes, self._noise_of(segment, index))
-            for frame in frames:
-                self.backend.decode_codes(frame, codes, add=True)
             scales = self.scales.scales[self.layout.frame_steps(segment, index)]
-            self.backend.dequantize(codes, scales, self.output[self.layout.frame(segment, index)])
+            wanted = self._sum_of(FrameSum(segment, index, frames), self.output[self.layout.frame(segment, index)])
+            self.backend.decode_sum(wanted, scales, self.noise, self.checksum)
 
     def remainder(self, segments: range) -> Window:
         """This rank's own values of some segments less what their codes stand for, in place of these values."""
@@ -268,8 +258,9 @@ class QuantizingCodec(TensorCodec):
         for segment in segments:
             for index in range(self.layout.frames):
                 x, inverse_steps = self._own(segment, index)
+                first = self.layout.frame(segment, index).start
+                noise = self.noise and self.noise._replace(first=self.noise.first + first)
                 if x.numel():
-                    noise = self._noise_of(segment, index)
                     self.backend.quantize(x, inverse_steps, codes[: x.numel()], noise)
                     self.backend.dequantize(codes[: x.numel()], 1 / inverse_steps, meant[: x.numel()])
                     x -= meant[: x.numel()]
@@ -280,9 +271,10 @@ class QuantizingCodec(TensorCodec):
         inverse_steps = self.scales.inverse_steps[self.layout.frame_steps(segment, index)]
         return self.source[self.layout.frame(segment, index)], inverse_steps
 
-    def _noise_of(self, segment: int, index: int) -> Noise | None:
-        """The random numbers for one frame."""
-        return self.noise and self.noise._replace(first=self.noise.first + self.layout.frame(segment, index).start)
+    def _sum_of(self, wanted: FrameSum, out: Tensor) -> Sum:
+        """What the kernels add up for a frame."""
+        first = self.layout.frame(wanted.segment, wanted.index).start
+        return Sum(*self._own(wanted.segment, wanted.index), out, wanted.frames, first)
 
     @property
     def _untold(self) -> Tensor | None:
@@ -313,11 +305,7 @@ class QuantizingCodec(TensorCodec):
             nothing = self.source.data[:0]
             empty = [Sum(nothing, self.scales.inverse_steps[:0], buffer) for buffer in buffers]
             return self.backend.encode_sums(empty, self.coding)
-        sums = []
-        for each, buffer in zip(batch, buffers):
-            x, inverse_steps = self._own(each.segment, each.index)
-            first = self.layout.frame(each.segment, each.index).start
-            sums.append(Sum(x, inverse_steps, buffer, each.frames, first))
+        sums = [self._sum_of(each, buffer) for each, buffer in zip(batch, buffers)]
         return self.backend.encode_sums(sums, self.coding, self.noise, self.checksum)
 
     def _read(self, segment, index, frame):

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from .statistics import Counters
-from .worker import start_thread
+from .threads import start_thread
 
 _HAS_NVTX = torch.version.cuda is not None  # builds of torch for CPUs lack it
 _recorder: _Recorder | None = None
@@ -58,7 +58,7 @@ def transfer(work, row: str, what: str, nbytes: Callable[[], int]):
 
 
 def record(row: str, what: str, started: float, ended: float, nbytes: int) -> None:
-    """Record what has been watched by whoever waits for it, if a recording is on. Times are `time.perf_counter`'s."""
+    """Record a span that the caller has timed, in seconds of `time.perf_counter`, if a recording is on."""
     if _recorder is not None:
         _recorder.add(row, what, started, ended, nbytes)
 

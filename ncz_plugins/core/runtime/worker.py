@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import os
 import queue
 import threading
-import time
-import weakref
 from collections.abc import Callable
 
 from torch import Tensor
@@ -16,8 +13,7 @@ from torch.futures import Future
 
 from ..errors import PeerError, UnsupportedError
 from .handle import Handle, seconds_of
-
-_EXIT_SECONDS = 1.0  # for threads that have nothing left to do when the program ends
+from .threads import start_thread
 
 
 class FutureHandle(Handle):
@@ -106,26 +102,3 @@ def _run(jobs: queue.SimpleQueue) -> None:
         else:
             future.set_result(None)
         del item, job, future  # do not hold tensors while idle
-
-
-_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
-
-
-def start_thread(run: Callable[[queue.SimpleQueue], None], jobs: queue.SimpleQueue, name: str) -> threading.Thread:
-    """Start a daemon that runs `run(jobs)`, which returns once it takes None from `jobs`.
-
-    Such a thread is awaited when the program ends. With its last breath it frees tensors, its scratch for example.
-    Torch lets go of the GIL to free memory; a thread that takes it back while the interpreter ends aborts the process.
-    """
-    thread = threading.Thread(target=run, args=(jobs,), name=name, daemon=True)
-    thread.start()
-    _threads[thread] = jobs
-    return thread
-
-
-@atexit.register
-def _end_all() -> None:
-    deadline = time.monotonic() + _EXIT_SECONDS  # of all together
-    for thread, jobs in list(_threads.items()):
-        jobs.put(None)
-        thread.join(max(0.0, deadline - time.monotonic()))

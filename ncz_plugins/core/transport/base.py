@@ -23,7 +23,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import NczError, PeerError, UnsupportedError
+from ...kernels.format import HEADER, HEADER_BYTES, MAGIC
+from ..errors import FrameError, NczError, PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
@@ -255,6 +256,22 @@ class Transport(FrameTransport):
         Args:
             error: what went wrong here, which whoever still uses the transport is told.
         """
+
+
+def frame_bytes(frame: Tensor, source: int, least: int, most: int) -> int:
+    """The bytes of a frame that came from rank `source`, as its header says, of which `frame` has all.
+
+    Raises FrameError unless it is the header of a frame, of `least` to `most` bytes.
+    """
+    magic, *_, payload_bytes, _, _ = HEADER.unpack_from(frame.numpy())
+    size = HEADER_BYTES + payload_bytes
+    if magic != MAGIC or not least <= size <= most:
+        possible = f"{most}" if least == most else f"{least} to {most}"
+        raise FrameError(
+            f"rank {source} sent a frame of {size} bytes with magic {magic:#x}; {possible} bytes and {MAGIC:#x} are "
+            "possible here. All ranks must run the same version of ncz_plugins."
+        )
+    return size
 
 
 @contextmanager

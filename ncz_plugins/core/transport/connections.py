@@ -372,18 +372,19 @@ class PartedAgreement(Agreement):
         self._counters = counters
         own = self._parts[rank]
         self._exchange = mesh.start([[_bytes(part)] for part in self._parts], own.nbytes, own.nbytes)
-        counters.wire_bytes += tensor.nbytes - own.nbytes
+        counters.wire_bytes += tensor.nbytes + (world_size - 2) * own.nbytes  # of other parts, and of its own
 
     def wait(self) -> None:
         own, others = self._parts[self._rank], [*self._parts[: self._rank], *self._parts[self._rank + 1 :]]
         sizes = [part.nbytes for part in others]
-        agreeing = peer_errors("agreeing with the other ranks")
-        with span("wait", own.nbytes + sum(sizes), self._counters), agreeing:
+        with (
+            span("wait", own.nbytes + sum(sizes), self._counters),
+            peer_errors("agreeing with the other ranks"),
+        ):
             _take_maximum(own, self._exchange.wait())
             received = self._mesh.start([[_bytes(own)]] * len(self._parts), min(sizes), max(sizes)).wait()
             for part, message in zip(others, received):
                 part.copy_(message.view(part.dtype).view(part.numel()))  # an error unless it has that size
-        self._counters.wire_bytes += own.nbytes * len(others)
 
 
 def _take_maximum(tensor: Tensor, received: list[Tensor]) -> None:

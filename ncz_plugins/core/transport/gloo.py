@@ -13,11 +13,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ...kernels.format import HEADER, HEADER_BYTES, MAGIC
-from ..errors import FrameError
+from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import span, transfer
-from .base import Agreement, FrameStream, Transport, Work, peer_errors
+from .base import Agreement, FrameStream, Transport, Work, frame_bytes, peer_errors
 from .connections import Connections
 from .link_speed import gloo_link_gbps
 from .mesh_stream import MeshStream
@@ -142,12 +141,4 @@ class GlooStream(FrameStream):
 
     def _size(self, buffer: Tensor) -> int:
         """The bytes of the frame that came. Its header is from the network, so it is checked before it is believed."""
-        magic, *_, payload_bytes, _, _ = HEADER.unpack_from(buffer.numpy())
-        size = HEADER_BYTES + payload_bytes
-        if magic != MAGIC or size > self._capacity:
-            raise FrameError(
-                f"rank {self.source} sent a frame of {size} bytes with magic {magic:#x}; at most "
-                f"{self._capacity} bytes and {MAGIC:#x} are possible for this call. "
-                "All ranks must run the same version of ncz_plugins."
-            )
-        return size
+        return frame_bytes(buffer, self.source, HEADER_BYTES, self._capacity)

@@ -85,7 +85,7 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
 class Mesh:
     """A connection with each other rank.
 
-    Two ranks receive messages in the order in which they were sent. One thread makes them; `close` may come from any.
+    What one rank sends to another arrives in that order. One thread makes the calls; `close` may come from any.
 
     Args:
         peers: the other ranks, in their order.

@@ -125,7 +125,7 @@ class NcclTransport(Transport):
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         return self._connections.start_max(tensor, counters)
 
-    def start_comparison(self, tensor: Tensor, counters: Counters, values: None = None) -> Agreement:
+    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
         return self._connections.start_comparison(tensor, counters)
 
     def close(self) -> None:
