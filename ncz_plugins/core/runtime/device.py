@@ -6,8 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -17,6 +16,7 @@ from ... import kernels
 from ...kernels.backend import Backend
 from ...kernels.scratch import Scratch
 from ..errors import PeerError, UnsupportedError
+from .worker import FutureHandle, Worker
 
 _POLL_SECONDS = 20e-6
 
@@ -131,8 +131,8 @@ class Host(Device):
 
     def __init__(self, two_threads: bool = False):
         self.backend = kernels.cpu_backend()
-        self._second = ThreadPoolExecutor(1, "ncz-decoder") if two_threads else None
-        self._jobs: list[Future] = []
+        self._second = Worker("ncz-decoder") if two_threads else None
+        self._jobs: list[FutureHandle] = []
 
     def after(self, event: None) -> AbstractContextManager:
         return nullcontext()
@@ -155,16 +155,21 @@ class Host(Device):
 
     def synchronize(self) -> None:
         jobs, self._jobs = self._jobs, []
-        errors = [job.exception() for job in jobs]  # waits for each
-        for error in filter(None, errors):
+        errors = []
+        for job in jobs:
+            try:
+                job.wait()
+            except BaseException as error:
+                errors.append(error)
+        for error in errors:
             raise error
 
     def check(self) -> None:
         self.synchronize()  # kernels of the host raise at once
 
     def abandon(self) -> None:
-        wait(self._jobs)
-        self._jobs.clear()
+        with suppress(BaseException):
+            self.synchronize()
 
 
 class Gpu(Device):

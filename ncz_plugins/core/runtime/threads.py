@@ -10,16 +10,19 @@ import atexit
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
-_EXIT_SECONDS = 1.0  # for threads that have nothing left to do when the program ends
+_EXIT_SECONDS = 3.0  # for threads that have nothing left to do when the program ends
 
-_started: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
+# Nobody else may know a thread that has run to its end and still frees what it kept, so these are no weak references.
+_started: dict[threading.Thread, queue.SimpleQueue] = {}
 
 
 def start_thread(run: Callable[[queue.SimpleQueue], None], jobs: queue.SimpleQueue, name: str) -> threading.Thread:
     """Start a daemon that runs `run(jobs)`, which returns once it takes None from `jobs`."""
+    for earlier in [thread for thread in list(_started) if not thread.is_alive()]:
+        earlier.join()  # returns at once, or when all is freed
+        _started.pop(earlier, None)
     thread = threading.Thread(target=run, args=(jobs,), name=name, daemon=True)
     thread.start()
     _started[thread] = jobs

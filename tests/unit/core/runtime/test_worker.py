@@ -90,21 +90,26 @@ def test_a_forgotten_worker_ends_its_thread():
 
 # Torch frees large tensors without the GIL, as this one sleeps. What a thread keeps for itself is freed when it ends.
 ENDING = """
-import threading, time
+import sys, threading, time
+from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.worker import Worker
 
 class Kept:
     def __del__(self):
-        time.sleep(0.3)
+        time.sleep(0.5)
         print("freed", flush=True)
 
 mine = threading.local()
-worker = Worker("test")
-worker.submit(lambda: setattr(mine, "kept", Kept())).wait()
+worker = {"worker": lambda: Worker("test"), "device": lambda: Host(two_threads=True)}[sys.argv[1]]()
+worker.submit(lambda: setattr(mine, "kept", Kept()))
 del worker
+time.sleep(float(sys.argv[2]))  # by 0.2 s, the thread has run to its end, and nobody but the interpreter knows it
 """
 
 
-def test_the_end_of_the_program_waits_for_a_thread_that_nobody_closed():
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("seconds", [0, 0.2])
+@pytest.mark.parametrize("owner", ["worker", "device"])
+def test_the_end_of_the_program_waits_for_a_thread_that_nobody_closed(owner, seconds):
+    command = [sys.executable, "-c", ENDING, owner, str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "freed\n", "")
