@@ -93,7 +93,7 @@ def by_policy(policy: Policy) -> Bypass | None:
 
 def by_size(nbytes: int, config: Config) -> Bypass | None:
     """Small tensors go plain, as latency is what they cost. `config` is a resolved one."""
-    least = config.transport.min_bytes
+    least = config.transport.min_bytes_in_effect
     if least == "never":
         return Bypass.FAST_LINK
     return Bypass.TOO_SMALL if nbytes < max(least, 1) else None

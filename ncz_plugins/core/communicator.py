@@ -33,8 +33,8 @@ from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.routes import Routes
-from .transport.topology import Nodes, find_nodes
-from .tuning.measure import TorchRanks, measure_open_settings
+from .transport.topology import Nodes, find_hosts, find_nodes
+from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
 
 
@@ -111,15 +111,19 @@ class Communicator:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
         store = meet(self.ranks, "communicator") if store is None else store
         self.config = self._compared(config, training, store)
-        self.nodes = find_nodes(self.config.transport.hierarchy, store, self.rank, self.world_size)
+        hosts = find_hosts(store, self.rank, self.world_size)
+        self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
         routes = Routes(store, self.rank, self.world_size, timeout)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)
+        on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         if self.config.needs_measuring:
-            self.config = measure_open_settings(self.measured_ranks(), self._backend)
+            self.config = measure_open_settings(self.measured_ranks(), on_gpus)
+        elif self.config.leaves_link_open and len(hosts) > 1 and not on_gpus:
+            self.config = measure_link(self.measured_ranks())
 
     # ---------------------------------------------------------------- collectives
 

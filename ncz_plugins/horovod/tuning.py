@@ -23,6 +23,7 @@ class OfHorovod(Subject):
         self.config = config
         self.rank = hvd.rank()
         self.world_size = self.exchanging = hvd.size()
+        self.peers = [(peer, peer) for peer in range(self.world_size) if peer != self.rank]
 
     def highest(self, numbers):
         joined = torch.tensor(numbers, dtype=torch.float64)
@@ -30,8 +31,7 @@ class OfHorovod(Subject):
 
     def exchange(self, frame):
         transport = HorovodTransport(hvd.global_process_set, "ncz.tune.exchange")
-        peers = [(peer, peer) for peer in range(self.world_size) if peer != self.rank]
-        streams = transport.streams(peers, 1, frame.numel(), Counters())
+        streams = transport.streams(self.peers, 1, frame.numel(), Counters())
         for stream in streams:
             stream.exchange(frame)
         for stream in streams:

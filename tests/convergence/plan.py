@@ -18,7 +18,7 @@ ACCURATE, BALANCED, SMALL = NAMED["accurate"], NAMED["balanced"], NAMED["small"]
 FORMER = Setting("nearest", 0.25, 4096)  # the default up to November 2026
 WIDE_ACCURATE, WIDE, WIDE_SMALL = (Setting("stochastic", value, 256) for value in (0.25, 0.375, 1))  # what followed it
 NEAREST = Setting("nearest", WIDE.bound / 2, 256)  # the same step, hence about the same bytes
-FINE = Setting("stochastic", 0.1, 256)
+FINE, COARSE = Setting("stochastic", 0.1, 256), Setting("stochastic", 1, 128)
 FED, FED_MORE = (Setting("error feedback", value, 256) for value in (0.25, 1.0))
 
 
@@ -36,15 +36,15 @@ class Group(NamedTuple):
     settings: dict[Setting, int]
 
 
-_ADAMW = {PLAIN: 5, BALANCED: 5, SMALL: 5, ACCURATE: 3, BF16: 3, WIDE: 5, WIDE_SMALL: 5, WIDE_ACCURATE: 3}
-_MUON = {PLAIN: 5, BALANCED: 3, SMALL: 3, ACCURATE: 3, WIDE: 5, WIDE_SMALL: 3, WIDE_ACCURATE: 3}
-_CNN = (PLAIN, BF16, ACCURATE, BALANCED, SMALL, WIDE_ACCURATE, WIDE, WIDE_SMALL, FORMER, FED_MORE)
+_ADAMW = {PLAIN: 5, BALANCED: 5, SMALL: 5, ACCURATE: 3, BF16: 3, COARSE: 5, WIDE: 5, WIDE_SMALL: 5, WIDE_ACCURATE: 3}
+_MUON = {PLAIN: 5, BALANCED: 3, SMALL: 3, ACCURATE: 3, COARSE: 3, WIDE: 5, WIDE_SMALL: 3, WIDE_ACCURATE: 3}
+_CNN = (PLAIN, BF16, ACCURATE, BALANCED, SMALL, COARSE, WIDE_ACCURATE, WIDE, WIDE_SMALL, FORMER, FED_MORE)
 GROUPS = (
     Group("GPT", "AdamW", 300, 2, {**_ADAMW, FORMER: 3, FED: 3}),
     Group("GPT", "Muon", 300, 2, {**_MUON, FINE: 3, NEAREST: 3}),
     Group("digits CNN", "SGD", 150, 2, dict.fromkeys(_CNN, 20)),
     Group("GPT", "AdamW", 300, 8, {PLAIN: 3, BALANCED: 3, WIDE: 3}),
-    Group("GPT large", "AdamW", 2000, 2, {PLAIN: 1, BF16: 1, WIDE: 1, WIDE_ACCURATE: 1}),
+    Group("GPT large", "AdamW", 2000, 2, {PLAIN: 1, BF16: 1, BALANCED: 1, WIDE: 1, WIDE_ACCURATE: 1}),
 )
 
 

@@ -45,7 +45,6 @@ def read(options: argparse.Namespace, config: Config) -> Request:
     """What the options ask for. Raises ConfigError or UnsupportedError for what can't be done; starts nothing."""
     ranks = ranks_of(options)
     rates = [None] if options.link is None else list(dict.fromkeys(options.link.split(",")))
-    gbps = {rate: (bits_per_second(rate) or 0) / 1e9 for rate in rates}
     if options.trace and len(rates) > 1:
         raise ConfigError(f"--trace: it records one call, and --link {options.link} has {len(rates)} rates: give one")
     if options.data not in DATA:
@@ -58,9 +57,6 @@ def read(options: argparse.Namespace, config: Config) -> Request:
         settings = config.model_dump(mode="json")
         if options.data == "weights":
             settings["roles"], settings["quantizer"]["kind"] = ["parameter"], "lossless"
-        if gbps[rate] and config.transport.link_gbps is None and config.transport.tuning is None:
-            settings["transport"]["link_gbps"] = gbps[rate]
-            notes.append(f"transport.link_gbps: {gbps[rate]:g}, from --link, as the configuration leaves it open")
         jobs.append(
             Job(
                 collective=options.collective,
@@ -71,7 +67,7 @@ def read(options: argparse.Namespace, config: Config) -> Request:
                 link=rate,
                 repeat=parse_count("--repeat", options.repeat, None),
                 trace=bool(options.trace),
-                timeout=_seconds_for(found[-1], ranks.count, gbps[rate]),
+                timeout=_seconds_for(found[-1], ranks.count, (bits_per_second(rate) or 0) / 1e9),
             )
         )
     return Request(jobs, ranks, notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
 GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
+_FAST_GBPS, _FAST_MIN_BYTES = 2.0, 16 * MiB
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
 
@@ -61,9 +63,9 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 FrameBytes = size_type(
     16 * KiB, 64 * MiB, ("auto",), "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
 )
-MinBytes = size_type(
-    0, 1 << 50, ("auto", "never"), "auto, never, or bytes from 0 to 2^50: an integer, or a string such as '64KiB'"
-)
+_MIN_BYTES = "auto, never, or bytes from 0 to 2^50: an integer, or a string such as '64KiB'"
+MinBytes = size_type(0, 1 << 50, ("auto", "never"), _MIN_BYTES)
+OptionalMinBytes = Annotated[MinBytes | None, Allowed(f"null, {_MIN_BYTES}")]
 Hierarchy = Annotated[
     int | str,
     PlainValidator(_parse_hierarchy),
@@ -91,6 +93,19 @@ BOUND_VALUE = Allowed(
 )
 BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40")
 FLAG = Allowed("true, false")
+
+
+def min_bytes_for(link_gbps: float | None) -> int:
+    """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
+
+    On two cores, calls of 2 and of 4 ranks break even at about 1 MiB for each Gbit/s, and at 16 MiB where the cores and
+    not the link limit what is sent: docs/results/performance.md. It is a power of two, so that what is measured of a
+    link leads to the same calls the next time.
+    """
+    if link_gbps is None:
+        return MIN_BYTES
+    least = MIN_BYTES if link_gbps < _FAST_GBPS else _FAST_MIN_BYTES
+    return max(least, 1 << math.ceil(math.log2(link_gbps * MiB)))
 
 
 def format_size(size: int) -> str:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
-from .fields import FRAME_BYTES, MIN_BYTES, Allowed, Role, format_size
+from .fields import FRAME_BYTES, Allowed, Role, format_size, min_bytes_for
 from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
@@ -135,19 +135,29 @@ class Config(Section):
         """Whether it leaves sizes open that are measured when a communicator opens."""
         return "auto" in (self.transport.frame_bytes, self.transport.min_bytes)
 
+    @property
+    def leaves_link_open(self) -> bool:
+        """Whether the least size of what is compressed is to follow from a link that nobody has described."""
+        return self.transport.link_gbps is None and self.transport.min_bytes is None
+
     def resolved(
         self,
         *,
         schedule: str = "auto",
         frame_bytes: int = FRAME_BYTES,
-        min_bytes: int | str = MIN_BYTES,
+        min_bytes: int | str | None = None,
         link_gbps: float | None = None,
         costs: CoderCosts | None = None,
     ) -> Config:
-        """A copy with these values for the settings left open: those that are auto, and a link or costs that are null.
+        """A copy with these values for the settings left open: those that are auto, and those that are null.
 
         The copy names no tuning file, as it leaves nothing open that a file could fill in.
+
+        Args:
+            min_bytes: None: what follows from the link.
         """
+        if min_bytes is None:
+            min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps)
         given = {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": min_bytes, "link_gbps": link_gbps}
         taken = {key: value for key, value in given.items() if getattr(self.transport, key) in ("auto", None)}
         entropy = self.entropy.model_copy(update={"costs": self.entropy.costs or costs})

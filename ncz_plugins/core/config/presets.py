@@ -13,7 +13,7 @@ SHORT_FORM = "ncclz"  # stands for all defaults, wherever a configuration is exp
 PRESETS: dict[str, dict[str, Any]] = {
     "accurate": {"quantizer": {"value": 0.25}},
     "balanced": {},
-    "small": {"quantizer": {"value": 1.0}},
+    "small": {"quantizer": {"value": 0.85}},
 }
 NAMES = ", ".join(f"'{name}'" for name in (SHORT_FORM, *(f"{SHORT_FORM}:{each}" for each in PRESETS)))  # in messages
 

@@ -17,7 +17,6 @@ from .fields import (
     FLAG,
     FRAME_BYTES,
     LEAST_BITS,
-    MIN_BYTES,
     MOST_BITS,
     RATE_BLOCK,
     SCALE_BLOCK,
@@ -30,13 +29,14 @@ from .fields import (
     Hierarchy,
     Integer,
     Kind,
-    MinBytes,
     Mode,
     NonEmptyText,
     Number,
+    OptionalMinBytes,
     OptionalPath,
     Role,
     StepNumber,
+    min_bytes_for,
 )
 from .section import Section
 
@@ -206,10 +206,12 @@ class TransportConfig(Section):
         "less overhead. auto: the measured choice. On a GPU the default stands for 64 MiB, as each "
         "frame has a fixed cost. Segments with less than two frames are cut into two.",
     )
-    min_bytes: MinBytes = Field(
-        default=MIN_BYTES,
-        description="Smaller tensors go uncompressed, as their cost is latency and not size. auto: the measured "
-        "choice; never: nothing is compressed, which auto chooses where the link is too fast.",
+    min_bytes: OptionalMinBytes = Field(
+        default=None,
+        description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
+        "Gbit/s of the link, up to the next power of two, at least 128 KiB, at least 16 MiB from 2 Gbit/s on, and 128 "
+        "KiB where the link is not known; auto: the measured choice; never: nothing is compressed, which auto chooses "
+        "where the link is too fast.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",
@@ -229,10 +231,11 @@ class TransportConfig(Section):
         Allowed("null, or a number from 0.001 to 10000"),
     ] = Field(
         default=None,
-        description="Speed of the link between ranks in Gbit/s, for coder auto: the slower the link, the more "
-        "time coding may take. null: the measured speed if there is one, else what Linux states for "
-        "the network interface that gloo uses, else 1. From 2.5 on, large tensors are also measured "
-        "as a whole before their first frame is sent.",
+        description="Speed of the link between ranks in Gbit/s, for coder auto, since the slower the link, the more "
+        "time coding may take, and for min_bytes. null: measured in a quarter of a second when ranks of several hosts "
+        "connect over gloo, and min_bytes is null too; else coder auto takes what Linux states for the network "
+        "interface that gloo uses, else 1. From 2.5 on, large tensors are also measured as a whole before their first "
+        "frame is sent.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e7)] | None,
@@ -241,6 +244,11 @@ class TransportConfig(Section):
         default=None,
         description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
     )
+
+    @property
+    def min_bytes_in_effect(self) -> int | str:
+        """`min_bytes`, or what follows from `link_gbps` where it is null."""
+        return min_bytes_for(self.link_gbps) if self.min_bytes is None else self.min_bytes
 
 
 class QuantizerOverrides(Section):

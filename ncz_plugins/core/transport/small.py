@@ -1,4 +1,4 @@
-"""Uncompressed collectives of small tensors in host memory, made for latency.
+"""Uncompressed collectives of tensors in host memory that are not large, made for latency.
 
 What ranks compare of a call travels in the same messages as the values. So a call that ranks make differently is an
 error on all of them, at no cost: a collective of gloo's would end the process or mix up the values.
@@ -20,7 +20,10 @@ from .connections import Connections
 # Up to here each rank sends all of a tensor to all others at once. Larger ones are summed in two rounds, in which each
 # rank sends fewer bytes.
 _ONE_ROUND_BYTES = 16 << 10
-_MOST_BYTES = 256 << 10  # that a rank sends in one round; from there on the time of a comparison hardly counts
+# That a rank sends in one round. Gloo takes longer for less than that, even without a comparison before it; from there
+# on the time of one hardly counts.
+_MOST_BYTES = 16 << 20
+_MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its sender sends less
 _OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -31,7 +34,7 @@ _OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class MeshSmallCollectives(SmallCollectives):
-    """Collectives whose tensors are so small that every rank sends its values to every other one.
+    """Collectives in which every rank sends its values to every other one.
 
     Sums are formed in rank order and therefore bit-identical on all ranks, those of float16 and bfloat16 in float32.
     """
@@ -45,10 +48,11 @@ class MeshSmallCollectives(SmallCollectives):
         n = self._world_size
         share = n if collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input) else 1
         nbytes = -(-input.nbytes // share)
+        most = _MOST_BROADCAST_BYTES if collective == "broadcast" and n > 2 else _MOST_BYTES
         return (
             self._connections.mesh is not None
             and nbytes <= self._connections.opening_bytes
-            and nbytes * (n - 1) <= _MOST_BYTES
+            and nbytes * (n - 1) <= most
             and (op is None or op in _OPERATORS)
         )
 

@@ -74,24 +74,33 @@ class Between(FrameTransport):
         return self._transport.streams(pairs, incoming, frame_capacity, counters)
 
 
-def find_nodes(setting: int | str, store: dist.Store, rank: int, world_size: int) -> Nodes | None:
+def find_hosts(store: dist.Store, rank: int, world_size: int) -> list[list[int]]:
+    """The ranks of each host. All ranks that share `store` must call this.
+
+    Raises PeerError if a rank does not say in time where it runs.
+    """
+    with peer_errors("finding out which ranks share a host"):
+        store.set(f"host {rank}", json.dumps(_this_host()))
+        if rank == 0:
+            store.set("hosts", json.dumps(_by_host(_hosts(store, world_size))))
+        return json.loads(store.get("hosts"))
+
+
+def find_nodes(
+    setting: int | str, hosts: list[list[int]], store: dist.Store, rank: int, world_size: int
+) -> Nodes | None:
     """The nodes that `transport.hierarchy` asks for; None where every rank stands for itself.
 
-    All ranks that share `store` must call this. Raises ConfigError on all of them if the number of ranks per node is
-    impossible, and PeerError if a rank does not say in time where it runs.
+    Args:
+        hosts: what `find_hosts` found, in the same store.
+
+    Raises ConfigError on all ranks if the number of ranks per node is impossible.
     """
     if setting == "off":
         return None
-    with peer_errors("finding out which ranks share a node"):
-        store.set(f"host {rank}", json.dumps(_this_host()))
-        if setting == "auto":
-            if rank == 0:
-                store.set("nodes", json.dumps(_by_host(_hosts(store, world_size))))
-            nodes = json.loads(store.get("nodes"))
-        else:
-            nodes = _consecutive(setting, world_size)
-            if rank == 0:
-                _warn_of_several_machines(nodes, _hosts(store, world_size))
+    nodes = hosts if setting == "auto" else _consecutive(setting, world_size)
+    if setting != "auto" and rank == 0:
+        _warn_of_several_machines(nodes, _hosts(store, world_size))
     if len(nodes) == 1 or {len(ranks) for ranks in nodes} != {len(nodes[0])} or len(nodes[0]) == 1:
         return None
     node = next(i for i, ranks in enumerate(nodes) if rank in ranks)

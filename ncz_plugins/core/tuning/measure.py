@@ -7,6 +7,7 @@ GPT do.
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from .decisions import best, crossover, rans_costs
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
+_LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -57,6 +59,7 @@ class Subject(ABC):
         config: what is left open in it is to be chosen.
         exchanging: how many ranks exchange frames with each other: all of them, or one of each node.
         schedules: what there is to choose from, the ordinary one first.
+        peers: whom this rank sends a frame to, and whom it receives one from, under the ordinary schedule.
     """
 
     config: Config
@@ -64,6 +67,7 @@ class Subject(ABC):
     world_size: int
     exchanging: int
     schedules: Sequence[str]
+    peers: Sequence[tuple[int, int]]
 
     @abstractmethod
     def highest(self, numbers: Sequence[float]) -> list[float]:
@@ -71,7 +75,7 @@ class Subject(ABC):
 
     @abstractmethod
     def exchange(self, frame: Tensor) -> None:
-        """Send a frame to every other of those that exchange frames, and receive theirs, of the same size."""
+        """Send a frame to all of `peers`, and receive theirs, of the same size."""
 
     @abstractmethod
     def plain(self, tensor: Tensor) -> None:
@@ -116,6 +120,10 @@ class TorchRanks(Subject):
         self.exchanging = self._between.world_size
         ordinary = schedule_for(self.exchanging)
         self.schedules = sorted(("ring", "direct"), key=lambda name: name != ordinary)
+        place, n = self._between.rank, self.exchanging
+        self.peers = [(peer, peer) for peer in range(n) if peer != place]
+        if ordinary == "ring":
+            self.peers = [((place + 1) % n, (place - 1) % n)]
 
     def highest(self, numbers):
         joined = torch.tensor(numbers, dtype=torch.float64)
@@ -123,8 +131,7 @@ class TorchRanks(Subject):
         return joined.tolist()
 
     def exchange(self, frame):
-        peers = [(peer, peer) for peer in range(self.exchanging) if peer != self._between.rank]
-        streams = self._between.streams(peers, 1, frame.numel(), Counters())
+        streams = self._between.streams(list(self.peers), 1, frame.numel(), Counters())
         for stream in streams:
             stream.exchange(frame)
         for stream in streams:
@@ -147,15 +154,26 @@ class TorchRanks(Subject):
             self._queue.submit(request.collective, tensor.device, run).wait()
 
 
-def measure_open_settings(subject: TorchRanks, backend: str) -> Config:
-    """The configuration of ranks that have just connected, with what it leaves open measured, and said by rank 0.
+def measure_link(subject: TorchRanks) -> Config:
+    """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
-    Args:
-        backend: the names of the group's backends, as torch.distributed has them.
+    Takes about a quarter of a second, on links of less than 10 Mbit/s longer.
+    """
+    gbps = float(f"{_link_gbps(subject, Host().backend, _LINK_SECONDS):.3g}")
+    config = subject.config.resolved(link_gbps=gbps)
+    if subject.rank == 0:
+        least = format_size(config.transport.min_bytes)
+        words = f"the link carries {gbps:g} Gbit/s; tensors of {least} and more are compressed"
+        print(f"ncz_plugins: {words}", file=sys.stderr, flush=True)
+    return config
+
+
+def measure_open_settings(subject: TorchRanks, on_gpus: bool) -> Config:
+    """The configuration of ranks that have just connected, with what it leaves open measured, and said by rank 0.
 
     Raises UnsupportedError where tensors would be on GPUs.
     """
-    if torch.cuda.is_available() and "nccl" in backend:
+    if on_gpus:
         raise UnsupportedError(
             "transport: frame_bytes and min_bytes: auto is measured with tensors in host memory over gloo, not over "
             "NCCL; name sizes, such as 4MiB and 64KiB"
@@ -239,16 +257,19 @@ def _latency(subject: Subject) -> float:
 
 
 def _link_gbps(subject: Subject, backend: Backend, seconds: float) -> float:
-    """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each."""
+    """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each.
+
+    What passes at once after a pause, as through a token bucket, is spent by the exchanges that find the size.
+    """
     codes = torch.full((_EXCHANGED_BYTES // _ITEMSIZE,), 2**30, dtype=torch.int32)  # as wide in the frame
     buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
     count, taken = _LEAST_BYTES // _ITEMSIZE, 0.0
     while taken < seconds and count < codes.numel():
-        count *= _GROWTH
+        count *= 2
         frame = buffer[: backend.encode_codes(codes[:count], Coding(Coder.RAW, Predictor.NONE), buffer)]
         (taken,) = _interleaved(subject, [subject.exchange], frame, seconds=0, least=1)
     (taken,) = _interleaved(subject, [subject.exchange], frame, seconds=0)
-    gbps = 8e-9 * frame.numel() * (subject.exchanging - 1) / taken
+    gbps = 8e-9 * frame.numel() * len(subject.peers) / taken
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 

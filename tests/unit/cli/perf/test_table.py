@@ -174,19 +174,12 @@ def read(monkeypatch):
     return run
 
 
-def test_there_is_one_job_for_each_link_and_its_rate_goes_into_the_configuration(read):
+def test_there_is_one_job_for_each_link(read):
     found = read("--link", "1gbit,unlimited,100mbit,1gbit", "--sizes", "1M", "--ranks", "4", "--ranks-per-node", "2")
     assert found.ranks == Ranks(None, 4, 2)
     assert [job.link for job in found.jobs] == ["1gbit", "unlimited", "100mbit"]
-    assert [job.config["transport"]["link_gbps"] for job in found.jobs] == [1.0, None, 0.1]
-    assert len(found.notes) == 2 and all("from --link" in note for note in found.notes)
-    assert [Config.load(job.config).transport.link_gbps for job in found.jobs] == [1.0, None, 0.1]
+    assert all(Config.load(job.config) == Config() for job in found.jobs) and not found.notes
     assert all(Job(**json.loads(json.dumps(vars(job)))) == job for job in found.jobs)
-
-
-def test_what_the_configuration_says_of_the_link_stays(read):
-    found = read("--link", "1gbit", config=Config.load({"transport": {"link_gbps": 25}}))
-    assert found.jobs[0].config["transport"]["link_gbps"] == 25 and not found.notes
 
 
 def test_weights_are_for_all_gather_and_plain_alone(read, monkeypatch):

@@ -23,6 +23,8 @@ from ncz_plugins.core.config import (
     CoderCosts,
     Config,
     EntropyConfig,
+    KiB,
+    MiB,
     QuantizerConfig,
     TransportConfig,
     find_in_deepspeed,
@@ -85,7 +87,7 @@ def test_every_default_is_as_documented():
         "entropy.costs": None,
         "transport.schedule": "auto",
         "transport.frame_bytes": 4 * 1024 * 1024,
-        "transport.min_bytes": 128 * 1024,
+        "transport.min_bytes": None,
         "transport.hierarchy": "auto",
         "transport.tuning": None,
         "transport.link_gbps": None,
@@ -234,7 +236,6 @@ BAD = [
     ("transport", {"frame_bytes": "never"}),
     ("transport", {"min_bytes": -1}),
     ("transport", {"min_bytes": False}),
-    ("transport", {"min_bytes": None}),
     ("transport", {"min_bytes": "always"}),
     ("transport", {"hierarchy": "on"}),
     ("transport", {"hierarchy": True}),
@@ -339,7 +340,29 @@ def test_resolving_fills_in_only_what_is_left_open():
         {"transport": {"schedule": "ring", "min_bytes": 0, "link_gbps": 9}, "entropy": {"costs": COSTS}}
     )
     assert named.resolved(**values, costs=CoderCosts(**dict.fromkeys(COSTS, 7))) == named
-    assert left_open.resolved().transport == TransportConfig()
+    assert left_open.resolved().transport == TransportConfig(min_bytes="128KiB")
+
+
+@pytest.mark.parametrize(
+    ("gbps", "least"),
+    [
+        (None, 128 * KiB),
+        (0.001, 128 * KiB),
+        (0.095, 128 * KiB),
+        (0.94, MiB),
+        (1, MiB),
+        (1.9, 2 * MiB),
+        (2.37, 16 * MiB),
+        (9.4, 16 * MiB),
+        (23.5, 32 * MiB),
+        (1e4, 1 << 34),
+    ],
+)
+def test_the_least_size_follows_from_the_link(gbps, least):
+    named, measured = Config(transport={"link_gbps": gbps}), Config().resolved(link_gbps=gbps)
+    assert named.transport.min_bytes_in_effect == measured.transport.min_bytes == least
+    assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).resolved().transport.min_bytes == 5
+    assert Config().leaves_link_open and named.leaves_link_open == (gbps is None)
 
 
 def test_the_limit_of_value_depends_on_the_mode():

@@ -138,13 +138,14 @@ def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
 @pytest.mark.parametrize(
     ("collective", "nbytes", "served"),
     [
-        ("all_reduce", 128 << 10, True),
-        ("all_reduce", (256 << 10) + 4, True),  # of which a rank sends each other one a third
-        ("all_reduce", 1 << 20, False),
+        ("all_reduce", 8 << 20, True),
+        ("all_reduce", 24 << 20, True),  # of which a rank sends each other one a third
+        ("all_reduce", (24 << 20) + 4, False),
         ("broadcast", 128 << 10, True),
         ("broadcast", (128 << 10) + 4, False),
-        ("all_gather_into_tensor", (128 << 10) + 4, False),
-        ("reduce_scatter_tensor", 300 << 10, True),
+        ("all_gather_into_tensor", 8 << 20, True),
+        ("all_gather_into_tensor", (8 << 20) + 4, False),
+        ("reduce_scatter_tensor", 24 << 20, True),
     ],
 )
 def test_what_is_small(collective, nbytes, served):

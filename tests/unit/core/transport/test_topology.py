@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_nodes
+from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_hosts, find_nodes
 
 
 def host(name: str, network: str = "net:[1]") -> dict[str, str]:
@@ -29,7 +29,12 @@ def test_a_node_on_several_machines_is_warned_of():
 
 def found(setting, world_size: int) -> list[Nodes | None]:
     store = dist.HashStore()
-    return play(world_size, lambda transport: find_nodes(setting, store, transport.rank, world_size))
+
+    def find(transport) -> Nodes | None:
+        hosts = find_hosts(store, transport.rank, world_size)
+        return find_nodes(setting, hosts, store, transport.rank, world_size)
+
+    return play(world_size, find)
 
 
 def test_consecutive_ranks_form_nodes_where_a_number_says_so():

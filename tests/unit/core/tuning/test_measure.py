@@ -12,7 +12,7 @@ class Instant(Subject):
     """Two ranks to which nothing takes time."""
 
     schedules = ("ring", "direct")
-    rank, world_size, exchanging = 0, 2, 2
+    rank, world_size, exchanging, peers = 0, 2, 2, [(1, 1)]
     config = Config(transport={"frame_bytes": "auto", "min_bytes": "auto"})
 
     def highest(self, numbers):
