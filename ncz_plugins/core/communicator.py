@@ -32,7 +32,7 @@ from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
-from .transport.routes import Routes
+from .transport.routes import Routes, channels_for
 from .transport.topology import Nodes, find_hosts, find_nodes
 from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
@@ -115,7 +115,8 @@ class Communicator:
         self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
-        routes = Routes(store, self.rank, self.world_size, timeout)
+        channels = channels_for(self.config.transport.connections, len(hosts) > 1)
+        routes = Routes(store, self.rank, self.world_size, timeout, channels)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)

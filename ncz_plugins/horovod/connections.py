@@ -16,8 +16,9 @@ from functools import partial
 import horovod.torch as hvd
 import torch
 
+from ..core.config import TransportConfig
 from ..core.transport.handshake import open_store
-from ..core.transport.routes import Route, Routes
+from ..core.transport.routes import Route, Routes, channels_for
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -29,18 +30,18 @@ class OwnConnections:
         self._routes: Routes | None = None
 
     @contextmanager
-    def route(self, process_set, timeout_seconds: float | None, device: torch.device) -> Iterator[Route]:
+    def route(self, process_set, settings: TransportConfig, device: torch.device) -> Iterator[Route]:
         """What serves tensors on `device`. All ranks of the process set must enter this alike.
 
         An error that passes through closes all connections, so that other ranks need not time out.
 
         Args:
-            timeout_seconds: how long to wait for a peer; None for five minutes.
+            settings: how long to wait for a peer, five minutes if it does not say, and with how many connections.
 
         Raises PeerError if a rank does not come, and what `Routes.of` does.
         """
         if self._routes is None:
-            self._routes = _open(process_set, timeout_seconds)
+            self._routes = _open(process_set, settings)
         try:
             yield self._routes.of(device)
         except BaseException as error:
@@ -54,10 +55,12 @@ class OwnConnections:
             self._routes.close()
 
 
-def _open(process_set, timeout_seconds: float | None) -> Routes:
+def _open(process_set, settings: TransportConfig) -> Routes:
     rank, world_size = process_set.rank(), process_set.size()
-    timeout = _TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    seconds = settings.timeout_seconds
+    timeout = _TIMEOUT if seconds is None else timedelta(seconds=seconds)
+    channels = channels_for(settings.connections, hvd.local_size() < hvd.size())
     first = process_set.ranks[0] if process_set.ranks else 0
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
-    return Routes(open_store(rank, world_size, timeout, host, broadcast), rank, world_size, timeout)
+    return Routes(open_store(rank, world_size, timeout, host, broadcast), rank, world_size, timeout, channels)

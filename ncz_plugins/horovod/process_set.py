@@ -164,8 +164,7 @@ class ProcessSetReducer:
             if by_horovod:
                 _run(collectives, call, Host(), HorovodTransport(process_set, name))
             else:
-                seconds = config.transport.timeout_seconds
-                with self._connections.route(process_set, seconds, flat.device) as (device, transport):
+                with self._connections.route(process_set, config.transport, flat.device) as (device, transport):
                     _run(collectives, call, device, transport)
             if exactly:
                 flat.mul_(kind.postscale)

@@ -74,6 +74,9 @@ Hierarchy = Annotated[
     ),
     Allowed(_HIERARCHY),
 ]
+Connections = Annotated[
+    Literal["auto"] | Annotated[Integer, Field(ge=1, le=16)], Allowed("auto, or an integer from 1 to 16")
+]
 Flag = Annotated[bool, Field(strict=True)]
 NonEmptyText = Annotated[str, Field(strict=True, min_length=1)]
 OptionalPath = Annotated[NonEmptyText | None, Allowed("null, or a path")]

@@ -23,6 +23,7 @@ from .fields import (
     Allowed,
     Block,
     BoundValue,
+    Connections,
     Dtype,
     Flag,
     FrameBytes,
@@ -218,6 +219,11 @@ class TransportConfig(Section):
         description="Whether the ranks of a node first add up uncompressed, so that only the traffic between "
         "nodes is compressed. auto: if there are several nodes with the same number of ranks, 2 or "
         "more; off: never; an integer: this many consecutive ranks form a node.",
+    )
+    connections: Connections = Field(
+        default="auto",
+        description="TCP connections with each other rank for frames in host memory, among at most 16 ranks. Several "
+        "fill a link that limits each, as clouds do, or that is far. auto: 4 between hosts, 1 on a single host.",
     )
     tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,

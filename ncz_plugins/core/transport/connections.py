@@ -44,6 +44,9 @@ class Connections:
     closes the sockets, whatever streams, messages or frames of a traceback others still hold. For that to stay true, no
     function may give a group or a work of torch.distributed a name of its own while it calls something that can fail.
 
+    Args:
+        channels: how many connections with each rank carry frames, where no gloo does.
+
     Attributes:
         opening_bytes: how many bytes of values each message of `open` may hold.
         told_bytes: up to how many bytes an agreement of more than two ranks takes one round.
@@ -53,7 +56,7 @@ class Connections:
     Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1):
         # torch.distributed.new_group will not do: it needs every rank of the world, or it derives the group's name from
         # how many groups a rank is in, which may differ between ranks.
         if not dist.is_gloo_available():
@@ -71,7 +74,7 @@ class Connections:
         self.mesh = self.frames = None
         try:
             self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
-            self.frames = open_mesh(dist.PrefixStore("mesh of frames", store), rank, world_size, timeout)
+            self.frames = open_mesh(dist.PrefixStore("mesh of frames", store), rank, world_size, timeout, channels)
             with peer_errors("connecting to the other ranks"):
                 self._upwards, self._downwards = (
                     dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)

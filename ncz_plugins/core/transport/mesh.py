@@ -31,15 +31,18 @@ from .base import peer_errors
 
 _MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, see connections.py
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
-_HELLO = struct.Struct("<16sq")  # what a rank says when it connects: the secret of the other one, and who it is
+_HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
 _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
-def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Mesh | None:
+def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1) -> Mesh | None:
     """Connect this rank with all others that meet at `store`. All ranks must call it.
+
+    Args:
+        channels: connections with each of them, the same number on all ranks.
 
     Returns: None on every rank if there are too many of them, or if one has no address to listen at, or was told to
     encrypt what it sends, which gloo can do and this can't.
@@ -63,45 +66,57 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
             met = [store.get(f"{peer}").decode() for peer in range(world_size)]
         if not all(met):
             return None
-        sockets: dict[int, socket.socket] = {}
+        sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
+        expected = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
         try:
             for peer in range(rank):
-                sockets[peer] = opened.enter_context(_connected(met[peer], rank, deadline))
-            while len(sockets) < world_size - 1:
-                peer, connection = _accepted(listener, secret, range(rank + 1, world_size), deadline)
-                sockets[peer] = opened.enter_context(connection)
+                for channel in range(channels):
+                    connection = _connected(met[peer], rank, channel, deadline)
+                    sockets[peer, channel] = opened.enter_context(connection)
+            while len(sockets) < (world_size - 1) * channels:
+                where, connection = _accepted(listener, secret, expected, deadline)
+                sockets[where] = opened.enter_context(connection)
         except OSError as error:
-            missing = ", ".join(str(peer) for peer in range(world_size) if peer != rank and peer not in sockets)
+            there = {peer for peer, channel in sockets if channel == channels - 1}
+            missing = ", ".join(str(peer) for peer in range(world_size) if peer != rank and peer not in there)
             raise PeerError(
                 f"connecting to rank {missing} failed: {error}. It has died, or nothing can reach it at the address of "
                 "its interface: look at its log, and see GLOO_SOCKET_IFNAME"
             ) from error
-        mesh = Mesh([_Peer(peer, sockets[peer]) for peer in sorted(sockets)], timeout)
+        mesh = Mesh([_Peer(peer, sockets[peer, channel]) for peer, channel in sorted(sockets)], timeout)
         opened.pop_all()
     listener.close()
     return mesh
 
 
 class Mesh:
-    """A connection with each other rank.
+    """Connections with each other rank.
 
-    What one rank sends to another arrives in that order. One thread makes the calls; `close` may come from any.
+    What one rank sends to another through one channel arrives in that order. One thread makes the calls; `close` may
+    come from any.
 
     Args:
-        peers: the other ranks, in their order.
+        peers: the channels to the other ranks, in the order of these.
         timeout: how long to wait for them in each exchange.
+
+    Attributes:
+        channels: how many connections there are with each rank.
     """
 
     def __init__(self, peers: list[_Peer], timeout: timedelta):
         self._peers = peers
-        self._by_rank = {peer.rank: peer for peer in peers}
+        self._by_rank: dict[int, list[_Peer]] = {}
+        for peer in peers:
+            self._by_rank.setdefault(peer.rank, []).append(peer)
+        self._first = [of_one[0] for of_one in self._by_rank.values()]
+        self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
         self._in_use = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
         self._closed: str | None = None  # why, in words
         _open.add(self)
 
     def start(self, messages: Sequence[Sequence[Tensor]], least: int, most: int) -> Exchange:
-        """Start to send a message to each other rank, and to receive one from each. It never waits.
+        """Start to send a message to each other rank through channel 0, and to receive one from each. It never waits.
 
         Args:
             messages: for each rank the tensors that its message consists of, uint8, [any], in host memory. The one for
@@ -110,10 +125,10 @@ class Mesh:
         """
         with self._in_use:
             self._require_open()
-            outgoing = [peer.send(messages[peer.rank]) for peer in self._peers]
-            return Exchange(self, outgoing, [peer.receive(least, most) for peer in self._peers])
+            outgoing = [peer.send(messages[peer.rank]) for peer in self._first]
+            return Exchange(self, outgoing, [peer.receive(least, most) for peer in self._first])
 
-    def send(self, to: int, message: Tensor) -> Outgoing:
+    def send(self, to: int, message: Tensor, channel: int = 0) -> Outgoing:
         """Start to send a message to one rank, which receives it by `receive`. It never waits.
 
         What has come meanwhile is taken in, so that those who send it can go on.
@@ -123,16 +138,16 @@ class Mesh:
         """
         with self._in_use:
             self._require_open()
-            outgoing = self._by_rank[to].send([message])
+            outgoing = self._by_rank[to][channel].send([message])
             for peer in self._peers:
                 peer.advance()
             return outgoing
 
-    def receive(self, source: int, least: int, most: int) -> Incoming:
-        """Start to receive a message of one rank. Messages come in the order in which they were sent, of any kind."""
+    def receive(self, source: int, least: int, most: int, channel: int = 0) -> Incoming:
+        """Start to receive a message of one rank. Those of a channel come in the order in which they were sent."""
         with self._in_use:
             self._require_open()
-            return self._by_rank[source].receive(least, most)
+            return self._by_rank[source][channel].receive(least, most)
 
     def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
         """Return once these messages were received and sent. Raises PeerError."""
@@ -184,7 +199,7 @@ class Mesh:
             poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
         left = deadline - time.monotonic()
         if left <= 0:
-            names = ", ".join(str(peer.rank) for peer in peers)
+            names = ", ".join(map(str, sorted({peer.rank for peer in peers})))
             raise PeerError(
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
@@ -281,7 +296,7 @@ class Incoming:
 
 
 class _Peer:
-    """The connection with one rank."""
+    """A connection with one rank."""
 
     def __init__(self, rank: int, connection: socket.socket):
         self.rank = rank
@@ -352,31 +367,33 @@ def _listener(address: str | None) -> socket.socket | None:
     return None
 
 
-def _connected(said: str, rank: int, deadline: float) -> socket.socket:
+def _connected(said: str, rank: int, channel: int, deadline: float) -> socket.socket:
     """A connection with the rank that said so at the store."""
     host, port, secret = said.split()
     connection = socket.create_connection((host, int(port)), timeout=_left(deadline))
     try:
-        connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank))
+        connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank, channel))
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _accepted(listener: socket.socket, secret: bytes, ranks: range, deadline: float) -> tuple[int, socket.socket]:
-    """The next of these ranks that connects. Whoever else does is turned away."""
+def _accepted(
+    listener: socket.socket, secret: bytes, expected: Sequence[tuple[int, int]], deadline: float
+) -> tuple[tuple[int, int], socket.socket]:
+    """The next of these, rank and channel, that connects. Whoever else does is turned away."""
     while True:
         listener.settimeout(_left(deadline))
         connection, _ = listener.accept()
-        rank = _greeted(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
-        if rank in ranks:
-            return rank, connection
+        who = _greeted(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
+        if who in expected:
+            return who, connection
         connection.close()
 
 
-def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> int | None:
-    """Which rank it is that has connected; None if it does not know the secret, or does not say it in time."""
+def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int] | None:
+    """Which rank has connected, by which channel; None if it does not know the secret, or does not say it in time."""
     hello = b""
     with suppress(OSError):
         while len(hello) < _HELLO.size:
@@ -385,8 +402,8 @@ def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> int |
             if not more:
                 return None
             hello += more
-        theirs, rank = _HELLO.unpack(hello)
-        return rank if hmac.compare_digest(theirs, secret) else None
+        theirs, *who = _HELLO.unpack(hello)
+        return tuple(who) if hmac.compare_digest(theirs, secret) else None
     return None
 
 

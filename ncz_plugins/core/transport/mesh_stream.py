@@ -1,6 +1,7 @@
 """Frames as messages of a mesh: a frame leaves on the thread that has coded it.
 
-What does not fit into the socket's buffer leaves when this thread sends or waits the next time. Through gloo a frame
+Frames take the channels of the mesh in turns. What does not fit into a socket's buffer leaves when this thread sends or
+waits the next time. Through gloo a frame
 wakes up a thread on each side, and a receive is announced before anything is sent. That takes longer, and keeps cores
 from coding.
 """
@@ -34,15 +35,18 @@ class MeshStream(FrameStream):
         self._counters = counters
         self._since = time.perf_counter()  # when the next frame begins, as far as anybody sees
         self._sending: list[tuple[Outgoing, float, int]] = []
+        self._sent = 0
         with peer_errors(f"receiving from rank {source}"):
             self._frames: deque[Incoming] = deque(
-                mesh.receive(source, HEADER_BYTES, frame_capacity) for _ in range(incoming)
+                mesh.receive(source, HEADER_BYTES, frame_capacity, index % mesh.channels) for index in range(incoming)
             )
 
     def send(self, frame: Tensor) -> None:
         with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
             started = time.perf_counter()
-            self._sending.append((self._mesh.send(self.to, frame), started, frame.nbytes))
+            message = self._mesh.send(self.to, frame, self._sent % self._mesh.channels)
+            self._sending.append((message, started, frame.nbytes))
+        self._sent += 1
         self._counters.wire_bytes += frame.nbytes
 
     def exchange(self, frame: Tensor) -> None:

@@ -19,12 +19,21 @@ from .connections import Connections
 from .gloo import GlooTransport
 from .nccl import NcclTransport, open_nccl, require_healthy
 
+_CHANNELS_BETWEEN_HOSTS = 4  # as clouds limit one connection, to a quarter of what a host may send or less
+
 
 class Route(NamedTuple):
     """What serves the tensors on one torch device."""
 
     device: Device
     transport: Transport
+
+
+def channels_for(connections: int | str, between_hosts: bool) -> int:
+    """What `transport.connections` comes to."""
+    if connections != "auto":
+        return connections
+    return _CHANNELS_BETWEEN_HOSTS if between_hosts else 1
 
 
 def forget_tensors(error: BaseException) -> None:
@@ -44,18 +53,19 @@ class Routes:
         store: what the ranks meet at; nobody else may use it under the same prefix.
         rank: this rank within the group.
         timeout: how long to wait for a peer, when connecting and in each operation.
+        channels: see `Connections`.
 
     Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1):
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
         self._lock = threading.Lock()
         self._closed = False
-        self._connections = Connections(store, rank, world_size, timeout)
+        self._connections = Connections(store, rank, world_size, timeout, channels)
         host = Route(Host(has_spare_core()), GlooTransport(self._connections))
         self._routes: dict[torch.device, Route] = {torch.device("cpu"): host}
 

@@ -89,6 +89,7 @@ def test_every_default_is_as_documented():
         "transport.frame_bytes": 4 * 1024 * 1024,
         "transport.min_bytes": None,
         "transport.hierarchy": "auto",
+        "transport.connections": "auto",
         "transport.tuning": None,
         "transport.link_gbps": None,
         "transport.timeout_seconds": None,

@@ -17,18 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport import mesh
 from ncz_plugins.core.transport.mesh import open_mesh
+from ncz_plugins.core.transport.mesh_stream import MeshStream
+from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 
 MOST = 1 << 24
 
 
-def play(world_size: int, body, seconds: float = 30.0) -> list:
+def play(world_size: int, body, seconds: float = 30.0, channels: int = 1) -> list:
     """What `body` returns for the mesh of each rank, each on a thread of its own."""
     store = dist.HashStore()
 
     def run(rank: int):
-        opened = open_mesh(store, rank, world_size, timedelta(seconds=seconds))
+        opened = open_mesh(store, rank, world_size, timedelta(seconds=seconds), channels)
         try:
             return body(rank, opened)
         finally:
@@ -242,6 +245,45 @@ def test_a_fork_does_not_keep_connections_open():
     os.waitpid(play(2, body)[1], 0)
 
 
+# ---------------------------------------------------------------- several channels
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.integers(1, 600_000), min_size=1, max_size=12), channels=st.integers(1, 5))
+def test_frames_take_channels_in_turns_and_come_in_order(world_size, sizes, channels):
+    def frame(rank: int, at: int, size: int) -> torch.Tensor:
+        values = torch.full((HEADER_BYTES + size,), 10 * rank + at, dtype=torch.uint8)
+        header = HEADER.pack(MAGIC, 0, 0, 0, 0, size, size, 0, 0)
+        values[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        return values
+
+    def body(rank, opened):
+        to, source = (rank + 1) % world_size, (rank - 1) % world_size
+        counters = Counters()
+        stream = MeshStream(opened, to, source, len(sizes), HEADER_BYTES + max(sizes), counters)
+        for at, size in enumerate(sizes):
+            stream.send(frame(rank, at, size))
+        for at, size in enumerate(sizes):
+            assert torch.equal(stream.receive(), frame(source, at, size))
+        stream.finish()
+        assert opened.channels == channels and counters.wire_bytes == sum(HEADER_BYTES + size for size in sizes)
+
+    play(world_size, body, channels=channels)
+
+
+def test_the_end_of_one_channel_is_noticed():
+    def body(rank, opened):
+        if rank == 1:
+            opened._by_rank[0][2].socket.close()
+            return
+        message = opened.receive(1, 1, MOST, channel=2)
+        with pytest.raises(PeerError, match="rank 1 has closed"):
+            opened.finish([message])
+
+    play(2, body, channels=3)
+
+
 # ---------------------------------------------------------------- connecting
 
 
@@ -254,7 +296,7 @@ def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
         listener = listen(address)
         visitors.extend(socket.create_connection(listener.getsockname()) for _ in range(3))
         visitors[-2].send(b"short")
-        visitors[-1].send(mesh._HELLO.pack(bytes(16), 1))
+        visitors[-1].send(mesh._HELLO.pack(bytes(16), 1, 0))
         return listener
 
     visitors: list[socket.socket] = []
