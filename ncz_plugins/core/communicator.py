@@ -32,10 +32,12 @@ from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
-from .transport.routes import Routes, channels_for
+from .transport.routes import Routes
 from .transport.topology import Nodes, find_hosts, find_nodes
 from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
+
+_CHANNELS_TO_TRY = 4  # as clouds limit a connection to a quarter of what a host may send, or less
 
 
 class Communicator:
@@ -115,15 +117,19 @@ class Communicator:
         self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
-        channels = channels_for(self.config.transport.connections, len(hosts) > 1)
+        on_gpus = torch.cuda.is_available() and "nccl" in self._backend
+        measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
+        measures_link &= not self.config.needs_measuring
+        channels = self.config.transport.connections
+        if channels == "auto":
+            channels = _CHANNELS_TO_TRY if measures_link else 1
         routes = Routes(store, self.rank, self.world_size, timeout, channels)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)
-        on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         if self.config.needs_measuring:
             self.config = measure_open_settings(self.measured_ranks(), on_gpus)
-        elif self.config.leaves_link_open and len(hosts) > 1 and not on_gpus:
+        elif measures_link:
             self.config = measure_link(self.measured_ranks())
 
     # ---------------------------------------------------------------- collectives

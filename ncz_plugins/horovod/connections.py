@@ -18,7 +18,7 @@ import torch
 
 from ..core.config import TransportConfig
 from ..core.transport.handshake import open_store
-from ..core.transport.routes import Route, Routes, channels_for
+from ..core.transport.routes import Route, Routes
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -59,7 +59,7 @@ def _open(process_set, settings: TransportConfig) -> Routes:
     rank, world_size = process_set.rank(), process_set.size()
     seconds = settings.timeout_seconds
     timeout = _TIMEOUT if seconds is None else timedelta(seconds=seconds)
-    channels = channels_for(settings.connections, hvd.local_size() < hvd.size())
+    channels = 1 if settings.connections == "auto" else settings.connections
     first = process_set.ranks[0] if process_set.ranks else 0
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)

@@ -29,12 +29,12 @@ class OfHorovod(Subject):
         joined = torch.tensor(numbers, dtype=torch.float64)
         return hvd.allreduce(joined, op=hvd.Max, name=f"ncz.tune.highest.{len(numbers)}").tolist()
 
-    def exchange(self, frame):
+    def exchange(self, frame, times=1):
         transport = HorovodTransport(hvd.global_process_set, "ncz.tune.exchange")
-        streams = transport.streams(self.peers, 1, frame.numel(), Counters())
-        for stream in streams:
+        streams = transport.streams(self.peers, times, frame.numel(), Counters())
+        for stream in times * streams:
             stream.exchange(frame)
-        for stream in streams:
+        for stream in times * streams:
             stream.receive()
 
     def plain(self, tensor: Tensor) -> None:

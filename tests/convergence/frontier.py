@@ -89,8 +89,6 @@ LONG = (
     PLAIN,
     *(Candidate("strata", scale, 0.5) for scale in ("rows and columns", "history")),
     *(Candidate("strata", "block", step, 128) for step in (0.5, 0.375)),
-    Candidate("random", "rows and columns", 0.5),  # other draws
-    Candidate("strata", "block", 0.5, 32, octave=4),
 )
 PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "screen": ("GPT", "AdamW", SCREEN, 300, 2),

@@ -59,6 +59,20 @@ class GlooTransport(Transport):
             for to, source in peers
         ]
 
+    @property
+    def channels(self) -> int:
+        """How many connections with each rank frames take in turns: all that there are, or fewer if it is set so.
+
+        All ranks must set it alike, while no frames are under way.
+        """
+        mesh = self._connections.frames
+        return 1 if mesh is None else mesh.channels
+
+    @channels.setter
+    def channels(self, count: int) -> None:
+        if self._connections.frames is not None:
+            self._connections.frames.channels = count
+
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         return self._connections.start_max(tensor, counters)
 

@@ -100,7 +100,7 @@ class Mesh:
         timeout: how long to wait for them in each exchange.
 
     Attributes:
-        channels: how many connections there are with each rank.
+        channels: how many connections with each rank are in use; at first, all.
     """
 
     def __init__(self, peers: list[_Peer], timeout: timedelta):

@@ -19,21 +19,12 @@ from .connections import Connections
 from .gloo import GlooTransport
 from .nccl import NcclTransport, open_nccl, require_healthy
 
-_CHANNELS_BETWEEN_HOSTS = 4  # as clouds limit one connection, to a quarter of what a host may send or less
-
 
 class Route(NamedTuple):
     """What serves the tensors on one torch device."""
 
     device: Device
     transport: Transport
-
-
-def channels_for(connections: int | str, between_hosts: bool) -> int:
-    """What `transport.connections` comes to."""
-    if connections != "auto":
-        return connections
-    return _CHANNELS_BETWEEN_HOSTS if between_hosts else 1
 
 
 def forget_tensors(error: BaseException) -> None:

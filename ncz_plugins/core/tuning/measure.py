@@ -39,6 +39,7 @@ from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
+_CARRIES_MORE = 1.7  # times what one connection carries: less may be noise, and with several, queues overflow more
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -74,8 +75,8 @@ class Subject(ABC):
         """The element-wise maximum over all ranks."""
 
     @abstractmethod
-    def exchange(self, frame: Tensor) -> None:
-        """Send a frame to all of `peers`, and receive theirs, of the same size."""
+    def exchange(self, frame: Tensor, times: int = 1) -> None:
+        """Send a frame to all of `peers`, so many times, and receive theirs, of the same size."""
 
     @abstractmethod
     def plain(self, tensor: Tensor) -> None:
@@ -88,6 +89,9 @@ class Subject(ABC):
 
 class TorchRanks(Subject):
     """The ranks of a communicator.
+
+    Attributes:
+        transport: between all of them, for tensors in host memory.
 
     Args:
         queue: runs compressed calls.
@@ -110,7 +114,7 @@ class TorchRanks(Subject):
         self._plain = plain
         self._ranks = ranks
         self._nodes = nodes
-        self._everyone = queue.routes.of(torch.device("cpu")).transport
+        self._everyone = self.transport = queue.routes.of(torch.device("cpu")).transport
         self._between = nodes.between(self._everyone) if nodes else self._everyone
         # What calls of measuring leave behind is no concern of the training that follows.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
@@ -130,11 +134,11 @@ class TorchRanks(Subject):
         self._everyone.start_max(joined, Counters()).wait()
         return joined.tolist()
 
-    def exchange(self, frame):
-        streams = self._between.streams(list(self.peers), 1, frame.numel(), Counters())
-        for stream in streams:
+    def exchange(self, frame, times=1):
+        streams = self._between.streams(list(self.peers), times, frame.numel(), Counters())
+        for stream in times * streams:
             stream.exchange(frame)
-        for stream in streams:
+        for stream in times * streams:
             stream.receive()
         for stream in streams:
             stream.finish()
@@ -157,13 +161,23 @@ class TorchRanks(Subject):
 def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
+    With `connections: auto`, only one of several connections is used from then on, unless they carry more than one.
     Takes about a quarter of a second, on links of less than 10 Mbit/s longer.
     """
-    gbps = float(f"{_link_gbps(subject, Host().backend, _LINK_SECONDS):.3g}")
-    config = subject.config.resolved(link_gbps=gbps)
+    backend, transport = Host().backend, subject.transport
+    channels = transport.channels
+    gbps = _link_gbps(subject, backend, _LINK_SECONDS, times=channels)
+    if channels > 1 and subject.config.transport.connections == "auto":
+        transport.channels = 1
+        of_one = _link_gbps(subject, backend, _LINK_SECONDS)
+        if gbps < _CARRIES_MORE * of_one:
+            gbps = of_one
+        else:
+            transport.channels = channels
+    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"))
     if subject.rank == 0:
         least = format_size(config.transport.min_bytes)
-        words = f"the link carries {gbps:g} Gbit/s; tensors of {least} and more are compressed"
+        words = f"the link carries {config.transport.link_gbps:g} Gbit/s; tensors of {least} and more are compressed"
         print(f"ncz_plugins: {words}", file=sys.stderr, flush=True)
     return config
 
@@ -256,20 +270,24 @@ def _latency(subject: Subject) -> float:
     return joined
 
 
-def _link_gbps(subject: Subject, backend: Backend, seconds: float) -> float:
+def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 1) -> float:
     """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each.
+
+    Args:
+        times: so many frames at once, which may take as many connections.
 
     What passes at once after a pause, as through a token bucket, is spent by the exchanges that find the size.
     """
-    codes = torch.full((_EXCHANGED_BYTES // _ITEMSIZE,), 2**30, dtype=torch.int32)  # as wide in the frame
+    exchange = partial(subject.exchange, times=times)
+    codes = torch.full((_EXCHANGED_BYTES // _ITEMSIZE // times,), 2**30, dtype=torch.int32)  # as wide in the frame
     buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
     count, taken = _LEAST_BYTES // _ITEMSIZE, 0.0
     while taken < seconds and count < codes.numel():
         count *= 2
         frame = buffer[: backend.encode_codes(codes[:count], Coding(Coder.RAW, Predictor.NONE), buffer)]
-        (taken,) = _interleaved(subject, [subject.exchange], frame, seconds=0, least=1)
-    (taken,) = _interleaved(subject, [subject.exchange], frame, seconds=0)
-    gbps = 8e-9 * frame.numel() * len(subject.peers) / taken
+        (taken,) = _interleaved(subject, [exchange], frame, seconds=0, least=1)
+    (taken,) = _interleaved(subject, [exchange], frame, seconds=0)
+    gbps = 8e-9 * frame.numel() * times * len(subject.peers) / taken
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 

@@ -1,11 +1,14 @@
 """What is tried, and what is not. Real measurements by real ranks are in tests/distributed/test_tuning_ranks.py."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ncz_plugins.core.collective import layout_of_sum
 from ncz_plugins.core.config import FRAME_BYTES, Config
-from ncz_plugins.core.tuning.measure import Subject, measure
+from ncz_plugins.core.tuning.measure import Subject, measure, measure_link
 
 
 class Instant(Subject):
@@ -18,7 +21,7 @@ class Instant(Subject):
     def highest(self, numbers):
         return list(numbers)
 
-    def exchange(self, frame):
+    def exchange(self, frame, times=1):
         pass
 
     def plain(self, tensor):
@@ -40,3 +43,28 @@ def test_ways_that_do_the_same_are_not_told_apart_by_noise(seconds):
     assert len(done) == len(tuned.trials)
     assert {trial.schedule for trial in tuned.trials} == {"ring", "direct"}
     assert tuned.trials[0].frame_bytes == FRAME_BYTES
+
+
+class OverLink(Instant):
+    """Two ranks behind a link that limits each connection, or all of them together."""
+
+    def __init__(self, connections, opened: int, megabits: float, each: bool):
+        self.config = Config(transport={"connections": connections})
+        self.transport = SimpleNamespace(channels=opened)
+        self._rate, self._each = megabits * 1e6 / 8, each
+
+    def exchange(self, frame, times=1):
+        time.sleep(frame.numel() * times / self._rate / (min(times, self.transport.channels) if self._each else 1))
+
+
+@pytest.mark.parametrize(
+    ("connections", "opened", "each", "used", "megabits"),
+    [("auto", 4, True, 4, 400), ("auto", 4, False, 1, 100), ("auto", 1, True, 1, 100), (4, 4, False, 4, 100)],
+)
+def test_several_connections_are_used_where_they_carry_more(connections, opened, each, used, megabits, capsys):
+    subject = OverLink(connections, opened, 100, each)
+    found = measure_link(subject).transport
+    assert subject.transport.channels == used
+    assert 0.6 * megabits < 1000 * found.link_gbps <= megabits
+    assert found.min_bytes == Config(transport={"link_gbps": found.link_gbps}).transport.min_bytes_in_effect
+    assert "ncz_plugins: the link carries 0." in capsys.readouterr().err
