@@ -1,9 +1,8 @@
 """Frames as messages of a mesh: a frame leaves on the thread that has coded it.
 
 Frames take the channels of the mesh in turns. What does not fit into a socket's buffer leaves when this thread sends or
-waits the next time. Through gloo a frame
-wakes up a thread on each side, and a receive is announced before anything is sent. That takes longer, and keeps cores
-from coding.
+waits the next time. Through gloo a frame wakes up a thread on each side, and a receive is announced before anything is
+sent. That takes longer, and keeps cores from coding.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from common import digest, finish, start, values
 
 from ncz_plugins import Communicator, Config, NczError
@@ -96,10 +95,9 @@ with Communicator(with_file(file("same"))) as communicator:
 
 # A link that is too fast.
 with Communicator(with_file(file("never", min_bytes="never"))) as communicator:
-    tensor, plain = everyone[rank].clone(), everyone[rank].clone()
+    tensor = everyone[rank].clone()
     communicator.all_reduce(tensor)
-    dist.all_reduce(plain)
-    assert torch.equal(tensor, plain)
+    assert torch.equal(tensor, sum(everyone))  # in the order of ranks
     result["never"] = communicator.stats.total.bypasses
 
 # Of other ranks.
