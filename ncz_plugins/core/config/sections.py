@@ -239,7 +239,7 @@ class TransportConfig(Section):
     ] = Field(
         default=None,
         description="Speed of the link between ranks in Gbit/s, for coder auto, since the slower the link, the more "
-        "time coding may take, and for min_bytes. null: measured in a quarter of a second when ranks of several hosts "
+        "time coding may take, and for min_bytes. null: measured in 0.2 to 0.5 seconds when ranks of several hosts "
         "connect over gloo, and min_bytes is null too; else coder auto takes what Linux states for the network "
         "interface that gloo uses, else 1. From 2.5 on, large tensors are also measured as a whole before their first "
         "frame is sent.",

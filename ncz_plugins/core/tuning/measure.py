@@ -162,7 +162,7 @@ def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
     With `connections: auto`, only one of several connections is used from then on, unless they carry more than one.
-    Takes about a quarter of a second, on links of less than 10 Mbit/s longer.
+    Takes 0.2 to 0.5 seconds, on links of less than 10 Mbit/s longer.
     """
     backend, transport = Host().backend, subject.transport
     channels = transport.channels
