@@ -119,7 +119,6 @@ class Communicator:
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
-        measures_link &= not self.config.needs_measuring
         channels = self.config.transport.connections
         if channels == "auto":
             channels = _CHANNELS_TO_TRY if measures_link else 1

@@ -137,8 +137,8 @@ class Config(Section):
 
     @property
     def leaves_link_open(self) -> bool:
-        """Whether the least size of what is compressed is to follow from a link that nobody has described."""
-        return self.transport.link_gbps is None and self.transport.min_bytes is None
+        """Whether the least size of what is compressed is to follow from a link whose speed nobody says or measures."""
+        return self.transport.link_gbps is None and self.transport.min_bytes is None and not self.needs_measuring
 
     def resolved(
         self,
