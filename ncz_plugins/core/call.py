@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from .bypass import Bypass
 from .codec.layout import Layout, Window
 from .config import Config
+from .joined import Joined
 from .runtime.statistics import Counters
 from .training.baseline import Baseline
 from .training.error_feedback import Feedback
@@ -48,6 +50,8 @@ class Request:
         parts: what the larger of both tensors consists of, for policies.
         residual_parts: the same by the names that error feedback knows them by, if these are others.
         baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
+        joined: what `input`, which is `output` then, is put together from; None: it is the caller's own.
+        together: a checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
     """
 
     collective: str
@@ -60,6 +64,17 @@ class Request:
     parts: Sequence[ParameterSlice] = ()
     residual_parts: Sequence[ParameterSlice] | None = None
     baseline: Baseline | None = None
+    joined: Joined | None = None
+    together: int = 0
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All tensors that a call reads or writes."""
+        return [self.input, self.output, *([] if self.joined is None else self.joined.pieces)]
+
+    def pieces_in_place(self) -> AbstractContextManager:
+        """A context in which `input` holds what it is put together from, and after which that has its result."""
+        return nullcontext() if self.joined is None else self.joined.filled()
 
     @property
     def larger(self) -> Tensor:

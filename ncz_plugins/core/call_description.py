@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .bypass import Bypass
 from .call import COLLECTIVES, Request
@@ -55,6 +56,7 @@ def described(
         "transfer": _transfer(request, bypass),
         "configuration": 0 if config is None else checksum_of(config),
         "calls on GPUs before it": uncompared,
+        "list of tensors": request.together,
         "refusal": 0,
     }
 
@@ -118,6 +120,11 @@ def checksum_of(config: Config) -> int:
     return zlib.crc32(config.canonical().encode())
 
 
+def checksum_of_list(tensors: Sequence[Tensor]) -> int:
+    """A number, not 0, by which ranks tell whether the tensors that they pass at once differ in size or dtype."""
+    return 1 + zlib.crc32(repr([(tensor.numel(), str(tensor.dtype)) for tensor in tensors]).encode())
+
+
 def _in_words(name: str, ends: Extremes, ranks: Sequence[int]) -> str:
     """Which rank has what."""
     high, low = ranks[ends.highest_rank], ranks[ends.lowest_rank]
@@ -138,7 +145,7 @@ def _named(values: Sequence, number: int) -> str:
 
 
 _NOTHING = torch.empty(0)
-_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it")
+_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "list of tensors")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
 _TRANSFERS = {_COMPRESSED: "compressed", _AS_CHANGES: "compressed, as changes from a baseline"}
 _WORDS: dict[str, Callable[[int], str]] = {

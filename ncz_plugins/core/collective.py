@@ -41,7 +41,7 @@ from .schedules.hierarchy import in_nodes
 from .training.baseline import Baseline
 from .training.error_feedback import Feedback
 from .training.group import GroupState
-from .training.policy import named
+from .training.policy import ParameterSlice, named
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
@@ -107,7 +107,8 @@ class Collectives:
     def decide(self, request: Request) -> Decision:
         """The settings of a request, and the reason to go plain, if there is one. Asks no other rank.
 
-        Raises UnsupportedError for tensors that can't be served, and where a request's parts are treated differently.
+        Raises UnsupportedError for tensors that can't be served, where a request's parts are treated differently, and
+        where error feedback would not know a parameter by name.
         """
         for tensor in (request.input,) if request.output is request.input else (request.input, request.output):
             require_tensor(tensor)
@@ -127,7 +128,14 @@ class Collectives:
         if request.baseline is not None:
             treatment = treatment.without_loss()
         config = treatment.settings(self.config)
-        return Decision(config, treatment.bypass or by_rate(dtype, config) or by_size(request.larger.nbytes, config))
+        bypass = treatment.bypass or by_rate(dtype, config) or by_size(request.larger.nbytes, config)
+        if bypass is None and _feeds_back(request, config):
+            if all(part.name is None for part in _residual_parts(request)):
+                raise UnsupportedError(
+                    "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass a "
+                    "name, or parts that have names, or set it to false"
+                )
+        return Decision(config, bypass)
 
     def prepare_plain(self, request: Request, bypass: Bypass) -> PlainCall:
         """The uncompressed call that serves a request, numbered."""
@@ -163,11 +171,8 @@ class Collectives:
         return described(request, number, bypass, config, self._uncompared)
 
     def prepare(self, request: Request, config: Config) -> Call:
-        """The call that serves a request, numbered, with the settings that `decide` returned.
-
-        Raises UnsupportedError where error feedback would not know a parameter by name.
-        """
-        feedback = self._feedback(request, config)
+        """The call that serves a request, numbered, with the settings that `decide` returned."""
+        feedback = Feedback(self.training.residuals, _residual_parts(request)) if _feeds_back(request, config) else None
         state = self.state
         if config.quantizer.kind == "lossless":  # so that weights sent as changes leave gradients as they are
             self._exact_calls += 1
@@ -225,17 +230,6 @@ class Collectives:
         if name != "auto":
             return name
         return self._auto_schedule or schedule_for(self.nodes.count if self.nodes else self.world_size)
-
-    def _feedback(self, request: Request, config: Config) -> Feedback | None:
-        if request.op is None or not config.quantizer.feeds_back:
-            return None
-        parts = request.parts if request.residual_parts is None else request.residual_parts
-        if all(part.name is None for part in parts):
-            raise UnsupportedError(
-                "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass name=, or "
-                "parts=, or set it to false"
-            )
-        return Feedback(self.training.residuals, parts)
 
     # ---------------------------------------------------------------- running
 
@@ -304,6 +298,19 @@ class Collectives:
         whole = call.collective == "all_reduce"
         exact = exact[start : start + result.numel()]
         self.state.guard.verify(call.verify_as or None, result, exact, whole, transport)
+
+
+# ------------------------------------------------------------------ error feedback
+
+
+def _feeds_back(request: Request, config: Config) -> bool:
+    """Whether what a request loses is kept for the next one."""
+    return request.op is not None and config.quantizer.feeds_back
+
+
+def _residual_parts(request: Request) -> Sequence[ParameterSlice]:
+    """What error feedback knows the parts of a request by."""
+    return request.parts if request.residual_parts is None else request.residual_parts
 
 
 # ------------------------------------------------------------------ sizes

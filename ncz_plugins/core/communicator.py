@@ -14,13 +14,14 @@ from torch import Tensor
 
 from .bypass import Bypass
 from .call import Call, Request
-from .call_queue import CallQueue
-from .collective import Collectives
+from .call_description import checksum_of_list
+from .call_queue import CallQueue, Job
+from .collective import Collectives, Decision
 from .config import Config
-from .errors import MismatchError, NczError, PeerError, UnsupportedError, memory_errors
-from .regroup import regrouped
+from .errors import MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
+from .joined import Joined, slices_of
 from .runtime.device import require_tensor
-from .runtime.handle import Handle
+from .runtime.handle import Handles
 from .runtime.statistics import Counters, Statistics
 from .runtime.stream import CallStream, StreamHandle, is_captured, require_capturable
 from .training.baseline import Baseline
@@ -151,18 +152,33 @@ class Communicator:
         """
         with self._refusals("all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
-            request = Request("all_reduce", tensor, tensor, op, role=role, parts=parts)
-            if len(parts) < 2:
-                return self._start(request, async_op)
-            alike = self.training.grouped(parts, tensor.dtype, role, self.ranks)
-            if len(alike) < 2:
-                return self._start(request, async_op)
+            return self._reduce([tensor], op, [parts], role, async_op)
 
-            def reduce(tensor: Tensor, parts: list[ParameterSlice]) -> Handle:
-                return self._start(replace(request, input=tensor, output=tensor, parts=parts), async_op=True)
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        names: Sequence[str | None] | None = None,
+        parts: Sequence[Sequence[ParameterSlice]] | None = None,
+    ):
+        """Sum each of `tensors` over ranks (or average, for AVG), in place on every rank, in as few calls as possible.
 
-            handle = regrouped(tensor, parts, [indices for _, indices in alike], reduce)
-            return handle if async_op else handle.wait() and None
+        There is one call for each dtype and treatment, whose tensors are copied together and back. It counts as one
+        call, also where `transport.min_bytes` is compared with its size. All ranks must pass equally many tensors of
+        the same sizes and dtypes, on one device.
+
+        Args:
+            names, parts: for each tensor what `all_reduce` takes as `name` or `parts`.
+
+        Returns: a handle if `async_op`, else None. Its future gives the list of tensors.
+        """
+        with self._refusals("all_reduce_coalesced"):
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            parts = _parts_of_each("all_reduce_coalesced", tensors, names, parts)
+            return self._reduce(tensors, op, parts, role, async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -308,9 +324,51 @@ class Communicator:
 
     # ---------------------------------------------------------------- running
 
+    def _reduce(
+        self, tensors: list[Tensor], op, parts: list[Sequence[ParameterSlice]], role: str | None, async_op: bool
+    ):
+        """All-reduce tensors in one call for each dtype and treatment. Returns a handle if `async_op`, else waits."""
+        requests = self._requests(tensors, op, parts, role)
+        if len(requests) == 1:
+            handle = self._start(requests[0], async_op)
+            return handle.giving(*tensors) if async_op else None
+        decisions = [self._collectives.decide(each) for each in requests]  # before any begins, as one may be refused
+        handle = Handles([self._begin(*each, async_op=True) for each in zip(requests, decisions)])
+        return handle.giving(*tensors) if async_op else handle.wait() and None
+
+    def _requests(
+        self, tensors: list[Tensor], op, parts: list[Sequence[ParameterSlice]], role: str | None
+    ) -> list[Request]:
+        """One for each dtype and treatment, in the order in which they come first."""
+        request = partial(Request, "all_reduce", op=op, role=role)
+        if len(tensors) == 1 and len(parts[0]) == 1:
+            return [request(tensors[0], tensors[0], parts=parts[0])]
+        together = checksum_of_list(tensors) if len(tensors) > 1 else 0
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for at, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(at)
+        requests = []
+        for dtype, places in by_dtype.items():
+            own = [part for at in places for part in parts[at]]
+            alike = self.training.grouped(own, dtype, role, self.ranks)
+            if len(places) == len(alike) == 1:
+                [tensor] = [tensors[at] for at in places]
+                requests.append(request(tensor, tensor, parts=own, together=together))
+                continue
+            slices = [piece for at in places for piece in slices_of(tensors[at], parts[at])]
+            for _, indices in alike:
+                joined = Joined([slices[at] for at in indices])
+                its_parts = [own[at] for at in indices]
+                requests.append(request(joined.whole, joined.whole, parts=its_parts, joined=joined, together=together))
+        return requests
+
     def _start(self, request: Request, async_op: bool):
         """Begin a collective, compressed or plain. Returns its handle if `async_op`, else waits for it."""
-        config, bypass = self._collectives.decide(request)
+        return self._begin(request, self._collectives.decide(request), async_op)
+
+    def _begin(self, request: Request, decision: Decision, async_op: bool):
+        """As `_start`, once it is decided how."""
+        config, bypass = decision
         if bypass is not None:
             return self._start_plain(request, bypass, async_op)
         captured = is_captured(request.input.device)
@@ -321,14 +379,18 @@ class Communicator:
             call = replace(call, verify_as=None)  # which the host would have to look at
         if config.quantizer.bits is not None and request.input.is_cuda and call.verify_as is None:
             return self._start_on_stream(request, call, async_op, captured)
-        for earlier in (self._plain_on_gpu, self._queued_on_gpu):
-            if earlier is not None:
-                earlier.wait()  # on the current stream, whose work this call follows
-        run = partial(self._collectives.run, call)
+        self._follow_calls_on_gpus()
+        run = _on_pieces(request, partial(self._collectives.run, call))
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
         return handle.giving(request.output) if async_op else handle.wait() and None
+
+    def _follow_calls_on_gpus(self) -> None:
+        """Let the current stream wait for the calls before that no host waits for."""
+        for earlier in (self._plain_on_gpu, self._queued_on_gpu):
+            if earlier is not None:
+                earlier.wait()
 
     def _start_on_stream(self, request: Request, call: Call, async_op: bool, captured: bool):
         """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing.
@@ -343,10 +405,11 @@ class Communicator:
         def work() -> None:
             if self._plain_on_gpu is not None and not captured:
                 self._plain_on_gpu.wait()
-            self._collectives.queue(call, stream.backend, transport)
+            with request.pieces_in_place():
+                self._collectives.queue(call, stream.backend, transport)
 
         with peer_errors(f"the {request.collective} at a fixed rate"), memory_errors(request.collective):
-            handle = stream.queue([request.input, request.output], work)
+            handle = stream.queue(request.memory, work)
         if not captured:
             self._queued_on_gpu = handle
         return handle.giving(request.output) if async_op else handle.wait() and None
@@ -366,7 +429,7 @@ class Communicator:
         if self.world_size == 1 or request.input.is_cuda:
             return self._start_in_group(request, bypass, async_op)
         call = self._collectives.prepare_plain(request, bypass)
-        run = partial(self._collectives.run_plain, call)
+        run = _on_pieces(request, partial(self._collectives.run_plain, call))
         if async_op:
             return self._queue.submit(request.collective, request.input.device, run).giving(request.output)
         return self._queue.run(request.collective, run)
@@ -378,9 +441,15 @@ class Communicator:
             self._collectives.note_uncompared(request, bypass)
         device = request.input.device
         queued = self._queued.get(device)  # calls before this one may still write to the same tensor on their stream
-        with queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext():
-            with peer_errors(f"the plain {request.collective}"):
-                handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
+        stream = queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext()
+        if request.joined is not None:
+            stream = request.joined.filled()  # on the current stream
+            if not is_captured(device):
+                self._follow_calls_on_gpus()
+        with stream, peer_errors(f"the plain {request.collective}"):
+            handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
+            if request.joined is not None:
+                handle.wait()
         self._collectives.count_plain(request, bypass)  # while the data travel
         if request.input.is_cuda and not is_captured(device):
             self._plain_on_gpu = handle
@@ -393,7 +462,7 @@ class Communicator:
             self._queue.require_open()
         try:
             yield
-        except (UnsupportedError, ValueError):
+        except (UnsupportedError, ValueError, OutOfMemoryError):
             if self.world_size > 1:
                 with suppress(NczError):  # what matters here is why it was refused
                     self._queue.run(collective, partial(self._collectives.refuse, collective))
@@ -406,6 +475,33 @@ class Communicator:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
+
+
+def _on_pieces(request: Request, job: Job) -> Job:
+    """A job that serves a request, if need be from and to the pieces that its tensor is put together from."""
+    return job if request.joined is None else request.joined.around(job)
+
+
+def _parts_of_each(
+    collective: str,
+    tensors: list[Tensor],
+    names: Sequence[str | None] | None,
+    parts: Sequence[Sequence[ParameterSlice]] | None,
+) -> list[Sequence[ParameterSlice]]:
+    """What each of several tensors consists of. Raises ValueError, and UnsupportedError for what can't be served."""
+    for what, given in {"names": names, "parts": parts}.items():
+        if given is not None and len(given) != len(tensors):
+            raise ValueError(f"{collective}: {len(given)} {what} for {len(tensors)} tensors: pass one for each")
+    if not tensors:
+        raise ValueError(f"{collective}: no tensors: pass one at least")
+    names = [None] * len(tensors) if names is None else names
+    found = [
+        _parts(f"{collective}, tensor {at}", tensor, name, None if parts is None else parts[at])
+        for at, (tensor, name) in enumerate(zip(tensors, names))
+    ]
+    if len(devices := dict.fromkeys(str(tensor.device) for tensor in tensors)) > 1:
+        raise UnsupportedError(f"{collective}: tensors on {' and '.join(devices)}: pass those on one device")
+    return found
 
 
 def _parts(

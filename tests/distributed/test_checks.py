@@ -6,7 +6,7 @@ import pytest
 from processes import DEVICES, Finished, names, passed, results, run
 from torch.distributed import fsdp
 
-WORLD_SIZES = {"behaviour": [3], "plain_calls": [3], "ddp": [2, 3], "fsdp": [2, 4], "backend": [3]}
+WORLD_SIZES = {"behaviour": [3], "plain_calls": [3], "coalesced": [2, 3], "ddp": [2, 3], "fsdp": [2, 4], "backend": [3]}
 IMPORTS = {"ddp": "ncz_plugins.torch.ddp", "fsdp": "ncz_plugins.torch.fsdp", "backend": "ncz_plugins.torch.backend"}
 ON_GPU = {"ddp", "fsdp", "backend"}
 FSDP_LETS_OTHERS_REDUCE = hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_reduce_scatter")

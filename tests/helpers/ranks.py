@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ncz_plugins.core.communicator import Communicator
 from ncz_plugins.core.transport.base import Transport
 from ncz_plugins.core.transport.connections import Connections
 from ncz_plugins.core.transport.gloo import GlooTransport
@@ -37,17 +38,39 @@ def play(
     kind = (world_size, way)
     store = dist.HashStore()
     opened: list[Opened | None] = (_unused.pop(kind, None) if reuse else None) or [None] * world_size
+
+    def on_rank(rank: int) -> object:
+        opened[rank] = opened[rank] or _open(store, rank, world_size, way)
+        connections, frames = opened[rank]
+        if way == "rounds":
+            return body(NcclTransport(connections, frames, torch.device("cpu")))
+        return body(GlooTransport(connections))
+
+    results = _in_threads(world_size, on_rank)
+    if reuse:
+        _unused[kind] = opened
+    return results
+
+
+def play_communicators(world_size: int, config, body: Callable[[Communicator], object]) -> list:
+    """What `body` returns on each rank, given a new communicator each. Errors as in `play`."""
+    store = dist.HashStore()
+
+    def on_rank(rank: int) -> object:
+        group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world_size, timedelta(seconds=_SECONDS))
+        with Communicator(config, group, store=dist.PrefixStore("communicator", store)) as communicator:
+            return body(communicator)
+
+    return _in_threads(world_size, on_rank)
+
+
+def _in_threads(world_size: int, on_rank: Callable[[int], object]) -> list:
     results: list = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         try:
-            opened[rank] = opened[rank] or _open(store, rank, world_size, way)
-            connections, frames = opened[rank]
-            if way == "rounds":
-                results[rank] = body(NcclTransport(connections, frames, torch.device("cpu")))
-            else:
-                results[rank] = body(GlooTransport(connections))
+            results[rank] = on_rank(rank)
         except BaseException as error:
             errors.append((rank, error))
 
@@ -60,8 +83,6 @@ def play(
     if errors:
         raise errors[0][1]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    if reuse:
-        _unused[kind] = opened
     return results
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from datetime import timedelta
 
 from torch import Tensor
-from torch.futures import Future
+from torch.futures import Future, collect_all
+
+_LEAST_SECONDS = 0.001  # of a time-out: to torch's own works zero means none
 
 
 class Handle(ABC):
     """A collective that was started. Stands in for torch.distributed's `Work`."""
 
-    output: Tensor | None = None  # what the collective writes to
+    outputs: Sequence[Tensor] = ()  # what the collective writes to, on one device
 
-    def giving(self, output: Tensor) -> Handle:
+    def giving(self, *outputs: Tensor) -> Handle:
         """The same handle, which knows what its collective writes to: `get_future` gives that."""
         other = copy(self)
-        other.output = output
+        other.outputs = outputs
         return other
 
     @abstractmethod
@@ -45,14 +49,50 @@ class Handle(ABC):
 
     @abstractmethod
     def get_future(self) -> Future[list[Tensor]]:
-        """A future as that of torch.distributed's `Work`: its value is a list of the tensor that has the result.
+        """A future as that of torch.distributed's `Work`: its value is a list of the tensors that have the result.
 
         Waiting for it, or looking at its value, raises what went wrong. For a tensor on a GPU that holds up the current
         stream until the result is in place, as it does the stream of a callback that was given to `then`.
         """
 
     def _new_future(self) -> Future[list[Tensor]]:
-        return Future(devices=[self.output.device] if self.output.is_cuda else None)
+        return Future(devices=[self.outputs[0].device] if self.outputs[0].is_cuda else None)
+
+
+class Handles(Handle):
+    """The handle of several collectives at once.
+
+    Args:
+        handles: theirs, in the order in which they run.
+    """
+
+    def __init__(self, handles: Sequence[Handle]):
+        self._handles = handles
+
+    def wait(self, timeout=None) -> bool:
+        until = None if timeout is None else time.monotonic() + seconds_of(timeout)
+        for handle in self._handles:
+            handle.wait(None if until is None else max(_LEAST_SECONDS, until - time.monotonic()))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)
+
+    def is_success(self) -> bool:
+        return all(handle.is_success() for handle in self._handles)
+
+    def exception(self) -> BaseException | None:
+        if not self.is_completed():
+            return None
+        return next((error for handle in self._handles if (error := handle.exception()) is not None), None)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        def result(done: Future) -> list[Tensor]:
+            for each in done.value():
+                each.value()  # which raises what went wrong
+            return list(self.outputs)
+
+        return collect_all([handle.get_future() for handle in self._handles]).then(result)
 
 
 def seconds_of(timeout: float | timedelta) -> float:

@@ -76,7 +76,7 @@ class StreamHandle(Handle):
     def get_future(self) -> Future[list[Tensor]]:
         future = self._new_future()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            future.set_result([self.output])  # whoever waits, waits for this stream
+            future.set_result(list(self.outputs))  # whoever waits, waits for this stream
         return future
 
 

@@ -47,7 +47,7 @@ class FutureHandle(Handle):
             if (error := done.exception()) is not None:
                 future.set_exception(error)
             else:
-                future.set_result([self.output])
+                future.set_result(list(self.outputs))
 
         self._future.add_done_callback(complete)
         return future

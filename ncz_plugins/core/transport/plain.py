@@ -165,6 +165,6 @@ class WorkHandle(Handle):
         def result(done: Future) -> list[Tensor]:
             with peer_errors(self._doing):
                 done.value()
-            return [self.output]
+            return list(self.outputs)
 
         return self._work.get_future().then(result)

@@ -61,6 +61,7 @@ def verdict(*ranks: dict[str, int], known_as=None) -> str:
             described(request(), 1, Bypass.ROLE),
             "transfer plain (too small) on rank 0, plain (role not enabled) on rank 1",
         ),
+        (plain(together=5), "list of tensors differs between rank 0 and rank 1"),
         (compressed(), "transfer plain (too small) on rank 0, compressed on rank 1"),
         (described(request(), 1, Bypass.TOO_SMALL, uncompared=5), "calls on GPUs before it differs"),
         (refusal(1), "rank 1 refused its call"),

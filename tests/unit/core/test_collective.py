@@ -63,9 +63,8 @@ def test_a_strided_tensor_is_refused():
 
 def test_error_feedback_needs_a_name():
     chosen = collectives(quantizer={"error_feedback": True})
-    request = summed(torch.zeros(4))
-    with pytest.raises(UnsupportedError, match="name="):
-        chosen.prepare(request, chosen.config)
+    with pytest.raises(UnsupportedError, match="pass a name"):
+        chosen.decide(summed(torch.zeros(4)))
 
 
 def reduce(chosen: Collectives, transport, tensor: torch.Tensor) -> None:

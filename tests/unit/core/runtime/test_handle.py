@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ncz_plugins.core.errors import PeerError
-from ncz_plugins.core.regroup import Regrouped
-from ncz_plugins.core.runtime.worker import FutureHandle, Worker
+from ncz_plugins.core.runtime.worker import Worker
 
 
 @pytest.fixture
@@ -34,23 +33,3 @@ def test_a_future_raises_what_went_wrong(worker):
         future.wait()
     with pytest.raises(RuntimeError, match="PeerError: rank 1"):  # torch keeps the text only
         future.then(lambda done: done.value()).wait()
-
-
-def test_so_does_that_of_slices_which_were_reduced_by_themselves(worker):
-    whole = torch.zeros(4)
-    first, second = torch.ones(2), torch.ones(2)
-
-    def handle_of(part: torch.Tensor, job) -> FutureHandle:
-        return worker.submit(job).giving(part)
-
-    pieces = whole.split(2)
-    under_way = [(handle_of(each, lambda: None), each, [piece]) for each, piece in zip((first, second), pieces)]
-    [result] = Regrouped(under_way).giving(whole).get_future().wait()
-    assert result is whole and whole.tolist() == [1, 1, 1, 1]
-
-    under_way = [
-        (handle_of(first, lambda: None), first, [pieces[0]]),
-        (handle_of(second, refused), second, [pieces[1]]),
-    ]
-    with pytest.raises(RuntimeError, match="PeerError: rank 1"):
-        Regrouped(under_way).giving(whole).get_future().wait()
