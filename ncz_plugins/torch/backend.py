@@ -1,8 +1,9 @@
 """A backend by name, for programs that offer nothing else: import this, then `init_process_group("ncz")`.
 
 torch takes a process group that is written in Python in place of its own. This one has gloo for tensors in host memory
-and NCCL for those on GPUs, and compresses what reduces gradients, as far as a process group can tell: `all_reduce` and
-`reduce_scatter_tensor` of floats, with SUM or AVG. Nothing else is touched: weights are broadcast as they are.
+and NCCL for those on GPUs, and compresses what reduces gradients, as far as a process group can tell: `all_reduce`,
+`all_reduce_coalesced` and `reduce_scatter_tensor` of floats, with SUM or AVG. Nothing else is touched: weights are
+broadcast as they are.
 
 The environment variable NCZ_CONFIG names a configuration file; without it all settings have their defaults.
 
@@ -57,6 +58,14 @@ class CompressedBackend(dist.ProcessGroup):
         handle = self._connected().all_reduce(tensors[0], op, async_op=True, role="gradient")
         return _HandleWork(handle)
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        op = opts.reduceOp.op
+        if not all(_reduces_gradients(tensor, op) for tensor in tensors):
+            return self._plain.allreduce_coalesced(tensors, opts)
+        handle = self._connected().all_reduce_coalesced(tensors, op, async_op=True, role="gradient")
+        return _HandleWork(handle)
+
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         op = opts.reduceOp.op
@@ -100,7 +109,6 @@ for _name in (
     "allgather",
     "all_gather_single_coalesced",
     "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
     "all_to_all_single",
     "alltoall_base",
     "barrier",

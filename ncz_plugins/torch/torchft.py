@@ -82,13 +82,11 @@ class CompressedProcessGroup(ProcessGroupWrapper):
         self._communicator = Communicator(self._config, self._inner.parent, self.training, store)
 
     def allreduce(self, tensors: list[Tensor], opts) -> Handle:
-        """Reduce one tensor over replicas, in place. Returns a handle with `wait` and `get_future`."""
+        """Reduce tensors over replicas, in place. Returns a handle with `wait` and `get_future`."""
         if self._communicator is None:
             raise PeerError("this process group has no quorum: it was not configured, or aborted since")
-        if len(tensors) != 1:
-            raise UnsupportedError(f"allreduce of {len(tensors)} tensors: pass one")
         op = opts.reduceOp.op if isinstance(opts, dist.AllreduceOptions) else opts
-        return self._communicator.all_reduce(tensors[0], op, async_op=True, role="gradient")
+        return self._communicator.all_reduce_coalesced(tensors, op, async_op=True, role="gradient")
 
     def errored(self) -> Exception | None:
         """What broke the connections of this quorum, so that the next one opens new ones; None while all is well."""

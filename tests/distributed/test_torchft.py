@@ -110,6 +110,22 @@ def test_quorums_of_any_size_follow_each_other(store):
         group.shutdown()
 
 
+def test_several_tensors_are_one_call(store):
+    groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+
+    def work(group, rank):
+        mine = [ONES * (rank + 1), ONES[:7] * (rank + 1)]
+        assert len(group.allreduce(mine, dist.AllreduceOptions()).get_future().wait()) == 2
+        return torch.cat(mine)
+
+    for result in together(groups, work):
+        torch.testing.assert_close(result, torch.full([10_014], 3.0), rtol=0.3, atol=0)
+    assert groups[0].stats.total.compressed_calls == groups[0].stats.total.calls == 1
+    for group in groups:
+        group.shutdown()
+
+
 def test_an_aborted_group_says_so_until_its_next_quorum(store):
     groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
     assert all(isinstance(each, PeerError) for each in sums(groups))

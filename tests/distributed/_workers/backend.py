@@ -53,6 +53,24 @@ def sums_and_averages_of_floats_are_compressed(group):
 
 
 @check
+def lists_of_floats_are_compressed_together(group):
+    first, second = values[:70_000].clone(), values[70_000:].clone()
+    dist.all_reduce_coalesced([first, second], group=group)
+    exact = gathered(values).sum(0)
+    error = (torch.cat([first, second]) - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.3, error
+    same_on_all_ranks([digest(each.cpu()) for each in (first, second)], group)
+    future = dist.all_reduce_coalesced([first, second], group=group, async_op=True)
+    results = future.wait()
+    assert [each.shape for each in results] == [first.shape, second.shape]
+    total = group.communicator.stats.total
+    assert total.compressed_calls == total.calls == 2, total
+    integers = [torch.arange(5, device=device), torch.arange(3, device=device)]
+    dist.all_reduce_coalesced(integers, group=group)
+    assert integers[0].tolist() == [world_size * each for each in range(5)] and total.calls == 2
+
+
+@check
 def reduce_scatters_are_compressed(group):
     whole = torch.randn(world_size * 50_000, generator=generator).to(device)
     exact = gathered(whole).sum(0).view(world_size, -1)[rank]
