@@ -135,13 +135,22 @@ NCZ_FUNCTION int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) 
 // Blocks that have a quantization step each.
 NCZ_FUNCTION int64_t scale_blocks_of(int64_t count) { return (count + ncz::SCALE_BLOCK - 1) / ncz::SCALE_BLOCK; }
 
-// The random number of an element. Two rounds of multiplying and shifting, with constants that Wellons found by search
-// ("Prospecting for hash functions", 2018), the key's halves added before each.
-NCZ_FUNCTION uint32_t random_word(const ncz::Noise& noise, uint32_t low, uint32_t high) {
-    uint32_t x = low + high * 0x9E3779B9u + uint32_t(noise.key);
+// Where the hash of an element's number begins.
+NCZ_FUNCTION uint32_t hash_start(const ncz::Noise& noise, uint32_t low, uint32_t high) {
+    return low + high * 0x9E3779B9u + uint32_t(noise.key);
+}
+
+// The rest of it. Two rounds of multiplying and shifting, with constants that Wellons found by search ("Prospecting for
+// hash functions", 2018), the key's halves added before each.
+NCZ_FUNCTION uint32_t hashed(const ncz::Noise& noise, uint32_t x) {
     x = (x ^ x >> 16) * 0x7FEB352Du;
     x = ((x ^ x >> 15) + uint32_t(noise.key >> 32)) * 0x846CA68Bu;
     return (x ^ x >> 16) + noise.shift;
+}
+
+// The random number of an element.
+NCZ_FUNCTION uint32_t random_word(const ncz::Noise& noise, uint32_t low, uint32_t high) {
+    return hashed(noise, hash_start(noise, low, high));
 }
 
 // Bits per symbol of a RAW frame whose largest symbol has `bits`.
