@@ -15,6 +15,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
 
 
+def pytest_unconfigure():
+    """End the processes that tests kept."""
+    import forking  # from a folder that `pythonpath` names, which is not there yet when this file is read
+
+    forking.close()
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which one process does not need
 def pytest_xdist_make_scheduler(config, log):
     """One process begins with what must not run side by side; the others take the rest, file by file, and all end it.

@@ -4,6 +4,7 @@ For tests that are not about a launcher: those import PyTorch, and what is built
 """
 
 import argparse
+import gc
 import json
 import os
 import runpy
@@ -86,20 +87,27 @@ def wait_for(processes: list[int], folder: Path | None) -> bool:
     return not any(exits)
 
 
-def main() -> int:
+def import_modules(names: str) -> None:
+    """Import modules whose names commas separate, for good: forks that end would take a second to collect them."""
+    for name in filter(None, names.split(",")):
+        import_module(name)
+    gc.freeze()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line says, or `arguments` in its place. Returns in ranks only; their parent just ends."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", help="to import before the forks, separated by commas; none may start a thread")
     parser.add_argument("environment", choices=ENVIRONMENTS)
     parser.add_argument("ranks", type=int)
     parser.add_argument("port")
-    parser.add_argument("modules", help="to import before the forks, separated by commas; none may start a thread")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.add_argument(
         "--into", type=Path, metavar="FOLDER", help="for rankN.log, rankN.json, and exits.json: null while a rank runs"
     )
-    args = parser.parse_args()
-    for module in filter(None, args.modules.split(",")):
-        import_module(module)
+    args = parser.parse_args(arguments)
+    import_modules(args.modules)
     processes = []
     for rank in range(args.ranks):
         process = os.fork()
@@ -112,7 +120,9 @@ def main() -> int:
         processes.append(process)
     if args.environment == "horovod":
         serve_horovod(args.ranks, int(args.port))
-    return 0 if wait_for(processes, args.into) else 1
+    ended_well = wait_for(processes, args.into)
+    sys.stdout.flush()
+    os._exit(0 if ended_well else 1)  # it has nothing to tidy up, and what it has imported goes slowly
 
 
 if __name__ == "__main__":

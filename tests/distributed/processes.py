@@ -1,10 +1,8 @@
 """Starts one real process per rank and never waits for ever."""
 
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 from repository import FORKED_RANKS
@@ -55,29 +54,25 @@ def run(
     Args:
         imports: modules that the worker will import, separated by commas, none of which may start a thread.
     """
-    forks = [FORKED_RANKS, "--into", folder, "hosts", world_size, free_port(), imports, WORKERS / f"{worker}.py"]
+    forks = [FORKED_RANKS, imports, "--into", folder, "hosts", world_size, free_port(), WORKERS / f"{worker}.py"]
     settings = {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join([str(WORKERS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    with open(folder / "fork.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *map(str, forks), *arguments],
-            env={**os.environ, **settings, **(environment or {})},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            process.wait(seconds)
-            late = False
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    process = forking.start(
+        [sys.executable, *map(str, forks), *arguments],
+        cwd=Path.cwd(),
+        env={**os.environ, **settings, **(environment or {})},
+        log=folder / "fork.log",
+    )
+    try:
+        process.wait(seconds)
+        late = False
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        forking.end(process)
     exits = folder / "exits.json"
     codes = json.loads(exits.read_text()) if exits.exists() else [None] * world_size
     finished = []

@@ -7,7 +7,8 @@ from processes import DEVICES, Finished, names, passed, results, run
 from torch.distributed import fsdp
 
 WORLD_SIZES = {"behaviour": [3], "plain_calls": [3], "coalesced": [2, 3], "ddp": [2, 3], "fsdp": [2, 4], "backend": [3]}
-IMPORTS = {"ddp": "ncz_plugins.torch.ddp", "fsdp": "ncz_plugins.torch.fsdp", "backend": "ncz_plugins.torch.backend"}
+# With what the first optimizer of PyTorch imports.
+IMPORTS = {worker: f"ncz_plugins.torch.{worker},torch._dynamo" for worker in ("ddp", "fsdp", "backend")}
 ON_GPU = {"ddp", "fsdp", "backend"}
 FSDP_LETS_OTHERS_REDUCE = hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_reduce_scatter")
 RUNS = [(worker, world_size) for worker, sizes in WORLD_SIZES.items() for world_size in sizes]

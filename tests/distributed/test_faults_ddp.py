@@ -6,7 +6,7 @@ from processes import run
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_dead_rank_ends_the_backward_pass_of_the_others(world_size, tmp_path):
-    *others, dead = run("ddp_death", world_size, tmp_path, imports="ncz_plugins.torch.ddp")
+    *others, dead = run("ddp_death", world_size, tmp_path, imports="ncz_plugins.torch.ddp,torch._dynamo")
     assert dead.returncode == 3
     for each in others:
         assert each.returncode == 0, each.output

@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=20)
 @pytest.fixture(scope="module", params=DEVICES)
 def replicas(request, tmp_path_factory):
     """What replicas 0, 1 and 3 saw. Replica 2 was killed, whereupon replica 3 joined."""
-    imports = "ncz_plugins.torch.torchft,torchft.local_sgd"
+    imports = "ncz_plugins.torch.torchft,torchft.local_sgd,torch._dynamo"
     folder = tmp_path_factory.mktemp("torchft")
     finished = run("torchft_replicas", 4, folder, request.param, imports=imports, seconds=100)
     assert [each.returncode for each in finished] == [0, 0, -9, 0], report(finished)

@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import forking
 import numpy as np
 import pytest
 import yaml
@@ -252,7 +253,7 @@ WITH_PROGRAMS = [page for page in PAGES if any(block.word == "ranks" for block i
 
 
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
-def test_programs_run(page, tmp_path, monkeypatch):
+def test_programs_run(page, tmp_path):
     if (package := REQUIRED.get(page.stem)) and find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     files_of(page, tmp_path)
@@ -264,13 +265,14 @@ def test_programs_run(page, tmp_path, monkeypatch):
             lines += block.text.strip("\n").splitlines()
     program.write_text("\n".join(lines) + "\n")
     (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
-    monkeypatch.chdir(tmp_path)
     imports = IMPORTS.get(page.stem, "ncz_plugins.core.communicator")
-    command = [sys.executable, str(FORKED_RANKS), "torch", str(ranks), str(free_port()), imports]
-    done = subprocess.run(
-        [*command, str(program)], env=environment(), text=True, timeout=PROGRAM_SECONDS, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, str(FORKED_RANKS), imports, "torch", str(ranks), str(free_port()), str(program)]
+    process = forking.start(command, cwd=tmp_path, env=environment(), log=(log := tmp_path / "output.log"))
+    try:
+        status = process.wait(PROGRAM_SECONDS)
+    finally:
+        forking.end(process)
+    assert status == 0, log.read_text(errors="replace")
 
 
 def test_every_python_block_of_the_guides_runs_or_says_why_not():

@@ -1,15 +1,14 @@
 """Starts a real launcher and brings back what every rank wrote."""
 
-import contextlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import forking
 import pytest
 from repository import FORKED_RANKS, ROOT
 
@@ -57,20 +56,20 @@ def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -
 def deepspeed_ranks(*script: object, ranks: int = 2, imports: str = "ncz_plugins.deepspeed") -> list[str]:
     """The command that starts a script once per rank without a launcher, for tests that are not about one.
 
-    `imports` are the modules that all ranks share.
+    `imports` are the modules that all ranks share, besides what `deepspeed.initialize` imports.
     """
-    return _forked("torch", imports, script, ranks)
+    return _forked("torch", f"{imports},deepspeed.runtime.zero.muon.muon_optimizer", script, ranks)
 
 
 def horovod_ranks(
     *script: object, ranks: int = 2, imports: str = "ncz_plugins.core.communicator,horovod.torch"
 ) -> list[str]:
-    """The same for Horovod."""
-    return _forked("horovod", imports, script, ranks)
+    """The same for Horovod, with what the first optimizer of PyTorch imports."""
+    return _forked("horovod", f"{imports},torch._dynamo", script, ranks)
 
 
 def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int) -> list[str]:
-    return [sys.executable, str(FORKED_RANKS), kind, str(ranks), str(free_port()), modules, *map(str, script)]
+    return [sys.executable, str(FORKED_RANKS), modules, kind, str(ranks), str(free_port()), *map(str, script)]
 
 
 def launch(
@@ -85,24 +84,13 @@ def launch(
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "NCZ_TEST_RESULTS": str(folder)}
     settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     log = folder / "output.log"
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **settings, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {timeout} s: {command}\n{_end_of(log)}") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    process = forking.start(command, cwd=folder, env={**os.environ, **settings, **(environment or {})}, log=log)
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"not done after {timeout} s: {command}\n{_end_of(log)}") from None
+    finally:
+        forking.end(process)
     assert (process.returncode != 0) == fails, f"exit status {process.returncode}: {command}\n{_end_of(log)}"
     files = sorted(folder.glob("rank*.json"), key=lambda file: int(file.stem.removeprefix("rank")))
     return Outcome(

@@ -60,7 +60,7 @@ class Environment:
         file = folder / "ds.json"
         folder.mkdir()
         file.write_text(json.dumps(config))
-        forks = [FORKED_RANKS, "torch", 2, free_port(), "deepspeed", SCRIPT, "--deepspeed_config", file]
+        forks = [FORKED_RANKS, "deepspeed", "torch", 2, free_port(), SCRIPT, "--deepspeed_config", file]
         return launch([str(self.python), *map(str, forks)], folder, timeout=120).ranks
 
 
