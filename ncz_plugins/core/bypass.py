@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.backend import HostBackend
 from ..kernels.format import DTYPES
 from .codec.layout import Layout
 from .codec.quantize import Derived, Scales, derive
@@ -103,14 +104,20 @@ def by_size(nbytes: int, config: Config) -> Bypass | None:
 
 
 def scales_or_bypass(
-    agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1
+    agreed: Tensor,
+    layout: Layout,
+    quantizer: QuantizerConfig,
+    dtype: torch.dtype,
+    addends: int,
+    divisor: float = 1,
+    backend: HostBackend | None = None,
 ) -> Scales | Bypass:
     """The quantization steps that follow from what the ranks agreed on, or the reason to go plain.
 
     Args:
-        agreed, layout, quantizer, dtype, addends, divisor: see `quantize.derive`.
+        agreed, layout, quantizer, dtype, addends, divisor, backend: see `quantize.derive`.
     """
-    derived = derive(agreed, layout, quantizer, dtype, addends, divisor)
+    derived = derive(agreed, layout, quantizer, dtype, addends, divisor, backend)
     return by_scales(derived, dtype) or derived.scales
 
 

@@ -265,6 +265,30 @@ class Backend(ABC):
         """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`; NaN for +inf."""
 
 
+class HostBackend(Backend):
+    """Kernels for host memory, which measure blocks of SCALE_BLOCK and find their steps in one pass each.
+
+    core/codec/quantize.py does so for all other blocks, and says what the numbers mean.
+    """
+
+    @abstractmethod
+    def root_mean_squares(self, x: Tensor, most: float, out: Tensor) -> None:
+        """The root mean square of each block, rounded down to bfloat16: `out`, [blocks].
+
+        Infinity for a block that holds a NaN, an infinity, or a magnitude larger than `most`. Not of float64.
+        """
+
+    @abstractmethod
+    def steps_of(self, agreed: Tensor, rule: StepRule) -> tuple[Tensor, Tensor, float]:
+        """The inverse steps and scales of blocks, float32, [blocks], by the largest root mean squares among the ranks.
+
+        Args:
+            agreed: bfloat16, [blocks].
+
+        Returns besides over how many codes the usual values of a block spread, at most; 0 if a block has no step.
+        """
+
+
 class GpuBackend(Backend):
     """Kernels of a GPU, which meet damage while the host does something else, and derive quantization steps there."""
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.backend import Backend, GpuBackend
-from ...kernels.format import CHUNK, MODES, StepRule
+from ...kernels.backend import GpuBackend, HostBackend
+from ...kernels.format import CHUNK, MODES, SCALE_BLOCK, StepRule
+from ...kernels.reference.scales import finest, rounded_down, usable_bound
 from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
@@ -24,8 +26,8 @@ from .layout import Layout, Window
 # in quantizing (1/step, the product), up to three in dequantizing (int to float, step/n, the product), the rest in
 # measuring and here. Reserving them keeps the bound strict; naive code exceeds it by 2% at a bound of 1e-6.
 _ROUNDINGS = 6
-_MAX_CODE = 2**31 - 2**10  # the sum of all ranks' codes; less than int32 holds, as products are rounded
 _WORTHWHILE = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
+_SURELY_WORTHWHILE = 0.8  # the same of the block that needs most: then the average need not be known
 _BFLOAT16 = 1 + 2.0**-7  # what was rounded down to bfloat16 was less than this times as large
 _STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
 
@@ -86,10 +88,11 @@ def mode_of(quantizer: QuantizerConfig, dtype: torch.dtype) -> str:
 
 def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
     """Smaller bounds count as this one. Below it quantization steps and scales of averages would lose digits."""
-    # A quarter of the bound is left to the step, see `_finest`, and that divided makes the scale.
+    # A quarter of the bound is left to the step, see `finest`, and that divided makes the scale.
     return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 
 
+@lru_cache(maxsize=64)
 def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> StepRule:
     """The numbers that all blocks of a call share: see `derive`, which takes the same arguments."""
     work, final = np.finfo(work_dtype(dtype)), torch.finfo(dtype)
@@ -116,7 +119,7 @@ def most_summable(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, 
 
 
 def measure(
-    backend: Backend,
+    backend: HostBackend,
     source: Window,
     layout: Layout,
     segments: range,
@@ -143,6 +146,13 @@ def measure(
     """
     frames = range(layout.frames) if frames is None else frames
     cut = layout.cut(frames)
+    alone = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
+    if alone and quantizer.block_in_effect == SCALE_BLOCK:
+        measured = torch.zeros(cut.steps, dtype=torch.bfloat16)
+        for i in segments:
+            here = measured[cut.steps_of(range(i, i + 1))]
+            backend.root_mean_squares(source[layout.run(i, frames)], most, here)
+        return measured
     highest, negated = np.full((2, cut.steps), -np.inf if quantizer.mode == "range" else 0.0)
     squares = np.zeros(cut.steps)
     if segments:
@@ -163,7 +173,7 @@ def measure(
         at_least = measured[0] / np.sqrt(lengths)
         usable = (mean > 1e-290) & np.isfinite(mean)
         rms = np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)
-        if not largest and mode_of(quantizer, source.data.dtype) == "rms only":
+        if alone:
             return _rounded_down_to_bfloat16(np.where(measured[0] > most, np.inf, rms))
         measured += [rms]
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
@@ -182,7 +192,13 @@ def joined(pieces: list[tuple[range, Tensor]], layout: Layout, block: int) -> Te
 
 
 def derive(
-    agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1
+    agreed: Tensor,
+    layout: Layout,
+    quantizer: QuantizerConfig,
+    dtype: torch.dtype,
+    addends: int,
+    divisor: float = 1,
+    backend: HostBackend | None = None,
 ) -> Derived:
     """The quantization steps that follow from the agreed vector, and how many bits codes will take.
 
@@ -190,7 +206,13 @@ def derive(
         agreed: element-wise maximum over ranks of what `measure` returned.
         addends: how many ranks' codes are summed (1 for gathers and broadcasts).
         divisor: what a sum is divided by (the world size for an average).
+        backend: finds the steps of small blocks faster; they are the same.
     """
+    if backend is not None and agreed.dtype == torch.bfloat16 and quantizer.block_in_effect == SCALE_BLOCK:
+        *found, spread = backend.steps_of(agreed, step_rule(quantizer, dtype, addends, divisor))
+        bits = math.log2(spread) + 1 if spread else math.inf
+        if bits <= _SURELY_WORTHWHILE * 8 * dtype.itemsize:
+            return Derived(Scales(*found), bits_per_value=bits)
     if torch.isposinf(agreed).any():
         return Derived(None, finite=False)
     work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
@@ -200,14 +222,9 @@ def derive(
         if agreed.dtype != torch.bfloat16 and ((largest + bound) * rule.share > rule.most).any():
             return Derived(None, finite=False)
     bound = np.maximum(bound, rule.least)
-    too_fine = bound < _finest(largest, rule)
-    usable = bound - rule.reserved * (largest + bound)
-    if rule.rounding:
-        # The result's own rounding, too. That of a small error doubles it at most: what was rounded had this dtype.
-        rounding = rule.rounding * np.maximum(largest + bound, rule.tiny)
-        usable = np.maximum(usable - rounding, usable / 2)
+    too_fine = bound < finest(largest, rule)
     # The cap keeps an absurdly wide absolute bound from becoming infinite.
-    step = _rounded_down(np.minimum(rule.steps_per_bound * usable, rule.cap), work)
+    step = rounded_down(np.minimum(rule.steps_per_bound * usable_bound(bound, largest, rule), rule.cap), work)
     if quantizer.mode == "range" and quantizer.kind_in_effect == "error_bound":
         # A block that holds nothing but one value leaves no room for an error, and needs none if that is the step.
         single = too_fine & (relative_to == 0)
@@ -265,12 +282,12 @@ def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout, quantizer
 def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtype) -> float | None:
     """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
     relative_to, largest, _ = _blocks(agreed, quantizer)
-    finest = _finest(largest, step_rule(quantizer, dtype, addends=1))
+    needs = finest(largest, step_rule(quantizer, dtype, addends=1))
     needed = largest > 0
     if quantizer.kind_in_effect == "error_bound":
         needed &= relative_to > 0  # see the blocks of one value above
     with np.errstate(divide="ignore", over="ignore"):
-        value = np.max(finest[needed] / relative_to[needed], initial=0)
+        value = np.max(needs[needed] / relative_to[needed], initial=0)
     try:
         return QuantizerConfig(kind=quantizer.kind, mode=quantizer.mode, value=float(value)).value
     except ConfigError:  # more than the mode allows
@@ -295,13 +312,6 @@ def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.
     return extent, np.maximum(np.abs(highest), np.abs(negated)), extent
 
 
-def _finest(largest: np.ndarray, rule: StepRule) -> np.ndarray:
-    """The smallest bound of each block that leaves a quarter of it to the steps, and whose codes don't overflow."""
-    reserved = rule.reserved
-    usable = rule.addends * (largest / (_MAX_CODE - rule.addends)) / rule.steps_per_bound
-    return np.maximum(reserved * largest / (0.75 - reserved), (reserved * largest + usable) / (1 - reserved))
-
-
 def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
     with np.errstate(over="ignore"):
         rounded = values.astype(dtype)
@@ -310,11 +320,5 @@ def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
 
 def _rounded_down_to_bfloat16(values: np.ndarray) -> Tensor:
     """Of values that are not negative."""
-    bits = _rounded_down(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    bits = rounded_down(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
     return torch.from_numpy(bits.view(np.float32)).bfloat16()
-
-
-def _rounded_down(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = values.astype(dtype)
-    return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded).astype(dtype)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import damage
-from ..backend import Backend
-from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, blocks_of, packed_bytes
+from ..backend import HostBackend
+from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, StepRule, blocks_of, packed_bytes
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 4  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 5  # ncz::ABI_VERSION in common/format.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
@@ -41,6 +41,8 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
     "add_packed": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
     "unpack": (None, (_POINTER, _INT32, _POINTER, _POINTER, ctypes.c_float, _POINTER, _INT32)),
+    "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # these two in scales.h
+    "steps_of": (ctypes.c_double, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
 }
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
@@ -64,10 +66,14 @@ class _Rows(ctypes.Structure):  # ncz::Rows
     _fields_ = [(name, _INT64) for name in Rows._fields]
 
 
+class _StepRule(ctypes.Structure):  # StepRule in scales.h
+    _fields_ = [(name, ctypes.c_double) for name in StepRule._fields[1:]]
+
+
 _scratch = Scratch()
 
 
-class CpuBackend(Backend):
+class CpuBackend(HostBackend):
     """The C++ kernels compiled for one instruction set: "avx2" or "portable".
 
     Raises ImportError if the library isn't built, is of another version, or can't run on this CPU.
@@ -135,6 +141,15 @@ class CpuBackend(Backend):
         count, dtype = out.numel(), _DTYPE[out.dtype]
         self._add_differences(codes.data_ptr(), base.data_ptr(), count, out.data_ptr(), dtype)
 
+    def root_mean_squares(self, x, most, out):
+        self._root_mean_squares(x.data_ptr(), _DTYPE[x.dtype], x.numel(), most, out.data_ptr())
+
+    def steps_of(self, agreed, rule):
+        inverse_steps, scales = torch.empty(2, agreed.numel()).unbind()
+        results = inverse_steps.data_ptr(), scales.data_ptr()
+        spread = self._steps_of(agreed.data_ptr(), agreed.numel(), _step_rule(rule), *results)
+        return inverse_steps, scales, spread
+
     def block_magnitudes(self, x, rows, magnitudes):
         self._block_magnitudes(x.data_ptr(), _DTYPE[x.dtype], _rows(rows), magnitudes.data_ptr())
 
@@ -173,6 +188,11 @@ def _library() -> ctypes.CDLL:
 @functools.lru_cache(maxsize=64)
 def _coding(coding: Coding):
     return ctypes.byref(_Coding(coding.coder, coding.predictor, tuple(coding.costs)))
+
+
+@functools.lru_cache(maxsize=64)
+def _step_rule(rule: StepRule):
+    return ctypes.byref(_StepRule(*rule[1:]))
 
 
 def _rows(rows: Rows):

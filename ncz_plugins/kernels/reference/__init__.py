@@ -11,6 +11,7 @@ first widened to float32, which is exact.
     frames    whole frames
     differences    what floats are less other floats
     fixed_rate    codes of equally many bits, without frames
+    scales    from the values of blocks to their quantization steps
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..backend import Backend
-from . import differences, fixed_rate, frames, values
+from ..backend import HostBackend
+from . import differences, fixed_rate, frames, scales, values
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(HostBackend):
     """The numpy kernels behind the interface that all backends share."""
 
     name = "reference"
@@ -69,6 +70,13 @@ class ReferenceBackend(Backend):
 
     def add_differences(self, codes, base, out):
         _integers(out)[:] = differences.restored(codes.numpy(), _integers(base))
+
+    def root_mean_squares(self, x, most, out):
+        _bits(out)[:] = scales.root_mean_squares(_values(x), most)
+
+    def steps_of(self, agreed, rule):
+        inverse_steps, of_codes, spread = scales.steps_of(_bits(agreed), rule)
+        return torch.from_numpy(inverse_steps), torch.from_numpy(of_codes), spread
 
     def block_magnitudes(self, x, rows, magnitudes):
         _bits(magnitudes)[:] = fixed_rate.block_magnitudes(_values(x), rows)

@@ -30,6 +30,7 @@ from ncz_plugins.kernels.format import (
     Noise,
     Predictor,
     SelectorCosts,
+    StepRule,
     blocks_of,
     max_frame_bytes,
 )
@@ -149,6 +150,59 @@ def test_block_statistics_are_what_they_say(any_backend):
         block = x[b * SCALE_BLOCK : (b + 1) * SCALE_BLOCK].double()
         assert (lowest[b], highest[b]) == (block.min(), block.max())
         torch.testing.assert_close(squares[b], block.square().sum())
+
+
+# ------------------------------------------------------------------ steps
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64], ids=str)
+@pytest.mark.parametrize("special", [0.0, float("nan"), -float("inf"), 1e6, "max", "tiny"])
+def test_root_mean_squares(backend, dtype, special):
+    if isinstance(special, str):
+        special = getattr(torch.finfo(dtype), special)
+    for count, most in itertools.product(COUNTS, (1e4, torch.finfo(dtype).max)):
+        x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+        x[count // 2 : count // 2 + 1] = special
+        ours, theirs = torch.full((2, blocks_of(count)), 7.0, dtype=torch.bfloat16)
+        backend.root_mean_squares(x, most, ours)
+        REFERENCE.root_mean_squares(x, most, theirs)
+        assert_same(ours, theirs)
+
+
+def test_root_mean_squares_are_what_they_say(any_backend):
+    x = torch.randn(2 * SCALE_BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    x[3], x[SCALE_BLOCK + 3] = 100, float("nan")
+    found = torch.empty(3, dtype=torch.bfloat16)
+    any_backend.root_mean_squares(x, 100.0, found)
+    exact = torch.stack([part.double().square().mean().sqrt() for part in x.split(SCALE_BLOCK)])
+    assert found[1] == torch.inf
+    for at in (0, 2):
+        assert exact[at] / (1 + 2.0**-7) < found[at] <= exact[at]
+    any_backend.root_mean_squares(x, 99.9, found)
+    assert found[0] == torch.inf
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@settings(deadline=None)
+@given(
+    bits=st.lists(st.integers(0, 0x7F80), min_size=0, max_size=70),  # from 0 to infinity
+    mode=st.sampled_from([(1.0, 0.0), (2.0, 0.0), (1.0, 2.0**-9)]),
+    value=st.sampled_from([1e-7, 1e-3, 0.1, 10.0]),
+    addends=st.integers(1, 100),
+    divisor=st.sampled_from([1, 2, 7.0, 0.3]),
+)
+def test_steps_of_root_mean_squares(name, bits, mode, value, addends, divisor):
+    steps_per_bound, rounding = mode
+    rule = StepRule(
+        4, value, addends, addends / divisor, divisor, steps_per_bound, 1e-37, 6 * 2.0**-24, 1e38, rounding, 1e-38, 1e38
+    )
+    agreed = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
+    *expected, spread = REFERENCE.steps_of(agreed, rule)
+    *found, most = kernels.load(name).steps_of(agreed, rule)
+    assert most == spread
+    if spread:
+        for ours, theirs in zip(found, expected):
+            assert_same(ours, theirs)
 
 
 # ------------------------------------------------------------------ frames

@@ -31,6 +31,33 @@ def agree(tensors: list[torch.Tensor], quantizer: QuantizerConfig, divisor: int 
     return scales_or_bypass(agreed, layout, quantizer, tensors[0].dtype, len(tensors), divisor)
 
 
+@settings(deadline=None)
+@given(
+    magnitude=st.sampled_from([1e-38, 1e-20, 1.0, 3e4, 1e37]),
+    numel=st.sampled_from([0, 1, SCALE_BLOCK, 1000, CHUNK + 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kind=st.sampled_from(KINDS),
+    value=st.sampled_from([1e-6, 1e-3, 0.05, 1.0, 9.0]),
+    divisor=st.sampled_from([1, 3]),
+)
+def test_kernels_find_the_steps_that_numpy_finds(magnitude, numel, dtype, kind, value, divisor):
+    """Of small blocks; or the same reason to go plain."""
+    quantizer = QuantizerConfig(kind=kind, mode="rms", value=value, block=SCALE_BLOCK)
+    generator = torch.Generator().manual_seed(numel)
+    x = (torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator) * magnitude).to(dtype)
+    layout = Layout.split(numel, 2, 1 << 20, SCALE_BLOCK)
+    measured = measure(
+        BACKEND, Window(x), layout, range(2), quantizer, most=most_summable(quantizer, dtype, 3, divisor)
+    )
+    ours, theirs = (
+        scales_or_bypass(measured, layout, quantizer, dtype, 3, divisor, backend) for backend in (BACKEND, None)
+    )
+    if isinstance(theirs, Scales):
+        assert torch.equal(ours.inverse_steps, theirs.inverse_steps) and torch.equal(ours.scales, theirs.scales)
+    else:
+        assert ours == theirs
+
+
 def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: QuantizerConfig | None = None) -> torch.Tensor:
     total = torch.zeros(tensors[0].numel(), dtype=torch.int32)
     for rank, tensor in enumerate(tensors):

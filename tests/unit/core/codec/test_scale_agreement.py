@@ -201,12 +201,12 @@ class Noting:
 
     def __getattr__(self, name: str):
         value = getattr(self._backend, name)
-        if name not in ("statistics_of", "encode_sums", "decode_frames"):
+        if name not in ("root_mean_squares", "encode_sums", "decode_frames"):
             return value
 
         def noted(of, *args):
-            if name == "statistics_of":
-                self._used += ["measure"] * len(of)
+            if name == "root_mean_squares":
+                self._used += ["measure"]
             elif name == "encode_sums":
                 self._used += ["reduce" if each.frames else "encode" for each in of if each.x.numel()]
             else:
