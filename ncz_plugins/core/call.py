@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -143,7 +144,7 @@ class Call:
     verify_as: str | None = None
     described: Mapping[str, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """What calls must have in common to be expected to go alike."""
         quantizer = self.config.quantizer

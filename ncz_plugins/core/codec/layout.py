@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
@@ -31,6 +33,7 @@ class Layout:
     frame_elements: int
 
     @classmethod
+    @lru_cache(maxsize=256)  # most calls are repeated
     def split(cls, numel: int, segments: int, frame_elements: int, block: int) -> Layout:
         """Segments of nearly equal size that start on multiples of CHUNK and of `block`.
 
@@ -49,11 +52,21 @@ class Layout:
         enough = max(_MIN_FRAME_CHUNKS, -(-longest // _FRAMES_TO_OVERLAP))
         return cls(tuple(lengths), min(chunks_of(frame_elements), enough) * CHUNK)
 
-    @property
-    def numel(self) -> int:
-        return sum(self.lengths)
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first element of each segment, and the number of all."""
+        return [0, *accumulate(self.lengths)]
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        """The first step of each segment, and the number of all."""
+        return [0, *accumulate(map(blocks_of, self.lengths))]
 
     @property
+    def numel(self) -> int:
+        return self._starts[-1]
+
+    @cached_property
     def frames(self) -> int:
         """Frames of every segment: as many as the longest needs, so in shorter ones the last are empty."""
         return max(1, -(-max(self.lengths) // self.frame_elements))
@@ -61,12 +74,11 @@ class Layout:
     @property
     def steps(self) -> int:
         """Quantization steps of the whole tensor: one for SCALE_BLOCK elements, counted afresh in every segment."""
-        return sum(map(blocks_of, self.lengths))
+        return self._first_steps[-1]
 
     def segment(self, segment: int) -> slice:
         """Elements of one segment."""
-        start = sum(self.lengths[:segment])
-        return slice(start, start + self.lengths[segment])
+        return slice(self._starts[segment], self._starts[segment + 1])
 
     def part(self, segments: range) -> Layout:
         """The layout of some neighbouring segments by themselves."""
@@ -74,11 +86,11 @@ class Layout:
 
     def elements(self, segments: range) -> slice:
         """Elements of some neighbouring segments."""
-        return slice(sum(self.lengths[: segments.start]), sum(self.lengths[: segments.stop]))
+        return slice(self._starts[segments.start], self._starts[segments.stop])
 
     def steps_of(self, segments: range) -> slice:
         """Those of some neighbouring segments, as an index into the steps of the tensor."""
-        return slice(*(sum(map(blocks_of, self.lengths[:end])) for end in (segments.start, segments.stop)))
+        return slice(self._first_steps[segments.start], self._first_steps[segments.stop])
 
     def frame(self, segment: int, index: int) -> slice:
         """Elements of one frame."""
@@ -86,9 +98,10 @@ class Layout:
 
     def run(self, segment: int, frames: range) -> slice:
         """Elements of neighbouring frames of one segment."""
-        whole = self.segment(segment)
-        ends = (whole.start + index * self.frame_elements for index in (frames.start, frames.stop))
-        return slice(*(min(end, whole.stop) for end in ends))
+        start, stop = self._starts[segment], self._starts[segment + 1]
+        return slice(
+            min(start + frames.start * self.frame_elements, stop), min(start + frames.stop * self.frame_elements, stop)
+        )
 
     def cut(self, frames: range) -> Layout:
         """The layout of these neighbouring frames of every segment by themselves."""
@@ -97,9 +110,9 @@ class Layout:
 
     def frame_steps(self, segment: int, index: int) -> slice:
         """Those of one frame, likewise."""
-        whole = self.steps_of(range(segment, segment + 1))
-        start = min(whole.start + index * (self.frame_elements // SCALE_BLOCK), whole.stop)
-        return slice(start, min(start + self.frame_elements // SCALE_BLOCK, whole.stop))
+        of_frame, stop = self.frame_elements // SCALE_BLOCK, self._first_steps[segment + 1]
+        start = min(self._first_steps[segment] + index * of_frame, stop)
+        return slice(start, min(start + of_frame, stop))
 
     def block_lengths(self, block: int) -> np.ndarray:
         """Elements of each block that shares a scale, [blocks]; blocks start afresh in every segment.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -173,7 +172,7 @@ class TensorCodec(Codec):
     def _count(self, frame: Tensor) -> None:
         """Count a frame by its coder, in host memory only: to look at one on a GPU is to wait for it."""
         if frame.device.type == "cpu":
-            _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+            _, _, coder, *_ = HEADER.unpack_from(frame.numpy())
             name = Coder(coder).name.lower()
             self.counters.coders[name] = self.counters.coders.get(name, 0) + 1
 
@@ -452,12 +451,20 @@ def _name(batch: list[FrameSum]) -> str:
     return f"frame {batch[0].index} of segment {batch[0].segment}" if len(batch) == 1 else "a frame"
 
 
-@contextmanager
-def _naming(frame: str):
-    try:
-        yield
-    except DamagedFrame as damage:
-        raise FrameError(
-            f"{frame} is damaged: {damage}. "
-            "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
-        ) from damage
+class _naming:
+    """Turns DamagedFrame into FrameError, which says what `frame` is damaged."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: str):
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, DamagedFrame):
+            raise FrameError(
+                f"{self._frame} is damaged: {error}. "
+                "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
+            ) from error

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
@@ -274,19 +273,24 @@ def frame_bytes(frame: Tensor, source: int, least: int, most: int) -> int:
     return size
 
 
-@contextmanager
-def peer_errors(doing: str):
+class peer_errors:
     """Turns the RuntimeError of a backend into PeerError.
 
     Args:
         doing: what is being done, as the message's first words.
     """
-    try:
-        yield
-    except NczError:
-        raise
-    except RuntimeError as error:
-        raise PeerError(
-            f"{doing} failed: {error}. A peer has died, left, or not answered within the time-out; "
-            "look at its log, and raise transport.timeout_seconds if it was only slow."
-        ) from error
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: str):
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, NczError):
+            raise PeerError(
+                f"{self._doing} failed: {error}. A peer has died, left, or not answered within the time-out; "
+                "look at its log, and raise transport.timeout_seconds if it was only slow."
+            ) from error
