@@ -66,8 +66,11 @@ class CallQueue:
         return self._last
 
     def run(self, collective: str, job: Job) -> None:
-        """Run a job on host tensors after all earlier ones, on this thread if there is none to wait for."""
-        if self._last is None or self._last.is_completed():
+        """Run a job on host tensors after all earlier ones, on this thread if there is none to wait for.
+
+        To hand a small job to the background thread and to wake up again takes as long as the job.
+        """
+        if (self._last is None or self._last.is_completed()) and not _has_modes():
             self._run(collective, _HOST, job, None)
         else:
             self.submit(collective, _HOST, job).wait()
@@ -126,6 +129,15 @@ class CallQueue:
         if self.error is None:
             self.error = error if isinstance(error, NczError) else NczError(f"{collective} failed: {error!r}")
         self.routes.abort(error)
+
+
+def _has_modes() -> bool:
+    """Whether torch does other things on this thread than on others: `with torch.device(...)`, inference mode."""
+    return (
+        torch.is_inference_mode_enabled()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 _open: weakref.WeakSet[CallQueue] = weakref.WeakSet()

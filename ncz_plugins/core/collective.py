@@ -48,7 +48,8 @@ from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
-_SMALL_BYTES = 4 << 20  # of a tensor: to measure it takes less time than one more message
+SMALL_BYTES = 4 << 20  # of a tensor: to measure it takes less time than one more message
+_WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
@@ -215,11 +216,22 @@ class Collectives:
             verify_as=(named(request.parts) or "") if self.state.picks(self.training.step) else None,
         )
         if request.collective == "all_reduce":
-            layout = layout_of_sum(request.input, n, config)
-            return call(layout, source, output, range(n), schedule.all_reduce)
+            segments = 1 if schedule is direct and self._adds_up_whole(request.input, config) else n
+            layout = layout_of_sum(request.input, segments, config)
+            return call(layout, source, output, range(segments), schedule.all_reduce)
         layout = _equal_segments(request.output, n, config)
         output = Window(output.data, layout.segment(rank).start)
         return call(layout, source, output, range(n), schedule.reduce_scatter)
+
+    def _adds_up_whole(self, tensor: Tensor, config: Config) -> bool:
+        """Whether two ranks send each other one frame of all of it, see `direct`. Codes are the same in any layout."""
+        return (
+            self.world_size == 2
+            and self.nodes is None
+            and not tensor.is_cuda
+            and config.quantizer.kind != "lossless"
+            and tensor.nbytes <= _WHOLE_BYTES
+        )
 
     def _schedule_name(self, config: Config, request: Request) -> str:
         if config.quantizer.bits is not None:
@@ -327,12 +339,12 @@ def frame_elements(tensor: Tensor, config: Config) -> int:
     return nbytes // tensor.element_size()
 
 
-def layout_of_sum(tensor: Tensor, world_size: int, config: Config) -> Layout:
-    """How a tensor that is summed over ranks is cut."""
+def layout_of_sum(tensor: Tensor, segments: int, config: Config) -> Layout:
+    """How a tensor that is summed over ranks is cut: usually into as many segments as there are ranks."""
     if config.quantizer.bits is not None:
-        return equal_rows(tensor.numel(), world_size, frame_elements(tensor, config))
+        return equal_rows(tensor.numel(), segments, frame_elements(tensor, config))
     block = config.quantizer.block_in_effect
-    return Layout.split(tensor.numel(), world_size, frame_elements(tensor, config), block)
+    return Layout.split(tensor.numel(), segments, frame_elements(tensor, config), block)
 
 
 def _equal_segments(segment: Tensor, world_size: int, config: Config) -> Layout:
@@ -481,7 +493,7 @@ def _is_small(call: Call, device: Device, transport: Transport) -> bool:
     quantizer = call.config.quantizer
     return (
         transport.opening_bytes > 0
-        and call.source.data.nbytes <= _SMALL_BYTES
+        and call.source.data.nbytes <= SMALL_BYTES
         and call.within_node is None
         and call.baseline is None
         and quantizer.kind != "lossless"
@@ -564,7 +576,7 @@ def _measured(
         return transport.start_max(measured, counters).wait
 
     def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
-        return scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor)
+        return scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor, device.backend)
 
     pieces = pieces_of(layout, call.config) if call.in_pieces and transport.overlaps else [range(layout.frames)]
     return source, PiecewiseAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)

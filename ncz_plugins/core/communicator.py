@@ -16,7 +16,7 @@ from .bypass import Bypass
 from .call import Call, Request
 from .call_description import checksum_of_list
 from .call_queue import CallQueue, Job
-from .collective import Collectives, Decision
+from .collective import SMALL_BYTES, Collectives, Decision
 from .config import Config
 from .errors import MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
 from .joined import Joined, slices_of
@@ -381,6 +381,13 @@ class Communicator:
             return self._start_on_stream(request, call, async_op, captured)
         self._follow_calls_on_gpus()
         run = _on_pieces(request, partial(self._collectives.run, call))
+        if (
+            not async_op
+            and call.verify_as is None
+            and call.source.data.nbytes <= SMALL_BYTES
+            and not request.input.is_cuda
+        ):
+            return self._queue.run(request.collective, run)
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)

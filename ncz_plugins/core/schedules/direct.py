@@ -4,7 +4,7 @@ Each rank encodes its values once and sends every segment straight to its owner.
 ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
 
 Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up. That is as much
-as the other way, but all of single ranks, and one round instead of two.
+as the other way, but all of single ranks, and one round instead of two. The tensor may then be one segment.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 def _all_reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     peer = 1 - transport.rank
-    [stream] = _open(transport, codec, [peer], 2, counters).values()
-    places = [(segment, index) for index in range(codec.layout.frames) for segment in range(2)]
+    segments = len(codec.layout.lengths)
+    [stream] = _open(transport, codec, [peer], segments, counters).values()
+    places = [(segment, index) for index in range(codec.layout.frames) for segment in range(segments)]
     for frame in codec.encode_each(places):
         stream.exchange(frame)
     for segment, index in places:

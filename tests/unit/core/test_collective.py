@@ -73,6 +73,31 @@ def reduce(chosen: Collectives, transport, tensor: torch.Tensor) -> None:
     chosen.run(call, Host(), transport)
 
 
+@pytest.mark.parametrize("numel", [1, 997, 65_536, 65_537])
+@pytest.mark.parametrize("quantizer", [{}, {"error_feedback": True}, {"kind": "error_bound"}, {"kind": "lossless"}])
+def test_two_ranks_send_each_other_a_small_tensor_as_one_frame(numel, quantizer):
+    """Which changes no bit of the sum, nor of what is lost."""
+
+    def body(transport):
+        results = {}
+        for schedule in ("direct", "ring"):
+            chosen = collectives(transport.rank, quantizer=quantizer, transport={"min_bytes": 0, "schedule": schedule})
+            for _ in range(2):
+                tensor = values(transport.rank, numel)
+                request = summed(tensor, "weight")
+                chosen.run(chosen.prepare(request, chosen.decide(request).config), Host(), transport)
+            frames = sum(chosen.training.stats.total.coders.values()) // 2
+            results[schedule] = tensor, chosen.training.residuals.by_name.get("weight", tensor), frames
+        return results
+
+    first, second = play(2, body)
+    whole = numel <= 65_536 and quantizer.get("kind") != "lossless"
+    assert first["direct"][2] == (1 if whole else 2)
+    assert same_bits([first["direct"][0], second["direct"][0], first["ring"][0], second["ring"][0]])
+    for each in (first, second):
+        assert same_bits([each["direct"][1], each["ring"][1]])
+
+
 def test_a_call_is_compressed_and_counted():
     def body(transport):
         chosen, tensor = collectives(transport.rank), values(transport.rank, 10_000)
