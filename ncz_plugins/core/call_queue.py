@@ -132,12 +132,8 @@ class CallQueue:
 
 
 def _has_modes() -> bool:
-    """Whether torch does other things on this thread than on others: `with torch.device(...)`, inference mode."""
-    return (
-        torch.is_inference_mode_enabled()
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    """Whether functions of torch do other things on this thread than on others, as in `with torch.device("cuda")`."""
+    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
 _open: weakref.WeakSet[CallQueue] = weakref.WeakSet()

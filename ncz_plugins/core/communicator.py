@@ -383,6 +383,7 @@ class Communicator:
         run = _on_pieces(request, partial(self._collectives.run, call))
         if (
             not async_op
+            and not torch.is_inference_mode_enabled()  # in which nothing that lasts may be made
             and call.verify_as is None
             and call.source.data.nbytes <= SMALL_BYTES
             and not request.input.is_cuda

@@ -35,10 +35,13 @@ class Joined:
     @contextmanager
     def filled(self) -> Iterator[None]:
         """A context in which `whole` holds the pieces. Its values are theirs afterwards, unless something is raised."""
-        torch.cat(self.pieces, out=self.whole)
+        inference = any(each.is_inference() for each in (self.whole, *self.pieces))  # which are written nowhere else
+        with torch.inference_mode(inference):
+            torch.cat(self.pieces, out=self.whole)
         yield
-        for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
-            piece.copy_(result)
+        with torch.inference_mode(inference):
+            for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
+                piece.copy_(result)
 
     def around(self, job: Callable[[Device, Transport], None]) -> Callable[[Device, Transport], None]:
         """A job on the pieces, made from one on `whole`."""
