@@ -133,8 +133,8 @@ class Collectives:
         if bypass is None and _feeds_back(request, config):
             if all(part.name is None for part in _residual_parts(request)):
                 raise UnsupportedError(
-                    "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass a "
-                    "name, or parts that have names, or set it to false"
+                    "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass "
+                    "name=, names= or parts=, or set it to false"
                 )
         return Decision(config, bypass)
 
