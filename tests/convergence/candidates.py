@@ -7,6 +7,8 @@ is relative to, and in how values are rounded. All ranks' gradients are in one p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,8 @@ BLOCK = 4096  # elements that share a scale by default
 BF16, FP32 = 16, 32  # bits of a scale that ranks agree on
 HISTORY = 0.95  # how much of the mean square of earlier sums is kept
 HISTORY_STEPS = 5  # before that is used
+NUDGE = 1e-6  # how much of a value a nudge changes
+EMBEDDINGS = ("tokens", "positions")  # what their names start with; the head is the first, transposed
 LEAST_OF_BLOCK = 0.02  # a scale from history is at least this part of the block's
 MEASURE_EVERY, FIRST_MEASURED = 20, 10
 
@@ -25,7 +29,8 @@ class Candidate(NamedTuple):
     """One way to average gradients.
 
     Attributes:
-        rounding: "plain" and "bf16" round no codes; "nearest"; "random", up or down, without bias; "strata", random
+        rounding: "plain" and "bf16" round no codes; nor does "nudged", which changes each value by up to a millionth,
+            to show what chance does to a training; "nearest"; "random", up or down, without bias; "strata", random
             with one number u for all ranks, rank r of n rounding with (u + r/n) mod 1, so that errors of equal values
             cancel in the sum; "near zero" and "strata near zero", like that between -1 and 1 only, where rounding to
             nearest has its bias.
@@ -38,6 +43,9 @@ class Candidate(NamedTuple):
             2014), 0.8 decays (LoCo, arXiv 2407.04480).
         octave: scales are rounded up to 2 to the power of n/octave, which 8 bits can say; 0 is for bfloat16.
         last: the finished sum is rounded again, to steps that are this times the square root of the ranks; 0: not.
+        apart: which parameters are treated apart, as by a policy: "vectors", which have one dimension, "embeddings", or
+            both in one string.
+        apart_step: the step of these; 0 leaves them uncompressed.
     """
 
     rounding: str
@@ -47,6 +55,8 @@ class Candidate(NamedTuple):
     feedback: float = 0.0
     octave: int = 0
     last: float = 0.0
+    apart: str = ""
+    apart_step: float = 0.0
 
     def describe(self) -> str:
         """A few words: "random, block of 256, 0.5"."""
@@ -55,7 +65,20 @@ class Candidate(NamedTuple):
         scale = f"block of {self.block}" if self.scale == "block" else self.scale
         more = {"feedback": self.feedback, "octave": self.octave, "last": self.last}
         extra = "".join(f", {name} {value:g}" for name, value in more.items() if value)
+        if self.apart:
+            extra += f", {self.apart} {f'{self.apart_step:g}' if self.apart_step else 'uncompressed'}"
         return f"{self.rounding}, {scale}, {self.step:g}{extra}"
+
+    def treats_apart(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter is one of those."""
+        vector = "vectors" in self.apart and len(shape) == 1
+        return vector or ("embeddings" in self.apart and name.startswith(EMBEDDINGS))
+
+    def of_those(self) -> Candidate:
+        """What is done to these."""
+        if not self.apart_step:
+            return Candidate("plain")
+        return self._replace(step=self.apart_step, apart="", apart_step=0.0)
 
 
 class Quantizer:
@@ -64,15 +87,26 @@ class Quantizer:
     Args:
         shapes: of the parameters whose gradients lie one behind the other.
         seed: of the random numbers.
+        names: of the parameters, where a candidate asks for them.
 
     Attributes:
         bits: per value, in every 20th call: the mean of the entropy of what travels to the owner of a sum, the partial
             sums of a ring, and of the finished sum; and the scales.
     """
 
-    def __init__(self, candidate: Candidate, shapes: list[tuple[int, ...]], seed: int):
+    def __init__(self, candidate: Candidate, shapes: list[tuple[int, ...]], seed: int, names: Sequence[str] = ()):
         self.candidate = candidate
         self.shapes = shapes
+        self._parts: list[tuple[Tensor, Quantizer]] = []  # each with the places of its elements
+        if candidate.apart:
+            named = list(zip_longest(names, shapes, fillvalue=""))
+            apart = [candidate.treats_apart(name, shape) for name, shape in named]
+            sizes = torch.tensor([math.prod(shape) for shape in shapes])
+            for whether, how in ((False, candidate._replace(apart="", apart_step=0.0)), (True, candidate.of_those())):
+                places = (torch.tensor(apart).repeat_interleave(sizes) == whether).nonzero()[:, 0]
+                part = [shape for shape, is_apart in zip(shapes, apart) if is_apart == whether]
+                if part:
+                    self._parts.append((places, Quantizer(how, part, seed + whether)))
         self.bits: list[float] = []
         self._generator = torch.Generator().manual_seed(seed)
         self._calls = 0
@@ -82,8 +116,13 @@ class Quantizer:
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         """The average over ranks of float32 tensors, [elements] each."""
         candidate, n = self.candidate, len(gradients)
+        if self._parts:
+            return self._by_parts(gradients)
         if candidate.rounding == "plain":
             return torch.stack(gradients).mean(0)
+        if candidate.rounding == "nudged":
+            mean = torch.stack(gradients).mean(0)
+            return mean * (1 + NUDGE * (2 * self._random(mean) - 1))
         if candidate.rounding == "bf16":
             return (sum(each.bfloat16() for each in gradients) / n).float()
         if candidate.feedback:
@@ -106,6 +145,16 @@ class Quantizer:
         self._calls += 1
         return result
 
+    def _by_parts(self, gradients: list[Tensor]) -> Tensor:
+        """Some parameters apart from the others."""
+        result = torch.empty_like(gradients[0])
+        for places, quantizer in self._parts:
+            result[places] = quantizer([each[places] for each in gradients])
+        if all(quantizer.bits or quantizer.candidate.rounding == "plain" for _, quantizer in self._parts):
+            used = [places.numel() * (quantizer.bits or [FP32])[-1] for places, quantizer in self._parts]
+            self.bits.append(sum(used) / result.numel())
+        return result
+
     # ------------------------------------------------------------------ rounding
 
     def _random(self, like: Tensor) -> Tensor:
@@ -117,7 +166,7 @@ class Quantizer:
             return [each.round() for each in values]
         if rounding.startswith("strata"):
             shared = self._random(values[0])
-            at_random = [(each + (shared + rank / n) % 1).floor() for rank, each in enumerate(values)]
+            at_random = [(shared + rank / n).frac_().add_(each).floor_() for rank, each in enumerate(values)]
         else:
             at_random = [(each + self._random(each)).floor() for each in values]
         if rounding.endswith("near zero"):
@@ -155,7 +204,7 @@ class Quantizer:
         sums = [F.pad(each * each, (0, -numel % block)).view(-1, block).sum(1) for each in gradients]
         counts = torch.full_like(sums[0], block)
         counts[-1] -= -numel % block
-        return (torch.stack(sums).amax(0) / counts).sqrt().repeat_interleave(block)[:numel]
+        return (torch.stack(sums).amax(0) / counts).sqrt()[:, None].expand(-1, block).reshape(-1)[:numel]
 
     def _by_parameter(self, gradients: list[Tensor]) -> tuple[Tensor, int]:
         """By rows, or by rows and columns; and how many numbers these are."""

@@ -1,6 +1,6 @@
 """Which quantizer costs least loss for its bytes: many candidates, several optimizers, ranks simulated in one process.
 
-    .venv/bin/python tests/convergence/frontier.py [--seeds 3] [--part screen] [--report]
+    .venv/bin/python tests/convergence/frontier.py [--seeds 3] [--part screen] [--processes 1] [--report]
 
 Prints a table, and writes benchmarks/results/frontier.json and docs/images/frontier.png. Runs that are done are kept in
 results/frontier.jsonl: an interrupted search goes on where it was. candidates.py says what was tried.
@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ROOT / "benchmarks" / "results" / "frontier.json"
 PICTURE = ROOT / "docs" / "images" / "frontier.png"
 MARKDOWN, MARK = ROOT / "docs" / "results" / "convergence.md", "<!-- frontier -->"
+CURVE = 20  # points of a loss curve, each a mean
 KEPT = ROOT / "results" / "frontier.jsonl"
 
 
@@ -61,7 +62,7 @@ class Job(NamedTuple):
 
 # ------------------------------------------------------------------ what is tried
 
-PLAIN, BF16 = Candidate("plain"), Candidate("bf16")
+PLAIN, BF16, NUDGED = Candidate("plain"), Candidate("bf16"), Candidate("nudged")
 SCREEN = (
     PLAIN,
     BF16,
@@ -90,12 +91,32 @@ LONG = (
     *(Candidate("strata", scale, 0.5) for scale in ("rows and columns", "history")),
     *(Candidate("strata", "block", step, 128) for step in (0.5, 0.375)),
 )
+# Small batches for longer than in the screening, in a small model: what wide steps do to it shows in one run.
+COARSE, DEFAULT = (Candidate("strata", "block", step, 128) for step in (1, 0.375))
+SHORT = (
+    PLAIN,
+    NUDGED,
+    DEFAULT,
+    COARSE,
+    *(each._replace(apart="vectors") for each in (DEFAULT, COARSE)),
+    COARSE._replace(apart="vectors", apart_step=0.125),
+    COARSE._replace(apart="embeddings"),
+    Candidate("strata", "rows and columns", 1),
+    Candidate("strata", "history", 1),
+    COARSE._replace(block=32, octave=4),
+)
+# At a high rate a millionth decides where that training ends: this shows how far chance goes.
+CHAOS = (PLAIN, NUDGED, DEFAULT, COARSE)
+PRESETS = (PLAIN, *(Candidate("strata", "block", step, 128) for step in (0.25, 0.375, 0.85)))
 PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "screen": ("GPT", "AdamW", SCREEN, 300, 2),
     "sums": ("GPT", "AdamW", SUMS, 300, 8),
     "long": ("GPT large", "AdamW", LONG, 2000, 2),
+    "short": ("GPT short", "AdamW", SHORT, 1500, 2),
+    "chaos": ("GPT short", "AdamW 0.003", CHAOS, 1500, 2),
+    "Lion": ("GPT", "Lion", PRESETS, 300, 2),
 }
-BY_DEFAULT = ("screen", "sums")  # a run of the other part takes 40 minutes of a core
+BY_DEFAULT = ("screen", "sums")  # a run of "long" takes 40 minutes of a core
 
 
 def jobs(part: str, seeds: int) -> list[Job]:
@@ -110,13 +131,13 @@ def jobs(part: str, seeds: int) -> list[Job]:
 def train(job: Job) -> dict[str, Any]:
     """The loss at the end, and what was sent for it."""
     torch.set_num_threads(1)
-    started = time.monotonic()
+    started = time.process_time()  # which does not run while others use the core
     task = TASKS[job.task]()
     torch.manual_seed(job.seed)
     model = task.model()
     named = dict(model.named_parameters())
     parameters = list(named.values())
-    quantizer = Quantizer(job.candidate, [tuple(p.shape) for p in parameters], job.seed)
+    quantizer = Quantizer(job.candidate, [tuple(p.shape) for p in parameters], job.seed, list(named))
     used = optimizers(job.optimizer, named, task.sgd_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, job.steps)) for each in used]
     losses, errors = [], []
@@ -140,10 +161,11 @@ def train(job: Job) -> dict[str, Any]:
             each.step()
     return {
         "loss": fmean(losses[-round(LAST * len(losses)) :]),
-        "bits": fmean(quantizer.bits or [32.0 if job.candidate == PLAIN else 16.0]),
+        "curve": [round(part.mean().item(), 5) for part in torch.tensor(losses).tensor_split(CURVE)],
+        "bits": fmean(quantizer.bits or [16.0 if job.candidate == BF16 else 32.0]),
         "gradient_error": fmean(errors),
         **task.evaluate(model, 0, 1),
-        "seconds": time.monotonic() - started,
+        "seconds": time.process_time() - started,
     }
 
 
@@ -155,12 +177,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         added: to the loss of the plain run with the same seed, as a part of that.
+        added_to_validation: the same of the validation loss; empty where that was not kept.
     """
 
     group: tuple[str, str, int, int]
     candidate: Candidate
     records: list[dict[str, Any]]
     added: list[float]
+    added_to_validation: list[float]
 
     @property
     def interval(self) -> float:
@@ -178,15 +202,17 @@ def outcomes(runs: dict[Job, dict[str, Any]]) -> list[Outcome]:
     for job, record in runs.items():
         plain = runs.get(job._replace(candidate=PLAIN))
         if plain is not None:
-            outcome = found.setdefault((job.group, job.candidate), Outcome(job.group, job.candidate, [], []))
+            outcome = found.setdefault((job.group, job.candidate), Outcome(job.group, job.candidate, [], [], []))
             outcome.records.append(record)
             outcome.added.append(record["loss"] / plain["loss"] - 1)
+            if "validation_loss" in record and "validation_loss" in plain:
+                outcome.added_to_validation.append(record["validation_loss"] / plain["validation_loss"] - 1)
     return sorted(found.values(), key=lambda each: (each.group, each.bits))
 
 
 def table(found: Iterable[Outcome]) -> Table:
     result = Table(title="Loss added to that of plain, by bits per value", box=None, pad_edge=False)
-    for heading in ("", "bits", "added", "95 %", "loss", "gradient error", "seeds"):
+    for heading in ("", "bits", "added", "95 %", "in validation", "loss", "error", "seeds"):
         result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     group = None
     for each in found:
@@ -198,11 +224,20 @@ def table(found: Iterable[Outcome]) -> Table:
             f"{each.bits:.2f}",
             f"{fmean(each.added):+.2%}",
             f"{each.interval:.2%}",
+            in_validation(each)[0],
             f"{fmean(record['loss'] for record in each.records):.4f}",
             f"{fmean(record['gradient_error'] for record in each.records):.3f}",
             f"{len(each.added)}",
         )
     return result
+
+
+def in_validation(outcome: Outcome) -> tuple[str, str]:
+    """What is added to the validation loss, and the interval; empty where not all runs have it."""
+    added = outcome.added_to_validation
+    if len(added) < len(outcome.records):
+        return "", ""
+    return f"{fmean(added):+.2%}", f"± {interval(added):.2%}" if len(added) > 1 else ""
 
 
 def numbered(found: Iterable[Outcome], group: tuple[str, str, int, int]) -> Iterator[tuple[int, Outcome]]:
@@ -215,8 +250,8 @@ def markdown(found: list[Outcome]) -> str:
     lines: list[str] = []
     for group in dict.fromkeys(each.group for each in found):
         lines += ["### {}, {}, {} ranks, {} steps".format(*group), ""]
-        lines += ["| | rounding, scale, step | bits | added | 95 % | gradient error | seeds |"]
-        lines += ["|---:|---|---:|---:|---:|---:|---:|"]
+        lines += ["| | rounding, scale, step | bits | added | 95 % | in validation | 95 % | gradient error | seeds |"]
+        lines += ["|---:|---|---:|---:|---:|---:|---:|---:|---:|"]
         for number, each in numbered(found, group):
             several = len(each.added) > 1
             cells = (
@@ -225,6 +260,7 @@ def markdown(found: list[Outcome]) -> str:
                 f"{each.bits:.2f}",
                 f"{fmean(each.added):+.2%}",
                 f"± {each.interval:.2%}" if several else "",
+                *in_validation(each),
                 f"{fmean(record['gradient_error'] for record in each.records):.3f}",
                 f"{len(each.added)}",
             )
@@ -251,13 +287,13 @@ def written(job: Job, record: dict[str, Any]) -> dict[str, Any]:
     return {"job": job._asdict() | {"candidate": job.candidate._asdict()}, **record}
 
 
-def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]]) -> None:
-    """Do what is left, on all cores, and keep it."""
+def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]], processes: int) -> None:
+    """Do what is left, and keep it."""
     left = [job for job in wanted if job not in done]
     columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     KEPT.parent.mkdir(exist_ok=True)
     with (
-        ProcessPoolExecutor(os.cpu_count()) as pool,
+        ProcessPoolExecutor(processes) as pool,
         Progress(*columns, console=Console(stderr=True)) as progress,
         KEPT.open("a") as file,
     ):
@@ -271,11 +307,14 @@ def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]]) -> None:
 def draw(found: list[Outcome]) -> None:
     """Loss added against bits, a plot for each group. The numbers are those of the table in the documentation."""
     groups = list(dict.fromkeys(each.group for each in found))
-    figure, plots = plt.subplots(1, len(groups), figsize=(9 * len(groups), 6), layout="constrained", squeeze=False)
+    rows = -(-len(groups) // 2)
+    figure, plots = plt.subplots(rows, 2, figsize=(18, 6 * rows), layout="constrained", squeeze=False)
+    for axes in plots.flat[len(groups) :]:
+        axes.remove()
     colors = {"nearest": "#d1495b", "random": "#edae49", "strata": "#66a182"}
     colors |= {"near zero": "#2e86ab", "strata near zero": "#2e86ab"}
     markers = {"block": "o", "row": "s", "rows and columns": "D", "history": "^"}
-    for group, axes in zip(groups, plots[0]):
+    for group, axes in zip(groups, plots.flat):
         for number, each in numbered(found, group):
             if not each.candidate.scale:
                 continue
@@ -284,7 +323,7 @@ def draw(found: list[Outcome]) -> None:
             axes.annotate(f"{number}", (x, y), (5, 4), textcoords="offset points", size=8)
         axes.axhline(0.15, color="gray", linestyle="--", linewidth=0.8)
         axes.set(title="{}, {}, {} ranks, {} steps".format(*group), xlabel="bits per value", ylabel="loss added, %")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
         for name, color in colors.items():
             axes.plot([], [], "o", color=color, label=name)
         for name, marker in markers.items():
@@ -299,12 +338,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of everything (default: 3)")
     default = " and ".join(BY_DEFAULT)
     parser.add_argument("--part", choices=PARTS, action="append", help=f"what to try (default: {default})")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="trainings at a time (default: cores)")
     parser.add_argument("--report", action="store_true", help="train nothing: show and write what is there")
     arguments = parser.parse_args()
     done = kept()
     if not arguments.report:
         for part in arguments.part or BY_DEFAULT:
-            train_all(jobs(part, arguments.seeds), done)
+            train_all(jobs(part, arguments.seeds), done, arguments.processes)
     found = outcomes(done)
     Console().print(table(found))
     draw(found)

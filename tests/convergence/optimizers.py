@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,28 @@ from torch import Tensor
 WARM_UP = 0.1  # of the steps, in which the learning rate rises; then it falls to a tenth, as a cosine does
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+LION = {"lr": 2e-4, "betas": (0.9, 0.99), "weight_decay": 0.5}
+
+
+class Lion(torch.optim.Optimizer):
+    """Moves each weight by the sign of a momentum (Chen et al., 2023, arXiv 2302.06675, program 2).
+
+    Its authors advise a rate a third to a tenth of AdamW's, and a weight decay that is larger by as much.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, betas: tuple[float, float], weight_decay: float):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, (to_move, to_keep) = group["lr"], group["betas"]
+            for weight in group["params"]:
+                state = self.state[weight]
+                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                direction = momentum.lerp(weight.grad, 1 - to_move).sign_()
+                weight.mul_(1 - lr * group["weight_decay"]).sub_(direction, alpha=lr)
+                momentum.lerp_(weight.grad, 1 - to_keep)
 
 
 def rate(step: int, steps: int) -> float:
@@ -20,9 +42,15 @@ def rate(step: int, steps: int) -> float:
 
 
 def optimizers(name: str, weights: Mapping[str, Tensor], sgd_rate: float) -> list[torch.optim.Optimizer]:
-    """What trains named weights. Muon takes the matrices of the layers, and AdamW the rest, as its authors advise."""
+    """What trains named weights. Muon takes the matrices of the layers, and AdamW the rest, as its authors advise.
+
+    A number after AdamW or Lion is another learning rate: "AdamW 0.003".
+    """
+    name, _, other = name.partition(" ")
     if name == "AdamW":
-        return [torch.optim.AdamW(weights.values(), **ADAMW)]
+        return [torch.optim.AdamW(weights.values(), **ADAMW | ({"lr": float(other)} if other else {}))]
+    if name == "Lion":
+        return [Lion(weights.values(), **LION | ({"lr": float(other)} if other else {}))]
     if name == "SGD":
         return [torch.optim.SGD(weights.values(), lr=sgd_rate, momentum=0.9)]
     of_layers = [key for key, weight in weights.items() if weight.ndim == 2 and key.startswith("blocks.")]

@@ -119,11 +119,13 @@ def cnn() -> nn.Module:
 
 
 TINY = GPTConfig(context=64, layers=2, heads=4, width=96)  # 0.25 M parameters
+SHORT = GPTConfig(context=64, layers=2, heads=4, width=128)  # 0.44 M
 SMALL = GPTConfig(context=96, layers=3, heads=4, width=128)  # 0.64 M
 LARGE = GPTConfig(context=128, layers=6, heads=6, width=384)  # 10.8 M
 TASKS: dict[str, Callable[[], Digits | Text]] = {
     "GPT tiny": lambda: Text(torch.float32, TINY),
     "GPT tiny bf16": lambda: Text(torch.bfloat16, TINY),
+    "GPT short": lambda: Text(torch.float32, SHORT, batch=4),
     "GPT": lambda: Text(torch.float32, SMALL, batch=16),
     "GPT large": lambda: Text(torch.float32, LARGE, batch=4),
     "digits CNN": lambda: Digits(cnn),

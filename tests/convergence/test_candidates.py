@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import frontier
 import pytest
 import torch
 from candidates import Candidate, Quantizer, entropy
 from frontier import PARTS, PLAIN, Job
+from optimizers import LION, optimizers
 from ranks import values
 
 from ncz_plugins import kernels
@@ -58,6 +60,37 @@ def test_error_feedback_loses_nothing_over_many_calls():
     assert (total - 50 * EXACT).norm() < EXACT.norm()
 
 
+def test_what_is_apart_is_treated_as_asked():
+    names = ["tokens.weight", "bias", "positions.weight", "convolution"]
+    sizes = [math.prod(shape) for shape in SHAPES]
+    others = Candidate("strata", "block", 0.5, 128)
+    for apart, which in (("vectors", [1]), ("embeddings", [0, 2]), ("vectors and embeddings", [0, 1, 2])):
+        averages = {}
+        for step in (0.0, 0.1):
+            quantizer = Quantizer(others._replace(apart=apart, apart_step=step), SHAPES, 0, names)
+            for _ in range(12):
+                averages[step] = quantizer(GRADIENTS).split(sizes)
+            assert quantizer.bits[0] < 32
+        for index, exact in enumerate(EXACT.split(sizes)):
+            errors = {step: (average[index] - exact).norm() / exact.norm() for step, average in averages.items()}
+            assert (errors[0.0] < 1e-6) == (index in which)
+            assert errors[0.1] < 0.1 if index in which else errors[0.1] == errors[0.0]
+
+
+def test_lion_moves_every_weight_by_the_rate():
+    """Against its definition, in two steps of one weight."""
+    weight = torch.tensor([1.0])
+    [lion] = optimizers("Lion 0.1", {"weight": weight}, sgd_rate=0)
+    decay = 0.1 * LION["weight_decay"]
+    weight.grad = torch.tensor([3.0])
+    lion.step()
+    first = (1 - decay) - 0.1
+    assert weight.item() == pytest.approx(first)
+    weight.grad = torch.tensor([-0.1])  # the momentum is 0.03, of which 0.027 is left, and the gradient adds -0.01
+    lion.step()
+    assert weight.item() == pytest.approx(first * (1 - decay) - 0.1)
+
+
 def test_entropy():
     assert entropy(torch.zeros(100)) == 0
     assert entropy(torch.arange(-128, 128).repeat(3)) == pytest.approx(8)
@@ -93,7 +126,7 @@ def test_a_short_training(tmp_path, monkeypatch):
     assert (first.candidate, second.candidate) == (job.candidate, PLAIN)
     assert abs(first.added[0]) < 0.15 and second.added == [0]
     assert first.bits < 5
-    for optimizer in ("SGD", "Muon"):
+    for optimizer in ("SGD", "Muon", "Lion", "AdamW 0.002"):
         assert frontier.train(plain._replace(optimizer=optimizer, steps=12, task="GPT tiny"))["loss"] < 7
     monkeypatch.setattr(frontier, "KEPT", tmp_path / "kept.jsonl")
     frontier.KEPT.write_text("".join(json.dumps(frontier.written(*each)) + "\n" for each in runs.items()))
