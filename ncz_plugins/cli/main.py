@@ -16,9 +16,9 @@ import sys
 
 from ..core.errors import NczError
 from ..version import __version__
-from . import check, codec, enable, info, patch, perf, report, schema, tune
+from . import check, codec, enable, info, patch, perf, plan, report, schema, tune
 
-COMMANDS = (info, check, enable, codec, perf, tune, report, patch, schema)
+COMMANDS = (info, check, enable, codec, plan, perf, tune, report, patch, schema)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -65,6 +65,7 @@ def yaml_value(value: object) -> str:
 
 def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     """`value` with three digits, in the largest unit of which there is at least one."""
+    value = float(f"{value:.3g}")  # so that 0.9999 s are 1 s, and not a thousand milliseconds
     name, unit = next(((name, unit) for name, unit in units if value >= unit), units[-1])
     return f"{value / unit:.3g} {name}"
 

@@ -216,22 +216,13 @@ class Collectives:
             verify_as=(named(request.parts) or "") if self.state.picks(self.training.step) else None,
         )
         if request.collective == "all_reduce":
-            segments = 1 if schedule is direct and self._adds_up_whole(request.input, config) else n
+            whole = schedule is direct and self.nodes is None and not request.input.is_cuda
+            segments = 1 if whole and adds_up_whole(request.input.nbytes, n, config) else n
             layout = layout_of_sum(request.input, segments, config)
             return call(layout, source, output, range(segments), schedule.all_reduce)
         layout = _equal_segments(request.output, n, config)
         output = Window(output.data, layout.segment(rank).start)
         return call(layout, source, output, range(n), schedule.reduce_scatter)
-
-    def _adds_up_whole(self, tensor: Tensor, config: Config) -> bool:
-        """Whether two ranks send each other one frame of all of it, see `direct`. Codes are the same in any layout."""
-        return (
-            self.world_size == 2
-            and self.nodes is None
-            and not tensor.is_cuda
-            and config.quantizer.kind != "lossless"
-            and tensor.nbytes <= _WHOLE_BYTES
-        )
 
     def _schedule_name(self, config: Config, request: Request) -> str:
         if config.quantizer.bits is not None:
@@ -345,6 +336,14 @@ def layout_of_sum(tensor: Tensor, segments: int, config: Config) -> Layout:
         return equal_rows(tensor.numel(), segments, frame_elements(tensor, config))
     block = config.quantizer.block_in_effect
     return Layout.split(tensor.numel(), segments, frame_elements(tensor, config), block)
+
+
+def adds_up_whole(nbytes: int, world_size: int, config: Config) -> bool:
+    """Whether two ranks send each other one frame of all of a tensor in host memory, see `direct`.
+
+    Codes are the same in any layout.
+    """
+    return world_size == 2 and config.quantizer.kind != "lossless" and nbytes <= _WHOLE_BYTES
 
 
 def _equal_segments(segment: Tensor, world_size: int, config: Config) -> Layout:

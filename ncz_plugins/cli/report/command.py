@@ -15,6 +15,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("file", metavar="RUN.jsonl", help="the file that statistics.jsonl named")
     parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="leave out the steps before this one")
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="leave out the steps after this one")
+    parser.add_argument("--plan", metavar="PLAN.json", help="compare with what `ncz plan --json` predicted")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio, bytes, error and times against the steps")
     parser.set_defaults(run=run)
@@ -22,6 +23,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the records, and show what they say. Raises ConfigError and UnsupportedError."""
+    from .planned import compare, read_plan
     from .plot import draw  # imports numpy
     from .read import read
     from .show import document, show
@@ -30,12 +32,14 @@ def run(options: argparse.Namespace) -> None:
 
     if options.plot:
         require_picture("--plot", options.plot)
+    plan = read_plan(options.plan) if options.plan else None
     found = read(options.file).between(options.first, options.last)
     summary = summarize(found)
     conclusions = verdict(summary, found.header)
+    comparison = plan and compare(plan, summary, found.header)
     if options.json:
-        print_json(document(options.file, found, summary, conclusions))
+        print_json(document(options.file, found, summary, conclusions, comparison))
     else:
-        show(Console(), options.file, found, summary, conclusions)
+        show(Console(), options.file, found, summary, conclusions, comparison)
     if options.plot:
         draw(options.plot, found, options.file)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..output import add_row, duration, grid, shares, size, table
+from .planned import Comparison
 from .read import Run
 from .summary import Summary
 from .verdict import Conclusion
@@ -23,15 +24,25 @@ _TITLES = {
 }
 
 
-def document(file: str, run: Run, summary: Summary, conclusions: list[Conclusion]) -> dict[str, Any]:
+def document(
+    file: str, run: Run, summary: Summary, conclusions: list[Conclusion], comparison: Comparison | None = None
+) -> dict[str, Any]:
     """What --json prints."""
     header = run.header.model_dump() if run.header else None
     verdicts = [conclusion._asdict() for conclusion in conclusions]
-    return {"file": file, "header": header, "notes": run.notes, **summary.to_dict(), "verdict": verdicts}
+    found = {"file": file, "header": header, "notes": run.notes, **summary.to_dict(), "verdict": verdicts}
+    return found if comparison is None else found | {"plan": comparison.to_dict()}
 
 
-def show(console: Console, file: str, run: Run, summary: Summary, conclusions: list[Conclusion]) -> None:
-    """Print the figures and the verdict."""
+def show(
+    console: Console,
+    file: str,
+    run: Run,
+    summary: Summary,
+    conclusions: list[Conclusion],
+    comparison: Comparison | None = None,
+) -> None:
+    """Print the figures, the verdict, and how far the run was from a plan."""
     console.print(Text(f"{file}: {_described(run, summary)}"))
     for note in run.notes:
         console.print(Text(f"note: {note}"))
@@ -42,6 +53,11 @@ def show(console: Console, file: str, run: Run, summary: Summary, conclusions: l
         console.print(_bypasses(summary))
     console.print()
     console.print(grid((_TITLES[each.about], each.words) for each in conclusions))
+    if comparison is not None:
+        console.print()
+        console.print(_compared(comparison))
+        console.print()
+        console.print(grid([("Beside the plan", comparison.words)]))
 
 
 def _described(run: Run, summary: Summary) -> str:
@@ -90,4 +106,14 @@ def _bypasses(summary: Summary) -> Table:
     for reason, bypassed in summary.bypasses.items():
         share = bypassed.bytes / summary.wire_bytes if summary.wire_bytes else 0
         add_row(found, reason, f"{bypassed.calls:,}", size(bypassed.bytes / summary.steps), f"{share:.0%}")
+    return found
+
+
+def _compared(comparison: Comparison) -> Table:
+    numbers = ("planned", "between", "measured")
+    found = table("per step", *numbers, numbers=numbers)
+    for name, each in comparison.figures.items():
+        shown = size if name == "sent" else duration
+        ends = "" if each.low is None else f"{shown(each.low)} and {shown(each.high)}"
+        add_row(found, name, shown(each.planned), ends, shown(each.measured))
     return found

@@ -24,8 +24,8 @@ from .base import Agreement, Work, peer_errors
 from .mesh import Exchange, Mesh, open_mesh
 
 _OPENING_BYTES = 8 << 20  # of values that may travel with a comparison, to each rank
-_MOST_TOLD_BYTES = 32 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
-_MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
+MOST_TOLD_BYTES = 32 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
+MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
@@ -66,7 +66,7 @@ class Connections:
         self.rank = rank
         self.world_size = world_size
         self.opening_bytes = _OPENING_BYTES
-        self.told_bytes = _MOST_TOLD_BYTES // max(1, world_size - 1)
+        self.told_bytes = MOST_TOLD_BYTES // max(1, world_size - 1)
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
@@ -101,7 +101,7 @@ class Connections:
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """See `Transport.start_max`."""
         if self.mesh is None:
-            if tensor.nbytes * rounds_of(self.world_size) <= _MOST_SPREAD_BYTES:
+            if tensor.nbytes * rounds_of(self.world_size) <= MOST_SPREAD_BYTES:
                 return SpreadAgreement(self, tensor, counters)
             with peer_errors("agreeing with the other ranks"):
                 options = dist.AllreduceOptions()

@@ -29,7 +29,7 @@ from ..errors import PeerError
 from .addresses import own_address
 from .base import peer_errors
 
-_MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, see connections.py
+MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, see connections.py
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
@@ -49,7 +49,7 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
 
     Raises PeerError if the other ranks don't come.
     """
-    if world_size > _MOST_RANKS:
+    if world_size > MOST_RANKS:
         return None
     address = None if os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS" else own_address()
     deadline = time.monotonic() + timeout.total_seconds()

@@ -1,0 +1,435 @@
+"""Compares what `ncz plan` predicts with what collectives and training steps take, and simulates up to 4,096 ranks.
+
+    sudo .venv/bin/python benchmarks/plan.py measure      # 25 minutes: calls and training steps in namespaces
+    .venv/bin/python benchmarks/plan.py validate          # fits the costs, predicts, and compares
+    .venv/bin/python benchmarks/plan.py simulate          # a minute: schedules against the number of ranks
+
+`measure` keeps what is done in results/plan.jsonl, and goes on where it was. `validate` fits the costs of a rank to
+calls of 2 and 4 ranks without a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares.
+It writes a picture, and benchmarks/results/plan.json with the costs, which ncz_plugins/cli/plan/catalogue.yaml repeats.
+
+All ranks share this machine's cores with the network, which predictions take into account.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import end_to_end
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files; needs no display
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy.optimize import least_squares
+
+from ncz_plugins.cli import machine
+from ncz_plugins.cli.perf.launch import run
+from ncz_plugins.cli.perf.link import link
+from ncz_plugins.cli.plan.catalogue import load
+from ncz_plugins.cli.plan.simulation import calls
+from ncz_plugins.cli.plan.simulation.calls import Group
+from ncz_plugins.cli.plan.simulation.costs import Costs
+from ncz_plugins.cli.plan.simulation.fleet import Link
+from ncz_plugins.cli.plan.simulation.sizes import sizes_for
+from ncz_plugins.cli.plan.step import Setup, predict
+from ncz_plugins.cli.plan.strategy import sendings
+from ncz_plugins.cli.plan.workload import Interval, Workload
+from ncz_plugins.core.config import Config, MiB
+from ncz_plugins.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "results" / "plan.jsonl"
+NUMBERS = ROOT / "benchmarks" / "results" / "plan.json"
+RANKS_NUMBERS = ROOT / "benchmarks" / "results" / "plan-ranks.json"
+PAGE, MARKS = ROOT / "docs" / "results" / "planning.md", ("<!-- figures -->", "<!-- end of figures -->")
+PICTURE = ROOT / "docs" / "images" / "plan.png"
+RANKS_PICTURE = ROOT / "docs" / "images" / "plan-ranks.png"
+
+CORES = 2  # of the machine that was measured
+GBPS = {"100mbit": 0.1, "200mbit": 0.2, "1gbit": 1.0, "10gbit": 10.0, "unlimited": 1000.0}
+_SETTING_GBPS = {
+    "100mbit": 0.1,
+    "1gbit": 1.0,
+    "10gbit": 10.0,
+    "unlimited": 25.0,
+}  # what the configuration says of the link, for the choice of coders
+# Ranks, ranks per node, schedule.
+LAYOUTS = (
+    (2, 1, "direct"), (4, 1, "direct"), (2, 1, "ring"), (4, 1, "ring"), (8, 1, "direct"), (8, 1, "ring"),
+    (4, 2, "auto"), (8, 4, "auto"),
+)  # fmt: skip
+_FITTED_TO = {(2, 1, "direct"), (4, 1, "direct"), (4, 2, "auto")}, {"unlimited", "1gbit"}
+_SIZES, _FEW_SIZES = "64K,512K,4M,16M,64M", "64K,4M,64M"
+_FRAMEWORKS = {"ddp": "ddp", "horovod": "horovod", "deepspeed": "zero-1"}  # whose steps are trained, and what they are
+_KINDS = {"plain": "plain", "bf16": "bfloat16", "ncclz": "compressed"}
+_STEP_LINKS = {"ddp": ("200mbit", "1gbit"), "horovod": ("1gbit",), "deepspeed": ("1gbit",)}
+_PARAMETERS = 25_486_848  # of the GPT that `end_to_end` trains
+_LINK_SHARE = 0.956  # 1,448 of the 1,514 bytes of an Ethernet frame
+_SIMULATED_GBPS, _SIMULATED_LATENCY, _NODE = 10.0, 50e-6, 8
+_HALVING = "recursive halving (not built)"
+_COLORS = {"plain": "0.5", "ring": "tab:blue", "direct": "tab:red", "hierarchy": "tab:green", _HALVING: "tab:purple"}
+_UNEVEN = {"all alike": {}, "one link a tenth as fast": {"slowest_gbps": 1.0}, "one rank 0.1 s late": {"late": 0.1}}
+
+
+class Cell(NamedTuple):
+    """What was measured of one kind of call."""
+
+    ranks: int
+    per_node: int
+    schedule: str
+    link: str
+    peer: str
+    nbytes: int
+    seconds: float
+
+    @property
+    def is_fitted_to(self) -> bool:
+        layouts, links = _FITTED_TO
+        return (self.ranks, self.per_node, self.schedule) in layouts and self.link in links
+
+
+# ------------------------------------------------------------------ measure
+
+
+def measure() -> None:
+    """Run what is not in the file yet."""
+    KEPT.parent.mkdir(exist_ok=True)
+    done = {json.dumps(each["what"]) for each in _kept()}
+    for what in [*_calls(), *_steps()]:
+        if json.dumps(what) in done:
+            continue
+        begun = time.monotonic()
+        found = _measured_calls(what) if what["what"] == "calls" else _measured_steps(what)
+        with KEPT.open("a") as file:
+            print(json.dumps({"what": what, "found": found}), file=file)
+        print(f"{time.monotonic() - begun:4.0f} s: {what}", flush=True)
+
+
+def _kept() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+
+
+def _calls() -> Iterator[dict[str, Any]]:
+    for ranks, per_node, schedule in LAYOUTS:
+        for rate in _SETTING_GBPS:
+            sizes = _SIZES if schedule == "direct" and ranks < 8 else _FEW_SIZES
+            if rate == "100mbit" and ranks > 2:  # where 64 MiB take 9 seconds a call
+                sizes = sizes.removesuffix(",64M")
+            yield {"what": "calls", "ranks": ranks, "per_node": per_node, "schedule": schedule, "link": rate,
+                   "sizes": sizes}  # fmt: skip
+
+
+def _measured_calls(what: dict[str, Any]) -> list[list[Any]]:
+    """[contender, bytes, seconds] of each."""
+    settings = {
+        "schedule": what["schedule"],
+        "hierarchy": "auto" if what["per_node"] > 1 else "off",
+        "min_bytes": 0,
+        "connections": 1,
+        "link_gbps": _SETTING_GBPS[what["link"]],
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"transport": settings}, file)
+        file.flush()
+        options = {"--ranks": what["ranks"], "--ranks-per-node": what["per_node"], "--link": what["link"],
+                   "--sizes": what["sizes"], "--config": file.name,
+                   "--repeat": 3 if what["link"] == "100mbit" else 5 if what["sizes"] != _SIZES else 7}  # fmt: skip
+        flat = [str(each) for option in options.items() for each in option]
+        command = [sys.executable, "-m", "ncz_plugins", "perf", "all_reduce", *flat, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [[each["peer"], each["size"], 1e-6 * each["time_us"]] for each in json.loads(done.stdout)["records"]]
+
+
+def _steps() -> Iterator[dict[str, Any]]:
+    for framework in _FRAMEWORKS:
+        for rate in _STEP_LINKS[framework]:
+            yield {"what": "steps", "framework": framework, "link": rate}
+
+
+def _measured_steps(what: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step: of one rank alone, and of two with each kind of gradients."""
+    arguments = argparse.Namespace(link=what["link"], steps=13, batch=2, layers=8, heads=8, width=512, timeout=600)
+    with tempfile.TemporaryDirectory() as folder:
+        found, records = {}, Path(folder) / "records.jsonl"
+        for runs in end_to_end.FRAMEWORKS[what["framework"]](arguments, Path(folder)):
+            if runs.name not in _KINDS:
+                continue
+            with link(end_to_end.RANKS, what["link"]) as nodes:
+                runs.go(records, nodes, arguments.timeout, lambda: None)
+            found[runs.name] = statistics.median(runs.seconds)
+            if runs.name == "plain":
+                found["alone"] = _alone(runs, records)
+    return found
+
+
+def _alone(runs: end_to_end.Runs, records: Path) -> float:
+    """Seconds of a step of one rank, which has nothing to send."""
+    seconds = []
+
+    def take(record: dict[str, Any]) -> None:
+        if record.get("step", -1) >= end_to_end.WARMUP:
+            seconds.append(record["seconds"])
+
+    deepspeed = "DeepSpeed" in runs.framework
+    environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"} if deepspeed else {}
+    with link(1) as nodes:
+        options = {"nodes": nodes, "horovod": runs.framework == "Horovod", "environment": environment}
+        run(runs.command, 1, records, on_record=take, timeout=600, **options)
+    return statistics.median(seconds)
+
+
+# ------------------------------------------------------------------ validate
+
+_NAMES = ("call_us", "message_us", "socket_ps", "measure_ps", "coding_times", "plain_call_us", "plain_message_us",
+          "plain_ps", "local_gbps", "local_us")  # fmt: skip
+_BEGIN = (2000, 200, 100, 1000, 2, 200, 300, 500, 20, 200)
+
+
+def validate() -> None:
+    """Fit, predict, compare, write."""
+    kept = _kept()
+    cells = [
+        Cell(*(each["what"][key] for key in ("ranks", "per_node", "schedule", "link")), *found)
+        for each in kept
+        if each["what"]["what"] == "calls"
+        for found in each["found"]
+    ]
+    costs = _fitted([cell for cell in cells if cell.is_fitted_to])
+    compared = [{**cell._asdict(), "predicted": _predicted(costs, cell), "fitted": cell.is_fitted_to} for cell in cells]
+    errors = [abs(each["predicted"] / each["seconds"] - 1) for each in compared if not each["fitted"]]
+    costs = costs.model_copy(update={"error": round(float(np.quantile(errors, 0.8)), 2)})
+    steps = [found for each in kept if each["what"]["what"] == "steps" for found in _compared_steps(costs, each)]
+    document = {
+        "command": "python benchmarks/plan.py validate",
+        "version": __version__,
+        "cpu": machine.cpu(),
+        "costs": costs.model_dump(),
+        "errors": _summary(errors),
+        "errors_by_kind": {
+            peer: _summary([abs(each["predicted"] / each["seconds"] - 1) for each in compared
+                            if not each["fitted"] and each["peer"] == peer])
+            for peer in ("plain", "ncz")
+        },
+        "errors_of_steps": _summary([abs(each["predicted"] / each["seconds"] - 1) for each in steps]),
+        "calls": compared,
+        "steps": steps,
+    }  # fmt: skip
+    NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
+    before, after = (PAGE.read_text().split(mark)[at] for mark, at in zip(MARKS, (0, 1)))
+    PAGE.write_text(f"{before}{MARKS[0]}\n{figures(document)}\n{MARKS[1]}{after}")
+    _draw(compared, steps)
+    _print(document)
+
+
+def _fitted(cells: list[Cell]) -> Costs:
+    """The costs with which predictions are closest, in ratios; those that are far off count less."""
+
+    def off(logarithms: np.ndarray) -> np.ndarray:
+        costs = _costs(np.exp(logarithms))
+        return np.array([np.log(_predicted(costs, cell) / cell.seconds) for cell in cells])
+
+    found = least_squares(off, np.log(_BEGIN), loss="soft_l1", f_scale=0.1)
+    return _costs(np.array([float(f"{figure:.3g}") for figure in np.exp(found.x)]))
+
+
+def _costs(figures: np.ndarray) -> Costs:
+    given = dict(zip(_NAMES, map(float, figures)))
+    known = load().cost("cpu")
+    return Costs(
+        kind="cpu",
+        source=known.source,
+        coders=known.coders,
+        cast_ps=given["plain_ps"] * 4,  # a value is read and written once more
+        link_share=_LINK_SHARE,
+        **given,
+    )
+
+
+def _predicted(costs: Costs, cell: Cell) -> float:
+    """Seconds. All nodes share the cores of one machine."""
+    nodes = cell.ranks // cell.per_node
+    group = Group(nodes, cell.per_node, Link(GBPS[cell.link]), costs, cores=CORES / nodes)
+    if cell.peer == "plain":
+        return calls.plain(group, "all_reduce", cell.nbytes).seconds
+    transport = {"schedule": cell.schedule, "min_bytes": 0, "link_gbps": _SETTING_GBPS[cell.link]}
+    return calls.compressed(group, "all_reduce", cell.nbytes, Config(transport=transport)).seconds
+
+
+def _compared_steps(costs: Costs, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Training steps beside what is predicted of them from how long a rank computes alone."""
+    what, found = kept["what"], kept["found"]
+    compute = Interval.exactly(found["alone"])
+    workload = Workload("GPT", _PARAMETERS, 4, compute, "measured")
+    group = Group(2, 1, Link(GBPS[what["link"]]), costs, cores=CORES / 2)
+    setup = Setup(workload, sendings(_FRAMEWORKS[what["framework"]], workload), group, Config())
+    for name, kind in _KINDS.items():
+        if name in found:
+            yield {
+                "framework": what["framework"],
+                "link": what["link"],
+                "gradients": kind,
+                "seconds": found[name],
+                "predicted": predict(setup, kind).seconds.middle,
+            }
+
+
+def _summary(errors: list[float]) -> dict[str, float]:
+    ends = {"count": len(errors)}
+    if errors:
+        quantiles = {"median": 0.5, "80 %": 0.8, "90 %": 0.9, "worst": 1.0}
+        ends |= {name: round(float(np.quantile(errors, share)), 4) for name, share in quantiles.items()}
+    return ends
+
+
+def figures(document: dict[str, Any]) -> str:
+    """The tables of the page."""
+    lines = ["| | cells | median | 80 % | 90 % | worst |", "|---|---|---|---|---|---|"]
+    of = {"calls": document["errors"], **{f"of that {name}": each for name, each in document["errors_by_kind"].items()}}
+    for name, each in (of | {"training steps": document["errors_of_steps"]}).items():
+        shares = [f"{each[key]:.1%}" for key in ("median", "80 %", "90 %", "worst") if key in each]
+        lines.append(f"| {' | '.join([name, str(each['count']), *shares])} |")
+    lines += ["", "The training steps:", "", "| | link | gradients | measured | predicted |", "|---|---|---|---|---|"]
+    for each in document["steps"]:
+        seconds = [f"{each[key]:.2f} s" for key in ("seconds", "predicted")]
+        lines.append(f"| {' | '.join([each['framework'], each['link'], each['gradients'], *seconds])} |")
+    return "\n".join(lines)
+
+
+def _draw(compared: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+    figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
+    groups = {
+        "plain": [each for each in compared if each["peer"] == "plain" and not each["fitted"]],
+        "compressed": [each for each in compared if each["peer"] == "ncz" and not each["fitted"]],
+        "fitted to": [each for each in compared if each["fitted"]],
+        "training steps": steps,
+    }
+    for (name, group), color, marker in zip(groups.items(), ("0.5", "tab:blue", "0.85", "tab:red"), "oo.s"):
+        points = [(each["seconds"], each["predicted"]) for each in group]
+        if points:
+            axes.loglog(*zip(*points), marker, color=color, markersize=4, label=name, zorder=1 if marker == "." else 2)
+    ends = np.array(axes.get_xlim())
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", zorder=0, label="10 %")
+    axes.set(xlabel="measured, seconds", ylabel="predicted, seconds")
+    axes.legend()
+    figure.savefig(PICTURE, dpi=150)
+
+
+def _print(document: dict[str, Any]) -> None:
+    print("How far predictions are off, of calls that nothing was fitted to:\n")
+    print(figures(document))
+    print("\nThe worst:\n")
+    for each in sorted(document["calls"], key=lambda each: -abs(np.log(each["predicted"] / each["seconds"])))[:12]:
+        print(each)
+    print(f"\n{json.dumps(document['costs'])}")
+
+
+# ------------------------------------------------------------------ simulate
+
+
+def simulate() -> None:
+    """Calls against the number of ranks, even and uneven, and how long it took to find that out."""
+    begun = time.monotonic()
+    costs = load().cost("cpu")
+    found = []
+    for nbytes in (1 * MiB, 256 * MiB):
+        for name, uneven in _UNEVEN.items():
+            for ranks in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+                for schedule in _COLORS:
+                    seconds = _simulated(costs, schedule, ranks, nbytes, **uneven)
+                    if seconds is not None:
+                        found.append({"nbytes": nbytes, "case": name, "ranks": ranks, "schedule": schedule,
+                                      "seconds": seconds})  # fmt: skip
+    document = {
+        "command": "python benchmarks/plan.py simulate",
+        "version": __version__,
+        "cpu": machine.cpu(),
+        "gbps": _SIMULATED_GBPS,
+        "latency_seconds": _SIMULATED_LATENCY,
+        "seconds": round(time.monotonic() - begun, 1),
+        "calls": found,
+    }
+    RANKS_NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
+    _draw_ranks(found)
+    print(f"{document['seconds']} s for {len(found)} calls")
+    for each in found:
+        if each["ranks"] in (16, 256, 4096):
+            print(each)
+
+
+def _simulated(
+    costs: Costs, schedule: str, ranks: int, nbytes: int, slowest_gbps: float | None = None, late: float | None = None
+) -> float | None:
+    size = _NODE if schedule == "hierarchy" else 1
+    nodes = ranks // size
+    if nodes < 2:
+        return None
+    gbps = _SIMULATED_GBPS * size  # of a node: each of its ranks has a link of this speed
+    link = Link(gbps if slowest_gbps is None else (gbps,) * (nodes - 1) + (slowest_gbps * size,), _SIMULATED_LATENCY)
+    group = Group(nodes, size, link, costs, late=None if late is None else (late,) + (0.0,) * (nodes - 1))
+    if schedule == "plain":
+        return calls.plain(group, "all_reduce", nbytes).seconds
+    if schedule == _HALVING:
+        return _recursive_halving(group, nbytes)
+    name = "auto" if schedule == "hierarchy" else schedule
+    transport = {"schedule": name, "min_bytes": 0, "link_gbps": _SIMULATED_GBPS}
+    return calls.compressed(group, "all_reduce", nbytes, Config(transport=transport)).seconds
+
+
+def _recursive_halving(group: Group, nbytes: int) -> float:
+    """What it would take to halve what is summed in each of log2(n) rounds, and to double it again in as many.
+
+    Source: Rabenseifner, "Optimization of collective reduction operations" (2004). It is not built.
+    """
+    fleet, costs, rounds = group.fleet(False), group.costs, (group.ranks - 1).bit_length()
+    sizes = sizes_for(Config(transport={"min_bytes": 0, "link_gbps": _SIMULATED_GBPS}))
+    coder = costs.coders[sizes.coder(1)]
+    fleet.work(1e-6 * costs.call_us + 1e-12 * costs.measure_ps * nbytes / 4)
+    for number in range(rounds):  # the agreement
+        fleet.tell_neighbors(1, nbytes / 256, 1 << number)
+    for number in range(rounds):
+        values = nbytes / 4 / 2 ** (number + 1)
+        fleet.work(1e-12 * (coder.encode + coder.decode) * values)
+        fleet.tell_neighbors(1, sizes.bits(2**number) / 8 * values, 1 << number)
+    for number in reversed(range(rounds)):
+        values = nbytes / 4 / 2 ** (number + 1)
+        fleet.tell_neighbors(1, sizes.bits(group.ranks) / 8 * values, 1 << number)
+        fleet.work(1e-12 * coder.decode * values)
+    return float(fleet.end.max())
+
+
+def _draw_ranks(found: list[dict[str, Any]]) -> None:
+    sizes = sorted({each["nbytes"] for each in found})
+    figure, panels = plt.subplots(len(sizes), len(_UNEVEN), figsize=(11, 6), layout="constrained", sharex=True)
+    for row, nbytes in zip(panels, sizes):
+        for axes, case in zip(row, _UNEVEN):
+            for schedule, color in _COLORS.items():
+                points = [
+                    (each["ranks"], each["seconds"])
+                    for each in found
+                    if (each["nbytes"], each["case"], each["schedule"]) == (nbytes, case, schedule)
+                ]
+                axes.loglog(*zip(*points), marker="o", markersize=3, color=color, label=schedule)
+            axes.set(title=f"{nbytes // MiB} MiB, {case}")
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel("seconds")
+    for axes in panels[-1]:
+        axes.set_xlabel("ranks")
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(RANKS_PICTURE, dpi=150)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("measure", "validate", "simulate"))
+    {"measure": measure, "validate": validate, "simulate": simulate}[parser.parse_args().stage]()

@@ -1,0 +1,215 @@
+"""The options of `ncz plan`, and its run from start to output."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from rich.console import Console
+
+from ...core.errors import ConfigError
+from ...core.tuning.tuning_file import Tuning
+from ..output import print_json, require_picture
+from ..settings import config_with, parse_bound
+from .catalogue import Catalogue, Instance, load
+from .workload import ITEMSIZES, Interval, Workload, compute_from_tokens
+
+STRATEGY_NAMES = ("ddp", "horovod", "zero-0", "zero-1", "zero-2", "zero-3", "fsdp", "hsdp", "diloco")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kMBT]?)", re.ASCII)
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_LATENCY_US = 50.0  # from one machine of a data centre to another: a guess
+_NCCL_CONNECTIONS = 16  # of NCCL on AWS: NCCL_SOCKET_NTHREADS 2 times NCCL_NSOCKS_PERTHREAD 8, by its documentation
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `ncz`."""
+    parser = commands.add_parser(
+        "plan", help="would compression pay: a training step predicted, plain, in bfloat16 and compressed"
+    )
+    what = parser.add_argument_group("what is trained (one of the first three)")
+    what.add_argument("--parameters", metavar="N", help="how many: 124M, 7B, 1e9")
+    what.add_argument("--model", metavar="SPEC", help="FILE.py:NAME or package.module:NAME, as `ncz check` takes it")
+    what.add_argument("--run", dest="recorded", metavar="RUN.jsonl", help="a run that statistics.jsonl recorded")
+    what.add_argument("--dtype", choices=tuple(ITEMSIZES), help="of gradients as they are sent; float32 by default")
+    what.add_argument("--compute-seconds", metavar="S", help="that a step computes; or LOW:HIGH")
+    what.add_argument("--tokens", metavar="N", help="per rank and step, in place of --compute-seconds")
+    what.add_argument("--tflops", metavar="F", type=float, help="of a rank's device, where the instance says none")
+    what.add_argument("--efficiency", metavar="E", type=float, help="the share of it that is reached, such as 0.4")
+    where = parser.add_argument_group("where")
+    where.add_argument("--instance", metavar="NAME", help="a machine of the catalogue")
+    where.add_argument("--link-gbps", metavar="G", type=float, help="of each node, in place of --instance")
+    where.add_argument("--nodes", metavar="N", type=int, default=2, help="2 by default")
+    where.add_argument("--ranks-per-node", metavar="K", type=int, help="the instance's GPUs, or 1, by default")
+    where.add_argument("--latency-us", metavar="L", type=float, help=f"one way; {_LATENCY_US:g}, a guess, by default")
+    where.add_argument("--flow-gbps", metavar="F", type=float, help="that one TCP connection carries")
+    where.add_argument("--cores", metavar="C", type=float, help="of a node, where ranks compute on CPUs; 2 per rank")
+    where.add_argument("--costs", metavar="NAME", help="of a rank, in the catalogue: gpu with --instance, else cpu")
+    where.add_argument("--price", metavar="D", type=float, help="dollars per hour of a node")
+    where.add_argument("--catalogue", metavar="FILE.yaml", help="adds instances, costs and sources to the known ones")
+    where.add_argument("--compare", metavar="A,B", help="several instances, side by side")
+    how = parser.add_argument_group("how")
+    how.add_argument("--strategy", choices=STRATEGY_NAMES, default="ddp", help="ddp by default")
+    how.add_argument("--every", metavar="H", type=int, default=500, help="with diloco: steps between synchronizations")
+    how.add_argument("--config", metavar="FILE", help="our settings; the default ones without it")
+    how.add_argument("--bound", metavar="MODE:VALUE", help="error bound, in place of that of the file")
+    how.add_argument("--ratio", metavar="R", type=float, help="what codes of one rank compress to, to fp32")
+    parser.add_argument("--json", action="store_true", help="everything as JSON, which `ncz report --plan` reads")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw the steps, and calls against the number of ranks")
+    parser.set_defaults(run=run)
+
+
+class Place(NamedTuple):
+    """Where a training may run.
+
+    Attributes:
+        name: for people.
+        gbps: of a node's link.
+        price: dollars per hour of a node, if known.
+        source: of these figures.
+    """
+
+    name: str
+    ranks_per_node: int
+    gbps: float
+    flow_gbps: float | None
+    tflops: float | None
+    price: float | None
+    source: str
+
+
+def run(options: argparse.Namespace) -> None:
+    """Predict, and show it. Raises ConfigError and UnsupportedError."""
+    if options.plot:
+        require_picture("--plot", options.plot)
+    config = config_with(options.config, {"quantizer": parse_bound(options.bound)})
+    catalogue = load(options.catalogue)
+    places = _places(options, catalogue)
+    from .plot import draw  # these modules import torch
+    from .show import document, show
+    from .step import predict
+    from .verdict import judge
+
+    plans = []
+    for place in places:
+        setup = _setup(options, catalogue, place, config)
+        steps = [predict(setup, kind) for kind in setup.kinds]
+        plans.append((place, setup, steps, judge(setup, steps)))
+    if options.json:
+        print_json(document(options.command, options.strategy, plans))
+    else:
+        show(Console(), options.strategy, plans)
+    if options.plot:
+        draw(options.plot, plans)
+
+
+def _places(options: argparse.Namespace, catalogue: Catalogue) -> list[Place]:
+    """Raises ConfigError unless the options name one place, or several to compare."""
+    given = [each for each in ("instance", "link_gbps", "compare") if getattr(options, each) is not None]
+    if len(given) != 1:
+        raise ConfigError("name one of --instance, --link-gbps and --compare: what connects the nodes decides most")
+    for name in ("nodes", "ranks_per_node", "link_gbps", "flow_gbps", "cores", "price", "ratio", "tflops", "every"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: allowed: a number above 0")
+    if options.link_gbps is not None:
+        size = options.ranks_per_node or 1
+        name = f"{options.link_gbps:g} Gbit/s"
+        return [Place(name, size, options.link_gbps, options.flow_gbps, options.tflops, options.price, "--link-gbps")]
+    names = options.compare.split(",") if options.compare else [options.instance]
+    return [_of_instance(options, name, catalogue.instance(name), catalogue) for name in names]
+
+
+def _of_instance(options: argparse.Namespace, name: str, instance: Instance, catalogue: Catalogue) -> Place:
+    source = catalogue.sources[instance.source]
+    return Place(
+        name,
+        options.ranks_per_node or instance.gpus,
+        instance.gbps,
+        options.flow_gbps or instance.flow_gbps,
+        options.tflops or instance.tflops,
+        options.price or instance.price,
+        f"{name}: {source.text.strip()} ({source.date})",
+    )
+
+
+def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, config):
+    from .simulation.calls import Group  # these modules import torch
+    from .simulation.fleet import Link
+    from .step import Setup
+    from .strategy import sendings
+
+    workload = _workload(options, place)
+    costs = catalogue.cost(options.costs or ("cpu" if options.link_gbps is not None else "gpu"))
+    if costs.kind == "cpu":
+        measured = config.entropy.costs
+        if measured is None and config.transport.tuning is not None:
+            measured = Tuning.read(config.transport.tuning).costs
+        costs = costs if measured is None else costs.with_coders(measured)
+    connections = config.transport.connections
+    if costs.kind == "gpu":
+        connections = _NCCL_CONNECTIONS
+    elif connections == "auto":
+        connections = 4 if place.flow_gbps is not None else 1  # where several carry more
+    latency = _LATENCY_US if options.latency_us is None else options.latency_us
+    link = Link(place.gbps, 1e-6 * latency, place.flow_gbps, connections)
+    cores = None if costs.kind == "gpu" else options.cores
+    group = Group(options.nodes, place.ranks_per_node, link, costs, cores)
+    if group.ranks < 2:
+        raise ConfigError(
+            "--nodes 1: one rank has nothing to send: plan with 2 nodes or more, or several ranks per node"
+        )
+    price = None if place.price is None else place.price * options.nodes
+    return Setup(workload, sendings(options.strategy, workload, options.every), group, config, price)
+
+
+def _workload(options: argparse.Namespace, place: Place) -> Workload:
+    given = [each for each in ("parameters", "model", "recorded") if getattr(options, each)]
+    if len(given) != 1:
+        raise ConfigError("name one of --parameters, --model and --run: what is trained decides what is sent")
+    itemsize = ITEMSIZES[options.dtype or "float32"]
+    if options.recorded:
+        from .workload import from_run
+
+        workload, _ = from_run(options.recorded, itemsize)
+        if options.compute_seconds:
+            workload = replace(workload, compute=_seconds(options.compute_seconds), how="--compute-seconds")
+        return workload if options.ratio is None else replace(workload, ratio=options.ratio)
+    name, parameters = options.parameters, None
+    if options.model:
+        from ..check.model import load_model
+
+        name, model = load_model(options.model)
+        parameters = sum(each.numel() for each in model.parameters())
+        sizes = {each.dtype.itemsize for each in model.parameters()}
+        itemsize = itemsize if options.dtype else max(2, min(4, max(sizes, default=4)))
+    parameters = parameters or _count("--parameters", options.parameters)
+    if bool(options.compute_seconds) == bool(options.tokens):
+        raise ConfigError(
+            "name one of --compute-seconds and --tokens: what is hidden depends on how long a step computes"
+        )
+    if options.compute_seconds:
+        compute, how = _seconds(options.compute_seconds), "--compute-seconds"
+    else:
+        tokens = _count("--tokens", options.tokens)
+        compute, how = compute_from_tokens(parameters, tokens, place.tflops, options.efficiency)
+    return Workload(f"{name}", parameters, itemsize, compute, how, options.ratio)
+
+
+def _count(option: str, text: str) -> int:
+    match = _COUNT.fullmatch(text)
+    count = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if count < 1:
+        raise ConfigError(f"{option} {text}: allowed: a number such as 124M, 7B or 1e9")
+    return count
+
+
+def _seconds(text: str) -> Interval:
+    try:
+        ends = [float(each) for each in text.split(":")]
+    except ValueError:
+        ends = []
+    if len(ends) not in (1, 2) or not 0 <= ends[0] <= ends[-1] < float("inf"):
+        raise ConfigError(f"--compute-seconds {text}: allowed: seconds, or LOW:HIGH, such as 0.5 or 0.4:0.6")
+    return Interval(ends[0], sum(ends) / len(ends), ends[-1])

@@ -1,0 +1,253 @@
+"""One collective from beginning to end, compressed or plain, on a fleet of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ....core.bypass import by_size
+from ....core.codec.layout import Layout
+from ....core.codec.scale_agreement import pieces_of
+from ....core.collective import SMALL_BYTES, adds_up_whole, layout_of_sum
+from ....core.config import Config
+from ....core.runtime.statistics import Counters
+from ....core.schedules import direct, ring
+from ....core.schedules.choice import schedule_for
+from ....core.transport.connections import MOST_SPREAD_BYTES, MOST_TOLD_BYTES, rounds_of
+from ....core.transport.mesh import MOST_RANKS
+from .codec import TimedCodec
+from .costs import Costs
+from .fleet import Fleet, Link
+from .sizes import sizes_for
+from .transport import TimedTransport
+
+_SCHEDULES = {"ring": ring, "direct": direct}
+_COMPARED_BYTES = 256  # about: what ranks compare before a call
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective, and what they run on.
+
+    Attributes:
+        nodes: machines.
+        ranks_per_node: of each of them.
+        link: of a node.
+        costs: of a rank.
+        cores: of a node that its ranks share, for costs of kind cpu, which may be a part of one; None: enough.
+        late: see `Fleet`; one for each node.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    link: Link
+    costs: Costs
+    cores: float | None = None
+    late: tuple[float, ...] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def sharing(self) -> float:
+        """Ranks for each core of a node."""
+        if self.costs.kind == "gpu" or self.cores is None:
+            return 1.0
+        return max(1.0, self.ranks_per_node / self.cores)
+
+    def fleet(self, between_nodes: bool) -> Fleet:
+        """The ranks that send each other frames: one of each node, or all of them.
+
+        All ranks of a node send at the same time, so each has a part of the node's link.
+        """
+        each = 1 if between_nodes else self.ranks_per_node
+        return self._fleet(self.nodes * each, each, 1 / self.ranks_per_node)
+
+    def fleet_in_line(self) -> Fleet:
+        """All ranks, where each sends to the next one only: one of each node has the node's link for itself."""
+        return self._fleet(self.ranks, self.ranks_per_node, 1.0)
+
+    def _fleet(self, ranks: int, of_each_node: int, share: float) -> Fleet:
+        gbps = tuple(share * each for each in np.atleast_1d(self.link.gbps))
+        link = replace(self.link, gbps=_repeated(gbps, of_each_node) if isinstance(self.link.gbps, tuple) else gbps[0])
+        late = None if self.late is None else _repeated(self.late, of_each_node)
+        spare = self.costs.kind == "gpu" or self.cores is None or self.cores >= 2 * self.ranks_per_node
+        return Fleet(ranks, link, self.costs, self.sharing, spare, late)
+
+
+def _repeated(of_nodes: tuple[float, ...], times: int) -> tuple[float, ...]:
+    """What nodes have, for each of their ranks."""
+    return tuple(each for each in of_nodes for _ in range(times))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How a call went.
+
+    Attributes:
+        seconds: until the last rank has its result.
+        busy_seconds: of work of a rank's cores.
+        wire_bytes: that a rank sent.
+        compressed: whether it was.
+    """
+
+    seconds: float
+    busy_seconds: float
+    wire_bytes: float
+    compressed: bool
+
+
+# ------------------------------------------------------------------ compressed
+
+
+def compressed(
+    group: Group, collective: str, nbytes: int, config: Config, itemsize: int = 4, ratio: float | None = None
+) -> Timed:
+    """A call with the settings of `config`, plain where these say so.
+
+    Args:
+        collective: all_reduce, reduce_scatter or all_gather.
+        nbytes: of the whole tensor.
+        ratio: see `sizes_for`.
+    """
+    if group.ranks == 1 or by_size(nbytes, config):
+        return plain(group, collective, nbytes, itemsize)
+    hierarchical = group.ranks_per_node > 1 and group.nodes > 1 and config.transport.hierarchy != "off"
+    fleet = group.fleet(between_nodes=hierarchical)
+    sizes = sizes_for(config, ratio)
+    counters = Counters()
+    name = "direct" if config.quantizer.bits else config.transport.schedule  # as a fixed rate exchanges its codes
+    name = schedule_for(fleet.world_size) if name == "auto" else name
+    segments = group.ranks if hierarchical else fleet.world_size
+    may_be_whole = collective == "all_reduce" and name == "direct" and group.costs.kind == "cpu" and not hierarchical
+    if may_be_whole and adds_up_whole(nbytes, segments, config):
+        segments = 1
+    layout = _layout(nbytes // itemsize, segments, config, collective)
+    if hierarchical:  # each rank has one of as many pieces as a node has ranks
+        layout = layout.part(range(fleet.world_size))
+        _inside(fleet, group, nbytes)
+    fleet.work(1e-6 * group.costs.call_us)
+    scales = _Scales(fleet, layout, config, itemsize, counters)
+    codec = TimedCodec(fleet, layout, sizes, scales.require)
+    getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
+    codec.finish()
+    if hierarchical:
+        _inside(fleet, group, nbytes)
+    return Timed(float(fleet.end.max()), float(fleet.busy.max()), counters.wire_bytes, True)
+
+
+def _layout(numel: int, ranks: int, config: Config, collective: str) -> Layout:
+    if collective == "all_reduce":
+        return layout_of_sum(torch.empty(numel, device="meta"), ranks, config)
+    return Layout.of([-(-numel // ranks)] * ranks, config.transport.frame_bytes // 4)
+
+
+class _Scales:
+    """The agreement on quantization steps, in the pieces and the order that a real call has."""
+
+    def __init__(self, fleet: Fleet, layout: Layout, config: Config, itemsize: int, counters: Counters):
+        self._fleet = fleet
+        self._layout = layout
+        self._counters = counters
+        self._in_first = itemsize * layout.numel <= SMALL_BYTES and fleet.costs.kind == "cpu"
+        self._block = config.quantizer.block_in_effect
+        pieces = pieces_of(layout, config) if fleet.costs.kind == "cpu" else [range(layout.frames)]
+        self._left = list(pieces)
+        self._measure(pieces[0])
+        if self._in_first:
+            self._agree(pieces[0], _COMPARED_BYTES)
+            self._left.clear()
+        else:
+            _exchange(fleet, _COMPARED_BYTES)
+
+    def require(self, frames: int) -> None:
+        """See `ScaleAgreement.require`."""
+        while self._left and frames > self._left[0].start:
+            piece = self._left.pop(0)
+            self._agree(piece, 0)
+            if self._left:
+                self._measure(self._left[0])
+
+    def _values(self, frames: range) -> float:
+        return self._layout.numel * len(frames) / self._layout.frames
+
+    def _measure(self, frames: range) -> None:
+        self._fleet.work(1e-12 * self._fleet.costs.measure_ps * self._values(frames))
+
+    def _agree(self, frames: range, more: int) -> None:
+        nbytes = more + 2 * (self._values(frames) / self._block if self._block else 2)
+        _exchange(self._fleet, nbytes)
+        self._counters.wire_bytes += int(2 * nbytes * (self._fleet.world_size - 1) / self._fleet.world_size)
+
+
+def _exchange(fleet: Fleet, nbytes: float) -> None:
+    """The element-wise maximum over ranks, as `Connections.start_max` finds it."""
+    n = fleet.world_size
+    if fleet.costs.kind == "gpu":
+        fleet.tell_neighbors(2 * rounds_of(n), nbytes / 2)
+    elif n <= MOST_RANKS:
+        if n == 2 or nbytes <= MOST_TOLD_BYTES / (n - 1):
+            fleet.tell_all(nbytes)
+        else:
+            fleet.tell_all(nbytes / n)
+            fleet.tell_all(nbytes / n)
+    elif nbytes * rounds_of(n) <= MOST_SPREAD_BYTES:
+        for number in range(rounds_of(n)):
+            fleet.tell_neighbors(1, nbytes, 1 << number)
+    else:
+        fleet.tell_neighbors(2 * (n - 1), nbytes / n)
+
+
+def _inside(fleet: Fleet, group: Group, nbytes: float) -> None:
+    """What the ranks of a node exchange: all of them have parts for all others."""
+    size = group.ranks_per_node
+    moved = nbytes * (size - 1) / size
+    fleet.handle(1e-6 * group.costs.local_us)
+    fleet.work(8e-9 * moved / group.costs.local_gbps)
+
+
+# ------------------------------------------------------------------ plain
+
+
+def plain(group: Group, collective: str, nbytes: int, itemsize: int = 4, cast: bool = False) -> Timed:
+    """The uncompressed collective of the runtime beneath: gloo's ring, or NCCL's ring or trees.
+
+    Args:
+        cast: cast float32 to bfloat16 before, and back again after.
+    """
+    if group.ranks == 1:
+        return Timed(0.0, 0.0, 0.0, False)
+    sent = nbytes / 2 if cast else nbytes
+    before = 1e-6 * group.costs.plain_call_us + (1e-12 * group.costs.cast_ps * nbytes / itemsize if cast else 0.0)
+    passes = 2 if collective == "all_reduce" else 1
+    of_ring = _plain_ring(group, passes, sent, before)
+    if group.costs.kind == "cpu" or collective != "all_reduce":
+        return of_ring
+    return min(of_ring, _plain_tree(group, sent, before), key=lambda each: each.seconds)
+
+
+def _plain_ring(group: Group, passes: int, nbytes: float, before: float) -> Timed:
+    fleet, costs = group.fleet_in_line(), group.costs
+    fleet.work(before)
+    part, steps = nbytes / group.ranks, passes * (group.ranks - 1)
+    seconds = 1e-12 * (costs.plain_ps + costs.socket_ps) * part
+    for _ in range(steps):
+        fleet.pass_on(part, 1e-6 * costs.plain_message_us, seconds)
+    return Timed(float(fleet.end.max()), float(fleet.busy.max()), steps * part, False)
+
+
+def _plain_tree(group: Group, nbytes: float, before: float) -> Timed:
+    """Up and down a tree of the nodes. What one node sends to the next follows in pieces, so bytes count once each way.
+
+    NCCL has two trees, each for a half of the data, in which every node sends and receives.
+    """
+    fleet, costs = group.fleet_in_line(), group.costs
+    fleet.work(before)
+    depth = rounds_of(max(2, group.nodes))
+    slowest = np.min(fleet.bytes_per_second)
+    seconds = 2 * (depth * (1e-6 * costs.plain_message_us + group.link.latency) + nbytes / slowest)
+    end = float(fleet.end.max()) + seconds
+    return Timed(end, float(fleet.busy.max()) + 1e-6 * costs.plain_message_us * 2, 2 * nbytes, False)

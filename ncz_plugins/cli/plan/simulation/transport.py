@@ -1,0 +1,74 @@
+"""A transport that sends nothing and keeps time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....core.runtime.statistics import Counters
+from ....core.transport.base import FrameStream, FrameTransport
+from .fleet import Fleet, Ranks, Times
+
+
+@dataclass(frozen=True)
+class TimedFrame:
+    """In place of a frame.
+
+    Attributes:
+        nbytes: of each rank's, [width] or one number.
+        addends: how many ranks' codes were added up in it.
+    """
+
+    nbytes: Times | float
+    addends: int
+
+
+class TimedTransport(FrameTransport):
+    """The frames of one call between the ranks of a fleet."""
+
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
+        self.rank = fleet.rank
+        self.world_size = fleet.world_size
+
+    def streams(self, peers, incoming: int, frame_capacity: int, counters: Counters) -> list[FrameStream]:
+        return [TimedStream(self._fleet, to, source, counters) for to, source in peers]
+
+
+class TimedStream(FrameStream):
+    """The frames that every rank sends to one rank and receives from one rank."""
+
+    def __init__(self, fleet: Fleet, to: Ranks | int, source: Ranks | int, counters: Counters):
+        self._fleet = fleet
+        self.to = to
+        self.source = source
+        self._counters = counters
+        self._under_way: deque[tuple[TimedFrame, Times]] = deque()
+        self._flow_free = np.zeros_like(fleet.thread)
+        self._left = np.zeros_like(fleet.thread)
+
+    def send(self, frame: TimedFrame) -> None:
+        self._handle(frame.nbytes)
+        self._left, self._flow_free, arrival = self._fleet.transfer(self.to, frame.nbytes, self._flow_free)
+        received = TimedFrame(self._fleet.by_receiver(frame.nbytes, self.to), frame.addends)
+        self._under_way.append((received, arrival))
+        self._counters.wire_bytes += int(np.mean(frame.nbytes))
+
+    def exchange(self, frame: TimedFrame) -> None:
+        self.send(frame)
+
+    def receive(self) -> TimedFrame:
+        frame, arrival = self._under_way.popleft()
+        self._fleet.wait_until(arrival)
+        self._handle(frame.nbytes)
+        return frame
+
+    def finish(self) -> None:
+        self._fleet.wait_until(self._left)
+
+    def _handle(self, nbytes: Times | float) -> None:
+        """Work to send a message, or to receive one: half of what both take."""
+        costs = self._fleet.costs
+        self._fleet.work(0.5e-6 * costs.message_us + 0.5e-12 * costs.socket_ps * nbytes)

@@ -1,0 +1,113 @@
+"""What follows from a prediction: whether it pays, what limits the step, and where that would change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..loss import describe
+from .simulation.costs import CodingCosts
+from .simulation.fleet import Link
+from .step import Setup, Step, predict
+from .workload import Interval
+
+WORTH = 0.97  # of the other way's time: a smaller gain is none that anybody would notice
+_MOST_RANKS = 512  # that are looked at for the break-even
+_SLOWEST_GBPS, _FASTEST_GBPS = 0.01, 10_000.0
+_HALVINGS = 12
+_NOTHING = Interval(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows.
+
+    Attributes:
+        pays: "yes", "no", or "perhaps", where the intervals overlap.
+        against: the kind that ours was compared with: the fastest of the others.
+        speed_up: against that.
+        limits: seconds of the compressed step that would go if something cost nothing: the largest first.
+        break_even_gbps: the fastest link of a node at which it pays; None: at none.
+        paying_ranks: the lowest and the highest number of ranks that were tried and for which it pays; None: none.
+        loss: what the bound is known to do to the loss.
+    """
+
+    pays: Literal["yes", "no", "perhaps"]
+    against: str
+    speed_up: float
+    limits: dict[str, float]
+    break_even_gbps: float | None
+    paying_ranks: tuple[int, int] | None
+    loss: str
+
+
+def judge(setup: Setup, steps: list[Step]) -> Verdict:
+    """What follows from the predicted steps of all kinds."""
+    ours = next(each for each in steps if each.kind == "compressed")
+    best = min((each for each in steps if each is not ours), key=lambda each: each.seconds.middle)
+    return Verdict(
+        pays=_pays(ours, best),
+        against=best.kind,
+        speed_up=best.seconds.middle / ours.seconds.middle,
+        limits=_limits(setup, ours),
+        break_even_gbps=_break_even_link(setup),
+        paying_ranks=_paying_ranks(setup),
+        loss=describe(setup.config.quantizer),
+    )
+
+
+def _pays(ours: Step, best: Step) -> Literal["yes", "no", "perhaps"]:
+    if not ours.compressed_calls or ours.seconds.middle > WORTH * best.seconds.middle:
+        return "no"
+    # Both have the same computing, so its ends belong together.
+    surely = all(mine < other for mine, other in zip(ours.seconds, best.seconds))
+    apart = ours.seconds.middle + (ours.seconds.high - ours.seconds.middle) / 2 < best.seconds.middle
+    return "yes" if surely and apart else "perhaps"
+
+
+def _gains(setup: Setup) -> bool:
+    ours = predict(setup, "compressed")
+    best = min(predict(setup, kind).seconds.middle for kind in setup.kinds if kind != "compressed")
+    return ours.compressed_calls > 0 and ours.seconds.middle <= WORTH * best
+
+
+def _break_even_link(setup: Setup) -> float | None:
+    """By bisection, as it pays below some speed only."""
+    low, high = _SLOWEST_GBPS, _FASTEST_GBPS
+    if not _gains(setup.with_link(low)):
+        return None
+    if _gains(setup.with_link(high)):
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if _gains(setup.with_link(middle)) else (low, middle)
+    return low
+
+
+def _paying_ranks(setup: Setup) -> tuple[int, int] | None:
+    size = setup.group.ranks_per_node
+    tried = [2**power for power in range(1, 21) if 2**power * size <= _MOST_RANKS] or [2]
+    paying = [nodes * size for nodes in tried if _gains(setup.with_nodes(nodes))]
+    return (min(paying), max(paying)) if paying else None
+
+
+def _limits(setup: Setup, ours: Step) -> dict[str, float]:
+    group, costs = setup.group, setup.group.costs
+    free = {name: CodingCosts(encode=0, decode=0) for name in costs.coders}
+    fast = Link(1e6, group.link.latency)
+    without = {
+        "computing": replace(setup, workload=replace(setup.workload, compute=setup.workload.compute.times(_NOTHING))),
+        "the link": replace(setup, group=replace(group, link=fast)),
+        "coding": _with_costs(setup, coders=free, measure_ps=0),
+        "messages and latency": _with_costs(
+            replace(setup, group=replace(group, link=replace(group.link, latency=0))),
+            call_us=0, message_us=0, plain_call_us=0, plain_message_us=0, local_us=0,
+        ),
+        "weights": replace(setup, sendings=[each for each in setup.sendings if each.role != "parameter"]),
+    }  # fmt: skip
+    saved = {name: ours.seconds.middle - predict(other, "compressed").seconds.middle for name, other in without.items()}
+    return dict(sorted(((name, max(0.0, each)) for name, each in saved.items()), key=lambda item: -item[1]))
+
+
+def _with_costs(setup: Setup, **changes) -> Setup:
+    return replace(setup, group=replace(setup.group, costs=setup.group.costs.model_copy(update=changes)))

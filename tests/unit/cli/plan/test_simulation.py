@@ -1,0 +1,252 @@
+"""Simulated calls against real ones, against arithmetic, and against each other."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import play
+
+from ncz_plugins.cli.plan.catalogue import load
+from ncz_plugins.cli.plan.simulation import calls
+from ncz_plugins.cli.plan.simulation.calls import Group
+from ncz_plugins.cli.plan.simulation.costs import CodingCosts, Costs
+from ncz_plugins.cli.plan.simulation.fleet import Fleet, Link, Ranks
+from ncz_plugins.cli.plan.simulation.sizes import sizes_for
+from ncz_plugins.core.call import Request
+from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.config import CoderCosts, Config
+from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
+
+MiB = 1 << 20
+COSTS = load().cost("cpu")
+FREE = Costs(
+    kind="cpu",
+    source="nothing costs anything but the link",
+    call_us=0,
+    message_us=0,
+    socket_ps=0,
+    measure_ps=0,
+    coders={name: CodingCosts(encode=0, decode=0) for name in ("raw", "fixed", "huffman", "rans", "packed")},
+    coding_times=1,
+    plain_call_us=0,
+    plain_message_us=0,
+    plain_ps=0,
+    cast_ps=0,
+    local_gbps=1e9,
+    local_us=0,
+    link_share=1,
+)
+
+
+def config(schedule="auto", **transport) -> Config:
+    return Config(transport={"schedule": schedule, "min_bytes": 0, "link_gbps": 1.0} | transport)
+
+
+def all_reduce(group: Group, nbytes: int, schedule: str = "auto") -> calls.Timed:
+    return calls.compressed(group, "all_reduce", nbytes, config(schedule))
+
+
+# ------------------------------------------------------------------ beside real calls
+
+
+def real_wire_bytes(ranks: int, collective: str, nbytes: int, schedule: str) -> float:
+    """What a rank sends, on average, in a call between threads."""
+    settings = config(schedule)
+
+    def body(transport):
+        training = Training(settings)
+        collectives = Collectives(training, settings, range(ranks), transport.rank)
+        numel = nbytes // 4
+        x = torch.from_numpy(np.random.default_rng(transport.rank).laplace(size=numel).astype(np.float32))
+        if collective == "all_reduce":
+            request = Request("all_reduce", x, x, dist.ReduceOp.SUM, parts=[ParameterSlice(None, numel)])
+        elif collective == "reduce_scatter":
+            output = torch.empty(numel // ranks)
+            parts = [ParameterSlice(None, numel)]
+            request = Request("reduce_scatter_tensor", x, output, dist.ReduceOp.SUM, parts=parts)
+        else:
+            output, own = torch.empty(numel), x[: numel // ranks]
+            request = Request("all_gather_into_tensor", own, output, parts=[ParameterSlice(None, numel)])
+        chosen, bypass = collectives.decide(request)
+        assert bypass is None
+        collectives.run(collectives.prepare(request, chosen), Host(), transport)
+        return training.stats.total.wire_bytes
+
+    return float(np.mean(play(ranks, body, reuse=True)))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(("ranks", "nbytes"), [(2, MiB), (3, 3 * MiB), (4, 8 * MiB)])
+def test_as_many_bytes_as_real_calls_send(ranks, nbytes, collective, schedule):
+    """The schedules are the same code, so what differs is the sample and how scales are counted."""
+    simulated = calls.compressed(Group(ranks, 1, Link(1.0), COSTS), collective, nbytes, config(schedule))
+    assert simulated.wire_bytes == pytest.approx(real_wire_bytes(ranks, collective, nbytes, schedule), rel=0.06)
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def test_nothing_is_faster_than_its_bytes():
+    nbytes, gbps = 64 * MiB, 2.0
+    timed = all_reduce(Group(2, 1, Link(gbps), FREE), nbytes)
+    # All is sent once in one direction, and nothing else takes time.
+    assert timed.seconds == pytest.approx(8e-9 * timed.wire_bytes / gbps, rel=0.02)
+    plain = calls.plain(Group(4, 1, Link(gbps), FREE), "all_reduce", nbytes)
+    assert plain.seconds == pytest.approx(1.5 * 8e-9 * nbytes / gbps)
+    assert plain.wire_bytes == pytest.approx(1.5 * nbytes)
+
+
+def test_latency_counts_once_for_each_hop():
+    near, far = (calls.plain(Group(8, 1, Link(1.0, each), FREE), "all_reduce", MiB) for each in (0, 0.01))
+    assert far.seconds - near.seconds == pytest.approx(2 * 7 * 0.01)
+
+
+def test_a_flow_that_is_limited():
+    """Frames to one peer go no faster than its connections, those to several share the link."""
+    nbytes = 64 * MiB
+    one = all_reduce(Group(2, 1, Link(10.0, flow_gbps=1.0), FREE), nbytes).seconds
+    four = all_reduce(Group(2, 1, Link(10.0, flow_gbps=1.0, connections=4), FREE), nbytes).seconds
+    assert one == pytest.approx(4 * four, rel=0.05)
+    assert all_reduce(Group(2, 1, Link(1.0), FREE), nbytes).seconds == pytest.approx(one, rel=0.05)
+
+
+def test_ranks_that_share_a_core_take_turns():
+    free_link = Link(1e6)
+    alone, shared = (all_reduce(Group(4, 1, free_link, COSTS, cores=each), 16 * MiB).seconds for each in (1.0, 0.5))
+    assert shared == pytest.approx(2 * alone, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct"])
+def test_a_late_rank_delays_all(schedule):
+    even = all_reduce(Group(8, 1, Link(1.0), COSTS), 16 * MiB, schedule).seconds
+    late = all_reduce(Group(8, 1, Link(1.0), COSTS, late=(0.5,) + 7 * (0.0,)), 16 * MiB, schedule).seconds
+    assert late == pytest.approx(even + 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct"])
+def test_the_slowest_link_decides(schedule):
+    def seconds(gbps):
+        return all_reduce(Group(8, 1, Link(gbps), FREE), 64 * MiB, schedule).seconds
+
+    assert 1.001 * seconds(1.0) > seconds((*7 * (10.0,), 1.0)) > 5 * seconds(10.0)
+
+
+# ------------------------------------------------------------------ one rank for all
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    ranks=st.integers(2, 20),
+    nbytes=st.sampled_from([4, 4096, 4 * MiB, 64 * MiB]),
+    schedule=st.sampled_from(["ring", "direct"]),
+    collective=st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"]),
+)
+def test_one_rank_stands_for_all_that_are_alike(ranks, nbytes, schedule, collective):
+    """Where segments are equally long. Else the last ranks have less to do, and one rank stands for the first."""
+    nbytes *= ranks
+    alike = Group(ranks, 1, Link(1.0, 1e-4), COSTS)
+    one_by_one = Group(ranks, 1, Link(ranks * (1.0,), 1e-4), COSTS)
+    shared = config(schedule)
+    together = calls.compressed(alike, collective, nbytes, shared)
+    apart = calls.compressed(one_by_one, collective, nbytes, shared)
+    assert together.seconds >= apart.seconds * (1 - 1e-9)
+    assert apart.seconds == pytest.approx(together.seconds, rel=0.35 if nbytes < MiB else 0.1)
+
+
+def test_thousands_of_ranks():
+    for schedule in ("ring", "direct"):
+        timed = all_reduce(Group(4096, 1, Link(10.0, 5e-5), COSTS), 64 * MiB, schedule)
+        assert timed.seconds > 8e-9 * timed.wire_bytes / 10
+        assert timed.wire_bytes > 2 * 4095 * 40  # a header for each of its frames, at least
+    hierarchical = calls.compressed(Group(512, 8, Link(80.0, 5e-5), COSTS), "all_reduce", 64 * MiB, config())
+    assert hierarchical.seconds < timed.seconds
+
+
+def test_numbers_of_ranks_serve_as_keys():
+    ranks = np.arange(4).view(Ranks)
+    right = (ranks + 1) % 4
+    assert {right: "right", (ranks - 1) % 4: "left"}[right] == "right"
+    assert isinstance(right, Ranks)
+
+
+def test_what_is_sent_to_a_rank_is_what_it_receives():
+    fleet = Fleet(4, Link((1.0,) * 4), FREE)
+    right = (fleet.rank + 1) % 4
+    assert fleet.by_receiver(np.array([10.0, 11, 12, 13]), right).tolist() == [13, 10, 11, 12]
+
+
+# ------------------------------------------------------------------ sizes of codes
+
+
+def test_sums_take_half_a_bit_more_for_each_doubling():
+    sizes = sizes_for(config())
+    grown = [sizes.bits(2 * addends) - sizes.bits(addends) for addends in (2, 4, 8, 32, 1024)]  # one coder each
+    assert all(0.3 < each < 0.75 for each in grown)
+    assert sizes.bits(4) < sizes.bits(5) < sizes.bits(6) < sizes.bits(8)
+
+
+def test_a_ratio_that_was_measured():
+    assert sizes_for(config(), ratio=16).bits(1) == pytest.approx(2)
+    assert sizes_for(config(), ratio=16).bits(2) > 2
+
+
+def test_a_fixed_rate():
+    chosen = Config(quantizer={"mode": "bits", "value": 4}, transport={"min_bytes": 0, "link_gbps": 1.0})
+    assert sizes_for(chosen).bits(1) == pytest.approx(4, abs=0.1)
+    assert sizes_for(chosen).bits(3) == pytest.approx(6, abs=0.1)
+    group = Group(4, 1, Link(1.0), COSTS)
+    timed = calls.compressed(group, "all_reduce", 16 * MiB, chosen)
+    assert 16 * MiB * 2 * 3 / 4 / timed.wire_bytes == pytest.approx(2 * 32 / (4 + 6), rel=0.05)
+
+
+@pytest.mark.parametrize("quantizer", [{"mode": "abs", "value": 0.1}, {"kind": "lossless"}])
+def test_what_no_sample_tells(quantizer):
+    with pytest.raises(ConfigError, match="give --ratio"):
+        sizes_for(Config(quantizer=quantizer)).bits(1)
+    assert sizes_for(Config(quantizer=quantizer), ratio=8).bits(1) == pytest.approx(4)
+
+
+def test_a_bound_that_saves_nothing():
+    with pytest.raises(ConfigError, match="nothing would be compressed"):
+        sizes_for(Config(quantizer={"mode": "rms", "value": 1e-9})).bits(1)
+
+
+# ------------------------------------------------------------------ what goes plain
+
+
+def test_what_is_small_goes_plain():
+    group = Group(2, 1, Link(1.0), COSTS)
+    settings = Config(transport={"link_gbps": 1.0})
+    assert not calls.compressed(group, "all_reduce", 1000, settings).compressed
+    assert calls.compressed(group, "all_reduce", 4 * MiB, settings).compressed
+    assert calls.compressed(Group(1, 1, Link(1.0), COSTS), "all_reduce", MiB, config()).seconds == 0
+
+
+def test_bfloat16_sends_half():
+    group = Group(4, 1, Link(1.0), COSTS)
+    plain, cast = (calls.plain(group, "all_reduce", 64 * MiB, cast=each) for each in (False, True))
+    assert cast.wire_bytes == plain.wire_bytes / 2
+    assert plain.seconds / 2 < cast.seconds < plain.seconds
+
+
+def test_nccl_takes_a_tree_where_a_ring_is_long():
+    gpu = load().cost("gpu")
+    ring = calls.plain(Group(256, 1, Link(100.0, 5e-5), gpu), "all_gather", MiB)
+    tree = calls.plain(Group(256, 1, Link(100.0, 5e-5), gpu), "all_reduce", MiB)
+    assert tree.seconds < ring.seconds / 5
+
+
+def test_coders_as_ncz_tune_measured_them():
+    """A tuning file, or entropy.costs, tells what coders take here."""
+    slower = CoderCosts(raw=1200, fixed=5000, huffman=14000, rans=2000, rans_rest=4000)
+    costs = COSTS.with_coders(slower)
+    assert costs.coders["huffman"].encode == costs.coders["huffman"].decode == 7000
+    link = Link(1e6)
+    fast, slow = (all_reduce(Group(2, 1, link, each), 16 * MiB).busy_seconds for each in (COSTS, costs))
+    assert slow > 3 * fast
