@@ -14,7 +14,7 @@ from ncz_plugins import Communicator, NczError
 from ncz_plugins.core.transport.mesh_stream import MeshStream
 from ncz_plugins.kernels.format import HEADER_BYTES
 
-ELEMENTS = 20_000
+ELEMENTS = 70_000  # so many that two ranks send two frames each
 OTHERS = 12  # damages in each configuration beside one in each byte of the header
 rank, world_size = start()
 send = MeshStream.send

@@ -66,7 +66,7 @@ def test_the_guide_shows_what_is_printed(capsys):
 
 def test_the_results_show_what_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # where it finds its neighbor
-    benchmark = import_module("plan")
+    benchmark = import_module("benchmarks.plan")
 
     measured = json.loads((RESULTS / "plan.json").read_text())
     assert benchmark.figures(measured) in (ROOT / "docs" / "results" / "planning.md").read_text()
