@@ -204,7 +204,7 @@ class Collectives:
             measured = range(1 if rank == request.root else 0)
             return call(layout, source, output, measured, run, root=request.root)
         if request.collective == "all_gather_into_tensor":
-            layout = _equal_segments(request.input, n, config)
+            layout = layout_of_parts(request.input, n, config)
             source = Window(source.data, layout.segment(rank).start)
             return call(layout, source, output, range(rank, rank + 1), schedule.all_gather)
         divisor = n if request.op == torch.distributed.ReduceOp.AVG else 1
@@ -220,7 +220,7 @@ class Collectives:
             segments = 1 if whole and adds_up_whole(request.input.nbytes, n, config) else n
             layout = layout_of_sum(request.input, segments, config)
             return call(layout, source, output, range(segments), schedule.all_reduce)
-        layout = _equal_segments(request.output, n, config)
+        layout = layout_of_parts(request.output, n, config)
         output = Window(output.data, layout.segment(rank).start)
         return call(layout, source, output, range(n), schedule.reduce_scatter)
 
@@ -346,7 +346,8 @@ def adds_up_whole(nbytes: int, world_size: int, config: Config) -> bool:
     return world_size == 2 and config.quantizer.kind != "lossless" and nbytes <= _WHOLE_BYTES
 
 
-def _equal_segments(segment: Tensor, world_size: int, config: Config) -> Layout:
+def layout_of_parts(segment: Tensor, world_size: int, config: Config) -> Layout:
+    """How a tensor is cut that has such a part for each rank."""
     return Layout.of([segment.numel()] * world_size, frame_elements(segment, config))
 
 

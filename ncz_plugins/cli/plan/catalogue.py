@@ -10,7 +10,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...core.config import read_document, shorten
+from ...core.config import first_problem, read_document
 from ...core.errors import ConfigError
 from .simulation.costs import Costs
 
@@ -103,9 +103,7 @@ def _checked(document: object, file: str) -> Catalogue:
     try:
         return Catalogue(**document)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ConfigError(f"{file}: {where}: {shorten(problem['input'])}: {problem['msg']}") from None
+        raise ConfigError(f"{file}: {first_problem(error)}") from None
 
 
 def _with_sources(catalogue: Catalogue, file: str) -> Catalogue:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,11 +15,23 @@ from ...core.tuning.tuning_file import Tuning
 from ..output import print_json, require_picture
 from ..settings import config_with, parse_bound
 from .catalogue import Catalogue, Instance, load
-from .workload import ITEMSIZES, Interval, Workload, compute_from_tokens
+from .strategy import STRATEGIES, sendings
+from .workload import ITEMSIZES, Interval, Workload, compute_from_tokens, from_run
 
-STRATEGY_NAMES = ("ddp", "horovod", "zero-0", "zero-1", "zero-2", "zero-3", "fsdp", "hsdp", "diloco")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kMBT]?)", re.ASCII)
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_POSITIVE = (
+    "nodes",
+    "ranks_per_node",
+    "link_gbps",
+    "flow_gbps",
+    "cores",
+    "price",
+    "ratio",
+    "tflops",
+    "efficiency",
+    "every",
+)
 _LATENCY_US = 50.0  # from one machine of a data centre to another: a guess
 _NCCL_CONNECTIONS = 16  # of NCCL on AWS: NCCL_SOCKET_NTHREADS 2 times NCCL_NSOCKS_PERTHREAD 8, by its documentation
 
@@ -50,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     where.add_argument("--catalogue", metavar="FILE.yaml", help="adds instances, costs and sources to the known ones")
     where.add_argument("--compare", metavar="A,B", help="several instances, side by side")
     how = parser.add_argument_group("how")
-    how.add_argument("--strategy", choices=STRATEGY_NAMES, default="ddp", help="ddp by default")
+    how.add_argument("--strategy", choices=tuple(STRATEGIES), default="ddp", help="ddp by default")
     how.add_argument("--every", metavar="H", type=int, default=500, help="with diloco: steps between synchronizations")
     how.add_argument("--config", metavar="FILE", help="our settings; the default ones without it")
     how.add_argument("--bound", metavar="MODE:VALUE", help="error bound, in place of that of the file")
@@ -109,10 +122,12 @@ def _places(options: argparse.Namespace, catalogue: Catalogue) -> list[Place]:
     given = [each for each in ("instance", "link_gbps", "compare") if getattr(options, each) is not None]
     if len(given) != 1:
         raise ConfigError("name one of --instance, --link-gbps and --compare: what connects the nodes decides most")
-    for name in ("nodes", "ranks_per_node", "link_gbps", "flow_gbps", "cores", "price", "ratio", "tflops", "every"):
+    for name in _POSITIVE:
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: allowed: a number above 0")
+    if options.latency_us is not None and not 0 <= options.latency_us < math.inf:
+        raise ConfigError(f"--latency-us {options.latency_us:g}: allowed: a number of 0 or more")
     if options.link_gbps is not None:
         size = options.ranks_per_node or 1
         name = f"{options.link_gbps:g} Gbit/s"
@@ -138,7 +153,6 @@ def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, conf
     from .simulation.calls import Group  # these modules import torch
     from .simulation.fleet import Link
     from .step import Setup
-    from .strategy import sendings
 
     workload = _workload(options, place)
     costs = catalogue.cost(options.costs or ("cpu" if options.link_gbps is not None else "gpu"))
@@ -170,21 +184,19 @@ def _workload(options: argparse.Namespace, place: Place) -> Workload:
         raise ConfigError("name one of --parameters, --model and --run: what is trained decides what is sent")
     itemsize = ITEMSIZES[options.dtype or "float32"]
     if options.recorded:
-        from .workload import from_run
-
-        workload, _ = from_run(options.recorded, itemsize)
+        workload = from_run(options.recorded, itemsize)
         if options.compute_seconds:
             workload = replace(workload, compute=_seconds(options.compute_seconds), how="--compute-seconds")
         return workload if options.ratio is None else replace(workload, ratio=options.ratio)
-    name, parameters = options.parameters, None
-    if options.model:
+    if options.parameters:
+        name, parameters = options.parameters, _count("--parameters", options.parameters)
+    else:
         from ..check.model import load_model
 
         name, model = load_model(options.model)
         parameters = sum(each.numel() for each in model.parameters())
         sizes = {each.dtype.itemsize for each in model.parameters()}
         itemsize = itemsize if options.dtype else max(2, min(4, max(sizes, default=4)))
-    parameters = parameters or _count("--parameters", options.parameters)
     if bool(options.compute_seconds) == bool(options.tokens):
         raise ConfigError(
             "name one of --compute-seconds and --tokens: what is hidden depends on how long a step computes"
@@ -194,7 +206,7 @@ def _workload(options: argparse.Namespace, place: Place) -> Workload:
     else:
         tokens = _count("--tokens", options.tokens)
         compute, how = compute_from_tokens(parameters, tokens, place.tflops, options.efficiency)
-    return Workload(f"{name}", parameters, itemsize, compute, how, options.ratio)
+    return Workload(name, parameters, itemsize, compute, how, options.ratio)
 
 
 def _count(option: str, text: str) -> int:
@@ -210,6 +222,6 @@ def _seconds(text: str) -> Interval:
         ends = [float(each) for each in text.split(":")]
     except ValueError:
         ends = []
-    if len(ends) not in (1, 2) or not 0 <= ends[0] <= ends[-1] < float("inf"):
+    if len(ends) not in (1, 2) or not 0 <= ends[0] <= ends[-1] < math.inf:
         raise ConfigError(f"--compute-seconds {text}: allowed: seconds, or LOW:HIGH, such as 0.5 or 0.4:0.6")
     return Interval(ends[0], sum(ends) / len(ends), ends[-1])

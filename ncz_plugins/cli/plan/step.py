@@ -133,8 +133,8 @@ def resolved(config: Config, group: Group) -> Config:
         config = config.with_transport(min_bytes=MIN_BYTES)
     if gpu and config.transport.frame_bytes == FRAME_BYTES:
         config = config.with_transport(frame_bytes=GPU_FRAME_BYTES)
-    gbps = group.link.gbps if isinstance(group.link.gbps, float | int) else min(group.link.gbps)
-    return config.resolved(link_gbps=float(f"{min(max(gbps / group.ranks_per_node, 1e-3), 1e4):.3g}"))
+    gbps = group.link.gbps / group.ranks_per_node
+    return config.resolved(link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"))  # what a configuration allows
 
 
 def predict(setup: Setup, kind: Kind) -> Step:

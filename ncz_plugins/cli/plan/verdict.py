@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ...core.tuning.decisions import WORTH
 from ..loss import describe
 from .simulation.costs import CodingCosts
 from .simulation.fleet import Link
 from .step import Setup, Step, predict
 from .workload import Interval
 
-WORTH = 0.97  # of the other way's time: a smaller gain is none that anybody would notice
 _MOST_RANKS = 512  # that are looked at for the break-even
 _SLOWEST_GBPS, _FASTEST_GBPS = 0.01, 10_000.0
 _HALVINGS = 12

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import ConfigError
+from ..report.read import read
+from ..report.summary import summarize
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EFFICIENCY = (0.3, 0.4, 0.5)  # of a GPU's peak that a training reaches: a guess where nobody says it
@@ -76,16 +78,13 @@ def compute_from_tokens(
     return Interval(low, middle, high), how
 
 
-def from_run(file: str, itemsize: int) -> tuple[Workload, int]:
-    """The training that a file of `statistics.jsonl` recorded, and its ranks.
+def from_run(file: str, itemsize: int) -> Workload:
+    """The training that a file of `statistics.jsonl` recorded.
 
     How much of a step is computing is only known between two ends: collectives may have run beside it, or not.
 
     Raises ConfigError where the file does not tell enough.
     """
-    from ..report.read import read  # these two import nothing heavy, but are needed for this only
-    from ..report.summary import summarize
-
     run = read(file)
     summary = summarize(run)
     ranks = run.header.ranks if run.header else None
@@ -98,9 +97,5 @@ def from_run(file: str, itemsize: int) -> tuple[Workload, int]:
     least = max(0.0, times.step - times.collectives)
     compute = Interval(least, statistics.fmean((least, times.step)), times.step)
     how = f"the step of the run, {times.step:.3g} s, with between all and none of its collectives beside computing"
-    return Workload(file, parameters, itemsize, compute, how, _ratio(summary.compressed_ratio, itemsize)), ranks
-
-
-def _ratio(measured: float | None, itemsize: int) -> float | None:
-    """To fp32."""
-    return None if measured is None else measured * 4 / itemsize
+    ratio = summary.compressed_ratio
+    return Workload(file, parameters, itemsize, compute, how, None if ratio is None else ratio * 4 / itemsize)

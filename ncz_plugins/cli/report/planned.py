@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...core.config import read_document, shorten
+from ...core.config import first_problem, read_document
 from ...core.errors import ConfigError
 from ..output import duration, size
 from .read import Header
@@ -95,12 +95,7 @@ def read_plan(path: str | os.PathLike) -> PlannedPlace:
     try:
         found = PlanFile(**read_document(path))
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ConfigError(
-            f"--plan {path}: {where}: {shorten(problem['input'])}: {problem['msg']}; `ncz plan --json` writes such "
-            "files"
-        ) from None
+        raise ConfigError(f"--plan {path}: {first_problem(error)}; `ncz plan --json` writes such files") from None
     if len(found.plans) > 1:
         raise ConfigError(
             f"--plan {path}: holds {len(found.plans)} plans to compare: make one for the machines you used"

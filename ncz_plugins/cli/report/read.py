@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...core.config import shorten
+from ...core.config import first_problem, shorten
 from ...core.errors import ConfigError
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -182,11 +182,8 @@ def _checked(kind: type[Line], document: dict[str, Any], path: str, number: int)
     try:
         return kind(**document)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
         raise ConfigError(
-            f"{path}:{number}: {where}: {shorten(problem['input'])}: {problem['msg']}; "
-            "is this a file that statistics.jsonl named?"
+            f"{path}:{number}: {first_problem(error)}; is this a file that statistics.jsonl named?"
         ) from None
     except TypeError as error:  # keys that are no names
         raise ConfigError(f"{path}:{number}: {error}") from None

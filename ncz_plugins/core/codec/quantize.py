@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...kernels.backend import GpuBackend, HostBackend
 from ...kernels.format import CHUNK, MODES, SCALE_BLOCK, StepRule
-from ...kernels.reference.scales import finest, rounded_down, usable_bound
+from ...kernels.reference.scales import BFLOAT16_ROUNDING, finest, rounded_down, usable_bound
 from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
@@ -28,7 +28,6 @@ from .layout import Layout, Window
 _ROUNDINGS = 6
 _WORTHWHILE = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
 _SURELY_WORTHWHILE = 0.8  # the same of the block that needs most: then the average need not be known
-_BFLOAT16 = 1 + 2.0**-7  # what was rounded down to bfloat16 was less than this times as large
 _STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
 
 
@@ -302,7 +301,7 @@ def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.
     if quantizer.mode == "rel":
         return vector, vector, vector
     if agreed.dtype == torch.bfloat16:
-        largest = vector * (quantizer.block_in_effect**0.5 * _BFLOAT16)
+        largest = vector * (quantizer.block_in_effect**0.5 * BFLOAT16_ROUNDING)
         return vector, largest, np.minimum(largest, 4.0 * vector)
     if quantizer.mode == "rms":
         absmax, rms = vector.reshape(2, -1)

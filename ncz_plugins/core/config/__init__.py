@@ -12,7 +12,7 @@ Others import from this package, not from its modules. Nothing here imports torc
 """
 
 from .deepspeed_file import DEEPSPEED_KEY, find_in_deepspeed, is_deepspeed
-from .documents import read_document, shorten
+from .documents import first_problem, read_document, shorten
 from .fields import (
     CHUNK,
     FRAME_BYTES,
@@ -66,6 +66,7 @@ __all__ = [
     "StepsConfig",
     "TransportConfig",
     "find_in_deepspeed",
+    "first_problem",
     "format_size",
     "is_deepspeed",
     "json_schema",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from ..errors import ConfigError
 
@@ -112,6 +113,12 @@ class _YamlLoader(yaml.SafeLoader):
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong: where it is, the value, and what pydantic says of it."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {shorten(problem['input'])}: {problem['msg']}"
 
 
 def shorten(value: object) -> str:

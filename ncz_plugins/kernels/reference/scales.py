@@ -12,7 +12,7 @@ from .values import block_statistics
 
 # The sum of all ranks' codes; less than int32 holds, as products are rounded.
 MAX_CODE = 2**31 - 2**10
-_BFLOAT16 = 1 + 2.0**-7  # what was rounded down to bfloat16 was less than this times as large
+BFLOAT16_ROUNDING = 1 + 2.0**-7  # what was rounded down to bfloat16 was less than this times as large
 
 
 def root_mean_squares(x: np.ndarray, most: float) -> np.ndarray:
@@ -43,7 +43,7 @@ def steps_of(agreed: np.ndarray, rule: StepRule) -> tuple[np.ndarray, np.ndarray
     rms = (agreed.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     if not np.isfinite(rms).all():
         return np.zeros(rms.size, np.float32), np.zeros(rms.size, np.float32), 0.0
-    largest = rms * (SCALE_BLOCK**0.5 * _BFLOAT16)
+    largest = rms * (SCALE_BLOCK**0.5 * BFLOAT16_ROUNDING)
     typical = np.minimum(largest, 4.0 * rms)
     bound = np.maximum(rule.value * rms, rule.least)
     too_fine = bound < finest(largest, rule)

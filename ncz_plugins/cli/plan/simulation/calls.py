@@ -10,7 +10,7 @@ import torch
 from ....core.bypass import by_size
 from ....core.codec.layout import Layout
 from ....core.codec.scale_agreement import pieces_of
-from ....core.collective import SMALL_BYTES, adds_up_whole, layout_of_sum
+from ....core.collective import SMALL_BYTES, adds_up_whole, layout_of_parts, layout_of_sum
 from ....core.config import Config
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
@@ -125,7 +125,7 @@ def compressed(
     may_be_whole = collective == "all_reduce" and name == "direct" and group.costs.kind == "cpu" and not hierarchical
     if may_be_whole and adds_up_whole(nbytes, segments, config):
         segments = 1
-    layout = _layout(nbytes // itemsize, segments, config, collective)
+    layout = _layout(nbytes // itemsize, itemsize, segments, config, collective)
     if hierarchical:  # each rank has one of as many pieces as a node has ranks
         layout = layout.part(range(fleet.world_size))
         _inside(fleet, group, nbytes)
@@ -139,10 +139,11 @@ def compressed(
     return Timed(float(fleet.end.max()), float(fleet.busy.max()), counters.wire_bytes, True)
 
 
-def _layout(numel: int, ranks: int, config: Config, collective: str) -> Layout:
+def _layout(numel: int, itemsize: int, segments: int, config: Config, collective: str) -> Layout:
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     if collective == "all_reduce":
-        return layout_of_sum(torch.empty(numel, device="meta"), ranks, config)
-    return Layout.of([-(-numel // ranks)] * ranks, config.transport.frame_bytes // 4)
+        return layout_of_sum(torch.empty(numel, dtype=dtype, device="meta"), segments, config)
+    return layout_of_parts(torch.empty(-(-numel // segments), dtype=dtype, device="meta"), segments, config)
 
 
 class _Scales:
@@ -152,12 +153,11 @@ class _Scales:
         self._fleet = fleet
         self._layout = layout
         self._counters = counters
-        self._in_first = itemsize * layout.numel <= SMALL_BYTES and fleet.costs.kind == "cpu"
         self._block = config.quantizer.block_in_effect
         pieces = pieces_of(layout, config) if fleet.costs.kind == "cpu" else [range(layout.frames)]
         self._left = list(pieces)
         self._measure(pieces[0])
-        if self._in_first:
+        if itemsize * layout.numel <= SMALL_BYTES and fleet.costs.kind == "cpu":
             self._agree(pieces[0], _COMPARED_BYTES)
             self._left.clear()
         else:
