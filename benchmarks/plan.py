@@ -34,7 +34,7 @@ from scipy.optimize import least_squares
 
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import run
-from ncz_plugins.cli.perf.link import link
+from ncz_plugins.cli.perf.link import UNLIMITED, burst_bytes, link
 from ncz_plugins.cli.plan.catalogue import load
 from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
@@ -258,11 +258,17 @@ def _costs(figures: np.ndarray) -> Costs:
 def _predicted(costs: Costs, cell: Cell) -> float:
     """Seconds. All nodes share the cores of one machine."""
     nodes = cell.ranks // cell.per_node
-    group = Group(nodes, cell.per_node, Link(GBPS[cell.link]), costs, cores=CORES / nodes)
+    group = Group(nodes, cell.per_node, _link(cell.link), costs, cores=CORES / nodes)
     if cell.peer == "plain":
         return calls.plain(group, "all_reduce", cell.nbytes).seconds
     transport = {"schedule": cell.schedule, "min_bytes": 0, "link_gbps": _SETTING_GBPS[cell.link]}
     return calls.compressed(group, "all_reduce", cell.nbytes, Config(transport=transport)).seconds
+
+
+def _link(name: str) -> Link:
+    """A link of the laboratory, which is a token bucket."""
+    burst = 0 if name == UNLIMITED else burst_bytes(1e9 * GBPS[name])
+    return Link(GBPS[name], burst=burst)
 
 
 def _compared_steps(costs: Costs, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -270,7 +276,7 @@ def _compared_steps(costs: Costs, kept: dict[str, Any]) -> Iterator[dict[str, An
     what, found = kept["what"], kept["found"]
     compute = Interval.exactly(found["alone"])
     workload = Workload("GPT", _PARAMETERS, 4, compute, "measured")
-    group = Group(2, 1, Link(GBPS[what["link"]]), costs, cores=CORES / 2)
+    group = Group(2, 1, _link(what["link"]), costs, cores=CORES / 2)
     setup = Setup(workload, sendings(_FRAMEWORKS[what["framework"]], workload), group, Config())
     for name, kind in _KINDS.items():
         if name in found:

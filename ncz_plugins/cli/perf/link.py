@@ -141,10 +141,14 @@ def _connect(switch: int, node: Node) -> None:
     _ip(node.pid, ["link set lo up", *own])
 
 
+def burst_bytes(limit: float) -> int:
+    """What a link of so many bits a second lets through at once after it was idle."""
+    return max(_BURST_BYTES, round(_BURST_SECONDS * limit / 8))
+
+
 def _limit(pid: int, interface: str, limit: float) -> None:
     """Let out at most `limit` bits a second."""
-    burst = max(_BURST_BYTES, round(_BURST_SECONDS * limit / 8))
-    bucket = ["tbf", "rate", f"{limit:.0f}bit", "burst", f"{burst}b", "latency", _QUEUE]
+    bucket = ["tbf", "rate", f"{limit:.0f}bit", "burst", f"{burst_bytes(limit)}b", "latency", _QUEUE]
     _run(pid, ["tc", "qdisc", "add", "dev", interface, "root", *bucket])
 
 

@@ -33,12 +33,14 @@ class Link:
         latency: seconds from one rank to another.
         flow_gbps: that one connection can carry; None: as much as the link.
         connections: TCP connections with each other rank.
+        burst: bytes that a link which was idle lets through at once, as one behind a token bucket does.
     """
 
     gbps: float | tuple[float, ...]
     latency: float = 0.0
     flow_gbps: float | None = None
     connections: int = 1
+    burst: float = 0.0
 
 
 class Fleet:
@@ -80,6 +82,7 @@ class Fleet:
         self._flow_bytes_per_second = 1.25e8 * costs.link_share * flow * link.connections
         self._one_flow = np.minimum(self.bytes_per_second, self._flow_bytes_per_second)
         self._latency = link.latency
+        self._most_gathered = link.burst / self.bytes_per_second
         self.thread: Times = np.zeros(width) + (0.0 if late is None else np.asarray(late, float))
         self._decoder = np.zeros(width)
         self._outgoing = np.zeros(width)
@@ -129,14 +132,22 @@ class Fleet:
         Returns: when they have left each rank, when the connections are free again, and when they arrive, the latter
         by the rank that receives them.
         """
-        begin = np.maximum(self.thread, self._outgoing)
-        left = self._outgoing = begin + nbytes / self.bytes_per_second
+        left = self._leave(nbytes / self.bytes_per_second)
         flow_free = np.maximum(self.thread, flow_free) + nbytes / self._flow_bytes_per_second
         arrival = self.by_receiver(np.maximum(left, flow_free) + self._latency, to)
         # What several ranks send to one at the same time queues in front of its link.
         taken = self.by_receiver(nbytes, to) / self.bytes_per_second
-        self._incoming = np.maximum(self._incoming + taken, arrival)
-        return left, flow_free, self._incoming
+        self._incoming = np.maximum(self._incoming, arrival - taken - self._most_gathered) + taken
+        return left, flow_free, np.maximum(arrival, self._incoming)
+
+    def _leave(self, seconds: Times | float) -> Times:
+        """When what every rank begins to send now has left it, if that takes its link so long.
+
+        `_outgoing` may fall behind the thread's clock by what a link gathers while it is idle: the "virtual scheduling
+        algorithm" of ITU-T I.371. No link has gathered anything at the beginning, as if a call had gone before.
+        """
+        self._outgoing = np.maximum(self.thread - self._most_gathered, self._outgoing) + seconds
+        return np.maximum(self.thread, self._outgoing)
 
     def by_receiver(self, sent: Times | float, to: Ranks | int) -> Times:
         """What each rank sends, as the rank sees it that it goes to."""
@@ -153,15 +164,14 @@ class Fleet:
         """Every rank sends so many bytes to every other one, and waits for what these send."""
         others = self.world_size - 1
         self.work(others * (1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes))
-        left = np.maximum(self.thread, self._outgoing) + others * nbytes / self.bytes_per_second
-        self._outgoing = left
+        left = self._leave(others * nbytes / self.bytes_per_second)
         self.thread = np.maximum(self.thread, left.max() + self._latency)
 
     def tell_neighbors(self, rounds: int, nbytes: float, distance: int = 1) -> None:
         """In each round every rank sends so many bytes to one rank, and waits for what another one sends."""
         for _ in range(rounds):
             self.work(1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes)
-            left = self._outgoing = np.maximum(self.thread, self._outgoing) + nbytes / self._one_flow
+            left = self._leave(nbytes / self._one_flow)
             self.wait_until(np.roll(left, distance) + self._latency)
 
     def pass_on(self, nbytes: float, message_seconds: float, seconds: float) -> None:
@@ -170,7 +180,7 @@ class Fleet:
         Args:
             message_seconds, seconds: to handle the messages, and to work on what is in them.
         """
-        left = self._outgoing = np.maximum(self.thread, self._outgoing) + nbytes / self._one_flow
+        left = self._leave(nbytes / self._one_flow)
         self.handle(message_seconds)
         self.work(seconds)
         self.wait_until(np.roll(left, 1) + self._latency)

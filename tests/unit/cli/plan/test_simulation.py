@@ -181,6 +181,20 @@ def test_what_is_sent_to_a_rank_is_what_it_receives():
     assert fleet.by_receiver(np.array([10.0, 11, 12, 13]), right).tolist() == [13, 10, 11, 12]
 
 
+def test_what_a_link_gathered_while_idle_passes_at_once():
+    """By hand: 1 byte takes 1 s, and at most 3 bytes gather."""
+    fleet = Fleet(2, Link(8e-9, burst=3), FREE)
+    flow_free = np.zeros(1)
+    arrivals = []
+    for idle, nbytes in ((0, 2), (0, 1), (2, 1), (0, 4), (10, 5)):
+        fleet.wait_until(fleet.thread + idle)
+        _, _, arrival = fleet.transfer(1, nbytes, flow_free)
+        fleet.wait_until(arrival)
+        arrivals.append(arrival.item())
+    # At first nothing has gathered. 2 s idle let 1 byte pass at once, and the next 4 take 3 s; of 10 s idle 3 count.
+    assert arrivals == pytest.approx([2, 3, 5, 8, 20])
+
+
 # ------------------------------------------------------------------ sizes of codes
 
 
