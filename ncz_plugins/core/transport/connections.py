@@ -24,7 +24,7 @@ from .base import Agreement, Work, peer_errors
 from .mesh import Exchange, Mesh, open_mesh
 
 _OPENING_BYTES = 8 << 20  # of values that may travel with a comparison, to each rank
-MOST_TOLD_BYTES = 32 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
+MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
 MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
 

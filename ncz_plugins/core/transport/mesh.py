@@ -33,6 +33,7 @@ MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, 
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
+_ENOUGH_BYTES = 256 << 10  # of a long message that are worth a wake-up: it comes in hundreds of packets
 _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -153,8 +154,9 @@ class Mesh:
         """Return once these messages were received and sent. Raises PeerError."""
         with self._in_use:
             deadline = time.monotonic() + self._timeout
+            ready = self._peers
             while True:
-                for peer in self._peers:
+                for peer in ready:
                     peer.advance()
                 awaited = {message.peer: None for message in messages if not message.is_over}
                 if not awaited:
@@ -162,7 +164,7 @@ class Mesh:
                 self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
                 for peer in awaited:
                     peer.require_reachable()
-                self._wait_for([peer for peer in self._peers if peer in awaited or peer.outgoing], deadline)
+                ready = self._wait_for([peer for peer in self._peers if peer in awaited or peer.outgoing], deadline)
 
     def close(self, reason: str) -> None:
         """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
@@ -191,12 +193,17 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
-    def _wait_for(self, peers: list[_Peer], deadline: float) -> None:
-        """Return once one of these peers has sent something or takes more, or after a while. Raises PeerError."""
-        poll = select.poll()
+    def _wait_for(self, peers: list[_Peer], deadline: float) -> list[_Peer]:
+        """Wait until one of these peers has sent enough or takes more, or for a while. Raises PeerError.
+
+        Returns: which of them have, or do.
+        """
+        poll, by_socket = select.poll(), {}
         for peer in peers:
+            peer.say_how_much_is_enough()
             wanted = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
             poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
+            by_socket[peer.socket.fileno()] = peer
         left = deadline - time.monotonic()
         if left <= 0:
             names = ", ".join(map(str, sorted({peer.rank for peer in peers})))
@@ -204,7 +211,7 @@ class Mesh:
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        poll.poll(1000 * min(left, _POLL_SECONDS))
+        return [by_socket[number] for number, _ in poll.poll(1000 * min(left, _POLL_SECONDS))]
 
 
 class Exchange:
@@ -275,9 +282,15 @@ class Incoming:
         """Whether all of it is there."""
         return self.ended is not None
 
+    @property
+    def left(self) -> int:
+        """How many bytes are still to come, as far as is known: of the message, or of its length."""
+        return self._left.nbytes
+
     def advance(self, source: socket.socket, rank: int) -> None:
         """Receive what is there. Raises PeerError."""
         while not self.is_over:
+            wanted = self.left
             received = source.recv_into(self._left)
             if not received:
                 raise PeerError(_gone(rank))
@@ -293,6 +306,8 @@ class Incoming:
                 self._left = memoryview(self.values.numpy())
             if self.values is not None and not self._left:
                 self.ended = time.perf_counter()
+            elif received < wanted:
+                return  # to ask for more would say that there is none
 
 
 class _Peer:
@@ -304,6 +319,7 @@ class _Peer:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
+        self._enough = 1  # bytes, as the kernel was told
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -326,11 +342,24 @@ class _Peer:
         try:
             while self.incoming:
                 self.incoming[0].advance(self.socket, self.rank)
+                if not self.incoming[0].is_over:
+                    return
                 self.incoming.popleft()
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
             self._lost = error
+
+    def say_how_much_is_enough(self) -> None:
+        """Tell the kernel how much must be there before it wakes up who waits: the rest of a message, or a good part.
+
+        The end of the connection wakes up as well.
+        """
+        enough = min(self.incoming[0].left, _ENOUGH_BYTES) if self.incoming else 1
+        if enough != self._enough:
+            with suppress(OSError):  # it will be noticed by who receives
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+            self._enough = enough
 
     def require_reachable(self) -> None:
         """Raise PeerError if nothing more can come or go. Messages before that were received, and may say why."""

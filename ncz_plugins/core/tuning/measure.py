@@ -39,6 +39,8 @@ from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
+_BURST_SECONDS = 0.04  # of coding, that tells how many ranks share a core: several turns of the scheduler
+_SHARED = 1.5  # times as long as by itself, from which on cores are taken to be shared
 _CARRIES_MORE = 1.7  # times what one connection carries: less may be noise, and with several, queues overflow more
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
@@ -162,6 +164,7 @@ def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
     With `connections: auto`, only one of several connections is used from then on, unless they carry more than one.
+    Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder.
     Takes 0.2 to 0.5 seconds, on links of less than 10 Mbit/s longer.
     """
     backend, transport = Host().backend, subject.transport
@@ -174,7 +177,9 @@ def measure_link(subject: TorchRanks) -> Config:
             gbps = of_one
         else:
             transport.channels = channels
-    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"))
+    times = _times_as_long(subject, backend)
+    costs = None if times < _SHARED else _costs_of(backend, times)
+    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
     if subject.rank == 0:
         least = format_size(config.transport.min_bytes)
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s; tensors of {least} and more are compressed"
@@ -289,6 +294,25 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
     (taken,) = _interleaved(subject, [exchange], frame, seconds=0)
     gbps = 8e-9 * frame.numel() * times * len(subject.peers) / taken
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
+
+
+def _times_as_long(subject: Subject, backend: Backend) -> float:
+    """How many times as long coding takes while all ranks code, for want of cores."""
+    x = torch.linspace(-1, 1, _TILE)
+    steps = torch.ones(blocks_of(_TILE))
+    codes = torch.empty(_TILE, dtype=torch.int32)
+    subject.highest([0.0])  # begin together
+    started, worked = time.perf_counter(), time.thread_time()
+    while (taken := time.perf_counter() - started) < _BURST_SECONDS:
+        backend.quantize(x, steps, codes)
+    (times,) = subject.highest([taken / max(time.thread_time() - worked, 1e-9)])
+    return times
+
+
+def _costs_of(backend: Backend, times: float) -> CoderCosts:
+    """What coders cost where they take so many times as long."""
+    known = backend.costs._asdict()
+    return CoderCosts(**{name: round(times * known[name]) for name in CoderCosts.model_fields})
 
 
 def _costs(subject: Subject, backend: Backend) -> CoderCosts:

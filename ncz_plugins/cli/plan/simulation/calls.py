@@ -179,26 +179,28 @@ class _Scales:
 
     def _agree(self, frames: range, more: int) -> None:
         nbytes = more + 2 * (self._values(frames) / self._block if self._block else 2)
-        _exchange(self._fleet, nbytes)
-        self._counters.wire_bytes += int(2 * nbytes * (self._fleet.world_size - 1) / self._fleet.world_size)
+        self._counters.wire_bytes += int(_exchange(self._fleet, nbytes))
 
 
-def _exchange(fleet: Fleet, nbytes: float) -> None:
-    """The element-wise maximum over ranks, as `Connections.start_max` finds it."""
+def _exchange(fleet: Fleet, nbytes: float) -> float:
+    """The element-wise maximum over ranks, as `Connections.start_max` finds it. Returns the bytes that a rank sends."""
     n = fleet.world_size
+    rounds = rounds_of(n)
     if fleet.costs.kind == "gpu":
-        fleet.tell_neighbors(2 * rounds_of(n), nbytes / 2)
+        fleet.tell_neighbors(2 * rounds, nbytes / 2)
+    elif n <= MOST_RANKS and (n == 2 or nbytes <= MOST_TOLD_BYTES / (n - 1)):
+        fleet.tell_all(nbytes)
+        return (n - 1) * nbytes
     elif n <= MOST_RANKS:
-        if n == 2 or nbytes <= MOST_TOLD_BYTES / (n - 1):
-            fleet.tell_all(nbytes)
-        else:
-            fleet.tell_all(nbytes / n)
-            fleet.tell_all(nbytes / n)
-    elif nbytes * rounds_of(n) <= MOST_SPREAD_BYTES:
-        for number in range(rounds_of(n)):
+        fleet.tell_all(nbytes / n)
+        fleet.tell_all(nbytes / n)
+    elif rounds * nbytes <= MOST_SPREAD_BYTES:
+        for number in range(rounds):
             fleet.tell_neighbors(1, nbytes, 1 << number)
+        return rounds * nbytes
     else:
         fleet.tell_neighbors(2 * (n - 1), nbytes / n)
+    return 2 * nbytes * (n - 1) / n
 
 
 def _inside(fleet: Fleet, group: Group, nbytes: float) -> None:

@@ -9,6 +9,7 @@ from ncz_plugins.core.collective import layout_of_sum
 from ncz_plugins.core.config import FRAME_BYTES, Config
 from ncz_plugins.core.tuning import measure as module
 from ncz_plugins.core.tuning.measure import Subject, measure, measure_link
+from ncz_plugins.kernels import cpu_backend
 
 
 class Instant(Subject):
@@ -46,13 +47,23 @@ def test_ways_that_do_the_same_are_not_told_apart_by_noise(seconds):
 
 
 class OverLink(Instant):
-    """Two ranks behind a link that limits each connection, or all of them together."""
+    """Two ranks behind a link that limits each connection, or all of them together, and the time that passes there."""
+
+    passes = 0.0  # whenever somebody looks at the clock
+    of_a_core = 1.0  # that a thread has
 
     def __init__(self, connections, opened: int, megabits: float, each: bool):
         self.config = Config(transport={"connections": connections})
         self.transport = SimpleNamespace(channels=opened)
         self._rate, self._each = megabits * 1e6 / 8, each
-        self.now = 0.0  # no other time passes
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += self.passes
+        return self.now
+
+    def thread_time(self):
+        return self.of_a_core * self.now
 
     def exchange(self, frame, times=1):
         self.now += frame.numel() * times / self._rate / (min(times, self.transport.channels) if self._each else 1)
@@ -66,9 +77,24 @@ def test_several_connections_are_used_where_they_carry_more(
     connections, opened, each, used, megabits, capsys, monkeypatch
 ):
     subject = OverLink(connections, opened, 100, each)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: subject.now))
+    monkeypatch.setattr(module, "time", subject)
+    monkeypatch.setattr(module, "_BURST_SECONDS", 0)  # as no time passes in coding
     found = measure_link(subject).transport
     assert subject.transport.channels == used
     assert 1000 * found.link_gbps == pytest.approx(megabits)
     assert found.min_bytes == Config(transport={"link_gbps": found.link_gbps}).transport.min_bytes_in_effect
     assert "ncz_plugins: the link carries 0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("of_a_core", "times"), [(1.0, 1), (0.8, 1), (0.5, 2), (0.25, 4)])
+def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, monkeypatch):
+    subject = OverLink(1, 1, 100, False)
+    subject.passes, subject.of_a_core = 1e-3, of_a_core
+    monkeypatch.setattr(module, "time", subject)
+    costs = measure_link(subject).entropy.costs
+    if times == 1:
+        assert costs is None  # those of the kernels
+    else:
+        known = cpu_backend().costs
+        assert costs.fixed == pytest.approx(times * known.fixed, rel=0.1)
+        assert costs.huffman == pytest.approx(times * known.huffman, rel=0.1)
