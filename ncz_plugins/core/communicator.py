@@ -22,6 +22,7 @@ from .errors import MismatchError, NczError, OutOfMemoryError, PeerError, Unsupp
 from .joined import Joined, slices_of
 from .runtime.device import require_tensor
 from .runtime.handle import Handles
+from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .runtime.statistics import Counters, Statistics
 from .runtime.stream import CallStream, StreamHandle, is_captured, require_capturable
 from .training.baseline import Baseline
@@ -200,6 +201,7 @@ class Communicator:
         with self._refusals("reduce_scatter_tensor"):
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
             parts = _parts("reduce_scatter_tensor", input, name, parts)
+            output, input = ordinary(output), ordinary(input)
             return self._start(Request("reduce_scatter_tensor", input, output, op, role=role, parts=parts), async_op)
 
     def all_gather_into_tensor(
@@ -225,6 +227,7 @@ class Communicator:
         with self._refusals("all_gather_into_tensor"):
             self._check_sizes("all_gather_into_tensor", whole=output, part=input)
             parts = _parts("all_gather_into_tensor", output, name, None)
+            output, input = ordinary(output), ordinary(input)
             request = Request("all_gather_into_tensor", input, output, role=role, parts=parts, baseline=baseline)
             return self._start(request, async_op)
 
@@ -251,6 +254,7 @@ class Communicator:
             if src not in self.ranks:
                 raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
             parts = _parts("broadcast", tensor, name, None)
+            tensor = ordinary(tensor)
             root = self.ranks.index(src)
             request = Request("broadcast", tensor, tensor, root=root, role=role, parts=parts, baseline=baseline)
             return self._start(request, async_op)
@@ -328,7 +332,7 @@ class Communicator:
         self, tensors: list[Tensor], op, parts: list[Sequence[ParameterSlice]], role: str | None, async_op: bool
     ):
         """All-reduce tensors in one call for each dtype and treatment. Returns a handle if `async_op`, else waits."""
-        requests = self._requests(tensors, op, parts, role)
+        requests = self._requests([ordinary(each) for each in tensors], op, parts, role)
         if len(requests) == 1:
             handle = self._start(requests[0], async_op)
             return handle.giving(*tensors) if async_op else None
@@ -383,7 +387,6 @@ class Communicator:
         run = _on_pieces(request, partial(self._collectives.run, call))
         if (
             not async_op
-            and not torch.is_inference_mode_enabled()  # in which nothing that lasts may be made
             and call.verify_as is None
             and call.source.data.nbytes <= SMALL_BYTES
             and not request.input.is_cuda
@@ -465,11 +468,15 @@ class Communicator:
 
     @contextmanager
     def _refusals(self, collective: str) -> Iterator[None]:
-        """Let the other ranks know if this one can't make its call, since they would wait for it."""
+        """Let the other ranks know if this one can't make its call, since they would wait for it.
+
+        Outside of inference mode, in which nothing that lasts may be made.
+        """
         if self.world_size > 1:
             self._queue.require_open()
         try:
-            yield
+            with outside_of_inference_mode():
+                yield
         except (UnsupportedError, ValueError, OutOfMemoryError):
             if self.world_size > 1:
                 with suppress(NczError):  # what matters here is why it was refused

@@ -35,13 +35,10 @@ class Joined:
     @contextmanager
     def filled(self) -> Iterator[None]:
         """A context in which `whole` holds the pieces. Its values are theirs afterwards, unless something is raised."""
-        inference = any(each.is_inference() for each in (self.whole, *self.pieces))  # which are written nowhere else
-        with torch.inference_mode(inference):
-            torch.cat(self.pieces, out=self.whole)
+        torch.cat(self.pieces, out=self.whole)
         yield
-        with torch.inference_mode(inference):
-            for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
-                piece.copy_(result)
+        for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
+            piece.copy_(result)
 
     def around(self, job: Callable[[Device, Transport], None]) -> Callable[[Device, Transport], None]:
         """A job on the pieces, made from one on `whole`."""

@@ -116,23 +116,6 @@ def test_a_list_of_tensors_is_reduced_as_its_dtypes_put_together_are(lists, worl
         assert ((result.double() - exact).abs() <= bound)[~exact.isnan()].all()
 
 
-@pytest.mark.parametrize("numel", [10, 70_000])
-def test_tensors_of_inference_mode_are_reduced_and_nothing_of_it_lasts(numel):
-    def body(communicator: Communicator) -> list[torch.Tensor]:
-        results = []
-        for number in range(3):
-            with torch.inference_mode(number == 1):
-                tensors = [torch.ones(numel), torch.ones(numel + 1)]
-                communicator.all_reduce_coalesced(tensors, names=["first", "second"])
-                alone = torch.ones(numel)
-                communicator.all_reduce(alone, name="alone")
-                results += [*tensors, alone]
-        return results
-
-    for result in play_communicators(2, {"quantizer": {"error_feedback": True}}, body)[0]:
-        torch.testing.assert_close(result.clone(), torch.full_like(result, 2), rtol=0, atol=2.0)
-
-
 # ------------------------------------------------------------------ handles of several calls
 
 
