@@ -131,6 +131,30 @@ void check_differences(const Control& control, const Memory& x, const uint8_t* d
     require(bytes == 0 || memcmp(restored.data(), x.data(), size_t(bytes)) == 0, "changes do not give the floats back");
 }
 
+// What ranks agree on for any floats; and the quantization steps that follow from any 16 bits for each block.
+void check_scales(const Control& control, const Memory& x, const uint8_t* data, size_t size) {
+    int64_t blocks = scale_blocks_of(control.count);
+    double most = control.has_checksum % 2 ? __builtin_inf() : __builtin_ldexp(1, control.step - 127);
+    output_of_both(2 * blocks, [&](const Kernels& kernels, void* out) {
+        kernels.root_mean_squares(x.data(), control.dtype, control.count, most, static_cast<uint16_t*>(out));
+    });
+    Memory agreed = tiled(data, size, 2 * blocks, 2 * control.offset);
+    for (int64_t b = 0; b < blocks; ++b) agreed.as<uint16_t>()[b] &= 0x7fff;  // ranks find no negative ones
+    // value, addends, share, divisor, steps_per_bound, least, reserved, most, rounding, tiny, cap
+    double rule[] = {__builtin_ldexp(1, control.step % 16 - 12), 1.0 + control.costs[0], 1, 1.0 + control.costs[1],
+                     1.0 + control.has_noise % 2, 0, __builtin_ldexp(control.costs[2], -24), most,
+                     __builtin_ldexp(control.costs[3], -16), 0x1p-126, 0x1.fffffep+127};
+    output_of_both(8 + 8 * blocks, [&](const Kernels& kernels, void* out) {
+        Memory inverse_steps(4 * blocks, kernels.fill), scales(4 * blocks, kernels.fill);
+        double spread = kernels.steps_of(agreed.as<uint16_t>(), blocks, rule, inverse_steps.as<float>(),
+                                         scales.as<float>());
+        auto end = static_cast<uint8_t*>(out);
+        memcpy(end, &spread, sizeof spread);
+        memcpy(end + 8, inverse_steps.data(), size_t(4 * blocks));
+        memcpy(end + 8 + 4 * blocks, scales.data(), size_t(4 * blocks));
+    });
+}
+
 void check_floats(Control control, const uint8_t* data, size_t size) {
     int64_t count = control.count;
     int32_t dtype = control.dtype;
@@ -140,7 +164,10 @@ void check_floats(Control control, const uint8_t* data, size_t size) {
     const Noise* noise = control.has_noise % 2 ? &noise_given : nullptr;
     Coding coding = coding_of(control);
 
-    if (dtype != FLOAT64) check_differences(control, x, data, size);
+    if (dtype != FLOAT64) {
+        check_differences(control, x, data, size);
+        check_scales(control, x, data, size);
+    }
     output_of_both(24 * scale_blocks_of(count), [&](const Kernels& kernels, void* out) {
         int64_t blocks = scale_blocks_of(count);
         auto results = static_cast<double*>(out);
