@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median_low
+from statistics import median_high, median_low
 
 import numpy as np
 import torch
@@ -297,7 +297,7 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
 
 
 def _times_as_long(subject: Subject, backend: Backend) -> float:
-    """How many times as long coding takes while all ranks code, for want of cores."""
+    """How many times as long coding takes while all ranks code, for want of cores: the median, as one may be busy."""
     x = torch.linspace(-1, 1, _TILE)
     steps = torch.ones(blocks_of(_TILE))
     codes = torch.empty(_TILE, dtype=torch.int32)
@@ -305,8 +305,9 @@ def _times_as_long(subject: Subject, backend: Backend) -> float:
     started, worked = time.perf_counter(), time.thread_time()
     while (taken := time.perf_counter() - started) < _BURST_SECONDS:
         backend.quantize(x, steps, codes)
-    (times,) = subject.highest([taken / max(time.thread_time() - worked, 1e-9)])
-    return times
+    of_all = [0.0] * subject.world_size
+    of_all[subject.rank] = taken / max(time.thread_time() - worked, 1e-9)
+    return median_high(subject.highest(of_all))
 
 
 def _costs_of(backend: Backend, times: float) -> CoderCosts:
