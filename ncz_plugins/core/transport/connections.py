@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from .base import Agreement, Work, peer_errors
 from .mesh import Exchange, Mesh, open_mesh
 
 _OPENING_BYTES = 8 << 20  # of values that may travel with a comparison, to each rank
-MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
-MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
+_MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
+_MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
@@ -49,7 +50,6 @@ class Connections:
 
     Attributes:
         opening_bytes: how many bytes of values each message of `open` may hold.
-        told_bytes: up to how many bytes an agreement of more than two ranks takes one round.
         mesh: what carries short messages between all ranks, as `open` and `exchange` do; None where there is none.
         frames: what carries frames; None where there is no `mesh`.
 
@@ -66,7 +66,6 @@ class Connections:
         self.rank = rank
         self.world_size = world_size
         self.opening_bytes = _OPENING_BYTES
-        self.told_bytes = MOST_TOLD_BYTES // max(1, world_size - 1)
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
@@ -100,19 +99,20 @@ class Connections:
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """See `Transport.start_max`."""
-        if self.mesh is None:
-            if tensor.nbytes * rounds_of(self.world_size) <= MOST_SPREAD_BYTES:
-                return SpreadAgreement(self, tensor, counters)
-            with peer_errors("agreeing with the other ranks"):
-                options = dist.AllreduceOptions()
-                options.reduceOp = dist.ReduceOp.MAX
-                counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-                return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
-        if self.world_size > 2 and tensor.nbytes > self.told_bytes:
+        way = way_to_agree(self.world_size, tensor.nbytes, self.mesh is not None)
+        if way is WayToAgree.TOLD:
+            exchange = self.mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
+            counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
+            return MeshAgreement(tensor, exchange, counters)
+        if way is WayToAgree.IN_PARTS:
             return PartedAgreement(self.mesh, self.rank, self.world_size, tensor, counters)
-        exchange = self.mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
-        counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
-        return MeshAgreement(tensor, exchange, counters)
+        if way is WayToAgree.SPREAD:
+            return SpreadAgreement(self, tensor, counters)
+        with peer_errors("agreeing with the other ranks"):
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+            return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
 
     def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
         """As `start_max`, of a tensor with which a call begins: in place of it a peer may `open` another call.
@@ -281,6 +281,32 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         except (RuntimeError, AttributeError):
             continue
     return dist.distributed_c10d.default_pg_timeout
+
+
+class WayToAgree(Enum):
+    """How ranks find an element-wise maximum."""
+
+    TOLD = "each tells all others, in one round"
+    IN_PARTS = "each finds that of one part, and tells it to all others, in two rounds"
+    SPREAD = "each tells what it knows to one other, in as many rounds as their number has binary digits"
+    RING = "in gloo's ring"
+
+
+def way_to_agree(world_size: int, nbytes: int, meshed: bool) -> WayToAgree:
+    """The way that ranks find a maximum over `nbytes`.
+
+    Args:
+        meshed: whether each has a connection of our own with each other one.
+    """
+    if meshed:
+        told = world_size == 2 or nbytes <= told_bytes(world_size)
+        return WayToAgree.TOLD if told else WayToAgree.IN_PARTS
+    return WayToAgree.SPREAD if nbytes * rounds_of(world_size) <= _MOST_SPREAD_BYTES else WayToAgree.RING
+
+
+def told_bytes(world_size: int) -> int:
+    """Up to how many bytes an agreement of more than two ranks takes one round."""
+    return _MOST_TOLD_BYTES // max(1, world_size - 1)
 
 
 class GlooAgreement(Agreement):

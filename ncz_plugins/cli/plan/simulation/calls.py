@@ -15,7 +15,7 @@ from ....core.config import Config
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
 from ....core.schedules.choice import schedule_for
-from ....core.transport.connections import MOST_SPREAD_BYTES, MOST_TOLD_BYTES, rounds_of
+from ....core.transport.connections import WayToAgree, rounds_of, way_to_agree
 from ....core.transport.mesh import MOST_RANKS
 from .codec import TimedCodec
 from .costs import Costs
@@ -186,21 +186,24 @@ def _exchange(fleet: Fleet, nbytes: float) -> float:
     """The element-wise maximum over ranks, as `Connections.start_max` finds it. Returns the bytes that a rank sends."""
     n = fleet.world_size
     rounds = rounds_of(n)
+    in_parts = 2 * nbytes * (n - 1) / n
     if fleet.costs.kind == "gpu":
         fleet.tell_neighbors(2 * rounds, nbytes / 2)
-    elif n <= MOST_RANKS and (n == 2 or nbytes <= MOST_TOLD_BYTES / (n - 1)):
-        fleet.tell_all(nbytes)
-        return (n - 1) * nbytes
-    elif n <= MOST_RANKS:
-        fleet.tell_all(nbytes / n)
-        fleet.tell_all(nbytes / n)
-    elif rounds * nbytes <= MOST_SPREAD_BYTES:
-        for number in range(rounds):
-            fleet.tell_neighbors(1, nbytes, 1 << number)
-        return rounds * nbytes
-    else:
-        fleet.tell_neighbors(2 * (n - 1), nbytes / n)
-    return 2 * nbytes * (n - 1) / n
+        return in_parts
+    match way_to_agree(n, nbytes, n <= MOST_RANKS):
+        case WayToAgree.TOLD:
+            fleet.tell_all(nbytes)
+            return (n - 1) * nbytes
+        case WayToAgree.IN_PARTS:
+            fleet.tell_all(nbytes / n)
+            fleet.tell_all(nbytes / n)
+        case WayToAgree.SPREAD:
+            for number in range(rounds):
+                fleet.tell_neighbors(1, nbytes, 1 << number)
+            return rounds * nbytes
+        case WayToAgree.RING:
+            fleet.tell_neighbors(2 * (n - 1), nbytes / n)
+    return in_parts
 
 
 def _inside(fleet: Fleet, group: Group, nbytes: float) -> None:
