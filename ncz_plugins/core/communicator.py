@@ -201,8 +201,9 @@ class Communicator:
         with self._refusals("reduce_scatter_tensor"):
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
             parts = _parts("reduce_scatter_tensor", input, name, parts)
-            output, input = ordinary(output), ordinary(input)
-            return self._start(Request("reduce_scatter_tensor", input, output, op, role=role, parts=parts), async_op)
+            request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts)
+            handle = self._start(request(ordinary(input), ordinary(output)), async_op)
+            return handle.giving(output) if async_op else None
 
     def all_gather_into_tensor(
         self,
@@ -227,9 +228,9 @@ class Communicator:
         with self._refusals("all_gather_into_tensor"):
             self._check_sizes("all_gather_into_tensor", whole=output, part=input)
             parts = _parts("all_gather_into_tensor", output, name, None)
-            output, input = ordinary(output), ordinary(input)
-            request = Request("all_gather_into_tensor", input, output, role=role, parts=parts, baseline=baseline)
-            return self._start(request, async_op)
+            request = partial(Request, "all_gather_into_tensor", role=role, parts=parts, baseline=baseline)
+            handle = self._start(request(ordinary(input), ordinary(output)), async_op)
+            return handle.giving(output) if async_op else None
 
     def broadcast(
         self,
@@ -254,10 +255,10 @@ class Communicator:
             if src not in self.ranks:
                 raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
             parts = _parts("broadcast", tensor, name, None)
-            tensor = ordinary(tensor)
-            root = self.ranks.index(src)
-            request = Request("broadcast", tensor, tensor, root=root, role=role, parts=parts, baseline=baseline)
-            return self._start(request, async_op)
+            root, memory = self.ranks.index(src), ordinary(tensor)
+            request = Request("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
+            handle = self._start(request, async_op)
+            return handle.giving(tensor) if async_op else None
 
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
@@ -468,20 +469,20 @@ class Communicator:
 
     @contextmanager
     def _refusals(self, collective: str) -> Iterator[None]:
-        """Let the other ranks know if this one can't make its call, since they would wait for it.
+        """A context to begin a call in: outside of inference mode, in which nothing that lasts may be made.
 
-        Outside of inference mode, in which nothing that lasts may be made.
+        If this rank can't make its call, the others are told, since they would wait for it.
         """
         if self.world_size > 1:
             self._queue.require_open()
-        try:
-            with outside_of_inference_mode():
+        with outside_of_inference_mode():
+            try:
                 yield
-        except (UnsupportedError, ValueError, OutOfMemoryError):
-            if self.world_size > 1:
-                with suppress(NczError):  # what matters here is why it was refused
-                    self._queue.run(collective, partial(self._collectives.refuse, collective))
-            raise
+            except (UnsupportedError, ValueError, OutOfMemoryError):
+                if self.world_size > 1:
+                    with suppress(NczError):  # what matters here is why it was refused
+                        self._queue.run(collective, partial(self._collectives.refuse, collective))
+                raise
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)

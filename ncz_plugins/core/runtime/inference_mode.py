@@ -15,7 +15,7 @@ from torch import Tensor
 
 @contextmanager
 def outside_of_inference_mode() -> Iterator[None]:
-    """A context without inference mode. Gradients are recorded as little as in it."""
+    """A context without inference mode. Gradients are not recorded here either."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -25,4 +25,7 @@ def outside_of_inference_mode() -> Iterator[None]:
 
 def ordinary(tensor: Tensor) -> Tensor:
     """`tensor`, or in place of one of inference mode a tensor with the same memory, if called outside of that mode."""
-    return torch.from_dlpack(tensor.detach()) if tensor.is_inference() else tensor
+    if not tensor.is_inference():
+        return tensor
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -292,14 +292,14 @@ class WayToAgree(Enum):
     RING = "in gloo's ring"
 
 
-def way_to_agree(world_size: int, nbytes: int, meshed: bool) -> WayToAgree:
+def way_to_agree(world_size: int, nbytes: float, meshed: bool) -> WayToAgree:
     """The way that ranks find a maximum over `nbytes`.
 
     Args:
         meshed: whether each has a connection of our own with each other one.
     """
     if meshed:
-        told = world_size == 2 or nbytes <= told_bytes(world_size)
+        told = world_size <= 2 or nbytes <= told_bytes(world_size)
         return WayToAgree.TOLD if told else WayToAgree.IN_PARTS
     return WayToAgree.SPREAD if nbytes * rounds_of(world_size) <= _MOST_SPREAD_BYTES else WayToAgree.RING
 

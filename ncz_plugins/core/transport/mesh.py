@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
@@ -33,8 +33,10 @@ MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, 
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
-_ENOUGH_BYTES = 256 << 10  # of a long message that are worth a wake-up: it comes in hundreds of packets
-_POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
+_LOW_WATER_BYTES = 256 << 10  # of a long message that are worth a wake-up: it comes in hundreds of packets
+# After so long a wait looks by itself at what has come: before Linux 4.18 and elsewhere, a connection's buffer may be
+# smaller than the low-water mark.
+_POLL_SECONDS = 0.5
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -164,7 +166,7 @@ class Mesh:
                 self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
                 for peer in awaited:
                     peer.require_reachable()
-                ready = self._wait_for([peer for peer in self._peers if peer in awaited or peer.outgoing], deadline)
+                ready = self._wait_for(awaited, deadline)
 
     def close(self, reason: str) -> None:
         """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
@@ -193,25 +195,28 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
-    def _wait_for(self, peers: list[_Peer], deadline: float) -> list[_Peer]:
-        """Wait until one of these peers has sent enough or takes more, or for a while. Raises PeerError.
+    def _wait_for(self, awaited: Iterable[_Peer], deadline: float) -> list[_Peer]:
+        """Wait until a peer has sent enough or takes more, or for a while. Raises PeerError if there is no time left.
 
-        Returns: which of them have, or do.
+        Not only until one of those that are awaited has: what others send must not fill the buffers.
+
+        Returns: which peers have, or do; after that while, all.
         """
-        poll, by_socket = select.poll(), {}
+        poll, by_socket, peers = select.poll(), {}, [peer for peer in self._peers if peer.is_busy]
         for peer in peers:
-            peer.say_how_much_is_enough()
+            peer.set_low_water_mark()
             wanted = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
             poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
             by_socket[peer.socket.fileno()] = peer
         left = deadline - time.monotonic()
         if left <= 0:
-            names = ", ".join(map(str, sorted({peer.rank for peer in peers})))
+            names = ", ".join(map(str, sorted({peer.rank for peer in awaited})))
             raise PeerError(
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        return [by_socket[number] for number, _ in poll.poll(1000 * min(left, _POLL_SECONDS))]
+        ready = poll.poll(1000 * min(left, _POLL_SECONDS))
+        return [by_socket[number] for number, _ in ready] or peers
 
 
 class Exchange:
@@ -319,9 +324,14 @@ class _Peer:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
-        self._enough = 1  # bytes, as the kernel was told
+        self._low_water_mark = 1  # bytes, as the kernel was told
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether messages are under way that may still come or go."""
+        return self._lost is None and bool(self.incoming or self.outgoing)
 
     def send(self, parts: Sequence[Tensor]) -> Outgoing:
         """Start to send a message, behind those before it."""
@@ -350,16 +360,16 @@ class _Peer:
         except (OSError, PeerError) as error:
             self._lost = error
 
-    def say_how_much_is_enough(self) -> None:
+    def set_low_water_mark(self) -> None:
         """Tell the kernel how much must be there before it wakes up who waits: the rest of a message, or a good part.
 
         The end of the connection wakes up as well.
         """
-        enough = min(self.incoming[0].left, _ENOUGH_BYTES) if self.incoming else 1
-        if enough != self._enough:
-            with suppress(OSError):  # it will be noticed by who receives
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-            self._enough = enough
+        mark = min(self.incoming[0].left, _LOW_WATER_BYTES) if self.incoming else 1
+        if mark != self._low_water_mark:
+            with suppress(OSError):  # whoever receives will notice it
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+                self._low_water_mark = mark
 
     def require_reachable(self) -> None:
         """Raise PeerError if nothing more can come or go. Messages before that were received, and may say why."""

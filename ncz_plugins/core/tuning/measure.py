@@ -297,7 +297,10 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
 
 
 def _times_as_long(subject: Subject, backend: Backend) -> float:
-    """How many times as long coding takes while all ranks code, for want of cores: the median, as one may be busy."""
+    """How many times as long coding takes while all ranks code, for want of cores.
+
+    The median over ranks, as one may be busy with other work; of two, that of the slower one.
+    """
     x = torch.linspace(-1, 1, _TILE)
     steps = torch.ones(blocks_of(_TILE))
     codes = torch.empty(_TILE, dtype=torch.int32)

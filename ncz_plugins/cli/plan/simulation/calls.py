@@ -72,7 +72,8 @@ class Group:
 
     def _fleet(self, ranks: int, of_each_node: int, share: float) -> Fleet:
         gbps = tuple(share * each for each in np.atleast_1d(self.link.gbps))
-        link = replace(self.link, gbps=_repeated(gbps, of_each_node) if isinstance(self.link.gbps, tuple) else gbps[0])
+        rate = _repeated(gbps, of_each_node) if isinstance(self.link.gbps, tuple) else gbps[0]
+        link = replace(self.link, gbps=rate, burst=share * self.link.burst)
         late = None if self.late is None else _repeated(self.late, of_each_node)
         spare = self.costs.kind == "gpu" or self.cores is None or self.cores >= 2 * self.ranks_per_node
         return Fleet(ranks, link, self.costs, self.sharing, spare, late)

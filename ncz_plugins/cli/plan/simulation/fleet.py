@@ -33,7 +33,8 @@ class Link:
         latency: seconds from one rank to another.
         flow_gbps: that one connection can carry; None: as much as the link.
         connections: TCP connections with each other rank.
-        burst: bytes that a link which was idle lets through at once, as one behind a token bucket does.
+        burst: bytes that a link which was idle lets through at once, as one behind a token bucket does. Connections
+            have none of their own.
     """
 
     gbps: float | tuple[float, ...]

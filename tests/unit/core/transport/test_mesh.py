@@ -147,7 +147,39 @@ def test_a_message_that_comes_in_many_pieces_wakes_up_few_times(monkeypatch):
     play(2, body)
 
 
+def test_what_is_not_awaited_is_taken_in_while_waiting():
+    """The peer sends what is awaited after what is not, which is more than fits into buffers."""
+    large = torch.ones(32 << 20, dtype=torch.uint8)
+
+    def body(rank, opened):
+        if rank == 0:
+            late, early = opened.receive(1, 0, 1 << 26, channel=1), opened.receive(1, 0, 1 << 26, channel=0)
+            opened.finish([early])
+            opened.finish([late])
+            return late.values.numel(), early.values.tolist()
+        opened.finish([opened.send(0, large, channel=1)])
+        opened.finish([opened.send(0, torch.tensor([7], dtype=torch.uint8), channel=0)])
+
+    assert play(2, body, seconds=20, channels=2)[0] == (32 << 20, [7])
+
+
 # ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("sent", [0, 3, 8, 1000])
+def test_a_peer_that_closes_amid_a_long_message_is_noticed_at_once(sent):
+    def body(rank, opened):
+        if rank == 1:
+            said = struct.pack("<q", 1 << 20) + bytes(1000)
+            opened._peers[0].socket.send(said[:sent])
+            time.sleep(0.1)
+            return opened.close("for this test")
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="rank 1 has closed its connections"):
+            opened.finish([opened.receive(1, 0, 1 << 21)])
+        assert time.monotonic() - started < 15
+
+    play(2, body)
 
 
 def test_a_peer_that_closes_is_noticed_at_once_and_what_it_said_before_is_read():

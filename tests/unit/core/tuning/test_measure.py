@@ -86,6 +86,24 @@ def test_several_connections_are_used_where_they_carry_more(
     assert "ncz_plugins: the link carries 0." in capsys.readouterr().err
 
 
+class OneOfFour(OverLink):
+    """What the other ranks found is told."""
+
+    world_size = 4
+    others = ()
+
+    def highest(self, numbers):
+        return list(numbers) if len(numbers) < 4 else [*numbers[:1], *self.others]
+
+
+@pytest.mark.parametrize(("others", "are_shared"), [((1, 1, 1), False), ((1, 1, 2), True), ((1, 2, 2), True)])
+def test_one_rank_that_is_busy_with_other_work_changes_nothing(others, are_shared, monkeypatch):
+    subject = OneOfFour(1, 1, 100, False)
+    subject.passes, subject.of_a_core, subject.others = 1e-3, 0.3, others
+    monkeypatch.setattr(module, "time", subject)
+    assert (measure_link(subject).entropy.costs is not None) == are_shared
+
+
 @pytest.mark.parametrize(("of_a_core", "times"), [(1.0, 1), (0.8, 1), (0.5, 2), (0.25, 4)])
 def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, monkeypatch):
     subject = OverLink(1, 1, 100, False)
