@@ -33,8 +33,8 @@ class Measured(NamedTuple):
         return "harmless" if self.added <= HARMLESS else "visible" if self.added <= VISIBLE else "harmful"
 
 
-# With 2 ranks: a GPT of 0.6 M parameters with AdamW and Muon, a CNN with SGD. A test compares this with
-# benchmarks/results/convergence.json.
+# With 2 ranks: a GPT of 0.6 M parameters with AdamW, Lion and Muon, a CNN with SGD. A test compares this with
+# benchmarks/results/convergence.json, and frontier.json for Lion.
 MEASURED = (
     Measured("AdamW", "error_bound", 4096, 0.25, 0.0076, 0.135),
     Measured("AdamW", "stochastic", 128, 0.25, 0.0004, 0.092),
@@ -44,6 +44,9 @@ MEASURED = (
     Measured("AdamW", "stochastic", 256, 0.25, 0.0005, 0.089),
     Measured("AdamW", "stochastic", 256, 0.375, 0.0013, 0.13),
     Measured("AdamW", "stochastic", 256, 1, 0.0065, 0.341),
+    Measured("Lion", "stochastic", 128, 0.25, 0.0005, 0.087),
+    Measured("Lion", "stochastic", 128, 0.375, 0.0006, 0.132),
+    Measured("Lion", "stochastic", 128, 0.85, 0.0024, 0.293),
     Measured("Muon", "error_bound", 256, 0.1875, 0.0099, 0.112),
     Measured("Muon", "stochastic", 128, 0.25, 0.0066, 0.097),
     Measured("Muon", "stochastic", 128, 0.375, 0.0091, 0.144),

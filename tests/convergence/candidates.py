@@ -41,6 +41,8 @@ class Candidate(NamedTuple):
         block: elements of a block.
         feedback: how much of what rounding lost is added to the next gradient: 1 is error feedback (Seide et al.,
             2014), 0.8 decays (LoCo, arXiv 2407.04480).
+        kept_in: bits of each number that feedback keeps: 16 is bfloat16, 8 an integer times a scale for its block; 0 is
+            float32.
         octave: scales are rounded up to 2 to the power of n/octave, which 8 bits can say; 0 is for bfloat16.
         last: the finished sum is rounded again, to steps that are this times the square root of the ranks; 0: not.
         apart: which parameters are treated apart, as by a policy: "vectors", which have one dimension, "embeddings", or
@@ -53,6 +55,7 @@ class Candidate(NamedTuple):
     step: float = 0.0
     block: int = BLOCK
     feedback: float = 0.0
+    kept_in: int = 0
     octave: int = 0
     last: float = 0.0
     apart: str = ""
@@ -63,7 +66,7 @@ class Candidate(NamedTuple):
         if not self.scale:
             return self.rounding
         scale = f"block of {self.block}" if self.scale == "block" else self.scale
-        more = {"feedback": self.feedback, "octave": self.octave, "last": self.last}
+        more = {"feedback": self.feedback, "kept in": self.kept_in, "octave": self.octave, "last": self.last}
         extra = "".join(f", {name} {value:g}" for name, value in more.items() if value)
         if self.apart:
             extra += f", {self.apart} {f'{self.apart_step:g}' if self.apart_step else 'uncompressed'}"
@@ -132,7 +135,8 @@ class Quantizer:
         step = (candidate.step * scale).clamp_min(1e-30)
         codes = self._rounded([each / step for each in gradients])
         if candidate.feedback:
-            self._residuals = [candidate.feedback * (g - c * step) for g, c in zip(gradients, codes)]
+            lost = [candidate.feedback * (g - c * step) for g, c in zip(gradients, codes)]
+            self._residuals = [self._kept(each) for each in lost]
         total, factor = self._rounded_again(sum(codes), n)
         if self._calls % MEASURE_EVERY == FIRST_MEASURED:
             partial = torch.stack(codes[:-1]).cumsum(0)
@@ -154,6 +158,17 @@ class Quantizer:
             used = [places.numel() * (quantizer.bits or [FP32])[-1] for places, quantizer in self._parts]
             self.bits.append(sum(used) / result.numel())
         return result
+
+    def _kept(self, residual: Tensor) -> Tensor:
+        """What is left of a residual in as many bits as it is kept in."""
+        if self.candidate.kept_in == 0:
+            return residual
+        if self.candidate.kept_in == BF16:
+            return residual.bfloat16().float()
+        block, numel = self.candidate.block, residual.numel()
+        blocks = F.pad(residual, (0, -numel % block)).view(-1, block)
+        step = (blocks.abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
+        return ((blocks / step).round() * step).view(-1)[:numel]
 
     # ------------------------------------------------------------------ rounding
 

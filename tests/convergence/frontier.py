@@ -82,14 +82,21 @@ SCREEN = (
     Candidate("strata", "block", 0.5, 64),
     Candidate("strata", "block", 0.5, 64, octave=4),
     Candidate("strata", "block", 0.5, 128, octave=4),
-    Candidate("nearest", "block", 0.5, 256, feedback=0.8),
+    Candidate("strata", "block", 0.5, 1024, octave=4),
+    *(Candidate("nearest", "block", 0.5, 256, feedback=0.8, kept_in=bits) for bits in (0, 16, 8)),
 )
-SUMS = (PLAIN, Candidate("strata", "block", 0.4, 256), Candidate("strata", "block", 0.4, 256, last=0.5))
+SUMS = (
+    PLAIN,
+    *(Candidate("strata", "block", step, 256) for step in (0.4, 0.57)),
+    *(Candidate("strata", "block", 0.4, 256, last=last) for last in (0.75, 1.1)),  # twice and three times as wide
+)
 # Against the longer training of the suite, in which the default is not harmless.
 LONG = (
     PLAIN,
+    NUDGED,
     *(Candidate("strata", scale, 0.5) for scale in ("rows and columns", "history")),
-    *(Candidate("strata", "block", step, 128) for step in (0.5, 0.375)),
+    *(Candidate("strata", "block", step, 128) for step in (0.5, 0.375, 0.25)),
+    Candidate("random", "block", 0.375, 128),
 )
 # Small batches for longer than in the screening, in a small model: what wide steps do to it shows in one run.
 COARSE, DEFAULT = (Candidate("strata", "block", step, 128) for step in (1, 0.375))
@@ -274,6 +281,11 @@ def kept() -> dict[Job, dict[str, Any]]:
     if not KEPT.exists():
         return {}
     return dict(read(json.loads(line)) for line in KEPT.read_text().splitlines())
+
+
+def committed() -> dict[Job, dict[str, Any]]:
+    """The runs of the repository."""
+    return dict(map(read, json.loads(NUMBERS.read_text())["runs"]))
 
 
 def read(record: dict[str, Any]) -> tuple[Job, dict[str, Any]]:

@@ -114,8 +114,7 @@ def test_rounding_to_the_nearest_is_what_the_library_does():
 
 
 def test_the_documentation_shows_the_committed_search():
-    runs = dict(map(frontier.read, json.loads(frontier.NUMBERS.read_text())["runs"]))
-    assert frontier.markdown(frontier.outcomes(runs)) in frontier.MARKDOWN.read_text()
+    assert frontier.markdown(frontier.outcomes(frontier.committed())) in frontier.MARKDOWN.read_text()
 
 
 def test_a_short_training(tmp_path, monkeypatch):

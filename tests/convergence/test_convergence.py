@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+import frontier
 import outcome
 import plan
 import pytest
@@ -118,5 +119,17 @@ class TestCommittedResults:
             )
             for each in outcome.outcomes(committed)
             if each.setting.kind in ("nearest", "stochastic") and each.group[2] == 2 and len(each.records) > 1
+        ]
+        found += [
+            loss.Measured(
+                "Lion",
+                "stochastic",
+                each.candidate.block,
+                each.candidate.step,
+                pytest.approx(fmean(each.added), abs=5e-5),
+                pytest.approx(fmean(record["gradient_error"] for record in each.records), abs=5e-4),
+            )
+            for each in frontier.outcomes(frontier.committed())
+            if each.group[1] == "Lion" and each.candidate != frontier.PLAIN
         ]
         assert sorted(found, key=lambda each: each[:4]) == sorted(loss.MEASURED, key=lambda each: each[:4])
