@@ -33,10 +33,7 @@ MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, 
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
-_LOW_WATER_BYTES = 256 << 10  # of a long message that are worth a wake-up: it comes in hundreds of packets
-# After so long a wait looks by itself at what has come: before Linux 4.18 and elsewhere, a connection's buffer may be
-# smaller than the low-water mark.
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -196,15 +193,14 @@ class Mesh:
             raise PeerError(self._closed)
 
     def _wait_for(self, awaited: Iterable[_Peer], deadline: float) -> list[_Peer]:
-        """Wait until a peer has sent enough or takes more, or for a while. Raises PeerError if there is no time left.
+        """Wait until a peer has sent something or takes more, or for a while. PeerError if there is no time left.
 
         Not only until one of those that are awaited has: what others send must not fill the buffers.
 
-        Returns: which peers have, or do; after that while, all.
+        Returns: which peers have, or do.
         """
         poll, by_socket, peers = select.poll(), {}, [peer for peer in self._peers if peer.is_busy]
         for peer in peers:
-            peer.set_low_water_mark()
             wanted = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
             poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
             by_socket[peer.socket.fileno()] = peer
@@ -215,8 +211,7 @@ class Mesh:
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        ready = poll.poll(1000 * min(left, _POLL_SECONDS))
-        return [by_socket[number] for number, _ in ready] or peers
+        return [by_socket[number] for number, _ in poll.poll(1000 * min(left, _POLL_SECONDS))]
 
 
 class Exchange:
@@ -287,15 +282,10 @@ class Incoming:
         """Whether all of it is there."""
         return self.ended is not None
 
-    @property
-    def left(self) -> int:
-        """How many bytes are still to come, as far as is known: of the message, or of its length."""
-        return self._left.nbytes
-
     def advance(self, source: socket.socket, rank: int) -> None:
         """Receive what is there. Raises PeerError."""
         while not self.is_over:
-            wanted = self.left
+            wanted = self._left.nbytes
             received = source.recv_into(self._left)
             if not received:
                 raise PeerError(_gone(rank))
@@ -324,7 +314,6 @@ class _Peer:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
-        self._low_water_mark = 1  # bytes, as the kernel was told
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -359,17 +348,6 @@ class _Peer:
             pass
         except (OSError, PeerError) as error:
             self._lost = error
-
-    def set_low_water_mark(self) -> None:
-        """Tell the kernel how much must be there before it wakes up who waits: the rest of a message, or a good part.
-
-        The end of the connection wakes up as well.
-        """
-        mark = min(self.incoming[0].left, _LOW_WATER_BYTES) if self.incoming else 1
-        if mark != self._low_water_mark:
-            with suppress(OSError):  # whoever receives will notice it
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
-                self._low_water_mark = mark
 
     def require_reachable(self) -> None:
         """Raise PeerError if nothing more can come or go. Messages before that were received, and may say why."""

@@ -122,31 +122,6 @@ def test_waiting_to_send_is_not_woken_by_what_is_not_asked_for(monkeypatch):
     play(2, body)
 
 
-def test_a_message_that_comes_in_many_pieces_wakes_up_few_times(monkeypatch):
-    polls = []
-    wait_for = mesh.Mesh._wait_for
-    monkeypatch.setattr(mesh.Mesh, "_wait_for", lambda self, *rest: (polls.append(self), wait_for(self, *rest))[1])
-    pieces, nbytes = 50, 1000
-    waits = threading.Event()
-
-    def body(rank, opened):
-        if rank == 0:
-            incoming = opened.receive(1, 0, 1 << 20)
-            waits.set()
-            opened.finish([incoming])
-            assert torch.equal(incoming.values, torch.arange(pieces, dtype=torch.uint8).repeat_interleave(nbytes))
-            assert len(polls) < 10
-        else:
-            assert waits.wait(20)
-            connection = opened._peers[0].socket
-            connection.send(struct.pack("<q", pieces * nbytes))
-            for number in range(pieces):
-                time.sleep(0.002)
-                connection.send(bytes([number]) * nbytes)
-
-    play(2, body)
-
-
 def test_what_is_not_awaited_is_taken_in_while_waiting():
     """The peer sends what is awaited after what is not, which is more than fits into buffers."""
     large = torch.ones(32 << 20, dtype=torch.uint8)
