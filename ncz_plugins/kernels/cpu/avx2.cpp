@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int VECTOR_BYTES = 32;
+typedef __m256d Doubles;
 
 // The low `width` bits of every lane. (1 << width) - 1 in all lanes is a multiplication by ones at the lanes' ends.
 template <int lane>
@@ -61,6 +62,8 @@ inline void store8(__m256 values, ncz::float16* out) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
                      _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+inline Doubles doubles_at(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
 
 // min and max give their second operand where the first is NaN, as the reference does.
 template <class T>

@@ -620,20 +620,29 @@ bool are_finite(const Float* x, int n) {
     return all;
 }
 
+inline Doubles doubles_at(const double* x) {
+    Doubles some;
+    memcpy(&some, x, sizeof some);
+    return some;
+}
+
 // Sum of squares of a whole block.
 template <class Float>
 double squares_of(const Float* x) {
-    constexpr int GROUP = 16;  // sums that stay in registers
-    double sums[LANES];
-    for (int first = 0; first < LANES; first += GROUP) {
-        double group[GROUP] = {};
-        for (int i = first; i < SCALE_BLOCK; i += LANES)
-            for (int j = 0; j < GROUP; ++j) group[j] += double(x[i + j]) * double(x[i + j]);
-        memcpy(sums + first, group, sizeof group);
+    constexpr int LENGTH = sizeof(Doubles) / sizeof(double), VECTORS = LANES / LENGTH;
+    Doubles sums[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) {
+        sums[v] = Doubles{};
+        for (int i = v * LENGTH; i < SCALE_BLOCK; i += LANES) {
+            Doubles some = doubles_at(x + i);
+            sums[v] += some * some;
+        }
     }
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-    return sums[0];
+    for (int half = VECTORS / 2; half; half /= 2)
+        for (int v = 0; v < half; ++v) sums[v] += sums[v + half];
+    for (int half = LENGTH / 2; half; half /= 2)
+        for (int j = 0; j < half; ++j) sums[0][j] += sums[0][j + half];
+    return sums[0][0];
 }
 
 // The block as whole block of float or double, at best where it lies.

@@ -13,6 +13,9 @@ namespace {
 constexpr int VECTOR_BYTES = 16;
 typedef uint64_t Pair __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Four __attribute__((vector_size(VECTOR_BYTES)));
+typedef double Doubles __attribute__((vector_size(VECTOR_BYTES)));
+
+inline Doubles doubles_at(const float* x) { return Doubles{x[0], x[1]}; }
 
 // Numbers picked out of `a` (0 to 3) and `b` (4 to 7).
 #if defined(__clang__) || __GNUC__ >= 12

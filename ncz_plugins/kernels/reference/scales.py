@@ -22,7 +22,7 @@ def root_mean_squares(x: np.ndarray, most: float) -> np.ndarray:
     """
     lowest, highest, squares = block_statistics(x)
     lengths = np.minimum(SCALE_BLOCK, x.size - SCALE_BLOCK * np.arange(blocks_of(x.size)))
-    largest = np.maximum(highest, -lowest)
+    largest = np.maximum(highest, -lowest) + 0.0  # not -0.0
     mean = squares / lengths * (1 - 65 * 2.0**-53)  # not too large, however the sum was rounded
     at_least = largest / np.sqrt(lengths)  # the squares may vanish
     usable = (mean > 1e-290) & np.isfinite(mean)
