@@ -48,7 +48,7 @@ from .transport.comparison import RankComparison
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
-SMALL_BYTES = 4 << 20  # of a tensor: to measure it takes less time than one more message
+SMALL_BYTES = 8 << 20  # of a tensor: to measure it takes less time than one more message
 _WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
