@@ -181,8 +181,12 @@ def measure_link(subject: TorchRanks) -> Config:
     costs = None if times < _SHARED else _costs_of(backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
     if subject.rank == 0:
-        least = format_size(config.transport.min_bytes)
-        words = f"the link carries {config.transport.link_gbps:g} Gbit/s; tensors of {least} and more are compressed"
+        words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
+        if transport.channels > 1:
+            words += f" over {transport.channels} connections with each rank"
+        words += f"; tensors of {format_size(config.transport.min_bytes)} and more are compressed"
+        if costs is not None:
+            words += f"; ranks share cores, so that coding takes {times:.1f} times as long"
         print(f"ncz_plugins: {words}", file=sys.stderr, flush=True)
     return config
 
