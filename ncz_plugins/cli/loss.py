@@ -8,7 +8,7 @@ from ..core.config import QuantizerConfig
 
 HARMLESS, VISIBLE = 0.0015, 0.01  # of the loss: what adds at most this much is called so, and anything else harmful
 SOURCE = "docs/results/convergence.md"
-LIMITS = f"small models, short runs; a longer training lost more: {SOURCE}"
+LIMITS = f"small models, short runs: {SOURCE}"
 
 
 class Measured(NamedTuple):
