@@ -36,10 +36,9 @@ from .transport.link_speed import gloo_link_gbps
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_hosts, find_nodes
+from .tuning.decisions import MOST_CONNECTIONS
 from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
-
-_CHANNELS_TO_TRY = 4  # as clouds limit a connection to a quarter of what a host may send, or less
 
 
 class Communicator:
@@ -123,7 +122,7 @@ class Communicator:
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
         channels = self.config.transport.connections
         if channels == "auto":
-            channels = _CHANNELS_TO_TRY if measures_link else 1
+            channels = MOST_CONNECTIONS if measures_link else 1
         routes = Routes(store, self.rank, self.world_size, timeout, channels)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ...core.errors import ConfigError
+from ...core.tuning.decisions import connections_to_use
 from ...core.tuning.tuning_file import Tuning
 from ..output import print_json, require_picture
 from ..settings import config_with, parse_bound
@@ -165,7 +166,8 @@ def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, conf
     if costs.kind == "gpu":
         connections = _NCCL_CONNECTIONS
     elif connections == "auto":
-        connections = 4 if place.flow_gbps is not None else 1  # where several carry more
+        flow = place.gbps if place.flow_gbps is None else place.flow_gbps
+        connections, _ = connections_to_use(lambda count: min(place.gbps, count * flow))
     latency = _LATENCY_US if options.latency_us is None else options.latency_us
     link = Link(place.gbps, 1e-6 * latency, place.flow_gbps, connections)
     cores = None if costs.kind == "gpu" else options.cores

@@ -223,8 +223,8 @@ class TransportConfig(Section):
     connections: Connections = Field(
         default="auto",
         description="TCP connections with each other rank for frames in host memory, among at most 16 ranks. Several "
-        "fill a link that limits each, as clouds do, or that is far. auto: 4 if ranks that measure their link, see "
-        "link_gbps, find that these carry more than one, else 1.",
+        "fill a link that limits each, as clouds do, or that is far. auto: 4 or 8 if ranks that measure their "
+        "link, see link_gbps, find that these carry more than fewer do, else 1.",
     )
     tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,

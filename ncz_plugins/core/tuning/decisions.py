@@ -5,12 +5,15 @@ All ranks pass the same numbers to these functions, so that all decide alike. No
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..config import MIN_BYTES
 from .tuning_file import SpeedComparison, Trial
 
 WORTH = 0.97  # of the plain time: a smaller gain can't be distinguished from noise
+MOST_CONNECTIONS = 8  # with each other rank, that are tried
+# Connections -> what they must carry to be used, in times what fewer do. Less may be noise; and queues overflow more.
+_CARRY_MORE = {4: 1.7, MOST_CONNECTIONS: 1.4}
 _LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
 _NEXT = 4  # times a size
 
@@ -37,6 +40,21 @@ def crossover(comparisons: Sequence[SpeedComparison]) -> int | str:
             break
         least = comparison.nbytes
     return least
+
+
+def connections_to_use(carried: Callable[[int], float]) -> tuple[int, float]:
+    """How many connections with each other rank to use, and what these carry.
+
+    Args:
+        carried: gives what so many carry, in any unit. Asked for more of them only as long as more carry more.
+    """
+    chosen, most = 1, carried(1)
+    for count, times in _CARRY_MORE.items():
+        found = carried(count)
+        if found < times * most:
+            break
+        chosen, most = count, found
+    return chosen, most
 
 
 def rans_costs(costs: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:

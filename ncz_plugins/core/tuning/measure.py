@@ -34,14 +34,13 @@ from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
 from ..transport.topology import Nodes
-from .decisions import best, crossover, rans_costs
+from .decisions import best, connections_to_use, crossover, rans_costs
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
 _BURST_SECONDS = 0.04  # of coding, that tells how many ranks share a core: several turns of the scheduler
 _SHARED = 1.5  # times as long as by itself, from which on cores are taken to be shared
-_CARRIES_MORE = 1.7  # times what one connection carries: less may be noise, and with several, queues overflow more
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -163,20 +162,20 @@ class TorchRanks(Subject):
 def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
-    With `connections: auto`, only one of several connections is used from then on, unless they carry more than one.
+    With `connections: auto`, one of the connections is used from then on, or more of them where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder.
     Takes 0.2 to 0.5 seconds, on links of less than 10 Mbit/s longer.
     """
     backend, transport = Host().backend, subject.transport
-    channels = transport.channels
-    gbps = _link_gbps(subject, backend, _LINK_SECONDS, times=channels)
-    if channels > 1 and subject.config.transport.connections == "auto":
-        transport.channels = 1
-        of_one = _link_gbps(subject, backend, _LINK_SECONDS)
-        if gbps < _CARRIES_MORE * of_one:
-            gbps = of_one
-        else:
-            transport.channels = channels
+
+    def carried(count: int) -> float:
+        transport.channels = count
+        return _link_gbps(subject, backend, _LINK_SECONDS, times=count)
+
+    if transport.channels > 1 and subject.config.transport.connections == "auto":
+        transport.channels, gbps = connections_to_use(carried)
+    else:
+        gbps = carried(transport.channels)
     times = _times_as_long(subject, backend)
     costs = None if times < _SHARED else _costs_of(backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)

@@ -3,7 +3,7 @@
 import pytest
 
 from ncz_plugins.core.config import MIN_BYTES
-from ncz_plugins.core.tuning.decisions import best, crossover, rans_costs
+from ncz_plugins.core.tuning.decisions import best, connections_to_use, crossover, rans_costs
 from ncz_plugins.core.tuning.tuning_file import SpeedComparison, Trial
 
 
@@ -52,3 +52,11 @@ def test_costs_of_two_arrays_give_those_of_each_value():
 def test_costs_are_never_negative():
     assert rans_costs([1.0, 2.0], [0.9, 0.1]) == (1.0, 0.0)
     assert rans_costs([9.0, 1.0], [0.9, 0.1]) == (0.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("each", "together", "used"),
+    [(1, 100, 8), (1, 5.7, 8), (1, 5.5, 4), (1, 1.8, 4), (1, 1.6, 1), (1, 1, 1), (2, 2, 1)],
+)
+def test_connections_are_added_as_long_as_they_carry_more(each, together, used):
+    assert connections_to_use(lambda count: min(count * each, together)) == (used, min(used * each, together))

@@ -47,15 +47,15 @@ def test_ways_that_do_the_same_are_not_told_apart_by_noise(seconds):
 
 
 class OverLink(Instant):
-    """Two ranks behind a link that limits each connection, or all of them together, and the time that passes there."""
+    """Two ranks behind a link that limits each connection, and all of them together, and the time that passes there."""
 
     passes = 0.0  # whenever somebody looks at the clock
     of_a_core = 1.0  # that a thread has
 
-    def __init__(self, connections, opened: int, megabits: float, each: bool):
+    def __init__(self, connections, opened: int, megabits_each: float, megabits: float):
         self.config = Config(transport={"connections": connections})
         self.transport = SimpleNamespace(channels=opened)
-        self._rate, self._each = megabits * 1e6 / 8, each
+        self._each, self._together = megabits_each * 1e6 / 8, megabits * 1e6 / 8
         self.now = 0.0
 
     def perf_counter(self):
@@ -66,17 +66,24 @@ class OverLink(Instant):
         return self.of_a_core * self.now
 
     def exchange(self, frame, times=1):
-        self.now += frame.numel() * times / self._rate / (min(times, self.transport.channels) if self._each else 1)
+        in_use = min(times, self.transport.channels)
+        self.now += frame.numel() * times / min(self._each * in_use, self._together)
 
 
 @pytest.mark.parametrize(
-    ("connections", "opened", "each", "used", "megabits"),
-    [("auto", 4, True, 4, 400), ("auto", 4, False, 1, 100), ("auto", 1, True, 1, 100), (4, 4, False, 4, 100)],
+    ("connections", "opened", "together", "used", "megabits"),
+    [
+        ("auto", 8, 1000, 8, 800),
+        ("auto", 8, 500, 4, 400),
+        ("auto", 8, 100, 1, 100),
+        ("auto", 1, 1000, 1, 100),
+        (3, 3, 100, 3, 100),
+    ],
 )
 def test_several_connections_are_used_where_they_carry_more(
-    connections, opened, each, used, megabits, capsys, monkeypatch
+    connections, opened, together, used, megabits, capsys, monkeypatch
 ):
-    subject = OverLink(connections, opened, 100, each)
+    subject = OverLink(connections, opened, 100, together)
     monkeypatch.setattr(module, "time", subject)
     monkeypatch.setattr(module, "_BURST_SECONDS", 0)  # as no time passes in coding
     found = measure_link(subject).transport
@@ -101,7 +108,7 @@ class OneOfFour(OverLink):
 
 @pytest.mark.parametrize(("others", "are_shared"), [((1, 1, 1), False), ((1, 1, 2), True), ((1, 2, 2), True)])
 def test_one_rank_that_is_busy_with_other_work_changes_nothing(others, are_shared, monkeypatch):
-    subject = OneOfFour(1, 1, 100, False)
+    subject = OneOfFour(1, 1, 100, 100)
     subject.passes, subject.of_a_core, subject.others = 1e-3, 0.3, others
     monkeypatch.setattr(module, "time", subject)
     assert (measure_link(subject).entropy.costs is not None) == are_shared
@@ -109,7 +116,7 @@ def test_one_rank_that_is_busy_with_other_work_changes_nothing(others, are_share
 
 @pytest.mark.parametrize(("of_a_core", "times"), [(1.0, 1), (0.8, 1), (0.5, 2), (0.25, 4)])
 def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, monkeypatch, capsys):
-    subject = OverLink(1, 1, 100, False)
+    subject = OverLink(1, 1, 100, 100)
     subject.passes, subject.of_a_core = 1e-3, of_a_core
     monkeypatch.setattr(module, "time", subject)
     costs = measure_link(subject).entropy.costs
