@@ -224,7 +224,7 @@ class TransportConfig(Section):
         default="auto",
         description="TCP connections with each other rank for frames in host memory, among at most 16 ranks. Several "
         "fill a link that limits each, as clouds do, or that is far. auto: 4 or 8 if ranks that measure their "
-        "link, see link_gbps, find that these carry more than fewer do, else 1.",
+        "link, see link_gbps, find that so many carry more than fewer do, else 1.",
     )
     tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,
@@ -239,10 +239,10 @@ class TransportConfig(Section):
     ] = Field(
         default=None,
         description="Speed of the link between ranks in Gbit/s, for coder auto, since the slower the link, the more "
-        "time coding may take, and for min_bytes. null: measured in 0.2 to 0.5 seconds when ranks of several hosts "
-        "connect over gloo, and min_bytes is null too; else coder auto takes what Linux states for the network "
-        "interface that gloo uses, else 1. From 2.5 on, large tensors are also measured as a whole before their first "
-        "frame is sent.",
+        "time coding may take, and for min_bytes. null: measured when ranks of several hosts connect over gloo, and "
+        "min_bytes is null too, which takes 0.2 to 0.5 seconds, on long ways more; else coder auto takes what Linux "
+        "states for the network interface that gloo uses, else 1. From 2.5 on, large tensors are also measured as a "
+        "whole before their first frame is sent.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e7)] | None,

@@ -11,9 +11,10 @@ from ..config import MIN_BYTES
 from .tuning_file import SpeedComparison, Trial
 
 WORTH = 0.97  # of the plain time: a smaller gain can't be distinguished from noise
-MOST_CONNECTIONS = 8  # with each other rank, that are tried
-# Connections -> what they must carry to be used, in times what fewer do. Less may be noise; and queues overflow more.
-_CARRY_MORE = {4: 1.7, MOST_CONNECTIONS: 1.4}
+# Connections with each other rank -> how many times as much as fewer of them they must carry to be used. A smaller gain
+# may be noise, and several make queues overflow more often.
+_LEAST_GAIN = {4: 1.7, 8: 1.4}
+MOST_CONNECTIONS = max(_LEAST_GAIN)
 _LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
 _NEXT = 4  # times a size
 
@@ -46,12 +47,12 @@ def connections_to_use(carried: Callable[[int], float]) -> tuple[int, float]:
     """How many connections with each other rank to use, and what these carry.
 
     Args:
-        carried: gives what so many carry, in any unit. Asked for more of them only as long as more carry more.
+        carried: gives what so many carry, in any unit. It is asked about more of them only if fewer were worth it.
     """
     chosen, most = 1, carried(1)
-    for count, times in _CARRY_MORE.items():
+    for count, least_gain in _LEAST_GAIN.items():
         found = carried(count)
-        if found < times * most:
+        if found < least_gain * most:
             break
         chosen, most = count, found
     return chosen, most

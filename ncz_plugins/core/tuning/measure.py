@@ -162,9 +162,9 @@ class TorchRanks(Subject):
 def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
-    With `connections: auto`, one of the connections is used from then on, or more of them where these carry more.
+    With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder.
-    Takes 0.2 to 0.5 seconds, on links of less than 10 Mbit/s longer.
+    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
     """
     backend, transport = Host().backend, subject.transport
 
