@@ -418,10 +418,11 @@ NCZ_KERNEL(ncz_decode)
     int64_t c = unit_number(pieces.n);
     int length = length_of(c, piece.count);
     if (length <= 0 || statuses[f].result) return;
+    Scale scales[OCTETS_PER_THREAD];  // asked for before the frame, so that they travel together
+    load_scales(static_cast<const Scale*>(piece.steps) + c * STEPS_PER_CHUNK, length, scales);
     ThreadCodes codes = {};
     read_chunk(inputs.of[f], statuses[f], Opened{statuses, offsets, decoded}, c, words, scratch, codes);
-    store_values(static_cast<Element*>(piece.values) + c * CHUNK, length, codes,
-                 static_cast<const Scale*>(piece.steps) + c * STEPS_PER_CHUNK);
+    store_values(static_cast<Element*>(piece.values) + c * CHUNK, length, codes, scales);
 }
 
 #define NCZ_FIXED_KERNELS(X)                                                                                     \

@@ -47,18 +47,40 @@ NCZ_DEVICE void load_octet(const T* from, int n, T (&values)[OCTET]) {
     }
 }
 
+// By a whole warp, whose lanes have neighbouring octets: `to` and `n` are this lane's. Memory is written in sectors of 32
+// bytes, and half a sector costs as much as a whole one. So where octets take more than one instruction, lanes first exchange
+// their parts, as in transposing a matrix, and each instruction then writes whole sectors.
 template <class T>
 NCZ_DEVICE void store_octet(T* to, int n, const T (&values)[OCTET]) {
-    if (n == OCTET && is_aligned(to)) {
-        Sixteen parts[sizeof values / sizeof(Sixteen)];
-        memcpy(parts, values, sizeof values);
-#pragma unroll
-        for (int p = 0; p < int(sizeof values / sizeof(Sixteen)); ++p) reinterpret_cast<Sixteen*>(to)[p] = parts[p];
-    } else {
+    constexpr int PARTS = sizeof values / sizeof(Sixteen);
+    if (!__all_sync(ALL_LANES, n == OCTET && is_aligned(to))) {
 #pragma unroll
         for (int i = 0; i < OCTET; ++i)
             if (i < n) to[i] = values[i];
+        return;
     }
+    Sixteen parts[PARTS];
+    memcpy(parts, values, sizeof values);
+#pragma unroll
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        bool is_upper = lane() & distance;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+            if (p & distance) continue;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                uint32_t low = parts[p].words[w], high = parts[p + distance].words[w];
+                uint32_t taken = __shfl_xor_sync(ALL_LANES, is_upper ? low : high, distance);
+                parts[p].words[w] = is_upper ? taken : low;
+                parts[p + distance].words[w] = is_upper ? high : taken;
+            }
+        }
+    }
+    // Part p is now one of the octet of lane p of PARTS neighbours: the one with this lane's number among them.
+    int own = lane() % PARTS;
+    Sixteen* of_first = reinterpret_cast<Sixteen*>(to) - own * PARTS + own;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) of_first[p * PARTS] = parts[p];
 }
 
 // ------------------------------------------------------------------ one number
@@ -198,17 +220,24 @@ NCZ_DEVICE void store_codes(int32_t* to, int length, const ThreadCodes& codes, b
     }
 }
 
-// `scales` are those of the chunk.
-NCZ_DEVICE void store_values(Element* to, int length, const ThreadCodes& codes, const Scale* scales) {
+// The scales of this thread's octets, from those of a chunk of `length`.
+NCZ_DEVICE void load_scales(const Scale* scales, int length, Scale (&own)[OCTETS_PER_THREAD]) {
 #pragma unroll
     for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * octet_of(j), n = octet_length(first, length);
-        if (!n) continue;
-        Scale scale = scales[first / SCALE_BLOCK];
+        int first = OCTET * octet_of(j);
+        own[j] = first < length ? scales[first / SCALE_BLOCK] : Scale(0);
+    }
+}
+
+NCZ_DEVICE void store_values(Element* to, int length, const ThreadCodes& codes,
+                             const Scale (&scales)[OCTETS_PER_THREAD]) {
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int first = OCTET * octet_of(j);
         Element values[OCTET];
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) values[i] = value_of(codes[j][i], scale);
-        store_octet(to + first, n, values);
+        for (int i = 0; i < OCTET; ++i) values[i] = value_of(codes[j][i], scales[j]);
+        store_octet(to + first, octet_length(first, length), values);
     }
 }
 
@@ -298,9 +327,11 @@ NCZ_KERNEL(ncz_quantize_at_random)
 NCZ_KERNEL(ncz_dequantize)(const int32_t* codes, const Scale* scales, long long count, Element* out) {
     int64_t c = blockIdx.x;
     int length = length_of(c, count);
+    Scale own_scales[OCTETS_PER_THREAD];
     ThreadCodes own = {};
+    load_scales(scales + c * STEPS_PER_CHUNK, length, own_scales);
     load_chunk(PlainCodes{codes}, c, length, own);
-    if (length > 0) store_values(out + c * CHUNK, length, own, scales + c * STEPS_PER_CHUNK);
+    store_values(out + c * CHUNK, length, own, own_scales);
 }
 
 // How many codes of a frame the selector looks at. The last piece of PIECE, which may be short, is always among them.
