@@ -15,7 +15,6 @@ CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
 GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
-_FAST_GBPS, _FASTEST_GBPS, _FAST_MIN_BYTES = 2.0, 12.0, 6 * MiB
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
 
@@ -101,14 +100,11 @@ FLAG = Allowed("true, false")
 def min_bytes_for(link_gbps: float | None) -> int:
     """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
 
-    On two cores, calls of 2 and of 4 ranks break even at less than 1 MiB for each Gbit/s, and at 4 to 6 MiB where the
-    cores and not the link limit what is sent: docs/results/performance.md. There are few different sizes, so that what
-    is measured of a link leads to the same calls the next time.
+    On two cores, calls of 2 and of 4 ranks break even at less than 1 MiB for each Gbit/s: docs/results/performance.md.
+    There are few different sizes, so that what is measured of a link leads to the same calls the next time.
     """
     if link_gbps is None:
         return MIN_BYTES
-    if _FAST_GBPS <= link_gbps < _FASTEST_GBPS:
-        return _FAST_MIN_BYTES
     return max(MIN_BYTES, 1 << math.ceil(math.log2(link_gbps * MiB)))
 
 

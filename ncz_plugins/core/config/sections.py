@@ -210,9 +210,8 @@ class TransportConfig(Section):
     min_bytes: OptionalMinBytes = Field(
         default=None,
         description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
-        "Gbit/s of the link, up to the next power of two, at least 128 KiB, 6 MiB from 2 to 12 Gbit/s, and 128 "
-        "KiB where the link is not known; auto: the measured choice; never: nothing is compressed, which auto chooses "
-        "where the link is too fast.",
+        "Gbit/s of the link, up to the next power of two, at least 128 KiB, and 128 KiB where the link is not known; "
+        "auto: the measured choice; never: nothing is compressed, which auto chooses where the link is too fast.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",

@@ -31,6 +31,7 @@ class RankComparison:
 
     def __init__(self, numbers: Mapping[str, int], rank: int, world_size: int):
         self._names = list(numbers)
+        self._rank = rank
         self._world_size = world_size
         # The last digit to the base `world_size` tells which rank the maximum came from: the first one that has it.
         own, first = world_size - 1 - rank, world_size - 1
@@ -39,6 +40,10 @@ class RankComparison:
         self.tensor = torch.empty(len(scaled), dtype=torch.int64)
         self.tensor.numpy()[:] = [number + own for number in scaled]  # torch.tensor takes several times as long
         self._if_all_agree = [number + first for number in scaled]
+
+    def told_by(self, rank: int) -> bytes:
+        """What `tensor` holds at first on another rank, if that has the same numbers. For use before it is replaced."""
+        return (self.tensor.numpy() + (self._rank - rank)).tobytes()
 
     def differing(self) -> dict[str, Extremes]:
         """The names of numbers that differ between ranks -> their extremes."""

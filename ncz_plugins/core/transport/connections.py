@@ -22,9 +22,10 @@ from ..errors import PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .base import Agreement, Work, peer_errors
-from .mesh import Exchange, Mesh, open_mesh
+from .comparison import RankComparison
+from .mesh import Exchange, Mesh, Place, open_mesh
 
-_OPENING_BYTES = 8 << 20  # of values that may travel with a comparison, to each rank
+_OPENING_BYTES = 16 << 20  # of values that may travel with a comparison, to each rank
 _MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
 _MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
@@ -127,29 +128,30 @@ class Connections:
         counters.wire_bytes += (tensor.nbytes + values.nbytes) * (self.world_size - 1)
         return MeshAgreement(tensor, exchange, counters, values)
 
-    def open(self, tensor: Tensor, outgoing: Sequence[Tensor]) -> list[Tensor | None]:
-        """Replace `tensor` by its element-wise maximum over ranks, and send each rank some values in the same message.
+    def open(
+        self, comparison: RankComparison, outgoing: Sequence[Tensor], places: Sequence[Tensor | None] | None = None
+    ) -> Opening:
+        """Start to send each rank what a call begins with, and behind it some values in the same message.
 
         Args:
-            tensor: with which a call begins, as for `start_comparison`.
+            comparison: with which a call begins, as for `start_comparison`.
             outgoing: for each rank the values that it gets, of any dtype, at most `opening_bytes`.
-
-        Returns: from each rank the values that came, uint8; None from this one. They are not what this rank expects if
-        the maximum shows that the ranks differ.
+            places: for each rank where its values go, if it makes the same call, contiguous; None: into new memory.
         """
-        exchange = self._start_opening(tensor, outgoing)
-        received = exchange.wait()
-        _take_maximum(tensor, received)
-        return self._by_rank([message[tensor.nbytes :] for message in received])
+        into = [
+            None if place is None else Place(comparison.told_by(rank), _bytes(place))
+            for rank, place in enumerate(places or ())
+        ]
+        exchange = self._start_opening(comparison.tensor, outgoing, into)
+        return Opening(comparison.tensor, exchange, self.rank)
 
-    def exchange(self, outgoing: Sequence[Tensor], nbytes: Sequence[int]) -> list[Tensor | None]:
-        """Send each rank some values, and return those that came from each, uint8; None from this one.
+    def start_gather(self, parts: Sequence[Tensor]) -> Gather:
+        """Start to send all ranks this one's part, and to receive each one's own into its place.
 
         Args:
-            nbytes: how many bytes each rank sends. All sizes were compared before.
+            parts: one of each rank, contiguous. All sizes were compared before.
         """
-        received = self.mesh.start([[_bytes(each)] for each in outgoing], min(nbytes), max(nbytes)).wait()
-        return self._by_rank(received)
+        return Gather(self.mesh, self.rank, parts)
 
     def track(self, work: dist.Work) -> TrackedWork:
         """Keep account of a work that was just started, until it has been waited for."""
@@ -196,14 +198,12 @@ class Connections:
         for mesh in filter(None, (self.mesh, self.frames)):
             mesh.close(reason)
 
-    def _start_opening(self, tensor: Tensor, outgoing: Sequence[Tensor]) -> Exchange:
+    def _start_opening(
+        self, tensor: Tensor, outgoing: Sequence[Tensor], places: Sequence[Place | None] | None = None
+    ) -> Exchange:
         numbers = _bytes(tensor)
         messages = [[numbers, _bytes(values)] for values in outgoing]
-        return self.mesh.start(messages, tensor.nbytes, tensor.nbytes + self.opening_bytes)
-
-    def _by_rank(self, received: list[Tensor]) -> list[Tensor | None]:
-        """What the peers sent, with a gap at the place of this rank."""
-        return [*received[: self.rank], None, *received[self.rank :]]
+        return self.mesh.start(messages, tensor.nbytes, tensor.nbytes + self.opening_bytes, places)
 
     def _group(self, upwards: bool) -> dist.ProcessGroup:
         """The process group that carries messages from lower to higher ranks, or from higher to lower ones."""
@@ -211,6 +211,59 @@ class Connections:
         if group is None:
             raise PeerError(self._closed)
         return group
+
+
+class Opening:
+    """The messages with which a call of values begins, under way.
+
+    Args:
+        tensor: what ranks compare, with which the messages begin.
+        rank: this rank.
+    """
+
+    def __init__(self, tensor: Tensor, exchange: Exchange, rank: int):
+        self._tensor = tensor
+        self._exchange = exchange
+        self._rank = rank
+
+    def compare(self) -> None:
+        """Replace what is compared by its element-wise maximum over ranks."""
+        _take_maximum(self._tensor, self._exchange.reach(self._tensor.nbytes))
+
+    def reach(self, nbytes: int) -> list[Tensor | None]:
+        """What came from each rank, uint8, once so many bytes of its values are there, and as many of this rank's left.
+
+        None from this one. They are not what this rank expects if the ranks differ.
+        """
+        return self._values(self._exchange.reach(self._tensor.nbytes + nbytes))
+
+    def wait(self) -> list[Tensor | None]:
+        """The same, once all has come, but what went to its place. This rank's messages have left by then."""
+        return self._values(self._exchange.wait())
+
+    def _values(self, received: list[Tensor]) -> list[Tensor | None]:
+        values: list[Tensor | None] = [message[self._tensor.nbytes :] for message in received]
+        values.insert(self._rank, None)
+        return values
+
+
+class Gather:
+    """Parts that ranks send each other, under way: each sends its own to all, and receives theirs where they belong."""
+
+    def __init__(self, mesh: Mesh, rank: int, parts: Sequence[Tensor]):
+        sizes = [part.nbytes for part in parts]
+        places = [Place(b"", _bytes(part)) for part in parts]
+        self._exchange = mesh.start([[_bytes(parts[rank])]] * len(parts), min(sizes), max(sizes), places)
+
+    def wait(self) -> None:
+        """Return once all parts are there. Raises PeerError."""
+        require_placed(self._exchange.wait())
+
+
+def require_placed(received: Sequence[Tensor | None]) -> None:
+    """Raise PeerError if something was left over that did not go to its place."""
+    if any(message is not None and message.nbytes for message in received):
+        raise PeerError("other ranks sent parts of other sizes: all ranks must run the same version of ncz_plugins")
 
 
 class TrackedWork:
@@ -404,16 +457,10 @@ class PartedAgreement(Agreement):
         counters.wire_bytes += tensor.nbytes + (world_size - 2) * own.nbytes  # of other parts, and of its own
 
     def wait(self) -> None:
-        own, others = self._parts[self._rank], [*self._parts[: self._rank], *self._parts[self._rank + 1 :]]
-        sizes = [part.nbytes for part in others]
-        with (
-            span("wait", own.nbytes + sum(sizes), self._counters),
-            peer_errors("agreeing with the other ranks"),
-        ):
-            _take_maximum(own, self._exchange.wait())
-            received = self._mesh.start([[_bytes(own)]] * len(self._parts), min(sizes), max(sizes)).wait()
-            for part, message in zip(others, received):
-                part.copy_(message.view(part.dtype).view(part.numel()))  # an error unless it has that size
+        nbytes = sum(part.nbytes for part in self._parts)
+        with span("wait", nbytes, self._counters), peer_errors("agreeing with the other ranks"):
+            _take_maximum(self._parts[self._rank], self._exchange.wait())
+            Gather(self._mesh, self._rank, self._parts).wait()
 
 
 def _take_maximum(tensor: Tensor, received: list[Tensor]) -> None:

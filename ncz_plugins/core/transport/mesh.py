@@ -17,9 +17,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,18 +116,22 @@ class Mesh:
         self._closed: str | None = None  # why, in words
         _open.add(self)
 
-    def start(self, messages: Sequence[Sequence[Tensor]], least: int, most: int) -> Exchange:
+    def start(
+        self, messages: Sequence[Sequence[Tensor]], least: int, most: int, places: Sequence[Place | None] | None = None
+    ) -> Exchange:
         """Start to send a message to each other rank through channel 0, and to receive one from each. It never waits.
 
         Args:
             messages: for each rank the tensors that its message consists of, uint8, [any], in host memory. The one for
                 this rank is ignored. They must not change before `Exchange.wait` returns.
             least, most: bytes that a peer's message may have.
+            places: for each rank where its message goes, if it fits there; None: into new memory.
         """
         with self._in_use:
             self._require_open()
             outgoing = [peer.send(messages[peer.rank]) for peer in self._first]
-            return Exchange(self, outgoing, [peer.receive(least, most) for peer in self._first])
+            incoming = [peer.receive(least, most, places[peer.rank] if places else None) for peer in self._first]
+            return Exchange(self, outgoing, incoming)
 
     def send(self, to: int, message: Tensor, channel: int = 0) -> Outgoing:
         """Start to send a message to one rank, which receives it by `receive`. It never waits.
@@ -151,19 +156,11 @@ class Mesh:
 
     def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
         """Return once these messages were received and sent. Raises PeerError."""
-        with self._in_use:
-            deadline = time.monotonic() + self._timeout
-            ready = self._peers
-            while True:
-                for peer in ready:
-                    peer.advance()
-                awaited = {message.peer: None for message in messages if not message.is_over}
-                if not awaited:
-                    return
-                self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
-                for peer in awaited:
-                    peer.require_reachable()
-                ready = self._wait_for(awaited, deadline)
+        self._go_on_until(lambda message: message.is_over, messages)
+
+    def reach(self, messages: Sequence[Outgoing | Incoming], nbytes: int) -> None:
+        """Return once so many bytes of each of these messages, or all, were received and sent. Raises PeerError."""
+        self._go_on_until(lambda message: message.has(nbytes), messages)
 
     def close(self, reason: str) -> None:
         """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
@@ -192,6 +189,22 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
+    def _go_on_until(self, is_done: Callable[..., bool], messages: Sequence[Outgoing | Incoming]) -> None:
+        """Send and receive, whatever there is, until all of these messages are done."""
+        with self._in_use:
+            deadline = time.monotonic() + self._timeout
+            ready = self._peers
+            while True:
+                for peer in ready:
+                    peer.advance()
+                awaited = {message.peer: None for message in messages if not is_done(message)}
+                if not awaited:
+                    return
+                self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
+                for peer in awaited:
+                    peer.require_reachable()
+                ready = self._wait_for(awaited, deadline)
+
     def _wait_for(self, awaited: Iterable[_Peer], deadline: float) -> list[_Peer]:
         """Wait until a peer has sent something or takes more, or for a while. PeerError if there is no time left.
 
@@ -214,6 +227,18 @@ class Mesh:
         return [by_socket[number] for number, _ in poll.poll(1000 * min(left, _POLL_SECONDS))]
 
 
+class Place(NamedTuple):
+    """Memory for a message that begins as expected.
+
+    Attributes:
+        head: what it must begin with.
+        rest: uint8, [what it must have behind that], in host memory: where that goes. Nobody else may use it meanwhile.
+    """
+
+    head: bytes
+    rest: Tensor
+
+
 class Exchange:
     """One message to each other rank and one from each, under way."""
 
@@ -230,6 +255,14 @@ class Exchange:
         self._mesh.finish([*self._outgoing, *self._incoming])
         return [message.values for message in self._incoming]
 
+    def reach(self, nbytes: int) -> list[Tensor]:
+        """The same, as soon as so many bytes of each message have come and left, or all if it has fewer.
+
+        So who sends a tensor and receives what is added to it can replace these bytes of it by the sum.
+        """
+        self._mesh.reach([*self._outgoing, *self._incoming], nbytes)
+        return [message.values for message in self._incoming]
+
 
 class Outgoing:
     """A message that is being sent.
@@ -241,6 +274,7 @@ class Outgoing:
     def __init__(self, peer: _Peer, parts: Sequence[Tensor]):
         self.peer = peer
         self.ended: float | None = None
+        self._sent = -_LENGTH.size
         views = [memoryview(part.numpy()) for part in parts if part.nbytes]
         self._left = [memoryview(_LENGTH.pack(sum([view.nbytes for view in views]))), *views]
 
@@ -249,10 +283,15 @@ class Outgoing:
         """Whether all of it has left."""
         return self.ended is not None
 
+    def has(self, nbytes: int) -> bool:
+        """Whether so many bytes of it have left, or all."""
+        return self.is_over or self._sent >= nbytes
+
     def advance(self, to: socket.socket) -> None:
         """Send what can be sent now."""
         while self._left:
             sent = to.sendmsg(self._left)
+            self._sent += sent
             while self._left and sent >= self._left[0].nbytes:
                 sent -= self._left.pop(0).nbytes
             if self._left:
@@ -264,17 +303,17 @@ class Incoming:
     """A message that is being received.
 
     Attributes:
-        values: what came, uint8; None as long as its length is not known.
+        values: what came, uint8, but what went to its place; None as long as its length is not known.
+        is_placed: whether what is behind the head went to its place.
         ended: when all of it was there, in seconds of `time.perf_counter`; None before.
     """
 
-    def __init__(self, peer: _Peer, least: int, most: int):
+    def __init__(self, peer: _Peer, least: int, most: int, place: Place | None = None):
         self.peer = peer
-        self._least = least
-        self._most = most
-        self._length = bytearray(_LENGTH.size)
-        self._left = memoryview(self._length)
+        self._parts = self._memory(least, most, place)
+        self._left = next(self._parts)
         self.values: Tensor | None = None
+        self.is_placed = False
         self.ended: float | None = None
 
     @property
@@ -282,27 +321,47 @@ class Incoming:
         """Whether all of it is there."""
         return self.ended is not None
 
-    def advance(self, source: socket.socket, rank: int) -> None:
+    def has(self, nbytes: int) -> bool:
+        """Whether so many bytes of it are in `values`, or it is over."""
+        return self.is_over or (self.values is not None and self.values.nbytes - self._left.nbytes >= nbytes)
+
+    def advance(self, source: socket.socket) -> None:
         """Receive what is there. Raises PeerError."""
         while not self.is_over:
             wanted = self._left.nbytes
             received = source.recv_into(self._left)
             if not received:
-                raise PeerError(_gone(rank))
+                raise PeerError(_gone(self.peer.rank))
             self._left = self._left[received:]
-            if not self._left and self.values is None:
-                (nbytes,) = _LENGTH.unpack(self._length)
-                if not self._least <= nbytes <= self._most:
-                    raise PeerError(
-                        f"rank {rank} sent a message of {nbytes} bytes; {self._least} to {self._most} are possible. "
-                        "All ranks must run the same version of ncz_plugins."
-                    )
-                self.values = torch.empty(nbytes, dtype=torch.uint8)
-                self._left = memoryview(self.values.numpy())
-            if self.values is not None and not self._left:
-                self.ended = time.perf_counter()
-            elif received < wanted:
+            if received < wanted:
                 return  # to ask for more would say that there is none
+            # Empty parts are passed over, as to receive nothing looks as if the connection had ended.
+            self._left = next((part for part in self._parts if part.nbytes), None)
+            if self._left is None:
+                self.ended = time.perf_counter()
+
+    def _memory(self, least: int, most: int, place: Place | None) -> Iterator[memoryview]:
+        """What is to be filled, one part after the other."""
+        length, head = bytearray(_LENGTH.size), bytearray()
+        yield memoryview(length)
+        (nbytes,) = _LENGTH.unpack(length)
+        if not least <= nbytes <= most:
+            raise PeerError(
+                f"rank {self.peer.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
+                "All ranks must run the same version of ncz_plugins."
+            )
+        if place is not None and nbytes == len(place.head) + place.rest.nbytes:
+            head = bytearray(len(place.head))
+            yield memoryview(head)
+            if head == place.head:
+                self.values = torch.frombuffer(head, dtype=torch.uint8) if head else place.rest[:0]
+                self.is_placed = True
+                yield memoryview(place.rest.numpy())
+                return
+        self.values = torch.empty(nbytes, dtype=torch.uint8)
+        memory = memoryview(self.values.numpy())
+        memory[: len(head)] = head
+        yield memory[len(head) :]
 
 
 class _Peer:
@@ -329,9 +388,9 @@ class _Peer:
         self._send()
         return message
 
-    def receive(self, least: int, most: int) -> Incoming:
+    def receive(self, least: int, most: int, place: Place | None = None) -> Incoming:
         """Start to receive a message, behind those before it."""
-        message = Incoming(self, least, most)
+        message = Incoming(self, least, most, place)
         self.incoming.append(message)
         return message
 
@@ -340,7 +399,7 @@ class _Peer:
         self._send()
         try:
             while self.incoming:
-                self.incoming[0].advance(self.socket, self.rank)
+                self.incoming[0].advance(self.socket)
                 if not self.incoming[0].is_over:
                     return
                 self.incoming.popleft()

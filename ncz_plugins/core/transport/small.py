@@ -6,7 +6,7 @@ error on all of them, at no cost: a collective of gloo's would end the process o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .base import SmallCollectives, peer_errors
 from .comparison import RankComparison
-from .connections import Connections
+from .connections import Connections, Opening, require_placed
 
 # Up to here each rank sends all of a tensor to all others at once. Larger ones are summed in two rounds, in which each
 # rank sends fewer bytes.
@@ -24,6 +24,7 @@ _ONE_ROUND_BYTES = 16 << 10
 # on the time of one hardly counts.
 _MOST_BYTES = 16 << 20
 _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its sender sends less
+_PIECE_BYTES = 1 << 20  # that are combined at once, while the next ones are on their way
 _OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -75,43 +76,74 @@ class MeshSmallCollectives(SmallCollectives):
         n, rank = self._world_size, self._rank
         if collective == "broadcast":
             outgoing = [input if rank == root else input[:0]] * n
-            sizes = [input.numel() if peer == root else 0 for peer in range(n)]
-        elif collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input):
-            outgoing = input.tensor_split(n)
-            sizes = [outgoing[rank].numel()] * n
-        else:
-            outgoing, sizes = [input] * n, [input.numel()] * n
-        received = self._connections.open(comparison.tensor, outgoing)
-        check()
-        values = [
-            outgoing[rank]
-            if peer == rank
-            else message.view(input.dtype).view(sizes[peer])  # an error unless it has that size
-            for peer, message in enumerate(received)
-        ]
-        if collective == "broadcast":
-            if rank != root:
-                output.copy_(values[root])
+            places = [output if peer == root else None for peer in range(n)]
         elif collective == "all_gather_into_tensor":
-            for part, value in zip(output.tensor_split(n), values):
-                part.copy_(value)  # each by itself, as this rank's may be there already
-        elif collective == "reduce_scatter_tensor" or not self._in_two_rounds(collective, input):
-            output.copy_(self._reduced(values, op))
+            places = output.tensor_split(n)
+            outgoing = [input.clone() if _is_elsewhere_in(input, output, places[rank]) else input] * n
+        elif collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input):
+            outgoing, places = input.tensor_split(n), None
         else:
-            parts = output.tensor_split(n)
-            parts[rank].copy_(self._reduced(values, op))
-            received = self._connections.exchange([parts[rank]] * n, [part.nbytes for part in parts])
-            for peer, part in enumerate(parts):
-                if peer != rank:
-                    part.copy_(received[peer].view(part.dtype).view(part.numel()))
+            outgoing, places = [input] * n, None
+        opening = self._connections.open(comparison, outgoing, places)
+        opening.compare()
+        try:
+            check()
+        except BaseException:
+            opening.wait()  # so that nothing is left of it in the connections
+            raise
+        if places is None:
+            in_two_rounds = self._in_two_rounds(collective, input)
+            self._reduce(opening, outgoing[rank], op, output.tensor_split(n) if in_two_rounds else [output])
+            return
+        require_placed(opening.wait())
+        if collective == "all_gather_into_tensor":
+            places[rank].copy_(outgoing[rank])  # it may be there already
+
+    def _reduce(self, opening: Opening, own: Tensor, op: dist.ReduceOp, parts: Sequence[Tensor]) -> None:
+        """Combine what ranks send, piece by piece, as it comes; each rank in a part of its own, or all in the only one.
+
+        In the former case each piece is told to the other ranks while the next one is on its way.
+        """
+        target = parts[self._rank % len(parts)]
+        count = max(1, parts[0].nbytes // _PIECE_BYTES)  # the same on all ranks, which have parts of two sizes
+        by_part = [part.tensor_split(count) for part in parts]
+        gathers, stop = [], 0
+        for at, (mine, output) in enumerate(zip(own.tensor_split(count), target.tensor_split(count))):
+            start, stop = stop, stop + mine.numel()
+            received = opening.reach(stop * mine.element_size())
+            values = [
+                # an error unless it has that size
+                mine if message is None else message.view(own.dtype).view(own.numel())[start:stop]
+                for message in received
+            ]
+            self._combine(values, op, output)
+            if len(parts) > 1:
+                gathers.append(self._connections.start_gather([pieces[at] for pieces in by_part]))
+        opening.wait()
+        for gather in gathers:
+            gather.wait()
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         n = self._world_size
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _ONE_ROUND_BYTES
 
-    def _reduced(self, values: list[Tensor], op: dist.ReduceOp) -> Tensor:
-        dtype = values[0].dtype
-        if dtype in (torch.float16, torch.bfloat16):
+    def _combine(self, values: list[Tensor], op: dist.ReduceOp, output: Tensor) -> None:
+        """Replace `output`, which may be this rank's value, by the result. The other ranks' values are overwritten."""
+        combine, n = _OPERATORS[op], self._world_size
+        if output.dtype in (torch.float16, torch.bfloat16):
             values = [each.float() for each in values]
-        total = reduce(_OPERATORS[op], values)
-        return (total / self._world_size if op == dist.ReduceOp.AVG else total).to(dtype)
+            total = reduce(combine, values)
+            output.copy_(total / n if op == dist.ReduceOp.AVG else total)
+            return
+        *before, last = values
+        total = values[1 if self._rank == 0 else 0]  # which is ours to write to
+        total = before[0] if n == 2 else reduce(lambda a, b: combine(a, b, out=total), before)
+        combine(total, last, out=output)
+        if op == dist.ReduceOp.AVG:
+            output.copy_(output / n)
+
+
+def _is_elsewhere_in(tensor: Tensor, output: Tensor, place: Tensor) -> bool:
+    """Whether a tensor lies in the memory of an output, but not in its place there, where nothing is overwritten."""
+    is_inside = tensor.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    return is_inside and tensor.data_ptr() != place.data_ptr()

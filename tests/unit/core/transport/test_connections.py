@@ -15,6 +15,7 @@ from ranks import play
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.transport.comparison import Extremes, RankComparison
 from ncz_plugins.core.transport.connections import Connections, timeout_of
 from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
@@ -292,21 +293,24 @@ def test_a_call_that_opens_with_values_meets_one_that_only_compares():
     """Both learn the maximum: neither knows beforehand what the other one does."""
 
     def body(transport):
-        tensor = torch.tensor([transport.rank, 1 - transport.rank])
+        comparison = RankComparison({"call": transport.rank}, transport.rank, 2)
         if transport.rank == 0:
-            transport.start_comparison(tensor, Counters()).wait()
+            transport.start_comparison(comparison.tensor, Counters()).wait()
         else:
             values = torch.ones(transport._connections.opening_bytes, dtype=torch.uint8)
-            transport._connections.open(tensor, [values] * 2)
-        return tensor.tolist()
+            opening = transport._connections.open(comparison, [values] * 2)
+            opening.compare()
+            opening.wait()
+        return comparison.differing()
 
-    assert play(2, body) == [[1, 1]] * 2
+    assert play(2, body) == [{"call": Extremes(0, 0, 1, 1)}] * 2
 
 
 def test_values_reach_the_ranks_that_they_are_for():
     def body(transport):
         outgoing = [torch.full((to + 1,), 10.0 * transport.rank + to) for to in range(3)]
-        received = transport._connections.open(torch.tensor([transport.rank]), outgoing)
+        comparison = RankComparison({"call": 7}, transport.rank, 3)
+        received = transport._connections.open(comparison, outgoing).wait()
         mine = transport.rank
         assert received[mine] is None
         return [received[peer][: 4 * (mine + 1)].view(torch.float32).tolist() for peer in range(3) if peer != mine]

@@ -76,6 +76,71 @@ def test_messages_of_any_size_stay_in_order_also_when_several_are_under_way(size
     play(2, body)
 
 
+@pytest.mark.parametrize("head", [b"", b"ab"])
+@pytest.mark.parametrize(
+    ("sent", "is_placed"), [(b"xyz", True), (b"", False), (b"xy", False), (b"wxyz", False), (None, False)]
+)
+def test_a_message_goes_to_its_place_if_it_fits(head, sent, is_placed):
+    """None: it has the length, and begins otherwise."""
+
+    def body(rank, opened):
+        if rank == 0:
+            message = b"?" * len(head) + b"xyz" if sent is None else head + sent
+            opened.start([[torch.tensor(list(message), dtype=torch.uint8)]] * 2, 0, 9).wait()
+            return None
+        rest = torch.zeros(3, dtype=torch.uint8)
+        [came] = opened.start([[]] * 2, 0, 9, [mesh.Place(head, rest), None]).wait()
+        return bytes(came.tolist()), bytes(rest.tolist())
+
+    if sent is None and not head:
+        sent, is_placed = b"xyz", True  # there is no other beginning
+    whole = b"?" * len(head) + b"xyz" if sent is None else head + sent
+    assert play(2, body)[1] == ((head, sent) if is_placed else (whole, bytes(3)))
+
+
+def test_the_first_bytes_of_a_message_can_be_had_before_the_last():
+    between = threading.Event()
+
+    def body(rank, opened):
+        large = torch.arange(32 << 20, dtype=torch.uint8)
+        if rank == 0:
+            first = opened.start([[large]] * 2, 0, 1 << 26)
+            assert between.wait(20)  # the buffers of the sockets hold less
+            return first.wait()[0].numel()
+        exchange = opened.start([[]] * 2, 0, 1 << 26)
+        [begun] = exchange.reach(1000)
+        assert torch.equal(begun[:1000], large[:1000])
+        between.set()
+        [whole] = exchange.wait()
+        assert torch.equal(whole, large) and whole.data_ptr() == begun.data_ptr()
+        [again] = exchange.reach(1 << 26)  # of which it has fewer
+        return again.numel()
+
+    assert play(2, body) == [0, 32 << 20]
+
+
+def test_what_is_to_leave_has_left_by_then_as_well():
+    """Who adds to a tensor what comes for it overwrites what it sends."""
+    large = torch.zeros(16 << 20, dtype=torch.uint8)
+    returned = threading.Event()
+
+    def body(rank, opened):
+        if rank == 0:
+            opened.start([[large]] * 2, 0, 1 << 26).reach(large.nbytes)
+            returned.set()
+            return
+        connection = opened._peers[0].socket
+        connection.setblocking(True)
+        connection.sendall(struct.pack("<q", large.nbytes) + bytes(large.nbytes))  # which rank 0 takes in meanwhile
+        assert not returned.wait(0.3)
+        left = large.nbytes + 8
+        while left:
+            left -= len(connection.recv(min(left, 1 << 20)))
+        assert returned.wait(20)
+
+    play(2, body)
+
+
 def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
     """The peer looks at the large one only after something else that needs this rank."""
     large = [torch.ones(32 << 20, dtype=torch.uint8)]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.transport import small
 from ncz_plugins.core.transport.comparison import RankComparison
 
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
@@ -111,6 +112,40 @@ def test_what_goes_in_may_be_part_of_what_comes_out():
     play(3, body)
 
 
+def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
+    def body(transport):
+        gathered = torch.full((3, 10), float(transport.rank))
+        run(transport, "all_gather_into_tensor", gathered[(transport.rank + 1) % 3], gathered)
+        return gathered[:, 0].tolist()
+
+    assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_in_pieces_are_those_of_the_whole(world_size, op, dtype, monkeypatch):
+    """To the bit, in place or not, also where ranks have parts of different lengths, one piece more or less."""
+
+    def body(transport):
+        results = []
+        for length in (256 * world_size, 256 * world_size - 1, 5003):
+            tensor = values(transport.rank, length, dtype)
+            run(transport, "all_reduce", tensor, tensor, op)
+            apart = torch.empty(length, dtype=dtype)
+            run(transport, "all_reduce", values(transport.rank, length, dtype), apart, op)
+            part = torch.empty(length, dtype=dtype)
+            run(transport, "reduce_scatter_tensor", values(transport.rank, length * world_size, dtype), part, op)
+            results += [tensor, apart, part]
+        return results
+
+    monkeypatch.setattr(small, "_ONE_ROUND_BYTES", 256)
+    whole = play(world_size, body, reuse=True)
+    monkeypatch.setattr(small, "_PIECE_BYTES", 512)
+    for in_pieces, before in zip(play(world_size, body, reuse=True), whole):
+        assert all(map(torch.equal, in_pieces, before))
+
+
 def test_parameters_are_taken_although_they_require_gradients():
     def body(transport):
         parameter = torch.nn.Parameter(torch.full((5,), float(transport.rank)))
@@ -133,6 +168,22 @@ def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
         return again
 
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in play(2, body))
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "all_gather_into_tensor"])
+def test_what_other_calls_send_is_not_put_into_place(collective):
+    def body(transport):
+        tensor, output = torch.full((5,), 1.0 + transport.rank), torch.zeros(10)
+        output = tensor if collective == "broadcast" else output
+        before = output.clone()
+        with pytest.raises(MismatchError):
+            run(transport, collective, tensor, output, call=1 + transport.rank)
+        assert torch.equal(output, before)
+        run(transport, collective, tensor, output)
+        return output.tolist()
+
+    wanted = [1.0] * 5 if collective == "broadcast" else [1.0] * 5 + [2.0] * 5
+    assert play(2, body) == [wanted] * 2
 
 
 @pytest.mark.parametrize(
