@@ -274,7 +274,8 @@ class Collectives:
         if small is not None and small.serve(request.collective, request.input, request.op):
             comparison = RankComparison(call.described, transport.rank, transport.world_size)
             check = partial(require_same, request.collective, comparison, self.ranks)
-            small.run(request.collective, request.input, request.output, request.op, request.root, comparison, check)
+            given = (request.collective, request.input, request.output, request.op, request.root)
+            small.run(*given, comparison, check, self.config.transport.link_gbps)
         else:
             _require_same_call(request.collective, call.described, transport, Counters(), self.ranks)
             with peer_errors(f"the plain {request.collective}"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...core.config import FRAME_BYTES, GPU_FRAME_BYTES, MIN_BYTES, Config
+from ...core.tuning.decisions import SHARED
 from .simulation import calls
 from .simulation.calls import Group, Timed
 from .strategy import Sending
@@ -134,7 +135,10 @@ def resolved(config: Config, group: Group) -> Config:
     if gpu and config.transport.frame_bytes == FRAME_BYTES:
         config = config.with_transport(frame_bytes=GPU_FRAME_BYTES)
     gbps = group.link.gbps / group.ranks_per_node
-    return config.resolved(link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"))  # what a configuration allows
+    return config.resolved(
+        link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # what a configuration allows
+        cores_are_shared=group.sharing >= SHARED,
+    )
 
 
 def predict(setup: Setup, kind: Kind) -> Step:

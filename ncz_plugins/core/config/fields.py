@@ -97,15 +97,16 @@ BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40
 FLAG = Allowed("true, false")
 
 
-def min_bytes_for(link_gbps: float | None) -> int:
+def min_bytes_for(link_gbps: float | None, cores_are_shared: bool = False) -> int:
     """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
 
-    On two cores, calls of 2 and of 4 ranks break even at less than 1 MiB for each Gbit/s: docs/results/performance.md.
-    There are few different sizes, so that what is measured of a link leads to the same calls the next time.
+    On two cores, calls of 2 ranks break even at less than 1 MiB for each Gbit/s, and those of 4 ranks, which share the
+    cores, at less than twice that: docs/results/performance.md. There are few different sizes, so that what is measured
+    of a link leads to the same calls the next time.
     """
     if link_gbps is None:
         return MIN_BYTES
-    return max(MIN_BYTES, 1 << math.ceil(math.log2(link_gbps * MiB)))
+    return max(MIN_BYTES, 1 << math.ceil(math.log2(link_gbps * MiB)) + cores_are_shared)
 
 
 def format_size(size: int) -> str:

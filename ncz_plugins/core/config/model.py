@@ -147,6 +147,7 @@ class Config(Section):
         frame_bytes: int = FRAME_BYTES,
         min_bytes: int | str | None = None,
         link_gbps: float | None = None,
+        cores_are_shared: bool = False,
         costs: CoderCosts | None = None,
     ) -> Config:
         """A copy with these values for the settings left open: those that are auto, and those that are null.
@@ -154,10 +155,10 @@ class Config(Section):
         The copy names no tuning file, as it leaves nothing open that a file could fill in.
 
         Args:
-            min_bytes: None: what follows from the link.
+            min_bytes: None: what follows from the link, and whether ranks share cores.
         """
         if min_bytes is None:
-            min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps)
+            min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps, cores_are_shared)
         given = {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": min_bytes, "link_gbps": link_gbps}
         taken = {key: value for key, value in given.items() if getattr(self.transport, key) in ("auto", None)}
         entropy = self.entropy.model_copy(update={"costs": self.entropy.costs or costs})

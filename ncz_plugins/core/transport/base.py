@@ -193,6 +193,7 @@ class SmallCollectives(ABC):
         root: int,
         comparison: RankComparison,
         check: Callable[[], None],
+        link_gbps: float | None = None,
     ) -> None:
         """Run a call to its end.
 
@@ -201,6 +202,7 @@ class SmallCollectives(ABC):
             root: the rank within the group that a broadcast starts from.
             comparison: what ranks compare; its maximum over ranks is found here.
             check: raises an error if ranks differ. Called once that is known, before any value is looked at.
+            link_gbps: the speed of the link, the same on all ranks; None: nobody knows it.
 
         Raises PeerError, and what `check` raises.
         """

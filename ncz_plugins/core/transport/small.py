@@ -24,7 +24,9 @@ _ONE_ROUND_BYTES = 16 << 10
 # on the time of one hardly counts.
 _MOST_BYTES = 16 << 20
 _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its sender sends less
-_PIECE_BYTES = 1 << 20  # that are combined at once, while the next ones are on their way
+# Of a sum, how much is combined at once, while the rest is on its way: what a link carries in about a millisecond. Each
+# piece takes some of the cores' time, which counts for more than the link's time where that is short.
+_LEAST_PIECE_BYTES, _PIECE_BYTES = 128 << 10, 1 << 20
 _OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -66,13 +68,14 @@ class MeshSmallCollectives(SmallCollectives):
         root: int,
         comparison: RankComparison,
         check: Callable[[], None],
+        link_gbps: float | None = None,
     ) -> None:
         with peer_errors(f"the plain {collective}"):
             # Without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well.
             flat = input.detach().view(-1), output.detach().view(-1)
-            self._run(collective, *flat, op, root, comparison, check)
+            self._run(collective, *flat, op, root, comparison, check, _piece_bytes(link_gbps))
 
-    def _run(self, collective, input, output, op, root, comparison, check):
+    def _run(self, collective, input, output, op, root, comparison, check, piece_bytes):
         n, rank = self._world_size, self._rank
         if collective == "broadcast":
             outgoing = [input if rank == root else input[:0]] * n
@@ -93,19 +96,22 @@ class MeshSmallCollectives(SmallCollectives):
             raise
         if places is None:
             in_two_rounds = self._in_two_rounds(collective, input)
-            self._reduce(opening, outgoing[rank], op, output.tensor_split(n) if in_two_rounds else [output])
+            parts = output.tensor_split(n) if in_two_rounds else [output]
+            self._reduce(opening, outgoing[rank], op, parts, piece_bytes)
             return
         require_placed(opening.wait())
         if collective == "all_gather_into_tensor":
             places[rank].copy_(outgoing[rank])  # it may be there already
 
-    def _reduce(self, opening: Opening, own: Tensor, op: dist.ReduceOp, parts: Sequence[Tensor]) -> None:
+    def _reduce(
+        self, opening: Opening, own: Tensor, op: dist.ReduceOp, parts: Sequence[Tensor], piece_bytes: int
+    ) -> None:
         """Combine what ranks send, piece by piece, as it comes; each rank in a part of its own, or all in the only one.
 
         In the former case each piece is told to the other ranks while the next one is on its way.
         """
         target = parts[self._rank % len(parts)]
-        count = max(1, parts[0].nbytes // _PIECE_BYTES)  # the same on all ranks, which have parts of two sizes
+        count = max(1, parts[0].nbytes // piece_bytes)  # the same on all ranks, which have parts of two sizes
         by_part = [part.tensor_split(count) for part in parts]
         gathers, stop = [], 0
         for at, (mine, output) in enumerate(zip(own.tensor_split(count), target.tensor_split(count))):
@@ -141,6 +147,12 @@ class MeshSmallCollectives(SmallCollectives):
         combine(total, last, out=output)
         if op == dist.ReduceOp.AVG:
             output.copy_(output / n)
+
+
+def _piece_bytes(link_gbps: float | None) -> int:
+    if link_gbps is None:
+        return _PIECE_BYTES
+    return min(max(round(link_gbps * _LEAST_PIECE_BYTES), _LEAST_PIECE_BYTES), _PIECE_BYTES)
 
 
 def _is_elsewhere_in(tensor: Tensor, output: Tensor, place: Tensor) -> bool:

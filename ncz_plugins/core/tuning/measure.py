@@ -34,13 +34,12 @@ from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
 from ..transport.topology import Nodes
-from .decisions import best, connections_to_use, crossover, rans_costs
+from .decisions import SHARED, best, connections_to_use, crossover, rans_costs
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
 _BURST_SECONDS = 0.04  # of coding, that tells how many ranks share a core: several turns of the scheduler
-_SHARED = 1.5  # times as long as by itself, from which on cores are taken to be shared
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -163,7 +162,8 @@ def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
-    Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder.
+    Where ranks share cores, coders cost more, so that others are chosen, and only larger tensors are compressed. No
+    value depends on the coder.
     Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
     """
     backend, transport = Host().backend, subject.transport
@@ -177,8 +177,8 @@ def measure_link(subject: TorchRanks) -> Config:
     else:
         gbps = carried(transport.channels)
     times = _times_as_long(subject, backend)
-    costs = None if times < _SHARED else _costs_of(backend, times)
-    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
+    costs = None if times < SHARED else _costs_of(backend, times)
+    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), cores_are_shared=costs is not None, costs=costs)
     if subject.rank == 0:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
         if transport.channels > 1:

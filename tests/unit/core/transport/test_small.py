@@ -121,6 +121,13 @@ def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
 
 
+@pytest.mark.parametrize(
+    ("gbps", "nbytes"), [(None, 1 << 20), (0.001, 128 << 10), (0.94, 128 << 10), (2.5, 320 << 10), (100, 1 << 20)]
+)
+def test_pieces_are_what_a_link_carries_in_a_millisecond(gbps, nbytes):
+    assert small._piece_bytes(gbps) == nbytes
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -119,7 +119,9 @@ def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, monkeypatch,
     subject = OverLink(1, 1, 100, 100)
     subject.passes, subject.of_a_core = 1e-3, of_a_core
     monkeypatch.setattr(module, "time", subject)
-    costs = measure_link(subject).entropy.costs
+    found = measure_link(subject)
+    costs, usual = found.entropy.costs, Config(transport={"link_gbps": found.transport.link_gbps}).transport
+    assert found.transport.min_bytes == usual.min_bytes_in_effect * (1 if times == 1 else 2)
     if times == 1:
         assert costs is None  # those of the kernels
     else:
