@@ -110,10 +110,9 @@ class Mesh:
         for peer in peers:
             self._by_rank.setdefault(peer.rank, []).append(peer)
         self._first = [of_one[0] for of_one in self._by_rank.values()]
-        # This rank's successor comes first, as each rank's does. If all began with rank 0, its link would be full and all
-        # others idle.
-        successors = sum(peer.rank == at for at, peer in enumerate(self._first))
-        self._next_first = self._first[successors:] + self._first[:successors]
+        # Each rank begins with the one after it. If all began with rank 0, its link would be full and all others idle.
+        lower = sum(peer.rank == at for at, peer in enumerate(self._first))
+        self._next_first = self._first[lower:] + self._first[:lower]
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
         self._in_use = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
