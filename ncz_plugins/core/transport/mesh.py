@@ -126,7 +126,7 @@ class Mesh:
 
         Args:
             messages: for each rank the tensors that its message consists of, uint8, [any], in host memory. The one for
-                this rank is ignored. They must not change before `Exchange.wait` returns.
+                this rank is ignored. They must not change before they have left, see `Exchange`.
             least, most: bytes that a peer's message may have.
             places: for each rank where its message goes, if it fits there; None: into new memory.
         """
@@ -192,7 +192,9 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
-    def _go_on_until(self, is_done: Callable[..., bool], messages: Sequence[Outgoing | Incoming]) -> None:
+    def _go_on_until(
+        self, is_done: Callable[[Outgoing | Incoming], bool], messages: Sequence[Outgoing | Incoming]
+    ) -> None:
         """Send and receive, whatever there is, until all of these messages are done."""
         with self._in_use:
             deadline = time.monotonic() + self._timeout
@@ -306,8 +308,7 @@ class Incoming:
     """A message that is being received.
 
     Attributes:
-        values: what came, uint8, but what went to its place; None as long as its length is not known.
-        is_placed: whether what is behind the head went to its place.
+        values: what came, uint8; only the head, if the rest went to its place. None as long as its length is not known.
         ended: when all of it was there, in seconds of `time.perf_counter`; None before.
     """
 
@@ -316,7 +317,6 @@ class Incoming:
         self._parts = self._memory(least, most, place)
         self._left = next(self._parts)
         self.values: Tensor | None = None
-        self.is_placed = False
         self.ended: float | None = None
 
     @property
@@ -358,7 +358,6 @@ class Incoming:
             yield memoryview(head)
             if head == place.head:
                 self.values = torch.frombuffer(head, dtype=torch.uint8) if head else place.rest[:0]
-                self.is_placed = True
                 yield memoryview(place.rest.numpy())
                 return
         self.values = torch.empty(nbytes, dtype=torch.uint8)
