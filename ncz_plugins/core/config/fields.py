@@ -14,7 +14,7 @@ CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
-_FAST_GBPS = 2.0
+_FAST_GBPS = 2.0  # from here on, cores and not the link limit the calls of ranks that share them
 GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")

@@ -110,11 +110,10 @@ class MeshSmallCollectives(SmallCollectives):
 
         In the former case each piece is told to the other ranks while the next one is on its way.
         """
-        target = parts[self._rank % len(parts)]
         count = max(1, parts[0].nbytes // piece_bytes)  # the same on all ranks, which have parts of two sizes
         by_part = [part.tensor_split(count) for part in parts]
         gathers, stop = [], 0
-        for at, (mine, output) in enumerate(zip(own.tensor_split(count), target.tensor_split(count))):
+        for at, (mine, output) in enumerate(zip(own.tensor_split(count), by_part[self._rank % len(parts)])):
             start, stop = stop, stop + mine.numel()
             received = opening.reach(stop * mine.element_size())
             values = [
@@ -142,8 +141,8 @@ class MeshSmallCollectives(SmallCollectives):
             output.copy_(total / n if op == dist.ReduceOp.AVG else total)
             return
         *before, last = values
-        total = values[1 if self._rank == 0 else 0]  # which is ours to write to
-        total = before[0] if n == 2 else reduce(lambda a, b: combine(a, b, out=total), before)
+        received = values[1 if self._rank == 0 else 0]
+        total = reduce(lambda a, b: combine(a, b, out=received), before)
         combine(total, last, out=output)
         if op == dist.ReduceOp.AVG:
             output.copy_(output / n)
