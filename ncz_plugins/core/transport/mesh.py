@@ -13,6 +13,7 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -35,6 +36,11 @@ _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
 _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
+
+# Nothing is to be joined to the end of a message. Else Linux may hold that end back until what is before it has left
+# this machine (tcp_autocorking), and behind a limited link it was seen to wait for the receiver's delayed
+# acknowledgement, 40 ms. Other systems refuse the flag on such sockets.
+_SEND_FLAGS = socket.MSG_EOR if sys.platform == "linux" else 0
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -295,7 +301,7 @@ class Outgoing:
     def advance(self, to: socket.socket) -> None:
         """Send what can be sent now."""
         while self._left:
-            sent = to.sendmsg(self._left)
+            sent = to.sendmsg(self._left, [], _SEND_FLAGS)
             self._sent += sent
             while self._left and sent >= self._left[0].nbytes:
                 sent -= self._left.pop(0).nbytes

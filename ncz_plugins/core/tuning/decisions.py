@@ -16,6 +16,7 @@ WORTH = 0.97  # of the plain time: a smaller gain can't be distinguished from no
 _LEAST_GAIN = {4: 1.7, 8: 1.4}
 MOST_CONNECTIONS = max(_LEAST_GAIN)
 SHARED = 1.5  # times as long as by itself that coding takes, from which on cores are taken to be shared
+SPARE = 1.5  # cores of a rank, of two that it could use, from which on it is taken to have a second one
 _LARGE_BYTES = 16 << 20  # where the time that does not depend on the size no longer counts
 _NEXT = 4  # times a size
 

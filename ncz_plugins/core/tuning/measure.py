@@ -11,6 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median_high, median_low
 
@@ -34,12 +35,12 @@ from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
 from ..transport.topology import Nodes
-from .decisions import SHARED, best, connections_to_use, crossover, rans_costs
+from .decisions import SHARED, SPARE, best, connections_to_use, crossover, rans_costs
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
-_BURST_SECONDS = 0.04  # of coding, that tells how many ranks share a core: several turns of the scheduler
+_BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -92,6 +93,7 @@ class TorchRanks(Subject):
 
     Attributes:
         transport: between all of them, for tensors in host memory.
+        host: what serves these on this rank.
 
     Args:
         queue: runs compressed calls.
@@ -114,7 +116,8 @@ class TorchRanks(Subject):
         self._plain = plain
         self._ranks = ranks
         self._nodes = nodes
-        self._everyone = self.transport = queue.routes.of(torch.device("cpu")).transport
+        self.host, self.transport = queue.routes.of(torch.device("cpu"))
+        self._everyone = self.transport
         self._between = nodes.between(self._everyone) if nodes else self._everyone
         # What calls of measuring leave behind is no concern of the training that follows.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
@@ -163,7 +166,7 @@ def measure_link(subject: TorchRanks) -> Config:
 
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen, and only larger tensors are compressed. No
-    value depends on the coder.
+    value depends on the coder. Where a rank has no second core, it decodes on the thread that does all else.
     Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
     """
     backend, transport = Host().backend, subject.transport
@@ -176,7 +179,10 @@ def measure_link(subject: TorchRanks) -> Config:
         transport.channels, gbps = connections_to_use(carried)
     else:
         gbps = carried(transport.channels)
-    times = _times_as_long(subject, backend)
+    cores = _cores_each(subject, backend)
+    if cores < SPARE:
+        subject.host.use_one_thread()
+    times = max(1.0, 1 / cores)  # as long as by itself that coding takes
     costs = None if times < SHARED else _costs_of(backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), cores_are_shared=costs is not None, costs=costs)
     if subject.rank == 0:
@@ -299,21 +305,26 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 
-def _times_as_long(subject: Subject, backend: Backend) -> float:
-    """How many times as long coding takes while all ranks code, for want of cores.
+def _cores_each(subject: Subject, backend: Backend) -> float:
+    """How many cores a rank has, of two that it could use, while all ranks code.
 
     The median over ranks, as one may be busy with other work; of two, that of the slower one.
     """
     x = torch.linspace(-1, 1, _TILE)
     steps = torch.ones(blocks_of(_TILE))
-    codes = torch.empty(_TILE, dtype=torch.int32)
+
+    def share_of_a_core(codes: Tensor) -> float:
+        started, worked = time.perf_counter(), time.thread_time()
+        while (taken := time.perf_counter() - started) < _BURST_SECONDS:
+            backend.quantize(x, steps, codes)
+        return (time.thread_time() - worked) / taken
+
     subject.highest([0.0])  # begin together
-    started, worked = time.perf_counter(), time.thread_time()
-    while (taken := time.perf_counter() - started) < _BURST_SECONDS:
-        backend.quantize(x, steps, codes)
-    of_all = [0.0] * subject.world_size
-    of_all[subject.rank] = taken / max(time.thread_time() - worked, 1e-9)
-    return median_high(subject.highest(of_all))
+    with ThreadPoolExecutor(2) as threads:
+        shares = threads.map(share_of_a_core, torch.empty(2, _TILE, dtype=torch.int32))
+    ranks_on_a_core = [0.0] * subject.world_size
+    ranks_on_a_core[subject.rank] = 1 / max(sum(shares), 1e-9)
+    return 1 / median_high(subject.highest(ranks_on_a_core))
 
 
 def _costs_of(backend: Backend, times: float) -> CoderCosts:
