@@ -414,7 +414,7 @@ def _require_same_call(
         numbers: what this rank is about to do, see call_description.py.
     """
     comparison = RankComparison(numbers, transport.rank, transport.world_size)
-    transport.start_comparison(comparison.tensor, counters).wait()
+    transport.start_comparison(comparison, counters).wait()
     require_same(collective, comparison, ranks)
 
 
@@ -455,7 +455,7 @@ def _agree(
     if _is_small(call, device, transport):
         source, scales = _measured(call, source, device, transport, counters)
         values = scales.hand_over_first(transport.opening_bytes)
-    same_call = transport.start_comparison(comparison.tensor, counters, values)
+    same_call = transport.start_comparison(comparison, counters, values)
     if call.config.quantizer.bits is not None:
         same_call.wait()
         require_same(call.collective, comparison, ranks)

@@ -7,8 +7,6 @@ code which knows nothing of this package still catches what it expects.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 
 class NczError(Exception):
     """Base of all errors of this package: catch this one to catch them all."""
@@ -80,18 +78,27 @@ class OutOfMemoryError(NczError, MemoryError):
     """
 
 
-@contextmanager
-def memory_errors(doing: str):
-    """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError."""
-    try:
-        yield
-    except NczError:
-        raise
-    except (MemoryError, RuntimeError) as error:
+class memory_errors:
+    """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError.
+
+    Args:
+        doing: what is being done, as the message's first words.
+    """
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: str):
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, NczError) or not isinstance(error, (MemoryError, RuntimeError)):
+            return
         words = str(error)
-        if not isinstance(error, MemoryError) and "allocate memory" not in words and "out of memory" not in words:
-            raise
-        raise OutOfMemoryError(
-            f"{doing}: no memory left: {words or 'none for an object of Python'}. Use a smaller transport.frame_bytes "
-            "or smaller tensors, or give this process more memory"
-        ) from error
+        if isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words:
+            raise OutOfMemoryError(
+                f"{self._doing}: no memory left: {words or 'none for an object of Python'}. Use a smaller "
+                "transport.frame_bytes or smaller tensors, or give this process more memory"
+            ) from error

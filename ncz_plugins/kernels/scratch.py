@@ -15,10 +15,15 @@ class Scratch(threading.local):
 
     def __init__(self):
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
+        self._given: dict[tuple[str, torch.device], Tensor] = {}  # the same memory, as it was asked for last
 
     def of(self, name: str, count: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
         """An uninitialised tensor, [count] of `dtype`."""
         size, key = count * dtype.itemsize, (name, device)
+        given = self._given.get(key)
+        if given is not None and given.numel() == count and given.dtype == dtype:
+            return given
         if key not in self._memory or self._memory[key].numel() < size:
             self._memory[key] = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._memory[key][:size].view(dtype)
+        self._given[key] = self._memory[key][:size].view(dtype)
+        return self._given[key]

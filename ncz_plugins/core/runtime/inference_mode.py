@@ -7,18 +7,19 @@ mode, and keep memory for the next call. So all of them run outside of it, on te
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 
+def outside_of_inference_mode() -> AbstractContextManager:
+    """A context without inference mode. If it was on, gradients are not recorded here either."""
+    return _outside() if torch.is_inference_mode_enabled() else nullcontext()
+
+
 @contextmanager
-def outside_of_inference_mode() -> Iterator[None]:
-    """A context without inference mode. Gradients are not recorded here either."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+def _outside() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

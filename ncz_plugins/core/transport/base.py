@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -234,14 +235,16 @@ class Transport(FrameTransport):
                 equally many of the same dtype. Nobody else may read or write it until `Agreement.wait` returns.
         """
 
-    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
-        """As `start_max`, of the tensor with which every call begins: a `RankComparison`'s.
+    def start_comparison(
+        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
+    ) -> Agreement:
+        """Begin to compare what every call begins with. Then `comparison` knows whether the ranks differ.
 
         Args:
             values: at most `opening_bytes` that are replaced by their maximum, too. What becomes of them means nothing
                 if the comparison shows that ranks differ.
         """
-        return self.start_max(tensor, counters)
+        return self.start_max(comparison.tensor, counters)
 
     @abstractmethod
     def close(self) -> None:
@@ -259,12 +262,12 @@ class Transport(FrameTransport):
         """
 
 
-def frame_bytes(frame: Tensor, source: int, least: int, most: int) -> int:
+def frame_bytes(frame: np.ndarray, source: int, least: int, most: int) -> int:
     """The bytes of a frame that came from rank `source`, as its header says, of which `frame` has all.
 
     Raises FrameError unless it is the header of a frame, of `least` to `most` bytes.
     """
-    magic, *_, payload_bytes, _, _ = HEADER.unpack_from(frame.numpy())
+    magic, *_, payload_bytes, _, _ = HEADER.unpack_from(frame)
     size = HEADER_BYTES + payload_bytes
     if magic != MAGIC or not least <= size <= most:
         possible = f"{most}" if least == most else f"{least} to {most}"

@@ -10,10 +10,11 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import Enum
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +30,8 @@ _OPENING_BYTES = 16 << 20  # of values that may travel with a comparison, to eac
 _MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
 _MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
+
+_NOTHING = torch.empty(0)
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
 
@@ -102,7 +105,7 @@ class Connections:
         """See `Transport.start_max`."""
         way = way_to_agree(self.world_size, tensor.nbytes, self.mesh is not None)
         if way is WayToAgree.TOLD:
-            exchange = self.mesh.start([[_bytes(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
+            exchange = self.mesh.start([[memory_of(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
             counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
             return MeshAgreement(tensor, exchange, counters)
         if way is WayToAgree.IN_PARTS:
@@ -115,35 +118,37 @@ class Connections:
             counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
             return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
 
-    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
-        """As `start_max`, of a tensor with which a call begins: in place of it a peer may `open` another call.
-
-        Args:
-            values: see `Transport.start_comparison`; only where there is a mesh.
-        """
+    def start_comparison(
+        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
+    ) -> Agreement:
+        """See `Transport.start_comparison`; `values` only where there is a mesh. A peer may `open` another call."""
         if self.mesh is None:
-            return self.start_max(tensor, counters)
-        values = tensor[:0] if values is None else values
-        exchange = self._start_opening(tensor, [values] * self.world_size)
-        counters.wire_bytes += (tensor.nbytes + values.nbytes) * (self.world_size - 1)
-        return MeshAgreement(tensor, exchange, counters, values)
+            return self.start_max(comparison.tensor, counters)
+        values = _NOTHING if values is None else values
+        opening = self.open(comparison, [memory_of(values)] * self.world_size)
+        counters.wire_bytes += (comparison.nbytes + values.nbytes) * (self.world_size - 1)
+        return OpeningAgreement(opening, values, counters)
 
     def open(
-        self, comparison: RankComparison, outgoing: Sequence[Tensor], places: Sequence[Tensor | None] | None = None
+        self,
+        comparison: RankComparison,
+        outgoing: Sequence[memoryview],
+        places: Sequence[memoryview | None] | None = None,
     ) -> Opening:
         """Start to send each rank what a call begins with, and behind it some values in the same message.
 
         Args:
-            comparison: with which a call begins, as for `start_comparison`.
-            outgoing: for each rank the values that it gets, of any dtype, at most `opening_bytes`.
-            places: for each rank where its values go, if it makes the same call, contiguous; None: into new memory.
+            comparison: with which the call begins.
+            outgoing: for each rank the values that it gets, at most `opening_bytes`.
+            places: for each rank where its values go, if it makes the same call; None: into new memory.
         """
+        told, least = comparison.told_by(self.rank), comparison.nbytes
+        messages = [[told, values] for values in outgoing]
         into = [
-            None if place is None else Place(comparison.told_by(rank), _bytes(place))
-            for rank, place in enumerate(places or ())
+            None if place is None else Place(comparison.told_by(rank), place) for rank, place in enumerate(places or ())
         ]
-        exchange = self._start_opening(comparison.tensor, outgoing, into)
-        return Opening(comparison.tensor, exchange, self.rank)
+        exchange = self.mesh.start(messages, least, least + self.opening_bytes, into)
+        return Opening(comparison, exchange, self.rank)
 
     def start_gather(self, parts: Sequence[Tensor]) -> Gather:
         """Start to send all ranks this one's part, and to receive each one's own into its place.
@@ -198,13 +203,6 @@ class Connections:
         for mesh in filter(None, (self.mesh, self.frames)):
             mesh.close(reason)
 
-    def _start_opening(
-        self, tensor: Tensor, outgoing: Sequence[Tensor], places: Sequence[Place | None] | None = None
-    ) -> Exchange:
-        numbers = _bytes(tensor)
-        messages = [[numbers, _bytes(values)] for values in outgoing]
-        return self.mesh.start(messages, tensor.nbytes, tensor.nbytes + self.opening_bytes, places)
-
     def _group(self, upwards: bool) -> dist.ProcessGroup:
         """The process group that carries messages from lower to higher ranks, or from higher to lower ones."""
         group = self._upwards if upwards else self._downwards
@@ -217,34 +215,37 @@ class Opening:
     """The messages with which a call of values begins, under way.
 
     Args:
-        tensor: what ranks compare, with which the messages begin.
+        comparison: with which they begin.
         rank: this rank.
     """
 
-    def __init__(self, tensor: Tensor, exchange: Exchange, rank: int):
-        self._tensor = tensor
+    def __init__(self, comparison: RankComparison, exchange: Exchange, rank: int):
+        self._comparison = comparison
         self._exchange = exchange
         self._rank = rank
 
     def compare(self) -> None:
-        """Replace what is compared by its element-wise maximum over ranks."""
-        _take_maximum(self._tensor, self._exchange.reach(self._tensor.nbytes))
+        """Let `comparison` hear of all ranks."""
+        nbytes = self._comparison.nbytes
+        for rank, message in self._by_rank(self._exchange.reach(nbytes)):
+            self._comparison.hear(rank, message[:nbytes].tobytes())
 
-    def reach(self, nbytes: int) -> list[Tensor | None]:
-        """What came from each rank, uint8, once so many bytes of its values are there, and as many of this rank's left.
+    def reach(self, nbytes: int) -> dict[int, np.ndarray]:
+        """What came from each other rank, uint8, once so many bytes of its values are there, and as many have left.
 
-        None from this one. They are not what this rank expects if the ranks differ.
+        They are not what this rank expects if the ranks differ.
         """
-        return self._values(self._exchange.reach(self._tensor.nbytes + nbytes))
+        return self._values(self._exchange.reach(self._comparison.nbytes + nbytes))
 
-    def wait(self) -> list[Tensor | None]:
+    def wait(self) -> dict[int, np.ndarray]:
         """The same, once all has come, but what went to its place. This rank's messages have left by then."""
         return self._values(self._exchange.wait())
 
-    def _values(self, received: list[Tensor]) -> list[Tensor | None]:
-        values: list[Tensor | None] = [message[self._tensor.nbytes :] for message in received]
-        values.insert(self._rank, None)
-        return values
+    def _values(self, received: list[np.ndarray]) -> dict[int, np.ndarray]:
+        return {rank: message[self._comparison.nbytes :] for rank, message in self._by_rank(received)}
+
+    def _by_rank(self, received: list[np.ndarray]) -> Iterable[tuple[int, np.ndarray]]:
+        return ((at + (at >= self._rank), message) for at, message in enumerate(received))
 
 
 class Gather:
@@ -252,17 +253,17 @@ class Gather:
 
     def __init__(self, mesh: Mesh, rank: int, parts: Sequence[Tensor]):
         sizes = [part.nbytes for part in parts]
-        places = [Place(b"", _bytes(part)) for part in parts]
-        self._exchange = mesh.start([[_bytes(parts[rank])]] * len(parts), min(sizes), max(sizes), places)
+        places = [Place(b"", memory_of(part)) for part in parts]
+        self._exchange = mesh.start([[places[rank].rest]] * len(parts), min(sizes), max(sizes), places)
 
     def wait(self) -> None:
         """Return once all parts are there. Raises PeerError."""
         require_placed(self._exchange.wait())
 
 
-def require_placed(received: Sequence[Tensor | None]) -> None:
+def require_placed(received: Iterable[np.ndarray]) -> None:
     """Raise PeerError if something was left over that did not go to its place."""
-    if any(message is not None and message.nbytes for message in received):
+    if any(message.nbytes for message in received):
         raise PeerError("other ranks sent parts of other sizes: all ranks must run the same version of ncz_plugins")
 
 
@@ -418,26 +419,37 @@ def rounds_of(world_size: int) -> int:
 
 
 class MeshAgreement(Agreement):
-    """An element-wise maximum over ranks, each of which sends its tensor to all others.
+    """An element-wise maximum over ranks, each of which sends its tensor to all others."""
 
-    Args:
-        tensor: what this rank sends, and where the result goes.
-        values: what it sends behind that, likewise; a peer whose call is another one sends more or fewer of them.
-    """
-
-    def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters, values: Tensor | None = None):
+    def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters):
         self._tensor = tensor
         self._exchange = exchange
         self._counters = counters
-        self._values = tensor[:0] if values is None else values
 
     def wait(self) -> None:
         with span("wait", self._tensor.nbytes, self._counters):
             received = self._exchange.wait()
         _take_maximum(self._tensor, received)
-        after = [message[self._tensor.nbytes :] for message in received]
-        if all(each.nbytes == self._values.nbytes for each in after):
-            _take_maximum(self._values, after)
+
+
+class OpeningAgreement(Agreement):
+    """A comparison, and an element-wise maximum over ranks of what travels with it.
+
+    Args:
+        values: what this rank sends, and where the result goes; a peer whose call is another one sends more or fewer.
+    """
+
+    def __init__(self, opening: Opening, values: Tensor, counters: Counters):
+        self._opening = opening
+        self._values = values
+        self._counters = counters
+
+    def wait(self) -> None:
+        with span("wait", self._values.nbytes, self._counters):
+            self._opening.compare()
+            received = self._opening.wait().values()
+        if all(message.nbytes == self._values.nbytes for message in received):
+            _take_maximum(self._values, received)
 
 
 class PartedAgreement(Agreement):
@@ -453,7 +465,7 @@ class PartedAgreement(Agreement):
         self._parts = tensor.view(-1).tensor_split(world_size)
         self._counters = counters
         own = self._parts[rank]
-        self._exchange = mesh.start([[_bytes(part)] for part in self._parts], own.nbytes, own.nbytes)
+        self._exchange = mesh.start([[memory_of(part)] for part in self._parts], own.nbytes, own.nbytes)
         counters.wire_bytes += tensor.nbytes + (world_size - 2) * own.nbytes  # of other parts, and of its own
 
     def wait(self) -> None:
@@ -463,12 +475,13 @@ class PartedAgreement(Agreement):
             Gather(self._mesh, self._rank, self._parts).wait()
 
 
-def _take_maximum(tensor: Tensor, received: list[Tensor]) -> None:
-    """Replace `tensor` by the element-wise maximum with what the messages begin with."""
+def _take_maximum(tensor: Tensor, received: Iterable[np.ndarray]) -> None:
+    """Replace `tensor` by the element-wise maximum with the messages."""
     for message in received if tensor.numel() else ():
-        torch.maximum(tensor, message[: tensor.nbytes].view(tensor.dtype).view_as(tensor), out=tensor)
+        torch.maximum(tensor, torch.from_numpy(message).view(tensor.dtype).view_as(tensor), out=tensor)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, uint8."""
-    return tensor.view(-1).view(torch.uint8)
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory."""
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

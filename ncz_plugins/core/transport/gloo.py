@@ -17,6 +17,7 @@ from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import span, transfer
 from .base import Agreement, FrameStream, Transport, Work, frame_bytes, peer_errors
+from .comparison import RankComparison
 from .connections import Connections, told_bytes
 from .link_speed import gloo_link_gbps
 from .mesh_stream import MeshStream
@@ -76,8 +77,10 @@ class GlooTransport(Transport):
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         return self._connections.start_max(tensor, counters)
 
-    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
-        return self._connections.start_comparison(tensor, counters, values)
+    def start_comparison(
+        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
+    ) -> Agreement:
+        return self._connections.start_comparison(comparison, counters, values)
 
     def close(self) -> None:
         self._connections.close()
@@ -155,4 +158,4 @@ class GlooStream(FrameStream):
 
     def _size(self, buffer: Tensor) -> int:
         """The bytes of the frame that came. Its header is from the network, so it is checked before it is believed."""
-        return frame_bytes(buffer, self.source, HEADER_BYTES, self._capacity)
+        return frame_bytes(buffer.numpy(), self.source, HEADER_BYTES, self._capacity)

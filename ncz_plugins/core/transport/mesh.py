@@ -23,9 +23,8 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
-import torch
+import numpy as np
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import PeerError
 from .addresses import own_address
@@ -41,6 +40,8 @@ _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time
 # this machine (tcp_autocorking), and behind a limited link it was seen to wait for the receiver's delayed
 # acknowledgement, 40 ms. Other systems refuse the flag on such sockets.
 _SEND_FLAGS = socket.MSG_EOR if sys.platform == "linux" else 0
+
+Memory = bytes | memoryview  # of bytes
 
 _open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -126,13 +127,13 @@ class Mesh:
         _open.add(self)
 
     def start(
-        self, messages: Sequence[Sequence[Tensor]], least: int, most: int, places: Sequence[Place | None] | None = None
+        self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
     ) -> Exchange:
         """Start to send a message to each other rank through channel 0, and to receive one from each. It never waits.
 
         Args:
-            messages: for each rank the tensors that its message consists of, uint8, [any], in host memory. The one for
-                this rank is ignored. They must not change before they have left, see `Exchange`.
+            messages: for each rank the bytes that its message consists of, in parts. The one for this rank is ignored.
+                They must not change before they have left, see `Exchange`.
             least, most: bytes that a peer's message may have.
             places: for each rank where its message goes, if it fits there; None: into new memory.
         """
@@ -142,13 +143,13 @@ class Mesh:
             incoming = [peer.receive(least, most, places[peer.rank] if places else None) for peer in self._first]
             return Exchange(self, outgoing, incoming)
 
-    def send(self, to: int, message: Tensor, channel: int = 0) -> Outgoing:
+    def send(self, to: int, message: Memory, channel: int = 0) -> Outgoing:
         """Start to send a message to one rank, which receives it by `receive`. It never waits.
 
         What has come meanwhile is taken in, so that those who send it can go on.
 
         Args:
-            message: as one tensor of `start`.
+            message: as one part of `start`.
         """
         with self._in_use:
             self._require_open()
@@ -243,11 +244,11 @@ class Place(NamedTuple):
 
     Attributes:
         head: what it must begin with.
-        rest: uint8, [what it must have behind that], in host memory: where that goes. Nobody else may use it meanwhile.
+        rest: where what it must have behind that goes. Nobody else may use it meanwhile.
     """
 
     head: bytes
-    rest: Tensor
+    rest: memoryview
 
 
 class Exchange:
@@ -258,7 +259,7 @@ class Exchange:
         self._outgoing = outgoing
         self._incoming = incoming
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> list[np.ndarray]:
         """What the other ranks sent, in their order, uint8. This rank's own messages have left by then.
 
         Raises PeerError.
@@ -266,7 +267,7 @@ class Exchange:
         self._mesh.finish([*self._outgoing, *self._incoming])
         return [message.values for message in self._incoming]
 
-    def reach(self, nbytes: int) -> list[Tensor]:
+    def reach(self, nbytes: int) -> list[np.ndarray]:
         """The same, as soon as so many bytes of each message have come and left, or all if it has fewer.
 
         So who sends a tensor and receives what is added to it can replace these bytes of it by the sum.
@@ -282,12 +283,12 @@ class Outgoing:
         ended: when the last of it had left this process, in seconds of `time.perf_counter`; None before.
     """
 
-    def __init__(self, peer: _Peer, parts: Sequence[Tensor]):
+    def __init__(self, peer: _Peer, parts: Sequence[Memory]):
         self.peer = peer
         self.ended: float | None = None
         self._sent = -_LENGTH.size
-        views = [memoryview(part.numpy()) for part in parts if part.nbytes]
-        self._left = [memoryview(_LENGTH.pack(sum([view.nbytes for view in views]))), *views]
+        views = [memoryview(part) for part in parts if len(part)]
+        self._left = [memoryview(_LENGTH.pack(sum(map(len, views)))), *views]
 
     @property
     def is_over(self) -> bool:
@@ -322,7 +323,7 @@ class Incoming:
         self.peer = peer
         self._parts = self._memory(least, most, place)
         self._left = next(self._parts)
-        self.values: Tensor | None = None
+        self.values: np.ndarray | None = None
         self.ended: float | None = None
 
     @property
@@ -363,11 +364,11 @@ class Incoming:
             head = bytearray(len(place.head))
             yield memoryview(head)
             if head == place.head:
-                self.values = torch.frombuffer(head, dtype=torch.uint8) if head else place.rest[:0]
-                yield memoryview(place.rest.numpy())
+                self.values = np.frombuffer(head, np.uint8)
+                yield place.rest
                 return
-        self.values = torch.empty(nbytes, dtype=torch.uint8)
-        memory = memoryview(self.values.numpy())
+        self.values = np.empty(nbytes, np.uint8)
+        memory = memoryview(self.values)
         memory[: len(head)] = head
         yield memory[len(head) :]
 
@@ -389,7 +390,7 @@ class _Peer:
         """Whether messages are under way that may still come or go."""
         return self._lost is None and bool(self.incoming or self.outgoing)
 
-    def send(self, parts: Sequence[Tensor]) -> Outgoing:
+    def send(self, parts: Sequence[Memory]) -> Outgoing:
         """Start to send a message, behind those before it."""
         message = Outgoing(self, parts)
         self.outgoing.append(message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from ...kernels.format import HEADER_BYTES
@@ -43,7 +44,7 @@ class MeshStream(FrameStream):
     def send(self, frame: Tensor) -> None:
         with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
             started = time.perf_counter()
-            message = self._mesh.send(self.to, frame, self._sent % self._mesh.channels)
+            message = self._mesh.send(self.to, memoryview(frame.numpy()), self._sent % self._mesh.channels)
             self._sending.append((message, started, frame.nbytes))
         self._sent += 1
         self._counters.wire_bytes += frame.nbytes
@@ -59,7 +60,7 @@ class MeshStream(FrameStream):
         frame_bytes(message.values, self.source, nbytes, nbytes)  # the network is not believed before
         record(f"receiving from rank {self.source}", "frame", self._since, message.ended, nbytes)
         self._since = message.ended
-        return message.values
+        return torch.from_numpy(message.values)
 
     def finish(self) -> None:
         left = sum(nbytes for message, _, nbytes in self._sending if not message.is_over)

@@ -23,6 +23,7 @@ from ..errors import FrameError, PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .base import Agreement, FrameStream, Transport, Work, peer_errors
+from .comparison import RankComparison
 from .connections import Connections, keep_in_forks
 from .link_speed import gloo_link_gbps
 from .plain import TorchCollectives, start_exchange
@@ -125,8 +126,10 @@ class NcclTransport(Transport):
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         return self._connections.start_max(tensor, counters)
 
-    def start_comparison(self, tensor: Tensor, counters: Counters, values: Tensor | None = None) -> Agreement:
-        return self._connections.start_comparison(tensor, counters)
+    def start_comparison(
+        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
+    ) -> Agreement:
+        return self._connections.start_comparison(comparison, counters)
 
     def close(self) -> None:
         group = self._taken_group()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .base import SmallCollectives, peer_errors
 from .comparison import RankComparison
-from .connections import Connections, Opening, require_placed
+from .connections import Connections, Opening, memory_of, require_placed
 
 # Up to here each rank sends all of a tensor to all others at once. Larger ones are summed in two rounds, in which each
 # rank sends fewer bytes.
@@ -71,22 +71,26 @@ class MeshSmallCollectives(SmallCollectives):
         link_gbps: float | None = None,
     ) -> None:
         with peer_errors(f"the plain {collective}"):
-            # Without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well.
-            flat = input.detach().view(-1), output.detach().view(-1)
-            self._run(collective, *flat, op, root, comparison, check, _piece_bytes(link_gbps))
+            flat = _flat(input)
+            out = flat if output is input else _flat(output)
+            self._run(collective, flat, out, op, root, comparison, check, _piece_bytes(link_gbps))
 
     def _run(self, collective, input, output, op, root, comparison, check, piece_bytes):
         n, rank = self._world_size, self._rank
+        own, places = input, None
+        in_two_rounds = self._in_two_rounds(collective, input)
         if collective == "broadcast":
-            outgoing = [input if rank == root else input[:0]] * n
-            places = [output if peer == root else None for peer in range(n)]
+            outgoing = [memory_of(input if rank == root else input[:0])] * n
+            places = [memory_of(output) if peer == root else None for peer in range(n)]
         elif collective == "all_gather_into_tensor":
-            places = output.tensor_split(n)
-            outgoing = [input.clone() if _is_elsewhere_in(input, output, places[rank]) else input] * n
-        elif collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input):
-            outgoing, places = input.tensor_split(n), None
+            parts = output.tensor_split(n)
+            own = input.clone() if _is_elsewhere_in(input, output, parts[rank]) else input
+            outgoing, places = [memory_of(own)] * n, list(map(memory_of, parts))
+        elif collective == "reduce_scatter_tensor" or in_two_rounds:
+            contributions = input.tensor_split(n)
+            own, outgoing = contributions[rank], list(map(memory_of, contributions))
         else:
-            outgoing, places = [input] * n, None
+            outgoing = [memory_of(input)] * n
         opening = self._connections.open(comparison, outgoing, places)
         opening.compare()
         try:
@@ -95,13 +99,11 @@ class MeshSmallCollectives(SmallCollectives):
             opening.wait()  # so that nothing is left of it in the connections
             raise
         if places is None:
-            in_two_rounds = self._in_two_rounds(collective, input)
-            parts = output.tensor_split(n) if in_two_rounds else [output]
-            self._reduce(opening, outgoing[rank], op, parts, piece_bytes)
+            self._reduce(opening, own, op, output.tensor_split(n) if in_two_rounds else [output], piece_bytes)
             return
-        require_placed(opening.wait())
+        require_placed(opening.wait().values())
         if collective == "all_gather_into_tensor":
-            places[rank].copy_(outgoing[rank])  # it may be there already
+            parts[rank].copy_(own)  # it may be there already
 
     def _reduce(
         self, opening: Opening, own: Tensor, op: dist.ReduceOp, parts: Sequence[Tensor], piece_bytes: int
@@ -111,17 +113,15 @@ class MeshSmallCollectives(SmallCollectives):
         In the former case each piece is told to the other ranks while the next one is on its way.
         """
         count = max(1, parts[0].nbytes // piece_bytes)  # the same on all ranks, which have parts of two sizes
-        by_part = [part.tensor_split(count) for part in parts]
+        by_part = [_cut(part, count) for part in parts]
         gathers, stop = [], 0
-        for at, (mine, output) in enumerate(zip(own.tensor_split(count), by_part[self._rank % len(parts)])):
-            start, stop = stop, stop + mine.numel()
-            received = opening.reach(stop * mine.element_size())
-            values = [
-                # an error unless it has that size
-                mine if message is None else message.view(own.dtype).view(own.numel())[start:stop]
-                for message in received
-            ]
-            self._combine(values, op, output)
+        for at, (mine, output) in enumerate(zip(_cut(own, count), by_part[self._rank % len(parts)])):
+            start, stop = stop, stop + mine.nbytes
+            values = {
+                rank: torch.from_numpy(message[start:stop]).view(own.dtype)
+                for rank, message in opening.reach(stop).items()
+            }
+            self._combine(values, mine, op, output)
             if len(parts) > 1:
                 gathers.append(self._connections.start_gather([pieces[at] for pieces in by_part]))
         opening.wait()
@@ -132,20 +132,30 @@ class MeshSmallCollectives(SmallCollectives):
         n = self._world_size
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _ONE_ROUND_BYTES
 
-    def _combine(self, values: list[Tensor], op: dist.ReduceOp, output: Tensor) -> None:
+    def _combine(self, received: dict[int, Tensor], own: Tensor, op: dist.ReduceOp, output: Tensor) -> None:
         """Replace `output`, which may be this rank's value, by the result. The other ranks' values are overwritten."""
         combine, n = _OPERATORS[op], self._world_size
+        values = [own if rank == self._rank else received[rank] for rank in range(n)]
         if output.dtype in (torch.float16, torch.bfloat16):
             values = [each.float() for each in values]
             total = reduce(combine, values)
             output.copy_(total / n if op == dist.ReduceOp.AVG else total)
             return
         *before, last = values
-        received = values[1 if self._rank == 0 else 0]
-        total = reduce(lambda a, b: combine(a, b, out=received), before)
+        room = next(iter(received.values()))
+        total = reduce(lambda a, b: combine(a, b, out=room), before)
         combine(total, last, out=output)
         if op == dist.ReduceOp.AVG:
             output.copy_(output / n)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its memory, without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well."""
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+
+
+def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    return [tensor] if count == 1 else tensor.tensor_split(count)
 
 
 def _piece_bytes(link_gbps: float | None) -> int:

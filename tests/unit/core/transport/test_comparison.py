@@ -11,12 +11,20 @@ NUMBERS = st.integers(-(1 << 40), 1 << 40)
 
 
 def compared(numbers: list[dict[str, int]]) -> list[dict[str, Extremes]]:
-    """What each rank finds."""
-    ranks = [RankComparison(each, rank, len(numbers)) for rank, each in enumerate(numbers)]
-    joined = torch.stack([each.tensor for each in ranks]).amax(0)
-    for each in ranks:
+    """What each rank finds, by a maximum as well as by what each tells all others."""
+    by_maximum, by_word = (
+        [RankComparison(each, rank, len(numbers)) for rank, each in enumerate(numbers)] for _ in range(2)
+    )
+    joined = torch.stack([each.tensor for each in by_maximum]).amax(0)
+    for each in by_maximum:
         each.tensor.copy_(joined)
-    return [each.differing() for each in ranks]
+    for rank, each in enumerate(by_word):
+        for other, told in enumerate(by_word):
+            if other != rank:
+                each.hear(other, told.told_by(other))
+    found = [each.differing() for each in by_maximum]
+    assert [each.differing() for each in by_word] == found
+    return found
 
 
 def test_what_differs_is_named_with_its_extremes_and_their_ranks():

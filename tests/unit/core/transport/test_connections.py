@@ -7,6 +7,7 @@ import time
 import warnings
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport.comparison import Extremes, RankComparison
-from ncz_plugins.core.transport.connections import Connections, timeout_of
+from ncz_plugins.core.transport.connections import Connections, memory_of, timeout_of
 from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
 
@@ -295,10 +296,10 @@ def test_a_call_that_opens_with_values_meets_one_that_only_compares():
     def body(transport):
         comparison = RankComparison({"call": transport.rank}, transport.rank, 2)
         if transport.rank == 0:
-            transport.start_comparison(comparison.tensor, Counters()).wait()
+            transport.start_comparison(comparison, Counters()).wait()
         else:
             values = torch.ones(transport._connections.opening_bytes, dtype=torch.uint8)
-            opening = transport._connections.open(comparison, [values] * 2)
+            opening = transport._connections.open(comparison, [memory_of(values)] * 2)
             opening.compare()
             opening.wait()
         return comparison.differing()
@@ -308,14 +309,13 @@ def test_a_call_that_opens_with_values_meets_one_that_only_compares():
 
 def test_values_reach_the_ranks_that_they_are_for():
     def body(transport):
-        outgoing = [torch.full((to + 1,), 10.0 * transport.rank + to) for to in range(3)]
+        outgoing = [memory_of(torch.full((to + 1,), 10.0 * transport.rank + to)) for to in range(3)]
         comparison = RankComparison({"call": 7}, transport.rank, 3)
         received = transport._connections.open(comparison, outgoing).wait()
-        mine = transport.rank
-        assert received[mine] is None
-        return [received[peer][: 4 * (mine + 1)].view(torch.float32).tolist() for peer in range(3) if peer != mine]
+        return {rank: message.view(np.float32).tolist() for rank, message in received.items()}
 
-    assert play(3, body) == [[[10.0], [20.0]], [[1.0] * 2, [21.0] * 2], [[2.0] * 3, [12.0] * 3]]
+    wanted = [{1: [10.0], 2: [20.0]}, {0: [1.0] * 2, 2: [21.0] * 2}, {0: [2.0] * 3, 1: [12.0] * 3}]
+    assert play(3, body) == wanted
 
 
 def test_the_time_out_of_a_group_is_that_of_a_backend_or_the_default():
@@ -345,12 +345,12 @@ def test_many_ranks_agree_in_few_rounds(world_size):
             return send(*arguments)
 
         connections.send = counted
-        numbers = torch.tensor([rank, -rank, 7])
+        comparison = RankComparison({"rank": rank, "call": 7}, rank, world_size)
         floats = torch.linspace(0, 1, 100) + (rank == 3)
-        agreements = [transport.start_comparison(numbers, Counters()), transport.start_max(floats, Counters())]
+        agreements = [transport.start_comparison(comparison, Counters()), transport.start_max(floats, Counters())]
         for each in agreements:
             each.wait()
-        assert numbers.tolist() == [world_size - 1, 0, 7]
+        assert comparison.differing() == {"rank": Extremes(0, 0, world_size - 1, world_size - 1)}
         assert torch.equal(floats, torch.linspace(0, 1, 100) + 1)
         assert sent[rank] == 2 * 5  # as 17 and 32 ranks know of each other after five rounds
         large = torch.full((20_000,), float(rank))
@@ -365,7 +365,8 @@ def test_a_rank_that_dies_while_many_agree_is_an_error_on_all(monkeypatch):
         if transport.rank == 5:
             transport.abort(RuntimeError("as if it had died"))
             return
-        require_error_soon(transport.start_comparison(torch.tensor([1, 2]), Counters()).wait)
+        comparison = RankComparison({"call": 1}, transport.rank, 17)
+        require_error_soon(transport.start_comparison(comparison, Counters()).wait)
         transport.abort(PeerError("a peer has died"))
 
     play(17, body)

@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,11 +43,11 @@ def play(world_size: int, body, seconds: float = 30.0, channels: int = 1) -> lis
         return [each.result(60) for each in [pool.submit(run, rank) for rank in range(world_size)]]
 
 
-def message(*numbers: int) -> list[torch.Tensor]:
-    return [torch.tensor(numbers, dtype=torch.uint8)]
+def message(*numbers: int) -> list[bytes]:
+    return [bytes(numbers)]
 
 
-def lists(received: list[torch.Tensor]) -> list[list[int]]:
+def lists(received: list[np.ndarray]) -> list[list[int]]:
     return [each.tolist() for each in received]
 
 
@@ -67,11 +68,11 @@ def test_messages_of_any_size_stay_in_order_also_when_several_are_under_way(size
     def body(rank, opened):
         started = []
         for at, parts in enumerate(sizes):
-            parts = [torch.full((size,), 10 * rank + at, dtype=torch.uint8) for size in parts]
+            parts = [bytes([10 * rank + at]) * size for size in parts]
             started.append(opened.start([parts] * 2, 0, MOST))
         received = {at: started[at].wait()[0] for at in range(len(sizes))[:: 1 if in_order else -1]}
         for at, parts in enumerate(sizes):
-            assert torch.equal(received[at], torch.full((sum(parts),), 10 * (1 - rank) + at, dtype=torch.uint8))
+            assert received[at].tobytes() == bytes([10 * (1 - rank) + at]) * sum(parts)
 
     play(2, body)
 
@@ -86,11 +87,11 @@ def test_a_message_goes_to_its_place_if_it_fits(head, sent, is_placed):
     def body(rank, opened):
         if rank == 0:
             message = b"?" * len(head) + b"xyz" if sent is None else head + sent
-            opened.start([[torch.tensor(list(message), dtype=torch.uint8)]] * 2, 0, 9).wait()
+            opened.start([[message]] * 2, 0, 9).wait()
             return None
-        rest = torch.zeros(3, dtype=torch.uint8)
-        [came] = opened.start([[]] * 2, 0, 9, [mesh.Place(head, rest), None]).wait()
-        return bytes(came.tolist()), bytes(rest.tolist())
+        rest = bytearray(3)
+        [came] = opened.start([[]] * 2, 0, 9, [mesh.Place(head, memoryview(rest)), None]).wait()
+        return came.tobytes(), bytes(rest)
 
     if sent is None and not head:
         sent, is_placed = b"xyz", True  # there is no other beginning
@@ -102,38 +103,38 @@ def test_the_first_bytes_of_a_message_can_be_had_before_the_last():
     between = threading.Event()
 
     def body(rank, opened):
-        large = torch.arange(32 << 20, dtype=torch.uint8)
+        large = np.arange(32 << 20, dtype=np.uint8)
         if rank == 0:
-            first = opened.start([[large]] * 2, 0, 1 << 26)
+            first = opened.start([[memoryview(large)]] * 2, 0, 1 << 26)
             assert between.wait(20)  # the buffers of the sockets hold less
-            return first.wait()[0].numel()
+            return first.wait()[0].size
         exchange = opened.start([[]] * 2, 0, 1 << 26)
         [begun] = exchange.reach(1000)
-        assert torch.equal(begun[:1000], large[:1000])
+        assert np.array_equal(begun[:1000], large[:1000])
         between.set()
         [whole] = exchange.wait()
-        assert torch.equal(whole, large) and whole.data_ptr() == begun.data_ptr()
+        assert np.array_equal(whole, large) and np.shares_memory(whole, begun)
         [again] = exchange.reach(1 << 26)  # of which it has fewer
-        return again.numel()
+        return again.size
 
     assert play(2, body) == [0, 32 << 20]
 
 
 def test_what_is_to_leave_has_left_by_then_as_well():
     """Who adds to a tensor what comes for it overwrites what it sends."""
-    large = torch.zeros(16 << 20, dtype=torch.uint8)
+    large = bytes(16 << 20)
     returned = threading.Event()
 
     def body(rank, opened):
         if rank == 0:
-            opened.start([[large]] * 2, 0, 1 << 26).reach(large.nbytes)
+            opened.start([[large]] * 2, 0, 1 << 26).reach(len(large))
             returned.set()
             return
         connection = opened._peers[0].socket
         connection.setblocking(True)
-        connection.sendall(struct.pack("<q", large.nbytes) + bytes(large.nbytes))  # which rank 0 takes in meanwhile
+        connection.sendall(struct.pack("<q", len(large)) + large)  # which rank 0 takes in meanwhile
         assert not returned.wait(0.3)
-        left = large.nbytes + 8
+        left = len(large) + 8
         while left:
             left -= len(connection.recv(min(left, 1 << 20)))
         assert returned.wait(20)
@@ -143,14 +144,14 @@ def test_what_is_to_leave_has_left_by_then_as_well():
 
 def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
     """The peer looks at the large one only after something else that needs this rank."""
-    large = [torch.ones(32 << 20, dtype=torch.uint8)]
+    large = [bytes(32 << 20)]
     between = threading.Barrier(2)
 
     def body(rank, opened):
         first, second = opened.start([message(1)] * 2, 1, 1), opened.start([large] * 2, 0, 1 << 26)
         first.wait()
         between.wait(20)
-        return second.wait()[0].numel()
+        return second.wait()[0].size
 
     assert play(2, body) == [32 << 20] * 2
 
@@ -165,7 +166,7 @@ def test_the_longest_time_out_is_none_too_long():
 
 def test_waiting_to_send_is_not_woken_by_what_is_not_asked_for(monkeypatch):
     """The peer has sent its next message, and takes none of the large one yet."""
-    large = [torch.ones(32 << 20, dtype=torch.uint8)]
+    large = [bytes(32 << 20)]
     sent = threading.Event()
     polls = []
     wait_for = mesh.Mesh._wait_for
@@ -189,16 +190,16 @@ def test_waiting_to_send_is_not_woken_by_what_is_not_asked_for(monkeypatch):
 
 def test_what_is_not_awaited_is_taken_in_while_waiting():
     """The peer sends what is awaited after what is not, which is more than fits into buffers."""
-    large = torch.ones(32 << 20, dtype=torch.uint8)
+    large = bytes(32 << 20)
 
     def body(rank, opened):
         if rank == 0:
             late, early = opened.receive(1, 0, 1 << 26, channel=1), opened.receive(1, 0, 1 << 26, channel=0)
             opened.finish([early])
             opened.finish([late])
-            return late.values.numel(), early.values.tolist()
+            return late.values.size, early.values.tolist()
         opened.finish([opened.send(0, large, channel=1)])
-        opened.finish([opened.send(0, torch.tensor([7], dtype=torch.uint8), channel=0)])
+        opened.finish([opened.send(0, bytes([7]), channel=0)])
 
     assert play(2, body, seconds=20, channels=2)[0] == (32 << 20, [7])
 
@@ -241,7 +242,7 @@ def test_a_peer_that_closes_is_noticed_at_once_and_what_it_said_before_is_read()
 
 def test_what_a_peer_said_is_read_although_it_closed_with_messages_unread():
     """The system resets such a connection. So closes a rank that finds out that ranks differ: others must hear it."""
-    large = [torch.ones(32 << 20, dtype=torch.uint8)]
+    large = [bytes(32 << 20)]
     closed = threading.Event()
 
     def body(rank, opened):
@@ -284,7 +285,7 @@ def test_a_silent_peer_is_named_after_the_time_out():
 @pytest.mark.parametrize(("sent", "least", "most"), [(3, 4, 10), (11, 4, 10), (1, 0, 0)])
 def test_a_message_of_an_impossible_size_is_refused(sent, least, most):
     def body(rank, opened):
-        exchange = opened.start([[torch.zeros(sent, dtype=torch.uint8)]] * 2, least, most)
+        exchange = opened.start([[bytes(sent)]] * 2, least, most)
         with pytest.raises(PeerError, match=f"sent a message of {sent} bytes; {least} to {most} are possible"):
             exchange.wait()
 
