@@ -93,6 +93,47 @@ def check_machine():
         raise SetupError("\n".join(lacks))
 
 
+class Command:
+    """A command under way, whose output goes to LOG.
+
+    Attributes:
+        said: its last lines.
+    """
+
+    def __init__(self, words: list):
+        words = [str(word) for word in words]
+        self.said = deque(maxlen=LOG_TAIL)
+        self._log = open(LOG, "a", buffering=1)
+        self._log.write(f"\n$ {' '.join(words)}\n")
+        self.process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that an interrupt ends the compilers that it started, too
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        self._reader.join(seconds)
+        return not self._reader.is_alive()
+
+    def kill(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._reader.join()
+        self.process.wait()
+
+    def _read(self):
+        with self._log as log:
+            for line in self.process.stdout:
+                log.write(line)
+                self.said.append(line.rstrip())
+
+
 class Stages:
     """Runs the commands one after another, showing a numbered line with the time for each.
 
@@ -107,53 +148,42 @@ class Stages:
         LOG.parent.mkdir(exist_ok=True)
         LOG.write_text("")
 
-    def run(self, title: str, *commands: list):
+    def run(self, title: str, *commands: list, meanwhile: list | None = None):
+        """One stage.
+
+        Args:
+            meanwhile: a command that runs beside the others. If it fails, they come to their end first.
+        """
         self.number += 1
         label = f"[{self.number}/{self.count}] {title}"
         started = time.monotonic()
         if not self.live:
             print(f"{label} ...", flush=True)
-        for command in commands:
-            self._run_one([str(word) for word in command], label, started)
+        beside = Command(meanwhile) if meanwhile else None
+        try:
+            for command in commands:
+                self._finish(Command(command), label, started)
+            if beside:
+                self._finish(beside, label, started)
+        except BaseException:
+            if beside:
+                beside.kill()
+            raise
         self._line(f"{label}: {time.monotonic() - started:.1f} s", end="\n")
 
-    def _run_one(self, command: list, label: str, started: float):
-        tail = deque(maxlen=LOG_TAIL)
-        with open(LOG, "a") as log:
-            log.write(f"\n$ {' '.join(command)}\n")
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # so that an interrupt ends the compilers that it started, too
-            )
-
-            def read():
-                for line in process.stdout:
-                    log.write(line)
-                    tail.append(line.rstrip())
-
-            reader = threading.Thread(target=read)
-            reader.start()
-            try:
-                while reader.is_alive():
-                    reader.join(0.1)
-                    if self.live:
-                        elapsed = time.monotonic() - started
-                        spinner = "|/-\\"[int(elapsed * 8) % 4]
-                        self._line(f"{spinner} {label} {elapsed:4.0f} s  {tail[-1].strip() if tail else ''}")
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-            finally:
-                reader.join()
-                process.wait()
-        if process.returncode:
+    def _finish(self, command: Command, label: str, started: float):
+        try:
+            while not command.ends_within(0.1):
+                if self.live:
+                    elapsed = time.monotonic() - started
+                    spinner = "|/-\\"[int(elapsed * 8) % 4]
+                    self._line(f"{spinner} {label} {elapsed:4.0f} s  {command.said[-1].strip() if command.said else ''}")
+        except BaseException:
+            command.kill()
+            raise
+        if command.process.wait():
             self._line(f"{label}: failed", end="\n")
-            print("\n".join(f"    {line}" for line in tail))
+            print("\n".join(f"    {line}" for line in command.said))
             raise SetupError(f"{remedy(LOG.read_text())}\nThe whole output is in {LOG}")
 
     def _line(self, text: str, end: str = ""):
@@ -193,22 +223,20 @@ def install(stages: Stages, profile: str):
     # First and alone, from its own index if one is given, so that nothing else chooses the build of torch.
     stages.run("install PyTorch", [*pip_install, *(["--index-url", torch_index] if torch_index else []), "torch"])
     # Built in isolation, where it does not see torch and so does not ask for a CUDA compiler on a machine with a GPU.
-    stages.run("install DeepSpeed", [*pip_install, "--use-pep517", "deepspeed"])
+    needs = horovod_wheel.NEEDS if profile == "all" else ["setuptools"]
+    stages.run("install DeepSpeed", [*pip_install, "--use-pep517", "deepspeed"], [*pip_install, *needs])
     # Not in isolation, so that building again after a change needs no network.
     for library in NATIVE.glob("*.so"):
         library.unlink()
-    stages.run(
-        "build ncz_plugins, install tools" if profile != "demo" else "build ncz_plugins",
-        [*pip_install, "setuptools"],
-        [*pip_install, "--verbose", "--no-build-isolation", "--editable", f".[{PROFILES[profile]}]"],
-    )
+    build = [*pip_install, "--verbose", "--no-build-isolation", "--editable", f".[{PROFILES[profile]}]"]
+    if profile == "all":
+        # At the same time: one compiles while the other one waits for the network. What both need is there already.
+        title = "build ncz_plugins, install tools and Horovod (compiled the first time: 2 to 5 minutes)"
+        stages.run(title, build, meanwhile=[PYTHON, ROOT / "tools" / "horovod_wheel.py"])
+    else:
+        stages.run("build ncz_plugins" if profile == "demo" else "build ncz_plugins, install tools", build)
     if not any(NATIVE.glob("*.so")):
         raise SetupError(f"The native library did not compile; the compiler's messages are in {LOG}")
-    if profile == "all":
-        # Last, so that all else is ready should it fail.
-        stages.run(
-            "install Horovod (compiled the first time: 2 to 5 minutes)", [PYTHON, ROOT / "tools" / "horovod_wheel.py"]
-        )
 
 
 def main(profile: str = "all") -> int:
@@ -221,7 +249,7 @@ def main(profile: str = "all") -> int:
         signal.signal(cause, signal.default_int_handler)
     try:
         check_machine()
-        install(Stages(5 if profile == "all" else 4), profile)
+        install(Stages(4), profile)
     except SetupError as error:
         print(f"Set-up failed. {error}", file=sys.stderr)
         return 1

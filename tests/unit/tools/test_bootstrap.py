@@ -1,5 +1,8 @@
 """What each profile of the set-up runs, and when it has to run again. Nothing is installed here."""
 
+import sys
+import time
+
 import pytest
 from repository import ROOT
 
@@ -16,13 +19,13 @@ def bootstrap(monkeypatch, tmp_path):
 
 
 class Recorded:
-    """The commands of every stage instead of what they do; the last stage but Horovod's "builds" the library."""
+    """The commands of every stage instead of what they do, which "build" the library."""
 
     def __init__(self, native):
         self.native, self.commands = native, []
 
-    def run(self, title, *commands):
-        self.commands += [" ".join(map(str, command)) for command in commands]
+    def run(self, title, *commands, meanwhile=None):
+        self.commands += [" ".join(map(str, command)) for command in (*commands, *([meanwhile] if meanwhile else []))]
         (self.native / "libncz_cpu.so").touch()
 
 
@@ -67,3 +70,34 @@ def test_whoever_installs_again_does_it_for_all_profiles(bootstrap, tmp_path):
 def test_an_unknown_profile_is_refused_with_those_that_exist(bootstrap, capsys):
     assert bootstrap.main("everything") == 2
     assert "'everything' is not a profile; there are demo, tools, all" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stages(bootstrap, monkeypatch, tmp_path):
+    monkeypatch.setattr(bootstrap, "LOG", tmp_path / "logs" / "setup.log")
+    return bootstrap.Stages(2)
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_a_command_runs_beside_the_others_and_is_waited_for(stages, bootstrap, tmp_path, capsys):
+    """The one beside them ends only once another has run."""
+    there = tmp_path / "there"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.01)\nprint('seen')"
+    stages.run("two at a time", python(f"open({str(there)!r}, 'w')"), meanwhile=python(waits))
+    assert "seen" in bootstrap.LOG.read_text() and "[1/2] two at a time:" in capsys.readouterr().out
+
+
+def test_whichever_command_fails_the_stage_does_and_nothing_goes_on(stages, bootstrap, tmp_path, capsys):
+    fails, ends = python("raise SystemExit('for this test')"), python("pass")
+    done = tmp_path / "done"
+    for commands, meanwhile in [([fails, ends], ends), ([ends], fails)]:
+        with pytest.raises(bootstrap.SetupError, match="setup.log"):
+            stages.run("one fails", *commands, meanwhile=meanwhile)
+        assert "for this test" in capsys.readouterr().out
+    with pytest.raises(bootstrap.SetupError):
+        stages.run("one fails", fails, meanwhile=python(f"import time; time.sleep(1); open({str(done)!r}, 'w')"))
+    time.sleep(1.5)
+    assert not done.exists()
