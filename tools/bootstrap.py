@@ -177,7 +177,8 @@ class Stages:
                 if self.live:
                     elapsed = time.monotonic() - started
                     spinner = "|/-\\"[int(elapsed * 8) % 4]
-                    self._line(f"{spinner} {label} {elapsed:4.0f} s  {command.said[-1].strip() if command.said else ''}")
+                    last = command.said[-1].strip() if command.said else ""
+                    self._line(f"{spinner} {label} {elapsed:4.0f} s  {last}")
         except BaseException:
             command.kill()
             raise

@@ -25,8 +25,9 @@ _ONE_ROUND_BYTES = 16 << 10
 _MOST_BYTES = 16 << 20
 _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its sender sends less
 # Of a sum, how much is combined at once, while the rest is on its way: what a link carries in about a millisecond. Each
-# piece takes some of the cores' time, which counts for more than the link's time where that is short.
-_LEAST_PIECE_BYTES, _PIECE_BYTES = 128 << 10, 1 << 20
+# piece takes some of the cores' time, which counts for more than the link's time where that is fast.
+_LEAST_PIECE_BYTES, _PIECE_BYTES, _FAST_GBPS = 128 << 10, 2 << 20, 4.0
+_BLOCK_BYTES = 256 << 10  # of a piece, that stays in a core's cache while what all ranks sent is added to it
 _OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -112,7 +113,7 @@ class MeshSmallCollectives(SmallCollectives):
 
         In the former case each piece is told to the other ranks while the next one is on its way.
         """
-        count = max(1, parts[0].nbytes // piece_bytes)  # the same on all ranks, which have parts of two sizes
+        count = parts[0].nbytes // piece_bytes  # the same on all ranks, which have parts of two sizes
         by_part = [_cut(part, count) for part in parts]
         gathers, stop = [], 0
         for at, (mine, output) in enumerate(zip(_cut(own, count), by_part[self._rank % len(parts)])):
@@ -121,7 +122,10 @@ class MeshSmallCollectives(SmallCollectives):
                 rank: torch.from_numpy(message[start:stop]).view(own.dtype)
                 for rank, message in opening.reach(stop).items()
             }
-            self._combine(values, mine, op, output)
+            values[self._rank] = mine
+            in_order = [_cut(values[rank], mine.nbytes // _BLOCK_BYTES) for rank in range(self._world_size)]
+            for block, *blocks in zip(_cut(output, mine.nbytes // _BLOCK_BYTES), *in_order):
+                self._combine(blocks, op, block)
             if len(parts) > 1:
                 gathers.append(self._connections.start_gather([pieces[at] for pieces in by_part]))
         opening.wait()
@@ -132,18 +136,17 @@ class MeshSmallCollectives(SmallCollectives):
         n = self._world_size
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _ONE_ROUND_BYTES
 
-    def _combine(self, received: dict[int, Tensor], own: Tensor, op: dist.ReduceOp, output: Tensor) -> None:
+    def _combine(self, values: Sequence[Tensor], op: dist.ReduceOp, output: Tensor) -> None:
         """Replace `output`, which may be this rank's value, by the result. The other ranks' values are overwritten."""
         combine, n = _OPERATORS[op], self._world_size
-        values = [own if rank == self._rank else received[rank] for rank in range(n)]
         if output.dtype in (torch.float16, torch.bfloat16):
             values = [each.float() for each in values]
             total = reduce(combine, values)
             output.copy_(total / n if op == dist.ReduceOp.AVG else total)
             return
         *before, last = values
-        room = next(iter(received.values()))
-        total = reduce(lambda a, b: combine(a, b, out=room), before)
+        received = values[1 if self._rank == 0 else 0]
+        total = reduce(lambda a, b: combine(a, b, out=received), before)
         combine(total, last, out=output)
         if op == dist.ReduceOp.AVG:
             output.copy_(output / n)
@@ -155,13 +158,14 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    return [tensor] if count == 1 else tensor.tensor_split(count)
+    """So many pieces of a tensor, one at least."""
+    return [tensor] if count <= 1 else tensor.tensor_split(count)
 
 
 def _piece_bytes(link_gbps: float | None) -> int:
-    if link_gbps is None:
+    if link_gbps is None or link_gbps >= _FAST_GBPS:
         return _PIECE_BYTES
-    return min(max(round(link_gbps * _LEAST_PIECE_BYTES), _LEAST_PIECE_BYTES), _PIECE_BYTES)
+    return max(round(link_gbps * _LEAST_PIECE_BYTES), _LEAST_PIECE_BYTES)
 
 
 def _is_elsewhere_in(tensor: Tensor, output: Tensor, place: Tensor) -> bool:

@@ -122,7 +122,7 @@ def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
 
 
 @pytest.mark.parametrize(
-    ("gbps", "nbytes"), [(None, 1 << 20), (0.001, 128 << 10), (0.94, 128 << 10), (2.5, 320 << 10), (100, 1 << 20)]
+    ("gbps", "nbytes"), [(None, 2 << 20), (0.001, 128 << 10), (0.94, 128 << 10), (2.5, 320 << 10), (100, 2 << 20)]
 )
 def test_pieces_are_what_a_link_carries_in_a_millisecond(gbps, nbytes):
     assert small._piece_bytes(gbps) == nbytes
