@@ -78,27 +78,45 @@ class OutOfMemoryError(NczError, MemoryError):
     """
 
 
-class memory_errors:
-    """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError.
+class ErrorTranslation:
+    """A context that raises an error of this package in place of another one. Each call enters some: no generators.
 
     Args:
-        doing: what is being done, as the message's first words.
+        subject: what the message's first words name.
     """
 
-    __slots__ = ("_doing",)
+    __slots__ = ("subject",)
 
-    def __init__(self, doing: str):
-        self._doing = doing
+    def __init__(self, subject: str):
+        self.subject = subject
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        if error is not None and (translated := self.translated(error)) is not None:
+            raise translated from error
+
+    def translated(self, error: BaseException) -> NczError | None:
+        """What to raise in place of an error; None: itself."""
+        raise NotImplementedError
+
+
+class memory_errors(ErrorTranslation):
+    """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError.
+
+    Its subject is what is being done.
+    """
+
+    __slots__ = ()
+
+    def translated(self, error):
         if isinstance(error, NczError) or not isinstance(error, (MemoryError, RuntimeError)):
-            return
+            return None
         words = str(error)
-        if isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words:
-            raise OutOfMemoryError(
-                f"{self._doing}: no memory left: {words or 'none for an object of Python'}. Use a smaller "
-                "transport.frame_bytes or smaller tensors, or give this process more memory"
-            ) from error
+        if not isinstance(error, MemoryError) and "allocate memory" not in words and "out of memory" not in words:
+            return None
+        return OutOfMemoryError(
+            f"{self.subject}: no memory left: {words or 'none for an object of Python'}. Use a smaller "
+            "transport.frame_bytes or smaller tensors, or give this process more memory"
+        )

@@ -25,7 +25,7 @@ from ...kernels.format import (
 from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
 from ...kernels.updates import decode_update, encode_update, max_update_bytes
 from ..config import Config
-from ..errors import FrameError
+from ..errors import ErrorTranslation, FrameError
 from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
@@ -451,20 +451,15 @@ def _name(batch: list[FrameSum]) -> str:
     return f"frame {batch[0].index} of segment {batch[0].segment}" if len(batch) == 1 else "a frame"
 
 
-class _naming:
-    """Turns DamagedFrame into FrameError, which says what `frame` is damaged."""
+class _naming(ErrorTranslation):
+    """Turns DamagedFrame into FrameError. Its subject is the frame that is damaged."""
 
-    __slots__ = ("_frame",)
+    __slots__ = ()
 
-    def __init__(self, frame: str):
-        self._frame = frame
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, DamagedFrame):
-            raise FrameError(
-                f"{self._frame} is damaged: {error}. "
-                "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
-            ) from error
+    def translated(self, error):
+        if not isinstance(error, DamagedFrame):
+            return None
+        return FrameError(
+            f"{self.subject} is damaged: {error}. "
+            "All ranks must run the same version of ncz_plugins; otherwise suspect the network, the disk or memory."
+        )

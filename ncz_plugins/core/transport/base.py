@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.format import HEADER, HEADER_BYTES, MAGIC
-from ..errors import FrameError, NczError, PeerError, UnsupportedError
+from ..errors import ErrorTranslation, FrameError, NczError, PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
@@ -278,24 +278,15 @@ def frame_bytes(frame: np.ndarray, source: int, least: int, most: int) -> int:
     return size
 
 
-class peer_errors:
-    """Turns the RuntimeError of a backend into PeerError.
+class peer_errors(ErrorTranslation):
+    """Turns the RuntimeError of a backend into PeerError. Its subject is what is being done."""
 
-    Args:
-        doing: what is being done, as the message's first words.
-    """
+    __slots__ = ()
 
-    __slots__ = ("_doing",)
-
-    def __init__(self, doing: str):
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, NczError):
-            raise PeerError(
-                f"{self._doing} failed: {error}. A peer has died, left, or not answered within the time-out; "
-                "look at its log, and raise transport.timeout_seconds if it was only slow."
-            ) from error
+    def translated(self, error):
+        if isinstance(error, NczError) or not isinstance(error, RuntimeError):
+            return None
+        return PeerError(
+            f"{self.subject} failed: {error}. A peer has died, left, or not answered within the time-out; "
+            "look at its log, and raise transport.timeout_seconds if it was only slow."
+        )

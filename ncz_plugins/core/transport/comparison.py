@@ -67,18 +67,16 @@ class RankComparison:
     def differing(self) -> dict[str, Extremes]:
         """The names of numbers that differ between ranks -> their extremes."""
         if self._tensor is not None:
-            found = self._tensor.tolist()
-            if found == self._with_digit_of(0):
-                return {}
+            highest = self._tensor.tolist()
+        elif all(told == self.told_by(rank) for rank, told in self._heard):
+            return {}  # as nearly always
         else:
-            if all(told == self.told_by(rank) for rank, told in self._heard):
-                return {}
             others = [struct.unpack(self._format, told) for _, told in self._heard]
-            found = list(map(max, zip(self._with_digit_of(self._rank), *others)))
+            highest = list(map(max, zip(self._with_digit_of(self._rank), *others)))
         n, count = self._world_size, len(self._names)
         return {
             name: Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
-            for name, high, low in zip(self._names, found[:count], found[count:])
+            for name, high, low in zip(self._names, highest[:count], highest[count:])
             if high // n != -(low // n)
         }
 

@@ -148,7 +148,7 @@ class Connections:
             None if place is None else Place(comparison.told_by(rank), place) for rank, place in enumerate(places or ())
         ]
         exchange = self.mesh.start(messages, least, least + self.opening_bytes, into)
-        return Opening(comparison, exchange, self.rank)
+        return Opening(comparison, exchange)
 
     def start_gather(self, parts: Sequence[Tensor]) -> Gather:
         """Start to send all ranks this one's part, and to receive each one's own into its place.
@@ -216,18 +216,16 @@ class Opening:
 
     Args:
         comparison: with which they begin.
-        rank: this rank.
     """
 
-    def __init__(self, comparison: RankComparison, exchange: Exchange, rank: int):
+    def __init__(self, comparison: RankComparison, exchange: Exchange):
         self._comparison = comparison
         self._exchange = exchange
-        self._rank = rank
 
     def compare(self) -> None:
         """Let `comparison` hear of all ranks."""
         nbytes = self._comparison.nbytes
-        for rank, message in self._by_rank(self._exchange.reach(nbytes)):
+        for rank, message in zip(self._exchange.ranks, self._exchange.reach(nbytes)):
             self._comparison.hear(rank, message[:nbytes].tobytes())
 
     def reach(self, nbytes: int) -> dict[int, np.ndarray]:
@@ -242,10 +240,7 @@ class Opening:
         return self._values(self._exchange.wait())
 
     def _values(self, received: list[np.ndarray]) -> dict[int, np.ndarray]:
-        return {rank: message[self._comparison.nbytes :] for rank, message in self._by_rank(received)}
-
-    def _by_rank(self, received: list[np.ndarray]) -> Iterable[tuple[int, np.ndarray]]:
-        return ((at + (at >= self._rank), message) for at, message in enumerate(received))
+        return {rank: message[self._comparison.nbytes :] for rank, message in zip(self._exchange.ranks, received)}
 
 
 class Gather:

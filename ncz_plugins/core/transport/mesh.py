@@ -252,15 +252,20 @@ class Place(NamedTuple):
 
 
 class Exchange:
-    """One message to each other rank and one from each, under way."""
+    """One message to each other rank and one from each, under way.
+
+    Attributes:
+        ranks: the other ranks, in order.
+    """
 
     def __init__(self, mesh: Mesh, outgoing: list[Outgoing], incoming: list[Incoming]):
+        self.ranks = [message.peer.rank for message in incoming]
         self._mesh = mesh
         self._outgoing = outgoing
         self._incoming = incoming
 
     def wait(self) -> list[np.ndarray]:
-        """What the other ranks sent, in their order, uint8. This rank's own messages have left by then.
+        """What `ranks` sent, uint8. This rank's own messages have left by then.
 
         Raises PeerError.
         """

@@ -118,14 +118,14 @@ class MeshSmallCollectives(SmallCollectives):
         gathers, stop = [], 0
         for at, (mine, output) in enumerate(zip(_cut(own, count), by_part[self._rank % len(parts)])):
             start, stop = stop, stop + mine.nbytes
-            values = {
-                rank: torch.from_numpy(message[start:stop]).view(own.dtype)
-                for rank, message in opening.reach(stop).items()
-            }
-            values[self._rank] = mine
-            in_order = [_cut(values[rank], mine.nbytes // _BLOCK_BYTES) for rank in range(self._world_size)]
-            for block, *blocks in zip(_cut(output, mine.nbytes // _BLOCK_BYTES), *in_order):
-                self._combine(blocks, op, block)
+            received = opening.reach(stop)
+            values = [
+                mine if rank == self._rank else torch.from_numpy(received[rank][start:stop]).view(own.dtype)
+                for rank in range(self._world_size)
+            ]
+            blocks = mine.nbytes // _BLOCK_BYTES
+            for out, *of_ranks in zip(*(_cut(each, blocks) for each in (output, *values))):
+                self._combine(of_ranks, op, out)
             if len(parts) > 1:
                 gathers.append(self._connections.start_gather([pieces[at] for pieces in by_part]))
         opening.wait()

@@ -169,7 +169,7 @@ def measure_link(subject: TorchRanks) -> Config:
     value depends on the coder. Where a rank has no second core, it decodes on the thread that does all else.
     Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
     """
-    backend, transport = Host().backend, subject.transport
+    backend, transport = subject.host.backend, subject.transport
 
     def carried(count: int) -> float:
         transport.channels = count
@@ -179,10 +179,9 @@ def measure_link(subject: TorchRanks) -> Config:
         transport.channels, gbps = connections_to_use(carried)
     else:
         gbps = carried(transport.channels)
-    cores = _cores_each(subject, backend)
-    if cores < SPARE:
+    times = _ranks_on_a_core(subject, backend)  # as long as by itself that coding takes, if it is more than 1
+    if 1 / times < SPARE:
         subject.host.use_one_thread()
-    times = max(1.0, 1 / cores)  # as long as by itself that coding takes
     costs = None if times < SHARED else _costs_of(backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), cores_are_shared=costs is not None, costs=costs)
     if subject.rank == 0:
@@ -305,8 +304,8 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 
-def _cores_each(subject: Subject, backend: Backend) -> float:
-    """How many cores a rank has, of two that it could use, while all ranks code.
+def _ranks_on_a_core(subject: Subject, backend: Backend) -> float:
+    """How many ranks share a core while all of them code in two threads; 1/2 where each rank has two cores.
 
     The median over ranks, as one may be busy with other work; of two, that of the slower one.
     """
@@ -322,9 +321,9 @@ def _cores_each(subject: Subject, backend: Backend) -> float:
     subject.highest([0.0])  # begin together
     with ThreadPoolExecutor(2) as threads:
         shares = threads.map(share_of_a_core, torch.empty(2, _TILE, dtype=torch.int32))
-    ranks_on_a_core = [0.0] * subject.world_size
-    ranks_on_a_core[subject.rank] = 1 / max(sum(shares), 1e-9)
-    return 1 / median_high(subject.highest(ranks_on_a_core))
+    of_all = [0.0] * subject.world_size
+    of_all[subject.rank] = 1 / max(sum(shares), 1e-9)
+    return median_high(subject.highest(of_all))
 
 
 def _costs_of(backend: Backend, times: float) -> CoderCosts:

@@ -1,5 +1,6 @@
 """What is tried, and what is not. Real measurements by real ranks are in tests/distributed/test_tuning_ranks.py."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -134,3 +135,7 @@ def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, megabits, mo
         assert costs.huffman == pytest.approx(times * known.huffman, rel=0.1)
     said = capsys.readouterr().err
     assert ("ranks share cores" in said) == (times > 1)
+    decoding: list[threading.Thread] = []
+    subject.host.submit(lambda: decoding.append(threading.current_thread()))
+    subject.host.synchronize()
+    assert (decoding == [threading.current_thread()]) == (2 * of_a_core < 1.5)  # where there is no second core
