@@ -153,16 +153,15 @@ class Backend(ABC):
 
     def encode_sums(
         self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None, sealed: bool = False
-    ) -> Tensor:
+    ) -> Tensor | np.ndarray:
         """Write frames.
 
         Args:
             sealed: whether a frame that is added counts as damaged if it has no checksum.
 
-        Returns the bytes of each: int64, [len(sums)], on the device of the frames.
+        Returns the bytes of each, int64, [len(sums)]: a tensor on the GPU of the frames, else an array of numpy.
         """
-        sizes = [self._encode_sum(each, coding, noise, sealed) for each in sums]
-        return torch.from_numpy(np.array(sizes))  # torch.tensor takes several times as long
+        return np.array([self._encode_sum(each, coding, noise, sealed) for each in sums])
 
     def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None, sealed: bool) -> int:
         x, inverse_steps, out, frames, first = sum
@@ -170,7 +169,7 @@ class Backend(ABC):
             return self.encode_codes(self._added_up(sum, noise, sealed), coding, out)
         if sealed:
             require_seals(frames)
-        noise = noise and noise._replace(first=noise.first + first)
+        noise = noise and noise.from_element(first)
         if not frames:
             return self.encode(x, inverse_steps, coding, out, noise)
         return self.reduce(frames[0], x, inverse_steps, coding, out, noise)
@@ -189,7 +188,7 @@ class Backend(ABC):
         if sealed:
             require_seals(frames)
         codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
-        self.quantize(x, inverse_steps, codes, noise and noise._replace(first=noise.first + first))
+        self.quantize(x, inverse_steps, codes, noise and noise.from_element(first))
         for frame in frames:
             self.decode_codes(frame, codes, add=True)
         return codes

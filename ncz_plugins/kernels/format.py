@@ -90,6 +90,10 @@ class Noise(NamedTuple):
     shift: int = 0  # below 2**32; added to each number, modulo 2**32: what ranks differ in
     first: int = 0  # number of the first element
 
+    def from_element(self, number: int) -> Noise:
+        """That of the elements from this one on."""
+        return self._replace(first=self.first + number)
+
     @property
     def key(self) -> int:
         """What kernels take in place of seed and call, below 2**64. No two pairs of them should be related."""

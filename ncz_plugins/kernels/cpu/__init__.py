@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import damage
-from ..backend import HostBackend
+from ..backend import HostBackend, require_seals
 from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, StepRule, blocks_of, packed_bytes
 from ..scratch import Scratch
 
+_FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 5  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 6  # ncz::ABI_VERSION in common/format.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
@@ -34,6 +35,14 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "reduce": (
         _INT64,
         (_POINTER, _INT64, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER),
+    ),
+    "decode_sum": (
+        _INT64,
+        (_POINTER, _INT64, _POINTER, _INT32, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
+    ),
+    "add_up": (
+        _INT64,
+        (_POINTER, _POINTER, _INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
     ),
     "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # these two in differences.h
     "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
@@ -131,6 +140,35 @@ class CpuBackend(HostBackend):
         )
         return _check(written, frame, x.numel())
 
+    def decode_sum(self, sum, scales, noise=None, sealed=False):
+        x, inverse_steps, out, frames, first = sum
+        if len(frames) != 1:
+            return super().decode_sum(sum, scales, noise, sealed)
+        if sealed:
+            require_seals(frames)
+        [frame], count = frames, x.numel()
+        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), scales.data_ptr(), count, out.data_ptr()
+        noise, scratch = _noise(noise and noise.from_element(first)), self._working_memory()
+        _check(self._decode_sum(frame.data_ptr(), frame.numel(), *floats, noise, scratch), frame, count)
+
+    def _added_up(self, sum, noise, sealed):
+        x, inverse_steps, _, frames, first = sum
+        if sealed:
+            require_seals(frames)
+        count = x.numel()
+        codes, scratch = _scratch.of("sum", count, torch.int32), self._working_memory(frames=_FRAMES_TOGETHER)
+        values = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), count, codes.data_ptr()
+        noise = _noise(noise and noise.from_element(first))
+        for at in range(0, max(1, len(frames)), _FRAMES_TOGETHER):
+            some = frames[at : at + _FRAMES_TOGETHER]
+            pointers = (_POINTER * len(some))(*(frame.data_ptr() for frame in some))
+            sizes = (_INT64 * len(some))(*(frame.numel() for frame in some))
+            if self._add_up(pointers, sizes, len(some), *values, noise, scratch) < 0:
+                for frame in some:
+                    self.decode_codes(frame, codes)  # which says what is damaged
+            values = None, *values[1:]
+        return codes
+
     def checksum(self, frame):
         return self._checksum(frame.data_ptr(), frame.numel())
 
@@ -165,9 +203,12 @@ class CpuBackend(HostBackend):
         scales = _rows(rows), magnitudes.data_ptr(), denominator
         self._unpack(packed.data_ptr(), bits, *scales, out.data_ptr(), _DTYPE[out.dtype])
 
-    def _working_memory(self, count: int = 0) -> int:
-        """The address of the working memory for encoding `count` codes. Decoding needs as much as encoding none."""
-        return _scratch.of("kernels", self._scratch_bytes(count), torch.uint8).data_ptr()
+    def _working_memory(self, count: int = 0, frames: int = 1) -> int:
+        """The address of the working memory for encoding `count` codes, or for decoding some frames together.
+
+        To decode a frame takes as much as to encode no codes.
+        """
+        return _scratch.of("kernels", frames * self._scratch_bytes(count), torch.uint8).data_ptr()
 
 
 @functools.cache

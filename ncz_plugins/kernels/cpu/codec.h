@@ -204,6 +204,8 @@ class SumSource {
 // The most that HUFFMAN and RANS code together, and what is read and written beyond it. All that decoding takes.
 constexpr int64_t UNIT_BYTES = 4 * RANS_PAGE + 4 * BLOCK;
 
+constexpr int32_t FRAMES_TOGETHER = 4;  // that are added up in one pass; ../cpu/__init__.py expects the same
+
 // What HUFFMAN and RANS decode, as integers of the same width, for FrameSource to read. Too large to be copied with it.
 class DecodedSymbols {
   public:
@@ -694,13 +696,18 @@ FloatsSource<T, Scale> source_of(T* x, const Scale* inverse_steps) {
 }
 
 template <class T, class Scale>
+StochasticSource<T, Scale> random_source_of(T* x, const Scale* inverse_steps, const Noise& noise) {
+    return {x, inverse_steps, noise};
+}
+
+template <class T, class Scale>
 FloatsSink<T, Scale> sink_of(T* out, const Scale* scales) {
     return {out, scales};
 }
 
 template <class T, class Scale>
-void quantize_at_random(const T* x, const Scale* inverse_steps, const Noise& noise, int64_t count, int32_t* codes) {
-    run(StochasticSource<T, Scale>(x, inverse_steps, noise), CodesSink<false>(codes), count);
+void quantize_at_random(T* x, const Scale* inverse_steps, const Noise& noise, int64_t count, int32_t* codes) {
+    run(random_source_of(x, inverse_steps, noise), CodesSink<false>(codes), count);
 }
 
 }  // namespace
@@ -768,6 +775,55 @@ NCZ_EXPORT int64_t NCZ_NAME(decode)(const uint8_t* frame, int64_t bytes, const v
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
     with_types(out, scales, dtype, [&](auto* out, auto* scales) { run(source, sink_of(out, scales), count); });
     return source.damage();
+}
+
+// `out` may be `x`: each block is read before it is written.
+NCZ_EXPORT int64_t NCZ_NAME(decode_sum)(const uint8_t* frame, int64_t bytes, const void* x, int32_t dtype,
+                                        const void* inverse_steps, const void* scales, int64_t count, void* out,
+                                        const Noise* noise, uint8_t* scratch) {
+    DecodedSymbols decoded(scratch);
+    FrameSource source(decoded);
+    if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
+    with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
+        auto sink = sink_of(static_cast<decltype(x)>(out), static_cast<decltype(inverse_steps)>(scales));
+        auto write = [&](auto own) { run(SumSource<FrameSource, decltype(own)>(source, own), sink, count); };
+        noise ? write(random_source_of(x, inverse_steps, *noise)) : write(source_of(x, inverse_steps));
+    });
+    return source.damage();
+}
+
+// The codes in `frame_count` frames, at most FRAMES_TOGETHER, plus those of `x`; without `x` plus those that are there.
+// Frame by frame within each chunk, whose codes stay in the fastest cache meanwhile.
+NCZ_EXPORT int64_t NCZ_NAME(add_up)(const uint8_t* const* frames, const int64_t* bytes, int32_t frame_count,
+                                    const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
+                                    int32_t* codes, const Noise* noise, uint8_t* scratch) {
+    DecodedSymbols decoded[] = {DecodedSymbols(scratch), DecodedSymbols(scratch + UNIT_BYTES),
+                                DecodedSymbols(scratch + 2 * UNIT_BYTES), DecodedSymbols(scratch + 3 * UNIT_BYTES)};
+    FrameSource sources[] = {FrameSource(decoded[0]), FrameSource(decoded[1]), FrameSource(decoded[2]),
+                             FrameSource(decoded[3])};
+    static_assert(sizeof sources == FRAMES_TOGETHER * sizeof(FrameSource), "one for each frame");
+    for (int32_t i = 0; i < frame_count; ++i)
+        if (int64_t wrong = sources[i].open(frames[i], bytes[i], count)) return wrong;
+    auto add = [&](auto begin_chunk) {
+        CodesSink<true> sum(codes);
+        for (int64_t c = 0; c < chunks_of(count); ++c) {
+            begin_chunk(c);
+            for (int32_t i = 0; i < frame_count; ++i) run_chunk(sources[i], sum, c, count);
+        }
+    };
+    auto add_to = [&](auto own) {
+        CodesSink<false> first(codes);
+        add([&](int64_t c) { run_chunk(own, first, c, count); });
+    };
+    if (x)
+        with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
+            noise ? add_to(random_source_of(x, inverse_steps, *noise)) : add_to(source_of(x, inverse_steps));
+        });
+    else
+        add([](int64_t) {});
+    for (int32_t i = 0; i < frame_count; ++i)
+        if (int64_t wrong = sources[i].damage()) return wrong;
+    return 0;
 }
 
 // Only FIXED is written while the sum is made: all others, and the selector, need it more than once.

@@ -46,7 +46,7 @@ def pack(x: np.ndarray, rows: Rows, magnitudes: np.ndarray, bits: int, noise: No
         if noise is None:
             code = np.rint(scaled)
         else:
-            fraction = random_bits(noise._replace(first=noise.first + elements.start), scaled.size) >> np.uint32(8)
+            fraction = random_bits(noise.from_element(elements.start), scaled.size) >> np.uint32(8)
             code = np.floor(scaled)
             code += fraction.astype(np.float32) * np.float32(2.0**-24) < scaled - code
         codes[i, : code.size] = code.astype(np.int32)
