@@ -1,8 +1,8 @@
 """Why a call goes plain. Every reason is here, and so is every rule that finds one.
 
-A call is looked at three times: when it is asked for (`before_call`), by what became of similar calls before
-(`BypassBackoff`), and once its values are measured (`scales_or_bypass`). No rule looks at anything in which ranks could
-differ, so all ranks decide alike.
+A call is looked at three times: when it is asked for (`before_call`, then its size, then what its parts are), by what
+became of similar calls before (`BypassBackoff`), and once its values are measured (`scales_or_bypass`). The first
+reason counts. No rule looks at anything in which ranks could differ, so all ranks decide alike.
 """
 
 from __future__ import annotations

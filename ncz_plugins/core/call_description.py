@@ -35,14 +35,14 @@ _COMPRESSED, _AS_CHANGES = 0, 1 + len(_BYPASSES)  # what "transfer" is besides t
 
 
 def described(
-    request: Request, number: int, bypass: Bypass | None, config: Config | None = None, uncompared: int = 0
+    request: Request, number: int, bypass: Bypass | None, configuration: int = 0, uncompared: int = 0
 ) -> dict[str, int]:
     """What ranks compare of a call. Texts and floats travel as checksums, other things as their place in a list.
 
     Args:
         number: how many calls the ranks have made, this one included.
         bypass: why the call goes plain; None if it is compressed.
-        config: the settings of a call that is compressed.
+        configuration: a checksum of the settings of a call that is compressed.
         uncompared: a checksum of the calls before it that ranks did not compare.
     """
     return {
@@ -54,7 +54,7 @@ def described(
         "scale": 0 if request.scale == 1 else zlib.crc32(repr(float(request.scale)).encode()),
         "source rank": request.root,
         "transfer": _transfer(request, bypass),
-        "configuration": 0 if config is None else checksum_of(config),
+        "configuration": configuration,
         "calls on GPUs before it": uncompared,
         "list of tensors": request.together,
         "refusal": 0,
@@ -136,7 +136,10 @@ def _in_words(name: str, ends: Extremes, ranks: Sequence[int]) -> str:
 
 def _place(values: Sequence, value: object) -> int:
     """The place of the first that equals `value`; behind all of them if none does."""
-    return next((at for at, each in enumerate(values) if each == value), len(values))
+    for at, each in enumerate(values):
+        if each == value:
+            return at
+    return len(values)
 
 
 def _named(values: Sequence, number: int) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.backend import Backend, GpuBackend
 from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
-from .call_description import bypassing, described, refusal, require_plain, require_same
+from .call_description import bypassing, checksum_of, described, refusal, require_plain, require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
@@ -96,6 +96,7 @@ class Collectives:
         self.nodes = nodes
         self._auto_schedule = auto_schedule
         self._exact_calls = 0  # plain ones and those without loss, which draw no random numbers
+        self._checksum = checksum_of(config)
         self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
 
     @property
@@ -118,6 +119,8 @@ class Collectives:
         if bypass := before_call(self.config, self.world_size, request.role, request.op, dtypes):
             require_plain(request)
             return Decision(self.config, bypass)
+        if bypass := by_size(request.larger.nbytes, self.config):  # before all that takes time
+            return Decision(self.config, bypass)
         dtype = request.input.dtype
         alike = self.training.grouped(request.parts, dtype, request.role, self.ranks)
         if len(alike) > 1:
@@ -129,7 +132,7 @@ class Collectives:
         if request.baseline is not None:
             treatment = treatment.without_loss()
         config = treatment.settings(self.config)
-        bypass = treatment.bypass or by_rate(dtype, config) or by_size(request.larger.nbytes, config)
+        bypass = treatment.bypass or by_rate(dtype, config)
         if bypass is None and _feeds_back(request, config):
             if all(part.name is None for part in _residual_parts(request)):
                 raise UnsupportedError(
@@ -169,7 +172,13 @@ class Collectives:
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
         number = self.state.calls + self._exact_calls
-        return described(request, number, bypass, config, self._uncompared)
+        return described(request, number, bypass, self._checksum_of(config), self._uncompared)
+
+    def _checksum_of(self, config: Config | None) -> int:
+        """Of the settings of a call; 0 for none. To look up that of other settings than the usual ones takes longer."""
+        if config is None:
+            return 0
+        return self._checksum if config is self.config else checksum_of(config)
 
     def prepare(self, request: Request, config: Config) -> Call:
         """The call that serves a request, numbered, with the settings that `decide` returned."""
@@ -273,14 +282,15 @@ class Collectives:
         request, small = call.request, transport.small
         if small is not None and small.serve(request.collective, request.input, request.op):
             comparison = RankComparison(call.described, transport.rank, transport.world_size)
-            check = partial(require_same, request.collective, comparison, self.ranks)
             given = (request.collective, request.input, request.output, request.op, request.root)
-            small.run(*given, comparison, check, self.config.transport.link_gbps)
-        else:
-            _require_same_call(request.collective, call.described, transport, Counters(), self.ranks)
-            with peer_errors(f"the plain {request.collective}"):
-                request.start_plain(transport.plain).wait()
-            device.synchronize()
+            under_way = small.start(*given, comparison, self.config.transport.link_gbps)
+            self.count_plain(request, call.bypass)  # while the values travel
+            under_way.finish(partial(require_same, request.collective, comparison, self.ranks))
+            return
+        _require_same_call(request.collective, call.described, transport, Counters(), self.ranks)
+        with peer_errors(f"the plain {request.collective}"):
+            request.start_plain(transport.plain).wait()
+        device.synchronize()
         self.count_plain(request, call.bypass)
 
     def refuse(self, collective: str, device: Device, transport: Transport) -> None:
@@ -355,7 +365,8 @@ def layout_of_parts(segment: Tensor, world_size: int, config: Config) -> Layout:
 def bypassed(request: Request, bypass: Bypass, world_size: int) -> Counters:
     """The counters of a request that goes plain without asking the other ranks."""
     sent = plain_wire_bytes(request.collective, request.input.nbytes, world_size)
-    because = {"bypasses": {bypass.value: 1}, "bypassed_bytes": {bypass.value: sent}}
+    reason = bypass.value
+    because = {"bypasses": {reason: 1}, "bypassed_bytes": {reason: sent}}
     return Counters(calls=1, bytes_in=request.input.nbytes, plain_bytes=sent, wire_bytes=sent, **because)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -150,7 +150,7 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        with self._refusals("all_reduce"):
+        with _Beginning(self, "all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
             return self._reduce([tensor], op, [parts], role, async_op)
 
@@ -175,7 +175,7 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None. Its future gives the list of tensors.
         """
-        with self._refusals("all_reduce_coalesced"):
+        with _Beginning(self, "all_reduce_coalesced"):
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             parts = _parts_of_each("all_reduce_coalesced", tensors, names, parts)
             return self._reduce(tensors, op, parts, role, async_op)
@@ -197,7 +197,7 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        with self._refusals("reduce_scatter_tensor"):
+        with _Beginning(self, "reduce_scatter_tensor"):
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
             parts = _parts("reduce_scatter_tensor", input, name, parts)
             request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts)
@@ -224,7 +224,7 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        with self._refusals("all_gather_into_tensor"):
+        with _Beginning(self, "all_gather_into_tensor"):
             self._check_sizes("all_gather_into_tensor", whole=output, part=input)
             parts = _parts("all_gather_into_tensor", output, name, None)
             request = partial(Request, "all_gather_into_tensor", role=role, parts=parts, baseline=baseline)
@@ -250,7 +250,7 @@ class Communicator:
 
         Returns: a handle if `async_op`, else None.
         """
-        with self._refusals("broadcast"):
+        with _Beginning(self, "broadcast"):
             if src not in self.ranks:
                 raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
             parts = _parts("broadcast", tensor, name, None)
@@ -466,22 +466,16 @@ class Communicator:
             self._plain_on_gpu = handle
         return handle.giving(request.output) if async_op else handle.wait() and None
 
-    @contextmanager
-    def _refusals(self, collective: str) -> Iterator[None]:
-        """A context to begin a call in: outside of inference mode, in which nothing that lasts may be made.
-
-        If this rank can't make its call, the others are told, since they would wait for it.
-        """
+    def require_open(self) -> None:
+        """Raise what broke this communicator, if anything did, and UnsupportedError in a fork of its process."""
         if self.world_size > 1:
             self._queue.require_open()
-        with outside_of_inference_mode():
-            try:
-                yield
-            except (UnsupportedError, ValueError, OutOfMemoryError):
-                if self.world_size > 1:
-                    with suppress(NczError):  # what matters here is why it was refused
-                        self._queue.run(collective, partial(self._collectives.refuse, collective))
-                raise
+
+    def refuse(self, collective: str) -> None:
+        """Tell the other ranks, which would wait for it, that this one can't make its call."""
+        if self.world_size > 1:
+            with suppress(NczError):  # what matters is why it was refused
+                self._queue.run(collective, partial(self._collectives.refuse, collective))
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)
@@ -490,6 +484,31 @@ class Communicator:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
+
+
+class _Beginning:
+    """A context to begin a call in: outside of inference mode, in which nothing that lasts may be made.
+
+    If this rank can't make its call, the others are told. Each call enters one, so it is no generator.
+    """
+
+    __slots__ = ("_communicator", "_collective", "_outside")
+
+    def __init__(self, communicator: Communicator, collective: str):
+        self._communicator = communicator
+        self._collective = collective
+
+    def __enter__(self) -> None:
+        self._communicator.require_open()
+        self._outside = outside_of_inference_mode()
+        self._outside.__enter__()
+
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        try:
+            if isinstance(error, (UnsupportedError, ValueError, OutOfMemoryError)):
+                self._communicator.refuse(self._collective)
+        finally:
+            self._outside.__exit__(kind, error, traceback)
 
 
 def _on_pieces(request: Request, job: Job) -> Job:

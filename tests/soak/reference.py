@@ -96,9 +96,9 @@ def treated(call: Call, config: dict, ranks: int, step: int) -> tuple[dict, str 
         reason = "warm-up"
     size, least = elements * getattr(torch, call.dtype).itemsize, config["transport"]["min_bytes"]
     if least == "never":
-        reason = reason or "link too fast"
+        reason = "link too fast"
     elif size < max(least, 1):
-        reason = reason or "too small"
+        reason = "too small"
     if call.dtype not in FLOATS:
         reason = "dtype"
     if call.op not in ("SUM", "AVG", None):

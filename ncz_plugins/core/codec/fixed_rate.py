@@ -64,7 +64,7 @@ class FixedRateCodec(Codec):
 
     def part(self, segments: range) -> FixedRateCodec:
         start = self.layout.elements(segments).start
-        noise = self.noise and self.noise._replace(first=self.noise.first + start)
+        noise = self.noise and self.noise.from_element(start)
         return replace(self, tensor=self.tensor.part(segments), noise=noise)
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class FixedRateCodec(Codec):
         of_row = max(1, rate_blocks_of(rows.elements))
         with span("encode", self.source.data.nbytes * rows.blocks // of_row, self.counters):
             packed = self._memory(rows.count * rows.blocks * packed_bytes(self.bits))
-            noise = self.noise and self.noise._replace(first=self.noise.first + self.source.start)
+            noise = self.noise and self.noise.from_element(self.source.start)
             self.backend.pack(self.source.data, rows, magnitudes, self.bits, packed, noise)
         return packed
 

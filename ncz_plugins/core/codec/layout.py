@@ -105,6 +105,8 @@ class Layout:
 
     def cut(self, frames: range) -> Layout:
         """The layout of these neighbouring frames of every segment by themselves."""
+        if frames == range(self.frames):
+            return self
         runs = [self.run(segment, frames) for segment in range(len(self.lengths))]
         return Layout(tuple(run.stop - run.start for run in runs), self.frame_elements)
 

@@ -49,6 +49,8 @@ class Scales:
 
     def to(self, device: torch.device) -> Scales:
         """The same in the memory of `device`."""
+        if self.scales.device == device:
+            return self
         return Scales(self.inverse_steps.to(device), self.scales.to(device))
 
 

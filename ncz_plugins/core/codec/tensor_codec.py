@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,8 @@ from .coded_tensor import Codec, CodedTensor
 from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
+
+_CODER_NAMES = {coder.value: coder.name.lower() for coder in Coder}
 
 
 class FrameSum(NamedTuple):
@@ -133,8 +136,7 @@ class TensorCodec(Codec):
             yield from self._sums(batch)
 
     def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
-        nbytes = sum(self.source[self.layout.frame(each.segment, each.index)].nbytes for each in batch)
-        with span("encode", nbytes, self.counters), _naming(_name(batch)):
+        with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
             buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
             sizes = self._write_sums(batch, buffers)
             if self.checksum:
@@ -144,7 +146,12 @@ class TensorCodec(Codec):
             self._count(frame)
         return written
 
-    def _seen(self, sizes: Tensor) -> list[int]:
+    def _nbytes(self, batch: list[FrameSum]) -> int:
+        """Of the values that a batch is made of."""
+        elements = [self.layout.frame(each.segment, each.index) for each in batch]
+        return sum(each.stop - each.start for each in elements) * self.source.data.itemsize
+
+    def _seen(self, sizes: Tensor | np.ndarray) -> list[int]:
         """Sizes of frames, as the host knows them."""
         return self.device.seen(sizes).tolist()
 
@@ -162,8 +169,11 @@ class TensorCodec(Codec):
         return replace(self, tensor=self.tensor.part(segments))
 
     @abstractmethod
-    def _write_sums(self, batch: list[FrameSum], buffers: list[Tensor]) -> Tensor:
-        """As `sum`, each written to a buffer. Returns the bytes of each, int64. Raises DamagedFrame."""
+    def _write_sums(self, batch: list[FrameSum], buffers: list[Tensor]) -> Tensor | np.ndarray:
+        """As `sum`, each written to a buffer. Returns the bytes of each, as `Backend.encode_sums` does.
+
+        Raises DamagedFrame.
+        """
 
     @abstractmethod
     def _read(self, segment: int, index: int, frame: Tensor) -> None:
@@ -171,9 +181,9 @@ class TensorCodec(Codec):
 
     def _count(self, frame: Tensor) -> None:
         """Count a frame by its coder, in host memory only: to look at one on a GPU is to wait for it."""
-        if frame.device.type == "cpu":
+        if frame.is_cpu:
             _, _, coder, *_ = HEADER.unpack_from(frame.numpy())
-            name = Coder(coder).name.lower()
+            name = _CODER_NAMES[coder]
             self.counters.coders[name] = self.counters.coders.get(name, 0) + 1
 
 
@@ -230,7 +240,7 @@ class QuantizingCodec(TensorCodec):
 
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
-        noise = self.noise and self.noise._replace(first=self.noise.first + start)
+        noise = self.noise and self.noise.from_element(start)
         return replace(super().part(segments), scales=self.scales[self.layout.steps_of(segments)], noise=noise)
 
     def decode_sum(self, segment: int, index: int, frames: list[Tensor]) -> None:
@@ -258,7 +268,7 @@ class QuantizingCodec(TensorCodec):
             for index in range(self.layout.frames):
                 x, inverse_steps = self._own(segment, index)
                 first = self.layout.frame(segment, index).start
-                noise = self.noise and self.noise._replace(first=self.noise.first + first)
+                noise = self.noise and self.noise.from_element(first)
                 if x.numel():
                     self.backend.quantize(x, inverse_steps, codes[: x.numel()], noise)
                     self.backend.dequantize(codes[: x.numel()], 1 / inverse_steps, meant[: x.numel()])

@@ -127,8 +127,7 @@ class Config(Section):
 
     def with_transport(self, **values: Any) -> Config:
         """A copy with these settings of `transport` in place of its own."""
-        settings = self.model_dump()
-        return type(self)(**settings | {"transport": settings["transport"] | values})
+        return type(self)(**dict(self) | {"transport": self.transport.model_dump() | values})
 
     @property
     def needs_measuring(self) -> bool:

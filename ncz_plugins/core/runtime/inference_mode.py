@@ -15,7 +15,10 @@ from torch import Tensor
 
 def outside_of_inference_mode() -> AbstractContextManager:
     """A context without inference mode. If it was on, gradients are not recorded here either."""
-    return _outside() if torch.is_inference_mode_enabled() else nullcontext()
+    return _outside() if torch.is_inference_mode_enabled() else _as_it_is
+
+
+_as_it_is = nullcontext()
 
 
 @contextmanager

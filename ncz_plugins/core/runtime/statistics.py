@@ -92,33 +92,42 @@ class Statistics:
     """Counters over a whole run and per training step. Safe to read while a collective runs.
 
     Attributes:
-        total: since the start.
         steps: the counters of the latest `history` finished training steps, oldest first.
     """
 
     def __init__(self, history: int):
-        self.total = Counters()
         self.steps: deque[Counters] = deque(maxlen=history)
+        self._before = Counters()  # of all finished steps
         self._step = Counters()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Statistics({self.total.calls} calls, {self.total.describe()})"
 
+    @property
+    def total(self) -> Counters:
+        """Those of all calls until now."""
+        total = Counters()
+        with self._lock:
+            total.add(self._before)
+            total.add(self._step)
+        return total
+
     def record(self, counters: Counters) -> None:
         """Add one call."""
         with self._lock:
-            self.total.add(counters)
             self._step.add(counters)
 
     def end_step(self) -> Counters:
         """Close the current training step and return its counters. The caller decides when a step ends."""
         with self._lock:
             finished, self._step = self._step, Counters()
+            self._before.add(finished)
             self.steps.append(finished)
             return finished
 
     def to_dict(self) -> dict:
         """`total` and `steps`, ready for JSON."""
+        total = self.total
         with self._lock:
-            return {"total": self.total.to_dict(), "steps": [step.to_dict() for step in self.steps]}
+            return {"total": total.to_dict(), "steps": [step.to_dict() for step in self.steps]}

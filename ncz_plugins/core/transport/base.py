@@ -177,15 +177,29 @@ class CollectiveTransport(Protocol):
     def plain(self) -> PlainCollectives: ...
 
 
+class SmallWork(ABC):
+    """An uncompressed collective of small tensors that is under way."""
+
+    @abstractmethod
+    def finish(self, check: Callable[[], None]) -> None:
+        """Return once the result is in place. Called once.
+
+        Args:
+            check: raises an error if ranks differ. Called once that is known, before any value is looked at.
+
+        Raises PeerError, and what `check` raises.
+        """
+
+
 class SmallCollectives(ABC):
     """Uncompressed collectives of small tensors, which find out as well whether all ranks make the same call."""
 
     @abstractmethod
     def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
-        """Whether `run` takes such a call."""
+        """Whether `start` takes such a call."""
 
     @abstractmethod
-    def run(
+    def start(
         self,
         collective: str,
         input: Tensor,
@@ -193,19 +207,15 @@ class SmallCollectives(ABC):
         op: dist.ReduceOp | None,
         root: int,
         comparison: RankComparison,
-        check: Callable[[], None],
         link_gbps: float | None = None,
-    ) -> None:
-        """Run a call to its end.
+    ) -> SmallWork:
+        """Begin a call. It never waits.
 
         Args:
             collective: its name in torch.distributed; `input`, `output` and `op` as there.
             root: the rank within the group that a broadcast starts from.
-            comparison: what ranks compare; its maximum over ranks is found here.
-            check: raises an error if ranks differ. Called once that is known, before any value is looked at.
+            comparison: what ranks compare; what all of them tell is found here.
             link_gbps: the speed of the link, the same on all ranks; None: nobody knows it.
-
-        Raises PeerError, and what `check` raises.
         """
 
 

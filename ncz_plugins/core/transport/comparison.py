@@ -20,44 +20,43 @@ class Extremes(NamedTuple):
 
 
 class RankComparison:
-    """Compares numbers by an element-wise maximum over ranks, the one thing that every transport can find.
+    """Compares numbers between ranks, each of which tells all others its own.
 
-    Ranks that hear of each other's numbers directly use `told_by` and `hear`, and no tensor: for so few numbers torch
-    takes longer than they are on their way.
+    Where they can't, the maximum over ranks of `tensor` says as much: every transport can find one. That takes torch
+    longer than so few numbers are on their way.
 
     Args:
         numbers: what each number stands for -> this rank's number. Its magnitude times `world_size` fits in 63 bits.
         rank: this rank, from 0 to `world_size` - 1.
 
     Attributes:
-        nbytes: of what a rank tells.
+        told: what this rank tells the others. They tell the same if they have the same numbers.
     """
 
     def __init__(self, numbers: Mapping[str, int], rank: int, world_size: int):
-        self._names = list(numbers)
+        self._numbers = numbers
         self._rank = rank
         self._world_size = world_size
-        # The last digit to the base `world_size` tells which rank the maximum came from: the first one that has it.
-        self._scaled = [number * world_size for number in numbers.values()]
-        self._scaled += [-number for number in self._scaled]
-        self._format = f"<{len(self._scaled)}q"
-        self.nbytes = struct.calcsize(self._format)
+        self._format = f"<{len(numbers)}q"
+        self.told = struct.pack(self._format, *numbers.values())
+        self._heard: list[tuple[int, bytes]] = []  # what other ranks have told
+        self._heard_differing = False
         self._tensor: Tensor | None = None
-        self._heard: list[tuple[int, bytes]] = []  # ranks and what they told
-
-    def told_by(self, rank: int) -> bytes:
-        """What a rank tells the others, if it has the same numbers as this one."""
-        return struct.pack(self._format, *self._with_digit_of(rank))
 
     def hear(self, rank: int, told: bytes) -> None:
-        """Take note of what another rank has told."""
+        """Take note of what another rank has told, which has as many bytes as `told`."""
         self._heard.append((rank, told))
+        self._heard_differing = self._heard_differing or told != self.told
 
     @property
     def tensor(self) -> Tensor:
         """int64, two elements for each number. Replace it by its element-wise maximum over ranks."""
         if self._tensor is None:
-            self._tensor = torch.frombuffer(bytearray(self.told_by(self._rank)), dtype=torch.int64)
+            # The last digit to the base `world_size` tells which rank the maximum came from: the first one that has it.
+            n, digit = self._world_size, self._world_size - 1 - self._rank
+            numbers = self._numbers.values()
+            signed = [*numbers, *(-number for number in numbers)]
+            self._tensor = torch.tensor([number * n + digit for number in signed], dtype=torch.int64)
         return self._tensor
 
     @tensor.setter
@@ -67,19 +66,24 @@ class RankComparison:
     def differing(self) -> dict[str, Extremes]:
         """The names of numbers that differ between ranks -> their extremes."""
         if self._tensor is not None:
-            highest = self._tensor.tolist()
-        elif all(told == self.told_by(rank) for rank, told in self._heard):
+            found = self._in_tensor()
+        elif not self._heard_differing:
             return {}  # as nearly always
         else:
-            others = [struct.unpack(self._format, told) for _, told in self._heard]
-            highest = list(map(max, zip(self._with_digit_of(self._rank), *others)))
-        n, count = self._world_size, len(self._names)
+            found = self._in_words()
+        return {name: ends for name, ends in found.items() if ends.lowest != ends.highest}
+
+    def _in_words(self) -> dict[str, Extremes]:
+        ranks, told = zip(*sorted([(self._rank, self.told), *self._heard]))
+        found = {}
+        for name, *numbers in zip(self._numbers, *(struct.unpack(self._format, each) for each in told)):
+            lowest, highest = min(numbers), max(numbers)
+            found[name] = Extremes(lowest, ranks[numbers.index(lowest)], highest, ranks[numbers.index(highest)])
+        return found
+
+    def _in_tensor(self) -> dict[str, Extremes]:
+        n, highest = self._world_size, self._tensor.tolist()
         return {
             name: Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
-            for name, high, low in zip(self._names, highest[:count], highest[count:])
-            if high // n != -(low // n)
+            for name, high, low in zip(self._numbers, highest, highest[len(self._numbers) :])
         }
-
-    def _with_digit_of(self, rank: int) -> list[int]:
-        digit = self._world_size - 1 - rank
-        return [number + digit for number in self._scaled]

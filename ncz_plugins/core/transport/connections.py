@@ -126,7 +126,7 @@ class Connections:
             return self.start_max(comparison.tensor, counters)
         values = _NOTHING if values is None else values
         opening = self.open(comparison, [memory_of(values)] * self.world_size)
-        counters.wire_bytes += (comparison.nbytes + values.nbytes) * (self.world_size - 1)
+        counters.wire_bytes += (len(comparison.told) + values.nbytes) * (self.world_size - 1)
         return OpeningAgreement(opening, values, counters)
 
     def open(
@@ -142,19 +142,17 @@ class Connections:
             outgoing: for each rank the values that it gets, at most `opening_bytes`.
             places: for each rank where its values go, if it makes the same call; None: into new memory.
         """
-        told, least = comparison.told_by(self.rank), comparison.nbytes
+        told = comparison.told
         messages = [[told, values] for values in outgoing]
-        into = [
-            None if place is None else Place(comparison.told_by(rank), place) for rank, place in enumerate(places or ())
-        ]
-        exchange = self.mesh.start(messages, least, least + self.opening_bytes, into)
+        into = [None if place is None else Place(told, place) for place in places or ()]
+        exchange = self.mesh.start(messages, len(told), len(told) + self.opening_bytes, into)
         return Opening(comparison, exchange)
 
-    def start_gather(self, parts: Sequence[Tensor]) -> Gather:
+    def start_gather(self, parts: Sequence[memoryview]) -> Gather:
         """Start to send all ranks this one's part, and to receive each one's own into its place.
 
         Args:
-            parts: one of each rank, contiguous. All sizes were compared before.
+            parts: the bytes of one of each rank. All sizes were compared before.
         """
         return Gather(self.mesh, self.rank, parts)
 
@@ -221,35 +219,37 @@ class Opening:
     def __init__(self, comparison: RankComparison, exchange: Exchange):
         self._comparison = comparison
         self._exchange = exchange
+        self._head = len(comparison.told)
 
-    def compare(self) -> None:
-        """Let `comparison` hear of all ranks."""
-        nbytes = self._comparison.nbytes
-        for rank, message in zip(self._exchange.ranks, self._exchange.reach(nbytes)):
-            self._comparison.hear(rank, message[:nbytes].tobytes())
+    def compare(self, nbytes: int = 0) -> list[np.ndarray]:
+        """Let `comparison` hear of all ranks, and return what `reach` does, as soon as that would."""
+        received = self._exchange.reach(self._head + nbytes)
+        for rank, message in zip(self._exchange.ranks, received):
+            self._comparison.hear(rank, message[: self._head].tobytes())
+        return self._values(received)
 
-    def reach(self, nbytes: int) -> dict[int, np.ndarray]:
-        """What came from each other rank, uint8, once so many bytes of its values are there, and as many have left.
+    def reach(self, nbytes: int) -> list[np.ndarray]:
+        """What came from the other ranks, in order, uint8, once so many bytes of it are there, and as many have left.
 
         They are not what this rank expects if the ranks differ.
         """
-        return self._values(self._exchange.reach(self._comparison.nbytes + nbytes))
+        return self._values(self._exchange.reach(self._head + nbytes))
 
-    def wait(self) -> dict[int, np.ndarray]:
+    def wait(self) -> list[np.ndarray]:
         """The same, once all has come, but what went to its place. This rank's messages have left by then."""
         return self._values(self._exchange.wait())
 
-    def _values(self, received: list[np.ndarray]) -> dict[int, np.ndarray]:
-        return {rank: message[self._comparison.nbytes :] for rank, message in zip(self._exchange.ranks, received)}
+    def _values(self, received: list[np.ndarray]) -> list[np.ndarray]:
+        return [message[self._head :] for message in received]
 
 
 class Gather:
     """Parts that ranks send each other, under way: each sends its own to all, and receives theirs where they belong."""
 
-    def __init__(self, mesh: Mesh, rank: int, parts: Sequence[Tensor]):
+    def __init__(self, mesh: Mesh, rank: int, parts: Sequence[memoryview]):
         sizes = [part.nbytes for part in parts]
-        places = [Place(b"", memory_of(part)) for part in parts]
-        self._exchange = mesh.start([[places[rank].rest]] * len(parts), min(sizes), max(sizes), places)
+        places = [Place(b"", part) for part in parts]
+        self._exchange = mesh.start([[parts[rank]]] * len(parts), min(sizes), max(sizes), places)
 
     def wait(self) -> None:
         """Return once all parts are there. Raises PeerError."""
@@ -442,7 +442,7 @@ class OpeningAgreement(Agreement):
     def wait(self) -> None:
         with span("wait", self._values.nbytes, self._counters):
             self._opening.compare()
-            received = self._opening.wait().values()
+            received = self._opening.wait()
         if all(message.nbytes == self._values.nbytes for message in received):
             _take_maximum(self._values, received)
 
@@ -467,7 +467,7 @@ class PartedAgreement(Agreement):
         nbytes = sum(part.nbytes for part in self._parts)
         with span("wait", nbytes, self._counters), peer_errors("agreeing with the other ranks"):
             _take_maximum(self._parts[self._rank], self._exchange.wait())
-            Gather(self._mesh, self._rank, self._parts).wait()
+            Gather(self._mesh, self._rank, list(map(memory_of, self._parts))).wait()
 
 
 def _take_maximum(tensor: Tensor, received: Iterable[np.ndarray]) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -166,11 +166,11 @@ class Mesh:
 
     def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
         """Return once these messages were received and sent. Raises PeerError."""
-        self._go_on_until(lambda message: message.is_over, messages)
+        self._go_on_until(messages)
 
     def reach(self, messages: Sequence[Outgoing | Incoming], nbytes: int) -> None:
         """Return once so many bytes of each of these messages, or all, were received and sent. Raises PeerError."""
-        self._go_on_until(lambda message: message.has(nbytes), messages)
+        self._go_on_until(messages, nbytes)
 
     def close(self, reason: str) -> None:
         """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
@@ -199,23 +199,20 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
-    def _go_on_until(
-        self, is_done: Callable[[Outgoing | Incoming], bool], messages: Sequence[Outgoing | Incoming]
-    ) -> None:
-        """Send and receive, whatever there is, until all of these messages are done."""
+    def _go_on_until(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
+        """Send and receive, whatever there is, until all of these messages have come as far, or are over."""
         with self._in_use:
             deadline = time.monotonic() + self._timeout
-            ready = self._peers
-            while True:
+            ready, awaited = self._peers, _awaited(messages, nbytes)
+            while awaited:
                 for peer in ready:
                     peer.advance()
-                awaited = {message.peer: None for message in messages if not is_done(message)}
-                if not awaited:
-                    return
-                self._require_open()  # before peers are asked, as they seem to have closed what another thread closed
-                for peer in awaited:
-                    peer.require_reachable()
-                ready = self._wait_for(awaited, deadline)
+                awaited = _awaited(messages, nbytes)
+                if awaited:
+                    self._require_open()  # first, as peers seem to have closed what another thread closed
+                    for peer in awaited:
+                        peer.require_reachable()
+                    ready = self._wait_for(awaited, deadline)
 
     def _wait_for(self, awaited: Iterable[_Peer], deadline: float) -> list[_Peer]:
         """Wait until a peer has sent something or takes more, or for a while. PeerError if there is no time left.
@@ -237,6 +234,11 @@ class Mesh:
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
         return [by_socket[number] for number, _ in poll.poll(1000 * min(left, _POLL_SECONDS))]
+
+
+def _awaited(messages: Sequence[Outgoing | Incoming], nbytes: int | None) -> list[_Peer]:
+    """The peers of messages that have not come so far; of those that are not over, if None. One may be there twice."""
+    return [message.peer for message in messages if not message.has(nbytes)]
 
 
 class Place(NamedTuple):
@@ -295,14 +297,9 @@ class Outgoing:
         views = [memoryview(part) for part in parts if len(part)]
         self._left = [memoryview(_LENGTH.pack(sum(map(len, views)))), *views]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all of it has left."""
-        return self.ended is not None
-
-    def has(self, nbytes: int) -> bool:
-        """Whether so many bytes of it have left, or all."""
-        return self.is_over or self._sent >= nbytes
+    def has(self, nbytes: int | None) -> bool:
+        """Whether so many bytes of it have left, or all; None: all."""
+        return self.ended is not None or (nbytes is not None and self._sent >= nbytes)
 
     def advance(self, to: socket.socket) -> None:
         """Send what can be sent now."""
@@ -331,18 +328,15 @@ class Incoming:
         self.values: np.ndarray | None = None
         self.ended: float | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all of it is there."""
-        return self.ended is not None
-
-    def has(self, nbytes: int) -> bool:
-        """Whether so many bytes of it are in `values`, or it is over."""
-        return self.is_over or (self.values is not None and self.values.nbytes - self._left.nbytes >= nbytes)
+    def has(self, nbytes: int | None) -> bool:
+        """Whether so many bytes of it are in `values`, or it is over; None: whether it is over."""
+        if self.ended is not None:
+            return True
+        return nbytes is not None and self.values is not None and self.values.nbytes - self._left.nbytes >= nbytes
 
     def advance(self, source: socket.socket) -> None:
         """Receive what is there. Raises PeerError."""
-        while not self.is_over:
+        while self.ended is None:
             wanted = self._left.nbytes
             received = source.recv_into(self._left)
             if not received:
@@ -414,7 +408,7 @@ class _Peer:
         try:
             while self.incoming:
                 self.incoming[0].advance(self.socket)
-                if not self.incoming[0].is_over:
+                if self.incoming[0].ended is None:
                     return
                 self.incoming.popleft()
         except BlockingIOError:

@@ -63,7 +63,7 @@ class MeshStream(FrameStream):
         return torch.from_numpy(message.values)
 
     def finish(self) -> None:
-        left = sum(nbytes for message, _, nbytes in self._sending if not message.is_over)
+        left = sum(nbytes for message, _, nbytes in self._sending if message.ended is None)
         with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
             self._mesh.finish([message for message, _, _ in self._sending])
         before = 0.0

@@ -7,15 +7,16 @@ error on all of them, at no cost: a collective of gloo's would end the process o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import SmallCollectives, peer_errors
+from .base import SmallCollectives, SmallWork
 from .comparison import RankComparison
-from .connections import Connections, Opening, memory_of, require_placed
+from .connections import Connections, Opening, require_placed
 
 # Up to here each rank sends all of a tensor to all others at once. Larger ones are summed in two rounds, in which each
 # rank sends fewer bytes.
@@ -28,12 +29,13 @@ _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its
 # piece takes some of the cores' time, which counts for more than the link's time where that is fast.
 _LEAST_PIECE_BYTES, _PIECE_BYTES, _FAST_GBPS = 128 << 10, 2 << 20, 4.0
 _BLOCK_BYTES = 256 << 10  # of a piece, that stays in a core's cache while what all ranks sent is added to it
-_OPERATORS: dict[dist.ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
+# Of numpy, since these begin in half the time of torch's, which tells in small calls.
+_OPERATORS: dict[dist.ReduceOp, np.ufunc] = {
+    dist.ReduceOp.SUM: np.add,
+    dist.ReduceOp.AVG: np.add,
+    dist.ReduceOp.PRODUCT: np.multiply,
+    dist.ReduceOp.MIN: np.minimum,
+    dist.ReduceOp.MAX: np.maximum,
 }
 
 
@@ -60,7 +62,7 @@ class MeshSmallCollectives(SmallCollectives):
             and (op is None or op in _OPERATORS)
         )
 
-    def run(
+    def start(
         self,
         collective: str,
         input: Tensor,
@@ -68,98 +70,155 @@ class MeshSmallCollectives(SmallCollectives):
         op: dist.ReduceOp | None,
         root: int,
         comparison: RankComparison,
-        check: Callable[[], None],
         link_gbps: float | None = None,
-    ) -> None:
-        with peer_errors(f"the plain {collective}"):
-            flat = _flat(input)
-            out = flat if output is input else _flat(output)
-            self._run(collective, flat, out, op, root, comparison, check, _piece_bytes(link_gbps))
-
-    def _run(self, collective, input, output, op, root, comparison, check, piece_bytes):
+    ) -> SmallWork:
         n, rank = self._world_size, self._rank
-        own, places = input, None
-        in_two_rounds = self._in_two_rounds(collective, input)
+        own = _values(input)
+        out = own if output is input else _values(output)
         if collective == "broadcast":
-            outgoing = [memory_of(input if rank == root else input[:0])] * n
-            places = [memory_of(output) if peer == root else None for peer in range(n)]
-        elif collective == "all_gather_into_tensor":
-            parts = output.tensor_split(n)
-            own = input.clone() if _is_elsewhere_in(input, output, parts[rank]) else input
-            outgoing, places = [memory_of(own)] * n, list(map(memory_of, parts))
-        elif collective == "reduce_scatter_tensor" or in_two_rounds:
-            contributions = input.tensor_split(n)
-            own, outgoing = contributions[rank], list(map(memory_of, contributions))
-        else:
-            outgoing = [memory_of(input)] * n
-        opening = self._connections.open(comparison, outgoing, places)
-        opening.compare()
-        try:
-            check()
-        except BaseException:
-            opening.wait()  # so that nothing is left of it in the connections
-            raise
-        if places is None:
-            self._reduce(opening, own, op, output.tensor_split(n) if in_two_rounds else [output], piece_bytes)
-            return
-        require_placed(opening.wait().values())
+            values = [_memory(own if rank == root else own[:0])] * n
+            places = [_memory(out) if peer == root else None for peer in range(n)]
+            return _Placed(self._connections.open(comparison, values, places), lambda: None)
         if collective == "all_gather_into_tensor":
-            parts[rank].copy_(own)  # it may be there already
-
-    def _reduce(
-        self, opening: Opening, own: Tensor, op: dist.ReduceOp, parts: Sequence[Tensor], piece_bytes: int
-    ) -> None:
-        """Combine what ranks send, piece by piece, as it comes; each rank in a part of its own, or all in the only one.
-
-        In the former case each piece is told to the other ranks while the next one is on its way.
-        """
-        count = parts[0].nbytes // piece_bytes  # the same on all ranks, which have parts of two sizes
-        by_part = [_cut(part, count) for part in parts]
-        gathers, stop = [], 0
-        for at, (mine, output) in enumerate(zip(_cut(own, count), by_part[self._rank % len(parts)])):
-            start, stop = stop, stop + mine.nbytes
-            received = opening.reach(stop)
-            values = [
-                mine if rank == self._rank else torch.from_numpy(received[rank][start:stop]).view(own.dtype)
-                for rank in range(self._world_size)
-            ]
-            blocks = mine.nbytes // _BLOCK_BYTES
-            for out, *of_ranks in zip(*(_cut(each, blocks) for each in (output, *values))):
-                self._combine(of_ranks, op, out)
-            if len(parts) > 1:
-                gathers.append(self._connections.start_gather([pieces[at] for pieces in by_part]))
-        opening.wait()
-        for gather in gathers:
-            gather.wait()
+            parts = np.split(out, n)
+            own = own.copy() if _is_elsewhere_in(own, out, parts[rank]) else own
+            opening = self._connections.open(comparison, [_memory(own)] * n, list(map(_memory, parts)))
+            return _Placed(opening, partial(np.copyto, parts[rank], own))  # they may be there already
+        combine = partial(_combine, dtype=input.dtype, op=op, rank=rank)
+        if collective == "reduce_scatter_tensor":
+            contributions, outputs = np.split(own, n), [out]
+        elif self._in_two_rounds(collective, input):
+            contributions, outputs = np.array_split(own, n), np.array_split(out, n)
+        else:
+            opening = self._connections.open(comparison, [_memory(own)] * n)
+            return _Sum(self._connections, opening, own, [out], combine, _piece_bytes(link_gbps))
+        opening = self._connections.open(comparison, list(map(_memory, contributions)))
+        return _Sum(self._connections, opening, contributions[rank], outputs, combine, _piece_bytes(link_gbps))
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         n = self._world_size
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _ONE_ROUND_BYTES
 
-    def _combine(self, values: Sequence[Tensor], op: dist.ReduceOp, output: Tensor) -> None:
-        """Replace `output`, which may be this rank's value, by the result. The other ranks' values are overwritten."""
-        combine, n = _OPERATORS[op], self._world_size
-        if output.dtype in (torch.float16, torch.bfloat16):
-            values = [each.float() for each in values]
-            total = reduce(combine, values)
-            output.copy_(total / n if op == dist.ReduceOp.AVG else total)
-            return
-        *before, last = values
-        received = values[1 if self._rank == 0 else 0]
-        total = reduce(lambda a, b: combine(a, b, out=received), before)
-        combine(total, last, out=output)
-        if op == dist.ReduceOp.AVG:
-            output.copy_(output / n)
+
+class _Placed(SmallWork):
+    """Values that are received where they belong.
+
+    Args:
+        place_own: puts this rank's own values where they belong.
+    """
+
+    def __init__(self, opening: Opening, place_own: Callable[[], object]):
+        self._opening = opening
+        self._place_own = place_own
+
+    def finish(self, check: Callable[[], None]) -> None:
+        _compare(self._opening, check)
+        require_placed(self._opening.wait())
+        self._place_own()
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Its memory, without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well."""
-    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+class _Sum(SmallWork):
+    """What ranks send is combined, piece by piece, as it comes; each rank in a part of its own, or all in the only one.
+
+    In the former case each piece is told to the other ranks while the next one is on its way.
+
+    Args:
+        own: what this rank contributes to its part.
+        parts: of the result.
+        combine: takes the values of all ranks, in order, and where the result goes, see `_combine`.
+        piece_bytes: of a piece, about.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        opening: Opening,
+        own: np.ndarray,
+        parts: Sequence[np.ndarray],
+        combine: Callable[[Sequence[np.ndarray], np.ndarray], None],
+        piece_bytes: int,
+    ):
+        self._connections = connections
+        self._opening = opening
+        self._combine = combine
+        count = parts[0].nbytes // piece_bytes  # the same on all ranks, which have parts of two sizes
+        self._own = _cut(own, count)
+        self._parts = [_cut(part, count) for part in parts]
+
+    def finish(self, check: Callable[[], None]) -> None:
+        rank = self._connections.rank
+        received = _compare(self._opening, check, self._own[0].nbytes)
+        gathers, stop = [], 0
+        for at, (mine, output) in enumerate(zip(self._own, self._parts[rank % len(self._parts)])):
+            start, stop = stop, stop + mine.nbytes
+            if at > 0:
+                received = self._opening.reach(stop)
+            values = [message[start:stop].view(mine.dtype) for message in received]
+            values.insert(rank, mine)
+            blocks = mine.nbytes // _BLOCK_BYTES
+            for out, *of_ranks in zip(*[_cut(each, blocks) for each in (output, *values)]):
+                self._combine(of_ranks, out)
+            if len(self._parts) > 1:
+                gathers.append(self._connections.start_gather([_memory(pieces[at]) for pieces in self._parts]))
+        self._opening.wait()
+        for gather in gathers:
+            gather.wait()
 
 
-def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """So many pieces of a tensor, one at least."""
-    return [tensor] if count <= 1 else tensor.tensor_split(count)
+def _compare(opening: Opening, check: Callable[[], None], nbytes: int = 0) -> list[np.ndarray]:
+    """Compare calls. Returns what came from each other rank, once so many bytes of it are there.
+
+    Raises what `check` raises.
+    """
+    received = opening.compare(nbytes)
+    try:
+        check()
+    except BaseException:
+        opening.wait()  # so that nothing is left of it in the connections
+        raise
+    return received
+
+
+@np.errstate(over="ignore", invalid="ignore")  # gradients may overflow, and whoever scales the loss counts on it
+def _combine(
+    values: Sequence[np.ndarray], output: np.ndarray, dtype: torch.dtype, op: dist.ReduceOp, rank: int
+) -> None:
+    """Replace `output`, which may be the values of `rank`, by the result. The other ranks' values are overwritten.
+
+    Args:
+        values: of each rank, see `_values`; `output` likewise.
+        dtype: of the tensors.
+    """
+    combine, n, result = _OPERATORS[op], len(values), output
+    if dtype in (torch.float16, torch.bfloat16):
+        values = [torch.from_numpy(each).view(dtype).float().numpy() for each in values]
+        result = values[0]
+    *before, last = values
+    received = values[1 if rank == 0 else 0]
+    total = reduce(lambda a, b: combine(a, b, out=received), before)
+    combine(total, last, out=result)
+    if op == dist.ReduceOp.AVG:
+        result /= n
+    if result is not output:
+        torch.from_numpy(output).view(dtype).copy_(torch.from_numpy(result))
+
+
+def _values(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor, flat; that of bfloat16, which numpy does not have, as int16.
+
+    Without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well.
+    """
+    flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+    return (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+
+
+def _memory(values: np.ndarray) -> memoryview:
+    return values.view(np.uint8).data
+
+
+def _cut(values: np.ndarray, count: int) -> Sequence[np.ndarray]:
+    """So many pieces, one at least."""
+    return [values] if count <= 1 else np.array_split(values, count)
 
 
 def _piece_bytes(link_gbps: float | None) -> int:
@@ -168,7 +227,6 @@ def _piece_bytes(link_gbps: float | None) -> int:
     return max(round(link_gbps * _LEAST_PIECE_BYTES), _LEAST_PIECE_BYTES)
 
 
-def _is_elsewhere_in(tensor: Tensor, output: Tensor, place: Tensor) -> bool:
-    """Whether a tensor lies in the memory of an output, but not in its place there, where nothing is overwritten."""
-    is_inside = tensor.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
-    return is_inside and tensor.data_ptr() != place.data_ptr()
+def _is_elsewhere_in(values: np.ndarray, output: np.ndarray, place: np.ndarray) -> bool:
+    """Whether values lie in the memory of an output, but not in their place there, where nothing is overwritten."""
+    return np.may_share_memory(values, output) and values.ctypes.data != place.ctypes.data

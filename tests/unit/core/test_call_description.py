@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ncz_plugins.core import call_description
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
-from ncz_plugins.core.call_description import bypassing, described, refusal, require_plain, require_same
+from ncz_plugins.core.call_description import bypassing, checksum_of, described, refusal, require_plain, require_same
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.transport.comparison import RankComparison
@@ -28,7 +28,7 @@ def plain(**changes) -> dict[str, int]:
 
 
 def compressed(config: dict | None = None, **changes) -> dict[str, int]:
-    return described(request(**changes), 1, None, Config.load(config or "ncclz"))
+    return described(request(**changes), 1, None, checksum_of(Config.load(config or "ncclz")))
 
 
 def verdict(*ranks: dict[str, int], known_as=None) -> str:

@@ -312,9 +312,9 @@ def test_values_reach_the_ranks_that_they_are_for():
         outgoing = [memory_of(torch.full((to + 1,), 10.0 * transport.rank + to)) for to in range(3)]
         comparison = RankComparison({"call": 7}, transport.rank, 3)
         received = transport._connections.open(comparison, outgoing).wait()
-        return {rank: message.view(np.float32).tolist() for rank, message in received.items()}
+        return [message.view(np.float32).tolist() for message in received]
 
-    wanted = [{1: [10.0], 2: [20.0]}, {0: [1.0] * 2, 2: [21.0] * 2}, {0: [2.0] * 3, 1: [12.0] * 3}]
+    wanted = [[[10.0], [20.0]], [[1.0] * 2, [21.0] * 2], [[2.0] * 3, [12.0] * 3]]
     assert play(3, body) == wanted
 
 

@@ -23,7 +23,7 @@ def run(transport, collective, input, output, op=None, root=0, call: int = 1) ->
 
     comparison = RankComparison({"call": call}, transport.rank, transport.world_size)
     assert transport.small.serve(collective, input, op)
-    transport.small.run(collective, input, output, op, root, comparison, check)
+    transport.small.start(collective, input, output, op, root, comparison).finish(check)
 
 
 def exact(op, everyone: list[torch.Tensor]) -> torch.Tensor:
@@ -165,6 +165,20 @@ def test_parameters_are_taken_although_they_require_gradients():
         return parameter.tolist()
 
     assert play(2, body) == [[2.0] * 5] * 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_overflows_is_infinite_and_no_warning(dtype):
+    """Whoever scales the loss sees by that which steps to leave out."""
+
+    def body(transport):
+        tensor = torch.tensor([torch.finfo(dtype).max, torch.inf, torch.nan, 1], dtype=dtype)
+        tensor[1] *= 1 - 2 * transport.rank
+        run(transport, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
+        return [str(each) for each in tensor.tolist()]
+
+    assert play(2, body) == [["inf", "nan", "nan", "2.0"]] * 2
 
 
 @pytest.mark.parametrize("elements", [(10, 20), (10, 30_000), (0, 5)])
