@@ -14,7 +14,6 @@ CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
-_FAST_GBPS = 2.0  # from here on, cores and not the link limit the calls of ranks that share them
 GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
@@ -101,14 +100,14 @@ FLAG = Allowed("true, false")
 def min_bytes_for(link_gbps: float | None, cores_are_shared: bool = False) -> int:
     """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
 
-    On two cores, calls of 2 ranks break even at less than 1 MiB for each Gbit/s. So do those of 4 ranks, which share
-    the cores; on fast links, where cores are what limits them, at less than twice that: docs/results/performance.md.
-    There are few different sizes, so that what is measured of a link leads to the same calls the next time.
+    On two cores, calls of 2 ranks break even at less than 1 MiB for each Gbit/s. So do those of 4 ranks on slow links;
+    on fast ones the cores that they share are what limits them: docs/results/performance.md. There are few different
+    sizes, so that what is measured of a link leads to the same calls the next time.
     """
     if link_gbps is None:
         return MIN_BYTES
-    times = 2 if cores_are_shared and link_gbps >= _FAST_GBPS else 1
-    return times * max(MIN_BYTES, 1 << math.ceil(math.log2(link_gbps * MiB)))
+    times = max(1.0, link_gbps) if cores_are_shared else 1.0
+    return max(MIN_BYTES, 1 << math.ceil(math.log2(times * link_gbps * MiB)))
 
 
 def format_size(size: int) -> str:

@@ -22,12 +22,13 @@ from .connections import Connections, Opening, require_placed
 # rank sends fewer bytes.
 _ONE_ROUND_BYTES = 16 << 10
 # That a rank sends in one round. Gloo takes longer for less than that, even without a comparison before it; from there
-# on the time of one hardly counts.
-_MOST_BYTES = 16 << 20
+# on the time of one hardly counts. In each of two rounds less: gloo's ring, in which each rank receives from one other
+# rank only, takes less of the cores' time.
+_MOST_BYTES, _MOST_BYTES_OF_TWO_ROUNDS = 16 << 20, 4 << 20
 _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its sender sends less
-# Of a sum, how much is combined at once, while the rest is on its way: what a link carries in about a millisecond. Each
+# Of a sum, how much is combined at once, while the rest is on its way: what a link carries in half a millisecond. Each
 # piece takes some of the cores' time, which counts for more than the link's time where that is fast.
-_LEAST_PIECE_BYTES, _PIECE_BYTES, _FAST_GBPS = 128 << 10, 2 << 20, 4.0
+_LEAST_PIECE_BYTES, _PIECE_BYTES, _FAST_GBPS = 64 << 10, 2 << 20, 4.0
 _BLOCK_BYTES = 256 << 10  # of a piece, that stays in a core's cache while what all ranks sent is added to it
 # Of numpy, since these begin in half the time of torch's, which tells in small calls.
 _OPERATORS: dict[dist.ReduceOp, np.ufunc] = {
@@ -51,10 +52,14 @@ class MeshSmallCollectives(SmallCollectives):
         self._world_size = connections.world_size
 
     def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
-        n = self._world_size
-        share = n if collective == "reduce_scatter_tensor" or self._in_two_rounds(collective, input) else 1
-        nbytes = -(-input.nbytes // share)
-        most = _MOST_BROADCAST_BYTES if collective == "broadcast" and n > 2 else _MOST_BYTES
+        n, in_two_rounds = self._world_size, self._in_two_rounds(collective, input)
+        nbytes, most = input.nbytes, _MOST_BYTES
+        if in_two_rounds or collective == "reduce_scatter_tensor":
+            nbytes = -(-nbytes // n)
+        if in_two_rounds:
+            most = _MOST_BYTES_OF_TWO_ROUNDS
+        elif collective == "broadcast" and n > 2:
+            most = _MOST_BROADCAST_BYTES
         return (
             self._connections.mesh is not None
             and nbytes <= self._connections.opening_bytes

@@ -125,8 +125,8 @@ def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, megabits, mo
     subject.passes, subject.of_a_core = 1e-3, of_a_core
     monkeypatch.setattr(module, "time", subject)
     found = measure_link(subject)
-    costs, usual = found.entropy.costs, Config(transport={"link_gbps": found.transport.link_gbps}).transport
-    assert found.transport.min_bytes == usual.min_bytes_in_effect * (2 if times > 1 and megabits > 2000 else 1)
+    costs = found.entropy.costs
+    assert found.transport.min_bytes == (128 << 10 if megabits == 100 else 32 << 20 if times > 1 else 8 << 20)
     if times == 1:
         assert costs is None  # those of the kernels
     else:
