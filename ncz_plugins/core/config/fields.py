@@ -106,8 +106,9 @@ def min_bytes_for(link_gbps: float | None, cores_are_shared: bool = False) -> in
     """
     if link_gbps is None:
         return MIN_BYTES
-    times = max(1.0, link_gbps) if cores_are_shared else 1.0
-    return max(MIN_BYTES, 1 << math.ceil(math.log2(times * link_gbps * MiB)))
+    power = math.log2(link_gbps)
+    power = round(2 * power) if cores_are_shared and power > 0 else math.ceil(power)
+    return max(MIN_BYTES, round(MiB * 2.0**power))
 
 
 def format_size(size: int) -> str:

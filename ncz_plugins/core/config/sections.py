@@ -210,9 +210,10 @@ class TransportConfig(Section):
     min_bytes: OptionalMinBytes = Field(
         default=None,
         description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
-        "Gbit/s of the link, where ranks were measured to share cores times its Gbit/s once more if these are more "
-        "than 1, up to the next power of two, at least 128 KiB, and 128 KiB where the link is not known; auto: the "
-        "measured choice; never: nothing is compressed, which auto chooses where the link is too fast.",
+        "Gbit/s of the link, up to the next power of two, at least 128 KiB; where ranks were measured to share cores "
+        "and it carries more than 1, 1 MiB times the square of its Gbit/s, to the nearest power of two; 128 KiB where "
+        "the link is not known; auto: the measured choice; never: nothing is compressed, which auto chooses where the "
+        "link is too fast.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",
