@@ -184,7 +184,6 @@ def _compare(opening: Opening, check: Callable[[], None], nbytes: int = 0) -> li
     return received
 
 
-@np.errstate(over="ignore", invalid="ignore")  # gradients may overflow, and whoever scales the loss counts on it
 def _combine(
     values: Sequence[np.ndarray], output: np.ndarray, dtype: torch.dtype, op: dist.ReduceOp, rank: int
 ) -> None:
@@ -200,8 +199,9 @@ def _combine(
         result = values[0]
     *before, last = values
     received = values[1 if rank == 0 else 0]
-    total = reduce(lambda a, b: combine(a, b, out=received), before)
-    combine(total, last, out=result)
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever scales the loss counts on gradients that overflow
+        total = reduce(lambda a, b: combine(a, b, out=received), before)
+        combine(total, last, out=result)
     if op == dist.ReduceOp.AVG:
         result /= n
     if result is not output:
