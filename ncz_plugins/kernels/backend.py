@@ -177,6 +177,8 @@ class Backend(ABC):
     def decode_sum(self, sum: Sum, scales: Tensor, noise: Noise | None = None, sealed: bool = False) -> None:
         """Add up codes as `encode_sums` does, and write what they stand for to `sum.out`: floats, which may be `sum.x`.
 
+        These may be of another dtype than `sum.x`, but not where just one of both is float64.
+
         Args:
             sealed: as above.
         """

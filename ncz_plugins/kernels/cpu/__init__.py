@@ -142,7 +142,7 @@ class CpuBackend(HostBackend):
 
     def decode_sum(self, sum, scales, noise=None, sealed=False):
         x, inverse_steps, out, frames, first = sum
-        if len(frames) != 1:
+        if len(frames) != 1 or out.dtype != x.dtype:  # half types are added to what error feedback keeps in float32
             return super().decode_sum(sum, scales, noise, sealed)
         if sealed:
             require_seals(frames)

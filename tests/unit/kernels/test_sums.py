@@ -73,6 +73,21 @@ def test_sums_in_place_of_the_values(backend, dtype, noise):
             assert_same(x, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_may_have_fewer_bits_than_the_values(backend, dtype):
+    """As where error feedback adds what it has kept, in float32, to gradients of 16 bits."""
+    count = CHUNK + 77
+    x = floats(count, torch.float32)
+    inverse_steps, scales = steps_of(x, 6)
+    for number in (1, 5):
+        memory = torch.full((2 * count,), 7.0, dtype=dtype)
+        wanted = Sum(x, inverse_steps, memory[:count], frames_of(backend, count, number))
+        expected = torch.empty(count, dtype=dtype)
+        backend.dequantize(in_passes(backend, wanted, None), scales, expected)
+        backend.decode_sum(wanted, scales)
+        assert_same(memory, torch.cat([expected, torch.full((count,), 7.0, dtype=dtype)]))
+
+
 @pytest.mark.parametrize("at,byte", [(0, 5), (3, 9), (4, 5), (5, 9), (1, -1), (6, -1)])
 def test_damage_is_that_of_its_frame(backend, at, byte):
     """In the header of any of them; and in the payload of those with HUFFMAN, where decoding finds it."""
