@@ -165,10 +165,10 @@ class Backend(ABC):
 
     def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None, sealed: bool) -> int:
         x, inverse_steps, out, frames, first = sum
-        if len(frames) > 1:
-            return self.encode_codes(self._added_up(sum, noise, sealed), coding, out)
         if sealed:
             require_seals(frames)
+        if len(frames) > 1:
+            return self.encode_codes(self._added_up(sum, noise), coding, out)
         noise = noise and noise.from_element(first)
         if not frames:
             return self.encode(x, inverse_steps, coding, out, noise)
@@ -182,13 +182,13 @@ class Backend(ABC):
         Args:
             sealed: as above.
         """
-        self.dequantize(self._added_up(sum, noise, sealed), scales, sum.out)
+        if sealed:
+            require_seals(sum.frames)
+        self.dequantize(self._added_up(sum, noise), scales, sum.out)
 
-    def _added_up(self, sum: Sum, noise: Noise | None, sealed: bool) -> Tensor:
+    def _added_up(self, sum: Sum, noise: Noise | None) -> Tensor:
         """The codes of a sum, in memory that is valid until the next one is added up."""
         x, inverse_steps, _, frames, first = sum
-        if sealed:
-            require_seals(frames)
         codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
         self.quantize(x, inverse_steps, codes, noise and noise.from_element(first))
         for frame in frames:

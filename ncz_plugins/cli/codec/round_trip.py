@@ -134,7 +134,7 @@ def codes_of(codec: QuantizingCodec, index: int) -> Tensor:
     elements = codec.layout.frame(0, index)
     codes = torch.empty(elements.stop - elements.start, dtype=torch.int32)
     inverse_steps = codec.scales.inverse_steps[codec.layout.frame_steps(0, index)]
-    noise = codec.noise and codec.noise._replace(first=elements.start)
+    noise = codec.noise and codec.noise.from_element(elements.start)
     codec.backend.quantize(codec.source[elements], inverse_steps, codes, noise)
     return codes
 

@@ -107,11 +107,8 @@ class Statistics:
     @property
     def total(self) -> Counters:
         """Those of all calls until now."""
-        total = Counters()
         with self._lock:
-            total.add(self._before)
-            total.add(self._step)
-        return total
+            return self._summed()
 
     def record(self, counters: Counters) -> None:
         """Add one call."""
@@ -128,6 +125,11 @@ class Statistics:
 
     def to_dict(self) -> dict:
         """`total` and `steps`, ready for JSON."""
-        total = self.total
         with self._lock:
-            return {"total": total.to_dict(), "steps": [step.to_dict() for step in self.steps]}
+            return {"total": self._summed().to_dict(), "steps": [step.to_dict() for step in self.steps]}
+
+    def _summed(self) -> Counters:
+        total = Counters()
+        total.add(self._before)
+        total.add(self._step)
+        return total

@@ -40,13 +40,11 @@ class RankComparison:
         self._format = f"<{len(numbers)}q"
         self.told = struct.pack(self._format, *numbers.values())
         self._heard: list[tuple[int, bytes]] = []  # what other ranks have told
-        self._heard_differing = False
         self._tensor: Tensor | None = None
 
     def hear(self, rank: int, told: bytes) -> None:
         """Take note of what another rank has told, which has as many bytes as `told`."""
         self._heard.append((rank, told))
-        self._heard_differing = self._heard_differing or told != self.told
 
     @property
     def tensor(self) -> Tensor:
@@ -67,7 +65,7 @@ class RankComparison:
         """The names of numbers that differ between ranks -> their extremes."""
         if self._tensor is not None:
             found = self._in_tensor()
-        elif not self._heard_differing:
+        elif {told for _, told in self._heard} <= {self.told}:
             return {}  # as nearly always
         else:
             found = self._in_words()

@@ -95,8 +95,7 @@ class MeshSmallCollectives(SmallCollectives):
         elif self._in_two_rounds(collective, input):
             contributions, outputs = np.array_split(own, n), np.array_split(out, n)
         else:
-            opening = self._connections.open(comparison, [_memory(own)] * n)
-            return _Sum(self._connections, opening, own, [out], combine, _piece_bytes(link_gbps))
+            contributions, outputs = [own] * n, [out]
         opening = self._connections.open(comparison, list(map(_memory, contributions)))
         return _Sum(self._connections, opening, contributions[rank], outputs, combine, _piece_bytes(link_gbps))
 

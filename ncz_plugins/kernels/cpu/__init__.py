@@ -17,9 +17,9 @@ from ..backend import HostBackend, require_seals
 from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, StepRule, blocks_of, packed_bytes
 from ..scratch import Scratch
 
-_FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
 ABI_VERSION = 6  # ncz::ABI_VERSION in common/format.h
+_FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
@@ -151,10 +151,8 @@ class CpuBackend(HostBackend):
         noise, scratch = _noise(noise and noise.from_element(first)), self._working_memory()
         _check(self._decode_sum(frame.data_ptr(), frame.numel(), *floats, noise, scratch), frame, count)
 
-    def _added_up(self, sum, noise, sealed):
+    def _added_up(self, sum, noise):
         x, inverse_steps, _, frames, first = sum
-        if sealed:
-            require_seals(frames)
         count = x.numel()
         codes, scratch = _scratch.of("sum", count, torch.int32), self._working_memory(frames=_FRAMES_TOGETHER)
         values = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), count, codes.data_ptr()

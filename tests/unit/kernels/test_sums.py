@@ -42,7 +42,7 @@ def frames_of(backend, count: int, number: int) -> list[torch.Tensor]:
 
 def in_passes(backend, wanted: Sum, noise: Noise | None) -> torch.Tensor:
     """The codes of a sum, as backends add them up that have no kernel for it."""
-    return HostBackend._added_up(backend, wanted, noise, sealed=False).clone()
+    return HostBackend._added_up(backend, wanted, noise).clone()
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=["to nearest", "stochastic"])
