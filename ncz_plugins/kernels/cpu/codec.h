@@ -85,12 +85,24 @@ Sink run(Source source, Sink sink, int64_t count) {
 
 // ------------------------------------------------------------------ codes and floats
 
+// Brings the cache lines of what a loop reads or writes next: `length` numbers, 2 KiB behind `at`. Processors look ahead
+// by themselves, but within a page of 4 KiB only, which leaves tensors beyond the caches at half of the memory's speed.
+enum Access { READ, WRITE };
+
+template <Access access, class T>
+inline void prefetch(const T* at, int length) {
+    auto ahead = reinterpret_cast<uintptr_t>(at) + 2048;
+    for (uintptr_t byte = 0; byte < uintptr_t(length) * sizeof(T); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + byte), access);
+}
+
 class CodesSource {
   public:
     explicit CodesSource(const int32_t* codes) : codes_(codes) {}
     void seek(int64_t first) { at_ = codes_ + first; }
     void begin(int64_t c, int) { seek(c * CHUNK); }
     Block next(int n) {
+        prefetch<READ>(at_, BLOCK);
         Block block = load_short(at_, n);
         at_ += n;
         return block;
@@ -106,6 +118,7 @@ class CodesSink {
     explicit CodesSink(int32_t* codes) : codes_(codes) {}
     void begin(int64_t c, int) { at_ = codes_ + c * CHUNK; }
     void put(const Block& codes, int n) {
+        prefetch<WRITE>(at_, BLOCK);
         store_short(add ? add_blocks(codes, load_short(at_, n)) : codes, n, at_);
         at_ += n;
     }
@@ -124,6 +137,7 @@ class FloatsSource {
     Block next(int n) {
         const T* from = x_ + element_;
         Scale inverse_step = inverse_steps_[element_ / SCALE_BLOCK];
+        prefetch<READ>(from, BLOCK);
         element_ += n;
         return n == BLOCK ? quantize_block(from, inverse_step)
                           : quantize_block(Padded<T>(from, n).values, inverse_step);
@@ -141,10 +155,12 @@ class StochasticSource {
   public:
     StochasticSource(const T* x, const Scale* inverse_steps, const Noise& noise)
         : x_(x), inverse_steps_(inverse_steps), random_(noise) {}
-    void begin(int64_t c, int) { element_ = c * CHUNK; }
+    void seek(int64_t first) { element_ = first; }
+    void begin(int64_t c, int) { seek(c * CHUNK); }
     Block next(int n) {
         const T* from = x_ + element_;
         Scale inverse_step = inverse_steps_[element_ / SCALE_BLOCK];
+        prefetch<READ>(from, BLOCK);
         uint32_t words[BLOCK];
         random_.of_block(element_, words);
         element_ += n;
@@ -167,6 +183,7 @@ class FloatsSink {
     void put(const Block& codes, int n) {
         T* to = out_ + element_;
         Scale scale = scales_[element_ / SCALE_BLOCK];
+        prefetch<WRITE>(to, BLOCK);
         if (n == BLOCK) {
             dequantize_block(codes, scale, to);
         } else {
@@ -663,6 +680,7 @@ void block_statistics(const T* x, int64_t count, double* lowest, double* highest
     for (int64_t b = 0; b < scale_blocks_of(count); ++b) {
         int64_t first = b * SCALE_BLOCK;
         int n = int(count - first < SCALE_BLOCK ? count - first : SCALE_BLOCK);
+        prefetch<READ>(x + first, SCALE_BLOCK);
         auto block = widen_block(x + first, n, padded);
         range_of(block, n, lowest + b, highest + b);
         squares[b] = squares_of(block);
@@ -762,9 +780,8 @@ NCZ_EXPORT int64_t NCZ_NAME(encode)(const void* x, int32_t dtype, const void* in
                                     const Coding* coding, uint8_t* frame, const Noise* noise, uint8_t* memory) {
     Scratch scratch(memory);
     return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        if (!noise) return write_frame(source_of(x, inverse_steps), count, *coding, frame, scratch);
-        quantize_at_random(x, inverse_steps, *noise, count, scratch.codes);
-        return write_frame(CodesSource(scratch.codes), count, *coding, frame, scratch);
+        return noise ? write_frame(random_source_of(x, inverse_steps, *noise), count, *coding, frame, scratch)
+                     : write_frame(source_of(x, inverse_steps), count, *coding, frame, scratch);
     });
 }
 

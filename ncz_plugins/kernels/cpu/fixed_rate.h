@@ -26,6 +26,7 @@ void block_magnitudes(const T* x, const Rows& rows, uint16_t* magnitudes) {
     for (int64_t i = 0; i < rows.count * rows.blocks; ++i) {
         ScaleBlock block = scale_block(rows, i);
         uint32_t largest = 0;
+        prefetch<READ>(x + block.begin, RATE_BLOCK);
         for (int k = 0; k < block.length; ++k) {
             uint32_t bits = bits_of(widen(x[block.begin + k])) & 0x7fffffffu;
             largest = bits > largest ? bits : largest;
@@ -50,6 +51,7 @@ void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bit
             int n = in_block(block.length, first);
             Padded<T> padded;
             const T* from = x + block.begin + first;
+            prefetch<READ>(from, BLOCK);
             if (n < BLOCK) {
                 if (n) padded = Padded<T>(from, n);
                 from = padded.values;
@@ -97,6 +99,7 @@ void unpack(const uint8_t* packed, unsigned bits, const Rows& rows, const uint16
         for (int first = 0; first < block.length; first += BLOCK) {
             Block codes = unzigzag(unpack_block(from.at(first, bits), bits));
             int n = in_block(block.length, first);
+            prefetch<WRITE>(to + first, BLOCK);
             if (n == BLOCK) {
                 dequantize_block(codes, scale, to + first);
             } else {

@@ -68,7 +68,9 @@ void root_mean_squares(const T* x, int64_t count, double most, uint16_t* out) {
     for (int64_t first = 0; first < whole; first += BLOCKS_AT_ONCE) {
         int blocks = int(whole - first < BLOCKS_AT_ONCE ? whole - first : BLOCKS_AT_ONCE);
         for (int b = 0; b < blocks; ++b) {
-            const float* block = widen_block(x + (first + b) * SCALE_BLOCK, SCALE_BLOCK, padded);
+            const T* from = x + (first + b) * SCALE_BLOCK;
+            prefetch<READ>(from, SCALE_BLOCK);
+            const float* block = widen_block(from, SCALE_BLOCK, padded);
             squares[b] = squares_of(block);
             largest[b] = largest_bits(block);
         }
