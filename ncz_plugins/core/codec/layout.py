@@ -112,9 +112,13 @@ class Layout:
 
     def frame_steps(self, segment: int, index: int) -> slice:
         """Those of one frame, likewise."""
-        of_frame, stop = self.frame_elements // SCALE_BLOCK, self._first_steps[segment + 1]
-        start = min(self._first_steps[segment] + index * of_frame, stop)
-        return slice(start, min(start + of_frame, stop))
+        return self.run_steps(segment, range(index, index + 1))
+
+    def run_steps(self, segment: int, frames: range) -> slice:
+        """Those of neighbouring frames of one segment, likewise."""
+        start, stop = self._first_steps[segment], self._first_steps[segment + 1]
+        of_frame = self.frame_elements // SCALE_BLOCK
+        return slice(min(start + frames.start * of_frame, stop), min(start + frames.stop * of_frame, stop))
 
     def block_lengths(self, block: int) -> np.ndarray:
         """Elements of each block that shares a scale, [blocks]; blocks start afresh in every segment.

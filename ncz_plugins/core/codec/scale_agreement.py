@@ -13,10 +13,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from ...kernels.format import SCALE_BLOCK
 from ..config import Config
 from .layout import Layout
 from .quantize import Scales, joined
@@ -69,6 +67,9 @@ class ScaleAgreement(ABC):
         their other agreements.
         """
 
+    def note_frame(self) -> None:  # noqa: B027 - a GPU agrees on all at once
+        """Take note that a frame has been coded, which travels next."""
+
     def learn(self, outcome: list[int]) -> None:  # noqa: B027 - a host has nothing to learn of itself
         """Take note of what the host has seen in `outcome`."""
 
@@ -106,6 +107,7 @@ class PiecewiseAgreement(ScaleAgreement):
         self._measured = [measure(pieces[0])]  # of pieces so far; when they are agreed on, by all ranks
         self._agreements: list[Callable[[], None]] = []
         self._agreed = 0  # pieces
+        self._frame_is_coded = False  # one that needs the last of these
         self._whole_decides = len(pieces) == 1  # also once a piece by itself would have to go plain
 
     @property
@@ -113,13 +115,17 @@ class PiecewiseAgreement(ScaleAgreement):
         return self._agreed == len(self._pieces)
 
     def require(self, frames: int) -> None:
-        # Before the last frame of a piece is used, the next piece is measured and its agreement begins: it need not
-        # queue behind that frame.
         while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
             self._begin()
             self._end()
-        if not self.complete and frames == self._pieces[self._agreed].start:
+            self._frame_is_coded = False
+        # The next piece is measured, and its agreement begins, when a single frame of this one has been coded. The link
+        # has something to carry then, and what is agreed on need not queue behind more.
+        if self._frame_is_coded and not self.complete:
             self._begin()
+
+    def note_frame(self) -> None:
+        self._frame_is_coded = True
 
     def hand_over_first(self, most: int) -> Tensor | None:
         """What this rank measured of the first piece, for the caller to replace by its maximum over ranks.
@@ -155,11 +161,13 @@ class PiecewiseAgreement(ScaleAgreement):
             self._judge_the_whole()
 
     def _fill_in(self, frames: range, found: Scales) -> None:
-        steps = torch.from_numpy(self._layout.blocks_in(frames, SCALE_BLOCK))
         if self.scales is None:
             self.scales = Scales(*(each.new_zeros(self._layout.steps) for each in (found.inverse_steps, found.scales)))
-        self.scales.inverse_steps[steps] = found.inverse_steps
-        self.scales.scales[steps] = found.scales
+        cut = self._layout.cut(frames)
+        for segment in range(len(cut.lengths)):
+            here, there = self._layout.run_steps(segment, frames), cut.steps_of(range(segment, segment + 1))
+            self.scales.inverse_steps[here] = found.inverse_steps[there]
+            self.scales.scales[here] = found.scales[there]
 
     def _judge_the_whole(self) -> None:
         """A piece may be worse than the whole; and the reason to go plain must not depend on how the tensor is cut."""
