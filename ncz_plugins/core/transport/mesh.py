@@ -107,8 +107,6 @@ class Mesh:
         peers: the channels to the other ranks, in the order of these.
         timeout: how long to wait for them in each exchange.
 
-    Attributes:
-        channels: how many connections with each rank are in use; at first, all.
     """
 
     def __init__(self, peers: list[_Peer], timeout: timedelta):
@@ -122,9 +120,19 @@ class Mesh:
         self._next_first = self._first[lower:] + self._first[:lower]
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
-        self._in_use = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
+        self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
         self._closed: str | None = None  # why, in words
         _open.add(self)
+
+    @property
+    def channels(self) -> int:
+        """How many connections with each rank are in use; at first, all. Nothing is under way when this changes."""
+        return self._channels
+
+    @channels.setter
+    def channels(self, count: int) -> None:
+        self._channels = count
+        self._in_use = [peer for of_one in self._by_rank.values() for peer in of_one[:count]]
 
     def start(
         self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
@@ -137,7 +145,7 @@ class Mesh:
             least, most: bytes that a peer's message may have.
             places: for each rank where its message goes, if it fits there; None: into new memory.
         """
-        with self._in_use:
+        with self._lock:
             self._require_open()
             outgoing = [peer.send(messages[peer.rank]) for peer in self._next_first]
             incoming = [peer.receive(least, most, places[peer.rank] if places else None) for peer in self._first]
@@ -151,16 +159,16 @@ class Mesh:
         Args:
             message: as one part of `start`.
         """
-        with self._in_use:
+        with self._lock:
             self._require_open()
             outgoing = self._by_rank[to][channel].send([message])
-            for peer in self._peers:
+            for peer in self._in_use:
                 peer.advance()
             return outgoing
 
     def receive(self, source: int, least: int, most: int, channel: int = 0) -> Incoming:
         """Start to receive a message of one rank. Those of a channel come in the order in which they were sent."""
-        with self._in_use:
+        with self._lock:
             self._require_open()
             return self._by_rank[source][channel].receive(least, most)
 
@@ -182,7 +190,7 @@ class Mesh:
         for peer in self._peers:
             with suppress(OSError):
                 peer.socket.shutdown(socket.SHUT_RDWR)  # a thread in `finish` wakes up, and leaves
-        with self._in_use:
+        with self._lock:
             self.drop()
 
     def drop(self) -> None:
@@ -201,9 +209,9 @@ class Mesh:
 
     def _go_on_until(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
         """Send and receive, whatever there is, until all of these messages have come as far, or are over."""
-        with self._in_use:
+        with self._lock:
             deadline = time.monotonic() + self._timeout
-            ready, awaited = self._peers, _awaited(messages, nbytes)
+            ready, awaited = self._in_use, _awaited(messages, nbytes)
             while awaited:
                 for peer in ready:
                     peer.advance()
@@ -221,7 +229,7 @@ class Mesh:
 
         Returns: which peers have, or do.
         """
-        poll, by_socket, peers = select.poll(), {}, [peer for peer in self._peers if peer.is_busy]
+        poll, by_socket, peers = select.poll(), {}, [peer for peer in self._in_use if peer.is_busy]
         for peer in peers:
             wanted = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
             poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
