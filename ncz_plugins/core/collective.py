@@ -30,7 +30,7 @@ from .codec.quantize import (
 )
 from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
 from .codec.tensor_codec import UpdatingCodec, codec_for, coding_for, noise_for
-from .config import FRAME_BYTES, GPU_FRAME_BYTES, Config
+from .config import Config
 from .errors import UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
@@ -208,7 +208,7 @@ class Collectives:
             described=self._described(request, None, config),
         )
         if request.collective == "broadcast":
-            layout = Layout.of([request.input.numel()], frame_elements(request.input, config))
+            layout = Layout.of([request.input.numel()], *frames_of(request.input, config))
             run = partial(schedule.broadcast, root=request.root)
             measured = range(1 if rank == request.root else 0)
             return call(layout, source, output, measured, run, root=request.root)
@@ -330,23 +330,19 @@ def _residual_parts(request: Request) -> Sequence[ParameterSlice]:
 # ------------------------------------------------------------------ sizes
 
 
-def frame_elements(tensor: Tensor, config: Config) -> int:
-    """Elements of a full frame of `tensor`.
-
-    On a GPU a frame costs some launches and waits of the host whatever its size, so by default frames are large.
-    """
-    nbytes = config.transport.frame_bytes
-    if tensor.is_cuda and nbytes == FRAME_BYTES:
-        nbytes = GPU_FRAME_BYTES
-    return nbytes // tensor.element_size()
+def frames_of(tensor: Tensor, config: Config) -> tuple[int, bool]:
+    """How segments of `tensor` are cut into frames: elements of a full one, and `overlap`, see `Layout.of`."""
+    transport = config.transport
+    elements = transport.frame_bytes_in_effect(tensor.is_cuda) // tensor.element_size()
+    return elements, tensor.is_cuda or not transport.has_fast_link
 
 
 def layout_of_sum(tensor: Tensor, segments: int, config: Config) -> Layout:
     """How a tensor that is summed over ranks is cut: usually into as many segments as there are ranks."""
     if config.quantizer.bits is not None:
-        return equal_rows(tensor.numel(), segments, frame_elements(tensor, config))
-    block = config.quantizer.block_in_effect
-    return Layout.split(tensor.numel(), segments, frame_elements(tensor, config), block)
+        return equal_rows(tensor.numel(), segments, *frames_of(tensor, config))
+    elements, overlap = frames_of(tensor, config)
+    return Layout.split(tensor.numel(), segments, elements, config.quantizer.block_in_effect, overlap)
 
 
 def adds_up_whole(nbytes: int, world_size: int, config: Config) -> bool:
@@ -359,7 +355,7 @@ def adds_up_whole(nbytes: int, world_size: int, config: Config) -> bool:
 
 def layout_of_parts(segment: Tensor, world_size: int, config: Config) -> Layout:
     """How a tensor is cut that has such a part for each rank."""
-    return Layout.of([segment.numel()] * world_size, frame_elements(segment, config))
+    return Layout.of([segment.numel()] * world_size, *frames_of(segment, config))
 
 
 def bypassed(request: Request, bypass: Bypass, world_size: int) -> Counters:

@@ -54,7 +54,7 @@ def _sample(array: np.ndarray, config: Config) -> np.ndarray:
     most = _SLOW_SAMPLE_BYTES if kernels.cpu_backend().name == "reference" else _SAMPLE_BYTES
     if flat.nbytes <= most:
         return flat
-    frame_bytes = config.resolved().transport.frame_bytes
+    frame_bytes = config.resolved().transport.frame_bytes_in_effect()
     length, count = frame_bytes // flat.itemsize, max(1, most // frame_bytes)
     starts = np.linspace(0, flat.size - length, count).astype(np.int64)
     return np.concatenate([flat[start : start + length] for start in starts])

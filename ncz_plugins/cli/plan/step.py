@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...core.config import FRAME_BYTES, GPU_FRAME_BYTES, MIN_BYTES, Config
-from ...core.tuning.decisions import SHARED
+from ...core.config import MIN_BYTES, Config
 from .simulation import calls
 from .simulation.calls import Group, Timed
 from .strategy import Sending
@@ -132,12 +131,11 @@ def resolved(config: Config, group: Group) -> Config:
     gpu = group.costs.kind == "gpu"
     if gpu and config.transport.min_bytes is None:
         config = config.with_transport(min_bytes=MIN_BYTES)
-    if gpu and config.transport.frame_bytes == FRAME_BYTES:
-        config = config.with_transport(frame_bytes=GPU_FRAME_BYTES)
+    if gpu and config.transport.frame_bytes is None:
+        config = config.with_transport(frame_bytes=config.transport.frame_bytes_in_effect(on_gpu=True))
     gbps = group.link.gbps / group.ranks_per_node
     return config.resolved(
         link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # what a configuration allows
-        cores_are_shared=group.sharing >= SHARED,
     )
 
 

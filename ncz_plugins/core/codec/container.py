@@ -78,7 +78,7 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
         )
     flat = _flat(tensor)
     device = Host()
-    layout = Layout.of([flat.numel()], config.transport.frame_bytes // flat.element_size())
+    layout = Layout.of([flat.numel()], config.transport.frame_bytes_in_effect() // flat.element_size())
     scales = _scales(device.backend, flat, layout, config)
     codec = codec_for(config, device, CodedTensor(layout, source=Window(flat)), scales)
     frames = _in_threads(threads, lambda index: codec.encode(0, index), range(layout.frames))

@@ -20,11 +20,11 @@ from .coded_tensor import Codec, CodedTensor
 from .layout import Layout, Window
 
 
-def equal_rows(numel: int, count: int, frame_elements: int) -> Layout:
+def equal_rows(numel: int, count: int, frame_elements: int, overlap: bool = True) -> Layout:
     """How a tensor that is summed is cut: into rows of equally many blocks, of which the last may end early."""
     length = -(-rate_blocks_of(numel) // count) * RATE_BLOCK
     starts = [min(row * length, numel) for row in range(count + 1)]
-    return Layout.of([end - start for start, end in zip(starts, starts[1:])], frame_elements)
+    return Layout.of([end - start for start, end in zip(starts, starts[1:])], frame_elements, overlap)
 
 
 def levels_of(bits: int) -> int:

@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     @lru_cache(maxsize=256)  # most calls are repeated
-    def split(cls, numel: int, segments: int, frame_elements: int, block: int) -> Layout:
+    def split(cls, numel: int, segments: int, frame_elements: int, block: int, overlap: bool = True) -> Layout:
         """Segments of nearly equal size that start on multiples of CHUNK and of `block`.
 
         So the blocks that share a scale are the same for every number of segments; the last
@@ -43,13 +43,17 @@ class Layout:
         unit = math.lcm(block or CHUNK, CHUNK)
         length = -(-numel // (segments * unit)) * unit
         starts = [min(i * length, numel) for i in range(segments + 1)]
-        return cls.of([b - a for a, b in zip(starts, starts[1:])], frame_elements)
+        return cls.of([b - a for a, b in zip(starts, starts[1:])], frame_elements, overlap)
 
     @classmethod
-    def of(cls, lengths: list[int], frame_elements: int) -> Layout:
-        """Segments of the given lengths; frames are shortened where a segment would fill too few."""
+    def of(cls, lengths: list[int], frame_elements: int, overlap: bool = True) -> Layout:
+        """Segments of the given lengths.
+
+        Args:
+            overlap: whether frames are shortened where a segment would fill too few to overlap coding and transfer.
+        """
         longest = chunks_of(max(lengths))
-        enough = max(_MIN_FRAME_CHUNKS, -(-longest // _FRAMES_TO_OVERLAP))
+        enough = max(_MIN_FRAME_CHUNKS, -(-longest // _FRAMES_TO_OVERLAP) if overlap else longest)
         return cls(tuple(lengths), min(chunks_of(frame_elements), enough) * CHUNK)
 
     @cached_property

@@ -20,7 +20,6 @@ from .layout import Layout
 from .quantize import Scales, joined
 
 _FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
-_FAST_GBPS = 2.5  # from here on the ranks wait for each other, once more for every piece, and not for the link
 
 
 def pieces_of(layout: Layout, config: Config) -> list[range]:
@@ -30,8 +29,8 @@ def pieces_of(layout: Layout, config: Config) -> list[range]:
     link, so the link has enough to carry meanwhile.
     """
     frames, block = layout.frames, config.quantizer.block_in_effect
-    fast = config.transport.link_gbps is not None and config.transport.link_gbps >= _FAST_GBPS
-    if fast or not block or _FIRST_FRAMES * layout.frame_elements % block:
+    # On a fast link ranks wait for each other, once more for every piece, and not for the link.
+    if config.transport.has_fast_link or not block or _FIRST_FRAMES * layout.frame_elements % block:
         return [range(frames)]
     starts, next = [0], _FIRST_FRAMES
     while 2 * next <= frames:  # a shorter piece at the end would cost the time that it saves

@@ -16,7 +16,6 @@ from .documents import first_problem, read_document, shorten
 from .fields import (
     CHUNK,
     FRAME_BYTES,
-    GPU_FRAME_BYTES,
     MIN_BYTES,
     Allowed,
     Integer,
@@ -45,7 +44,6 @@ __all__ = [
     "CHUNK",
     "DEEPSPEED_KEY",
     "FRAME_BYTES",
-    "GPU_FRAME_BYTES",
     "MIN_BYTES",
     "PRESETS",
     "SHORT_FORM",

@@ -14,6 +14,8 @@ CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
+FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores rather than for the link: docs/results/performance.md
+FAST_FRAME_BYTES = 8 * MiB  # there, where little is gained by coding a frame while another one travels
 GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
@@ -59,9 +61,9 @@ def _parse_hierarchy(value: object) -> int | str:
 # Strict: a boolean or a string is not a number. An integer does pass for a float.
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-FrameBytes = size_type(
-    16 * KiB, 64 * MiB, ("auto",), "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
-)
+_FRAME_BYTES = "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
+FrameBytes = size_type(16 * KiB, 64 * MiB, ("auto",), _FRAME_BYTES)
+OptionalFrameBytes = Annotated[FrameBytes | None, Allowed(f"null, {_FRAME_BYTES}")]
 _MIN_BYTES = "auto, never, or bytes from 0 to 2^50: an integer, or a string such as '64KiB'"
 MinBytes = size_type(0, 1 << 50, ("auto", "never"), _MIN_BYTES)
 OptionalMinBytes = Annotated[MinBytes | None, Allowed(f"null, {_MIN_BYTES}")]
@@ -97,19 +99,16 @@ BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40
 FLAG = Allowed("true, false")
 
 
-def min_bytes_for(link_gbps: float | None, cores_are_shared: bool = False) -> int:
+def min_bytes_for(link_gbps: float | None) -> int:
     """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
 
-    On two cores, calls of 2 ranks break even at less than 1 MiB for each Gbit/s. So do those of 4 ranks on slow links;
-    on fast ones the cores that they share are what limits them: docs/results/performance.md. There are few different
-    sizes, so that what is measured of a link leads to the same calls the next time. Squares are rounded to the nearest
-    one: rounded up, a link measured a little above 2 Gbit/s would get 8 MiB, where 4 MiB gains.
+    On two cores, calls of 2 ranks break even at less than 1 MiB for each Gbit/s, and so do those of 4 ranks:
+    docs/results/performance.md. There are few different sizes, so that what is measured of a link leads to the same
+    calls the next time.
     """
     if link_gbps is None:
         return MIN_BYTES
-    power = math.log2(link_gbps)
-    power = round(2 * power) if cores_are_shared and power > 0 else math.ceil(power)
-    return max(MIN_BYTES, round(MiB * 2.0**power))
+    return max(MIN_BYTES, round(MiB * 2.0 ** math.ceil(math.log2(link_gbps))))
 
 
 def format_size(size: int) -> str:

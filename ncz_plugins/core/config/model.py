@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
-from .fields import FRAME_BYTES, Allowed, Role, format_size, min_bytes_for
+from .fields import Allowed, Role, format_size, min_bytes_for
 from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
@@ -143,10 +143,9 @@ class Config(Section):
         self,
         *,
         schedule: str = "auto",
-        frame_bytes: int = FRAME_BYTES,
+        frame_bytes: int | None = None,
         min_bytes: int | str | None = None,
         link_gbps: float | None = None,
-        cores_are_shared: bool = False,
         costs: CoderCosts | None = None,
     ) -> Config:
         """A copy with these values for the settings left open: those that are auto, and those that are null.
@@ -154,12 +153,15 @@ class Config(Section):
         The copy names no tuning file, as it leaves nothing open that a file could fill in.
 
         Args:
+            frame_bytes: None: what it stands for by default.
             min_bytes: None: what follows from the link, and whether ranks share cores.
         """
         if min_bytes is None:
-            min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps, cores_are_shared)
-        given = {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": min_bytes, "link_gbps": link_gbps}
+            min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps)
+        given = {"schedule": schedule, "min_bytes": min_bytes, "link_gbps": link_gbps}
         taken = {key: value for key, value in given.items() if getattr(self.transport, key) in ("auto", None)}
+        if self.transport.frame_bytes == "auto":  # null is no open setting, as it means other sizes on GPUs
+            taken["frame_bytes"] = frame_bytes
         entropy = self.entropy.model_copy(update={"costs": self.entropy.costs or costs})
         return self.with_transport(**taken, tuning=None).model_copy(update={"entropy": entropy})
 
@@ -170,12 +172,12 @@ class Config(Section):
     def describe(self) -> str:
         """One short line for people."""
         frames = self.transport.frame_bytes
+        frames = "" if frames is None else f", frames {frames if frames == 'auto' else format_size(frames)}"
         predictor = "" if self.entropy.predictor == "auto" else f", predictor {self.entropy.predictor}"
         checksum = ", checksums" if self.entropy.checksum else ""
         return (
             f"{self.quantizer.describe()}, coder {self.entropy.coder}{predictor}{checksum}, "
-            f"schedule {self.transport.schedule}, frames {frames if frames == 'auto' else format_size(frames)}, "
-            f"roles {'+'.join(self.roles)}"
+            f"schedule {self.transport.schedule}{frames}, roles {'+'.join(self.roles)}"
             + (f", {len(self.policies)} policies" if self.policies else "")
             + (f", {self.steps.warmup} steps of warm-up" if self.steps.warmup else "")
             + (", a schedule of bounds" if self.steps.bounds else "")

@@ -14,8 +14,11 @@ from .fields import (
     BLOCK,
     BOUND_VALUE,
     CHUNK,
+    FAST_FRAME_BYTES,
+    FAST_GBPS,
     FLAG,
     FRAME_BYTES,
+    GPU_FRAME_BYTES,
     LEAST_BITS,
     MOST_BITS,
     RATE_BLOCK,
@@ -26,13 +29,13 @@ from .fields import (
     Connections,
     Dtype,
     Flag,
-    FrameBytes,
     Hierarchy,
     Integer,
     Kind,
     Mode,
     NonEmptyText,
     Number,
+    OptionalFrameBytes,
     OptionalMinBytes,
     OptionalPath,
     Role,
@@ -201,19 +204,18 @@ class TransportConfig(Section):
         "for few ranks. The results are the same to the bit (with kind lossless, except for the "
         "rounding of sums).",
     )
-    frame_bytes: FrameBytes = Field(
-        default=FRAME_BYTES,
+    frame_bytes: OptionalFrameBytes = Field(
+        default=None,
         description="Input bytes per frame. Smaller frames overlap coding and transfer better, larger ones have "
-        "less overhead. auto: the measured choice. On a GPU the default stands for 64 MiB, as each "
-        "frame has a fixed cost. Segments with less than two frames are cut into two.",
+        "less overhead. null: 4 MiB; 8 MiB if the link carries 2.5 Gbit/s or more; 64 MiB on a GPU, where each frame "
+        "has a fixed cost. auto: the measured choice. Segments with less than two frames are cut into two, but for "
+        "tensors in host memory on links of 2.5 Gbit/s or more.",
     )
     min_bytes: OptionalMinBytes = Field(
         default=None,
         description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
-        "Gbit/s of the link, up to the next power of two, at least 128 KiB; where ranks were measured to share cores "
-        "and it carries more than 1, 1 MiB times the square of its Gbit/s, to the nearest power of two; 128 KiB where "
-        "the link is not known; auto: the measured choice; never: nothing is compressed, which auto chooses where the "
-        "link is too fast.",
+        "Gbit/s of the link, up to the next power of two, at least 128 KiB; 128 KiB where the link is not known; "
+        "auto: the measured choice; never: nothing is compressed, which auto chooses where the link is too fast.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",
@@ -252,6 +254,19 @@ class TransportConfig(Section):
         default=None,
         description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
     )
+
+    @property
+    def has_fast_link(self) -> bool:
+        """Whether the link is known to be so fast that nothing is gained by coding while it carries something."""
+        return self.link_gbps is not None and self.link_gbps >= FAST_GBPS
+
+    def frame_bytes_in_effect(self, on_gpu: bool = False) -> int:
+        """`frame_bytes`, or what it stands for where it is null. What is auto must have been measured."""
+        if self.frame_bytes is not None:
+            return self.frame_bytes
+        if on_gpu:
+            return GPU_FRAME_BYTES
+        return FAST_FRAME_BYTES if self.has_fast_link else FRAME_BYTES
 
     @property
     def min_bytes_in_effect(self) -> int | str:

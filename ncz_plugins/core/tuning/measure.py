@@ -165,8 +165,8 @@ def measure_link(subject: TorchRanks) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
-    Where ranks share cores, coders cost more, so that others are chosen, and only larger tensors are compressed. No
-    value depends on the coder. Where a rank has no second core, it decodes on the thread that does all else.
+    Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
+    has no second core, it decodes on the thread that does all else.
     Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
     """
     backend, transport = subject.host.backend, subject.transport
@@ -183,7 +183,7 @@ def measure_link(subject: TorchRanks) -> Config:
     if 1 / times < SPARE:
         subject.host.use_one_thread()
     costs = None if times < SHARED else _costs_of(backend, times)
-    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), cores_are_shared=costs is not None, costs=costs)
+    config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
     if subject.rank == 0:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
         if transport.channels > 1:
@@ -362,7 +362,7 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
     frames = _FRAMES if clock.seconds > OPENING_SECONDS else _FRAMES[:_FRAMES_AT_OPENING]
     configs = [
         config.with_transport(schedule=schedule, frame_bytes=frame_bytes)
-        for frame_bytes in (frames if own.frame_bytes == "auto" else [own.frame_bytes])
+        for frame_bytes in (frames if own.frame_bytes == "auto" else [config.transport.frame_bytes_in_effect()])
         for schedule in (subject.schedules if own.schedule == "auto" else [own.schedule])
     ]
     runs = [partial(subject.compressed, config=each) for each in configs]

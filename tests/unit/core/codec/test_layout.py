@@ -38,6 +38,15 @@ def test_given_lengths_are_covered_once(lengths, frame):
     check(Layout.of(lengths, frame))
 
 
+@given(st.lists(sizes, min_size=1, max_size=4), frame_elements)
+def test_frames_are_not_longer_than_they_need_to_be(lengths, frame):
+    for overlap in (True, False):
+        layout = Layout.of(lengths, frame, overlap)
+        check(layout)
+        assert layout.frame_elements <= max(-(-max(lengths) // CHUNK), 64) * CHUNK
+        assert layout.frame_elements <= max(-(-frame // CHUNK), 1) * CHUNK
+
+
 @given(sizes, st.integers(1, 9), blocks)
 def test_blocks_do_not_depend_on_the_number_of_segments(numel, segments, block):
     one = Layout.split(numel, 1, CHUNK, block).block_lengths(block)
@@ -53,6 +62,7 @@ def test_blocks_cover_every_element_and_step(numel, segments, block):
 
 def test_a_segment_is_cut_into_several_frames_so_that_coding_and_transfer_overlap():
     assert Layout.split(1 << 20, 2, 1 << 20, 0).frames >= 2
+    assert Layout.split(1 << 20, 2, 1 << 20, 0, overlap=False).frames == 1
 
 
 def test_a_window_is_a_view():

@@ -86,7 +86,7 @@ def test_every_default_is_as_documented():
         "entropy.checksum": False,
         "entropy.costs": None,
         "transport.schedule": "auto",
-        "transport.frame_bytes": 4 * 1024 * 1024,
+        "transport.frame_bytes": None,
         "transport.min_bytes": None,
         "transport.hierarchy": "auto",
         "transport.connections": "auto",
@@ -366,12 +366,21 @@ def test_the_least_size_follows_from_the_link(gbps, least):
     assert Config().leaves_link_open and named.leaves_link_open == (gbps is None)
 
 
-@pytest.mark.parametrize(
-    ("gbps", "least"),
-    [(0.095, 128 * KiB), (0.94, MiB), (1.9, 4 * MiB), (2.1, 4 * MiB), (3.6, 16 * MiB), (1e4, 1 << 47)],
-)
-def test_it_grows_faster_where_ranks_share_cores(gbps, least):
-    assert Config().resolved(link_gbps=gbps, cores_are_shared=True).transport.min_bytes == least
+@pytest.mark.parametrize(("gbps", "nbytes"), [(None, 4 * MiB), (2.49, 4 * MiB), (2.5, 8 * MiB), (400, 8 * MiB)])
+def test_the_size_of_frames_follows_from_the_link_and_the_device(gbps, nbytes):
+    transport = Config().resolved(link_gbps=gbps).transport
+    assert transport.frame_bytes is None and transport.has_fast_link == (nbytes == 8 * MiB)
+    assert transport.frame_bytes_in_effect() == nbytes
+    assert transport.frame_bytes_in_effect(on_gpu=True) == 64 * MiB
+    named = Config(transport={"frame_bytes": 4 * MiB, "link_gbps": gbps}).transport
+    assert named.frame_bytes_in_effect() == named.frame_bytes_in_effect(on_gpu=True) == 4 * MiB
+
+
+def test_only_auto_leaves_the_size_of_frames_to_what_was_measured():
+    measured = {"frame_bytes": MiB, "link_gbps": 1.0}
+    assert Config(transport={"frame_bytes": "auto"}).resolved(**measured).transport.frame_bytes == MiB
+    assert Config().resolved(**measured).transport.frame_bytes is None
+    assert Config(transport={"frame_bytes": "auto"}).resolved().transport.frame_bytes is None
 
 
 def test_the_limit_of_value_depends_on_the_mode():
@@ -533,7 +542,9 @@ def test_it_is_immutable_hashable_and_travels():
 
 def test_canonical_text_is_equal_for_equal_settings_only():
     plain = Config().canonical()
-    assert plain == Config.load({"transport": {"frame_bytes": "4MiB"}}).canonical()
+    assert plain == Config.load({"entropy": {"coder": "auto"}}).canonical()
+    sizes = [Config.load({"transport": {"frame_bytes": size}}).canonical() for size in ("4MiB", 4 << 20, None)]
+    assert sizes[0] == sizes[1] != sizes[2] == plain
     assert (
         Config.load({"quantizer": {"value": 1}}).canonical() == Config.load({"quantizer": {"value": 1.0}}).canonical()
     )
@@ -596,9 +607,7 @@ def test_whatever_is_given_the_only_error_is_ours(document):
 
 
 def test_describe_is_one_line_with_what_matters():
-    assert Config().describe() == (
-        "stochastic rms:0.375 per 128 elements, coder auto, schedule auto, frames 4 MiB, roles gradient"
-    )
+    assert Config().describe() == ("stochastic rms:0.375 per 128 elements, coder auto, schedule auto, roles gradient")
     assert "rms:0.375 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
     assert Config.load({"quantizer": {"kind": "error_bound"}}).describe().startswith("error bound rms:0.375 per 128 el")
     assert Config.load({"quantizer": {"mode": "rel"}}).describe().startswith("error bound rel:0.375 per 4096 elements")

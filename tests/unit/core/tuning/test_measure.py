@@ -34,15 +34,15 @@ class Instant(Subject):
         pass
 
 
-def cuts_of(trial):
-    config = Config(transport={"frame_bytes": trial.frame_bytes})
+def cuts_of(trial, link_gbps):
+    config = Config(transport={"frame_bytes": trial.frame_bytes, "link_gbps": link_gbps})
     return layout_of_sum(torch.empty(trial.nbytes // 4), Instant.world_size, config)
 
 
 @pytest.mark.parametrize("seconds", [0.2, 3.0])
 def test_ways_that_do_the_same_are_not_told_apart_by_noise(seconds):
     tuned = measure(Instant(), seconds)
-    done = {(trial.schedule, cuts_of(trial)) for trial in tuned.trials}
+    done = {(trial.schedule, cuts_of(trial, tuned.link_gbps)) for trial in tuned.trials}
     assert len(done) == len(tuned.trials)
     assert {trial.schedule for trial in tuned.trials} == {"ring", "direct"}
     assert tuned.trials[0].frame_bytes == FRAME_BYTES
@@ -126,7 +126,7 @@ def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, megabits, mo
     monkeypatch.setattr(module, "time", subject)
     found = measure_link(subject)
     costs = found.entropy.costs
-    assert found.transport.min_bytes == (128 << 10 if megabits == 100 else 32 << 20 if times > 1 else 8 << 20)
+    assert found.transport.min_bytes == (128 << 10 if megabits == 100 else 8 << 20)
     if times == 1:
         assert costs is None  # those of the kernels
     else:
