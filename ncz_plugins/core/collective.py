@@ -330,18 +330,22 @@ def _residual_parts(request: Request) -> Sequence[ParameterSlice]:
 # ------------------------------------------------------------------ sizes
 
 
-def frames_of(tensor: Tensor, config: Config) -> tuple[int, bool]:
-    """How segments of `tensor` are cut into frames: elements of a full one, and `overlap`, see `Layout.of`."""
-    transport = config.transport
-    elements = transport.frame_bytes_in_effect(tensor.is_cuda) // tensor.element_size()
-    return elements, tensor.is_cuda or not transport.has_fast_link
+def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tuple[int, bool]:
+    """How segments of `tensor` are cut into frames: elements of a full one, and `overlap`, see `Layout.of`.
+
+    Args:
+        on_gpu: whether it is, or stands for one that is; None: as it is.
+    """
+    transport, on_gpu = config.transport, tensor.is_cuda if on_gpu is None else on_gpu
+    elements = transport.frame_bytes_in_effect(on_gpu) // tensor.element_size()
+    return elements, on_gpu or not transport.has_fast_link
 
 
-def layout_of_sum(tensor: Tensor, segments: int, config: Config) -> Layout:
+def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | None = None) -> Layout:
     """How a tensor that is summed over ranks is cut: usually into as many segments as there are ranks."""
+    elements, overlap = frames_of(tensor, config, on_gpu)
     if config.quantizer.bits is not None:
-        return equal_rows(tensor.numel(), segments, *frames_of(tensor, config))
-    elements, overlap = frames_of(tensor, config)
+        return equal_rows(tensor.numel(), segments, elements, overlap)
     return Layout.split(tensor.numel(), segments, elements, config.quantizer.block_in_effect, overlap)
 
 
@@ -353,9 +357,9 @@ def adds_up_whole(nbytes: int, world_size: int, config: Config) -> bool:
     return world_size == 2 and config.quantizer.kind != "lossless" and nbytes <= _WHOLE_BYTES
 
 
-def layout_of_parts(segment: Tensor, world_size: int, config: Config) -> Layout:
+def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> Layout:
     """How a tensor is cut that has such a part for each rank."""
-    return Layout.of([segment.numel()] * world_size, *frames_of(segment, config))
+    return Layout.of([segment.numel()] * world_size, *frames_of(segment, config, on_gpu))
 
 
 def bypassed(request: Request, bypass: Bypass, world_size: int) -> Counters:

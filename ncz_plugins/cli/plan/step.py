@@ -128,11 +128,8 @@ class _Calls:
 
 def resolved(config: Config, group: Group) -> Config:
     """As ranks of several hosts would resolve it: over gloo they measure their link."""
-    gpu = group.costs.kind == "gpu"
-    if gpu and config.transport.min_bytes is None:
+    if group.costs.kind == "gpu" and config.transport.min_bytes is None:
         config = config.with_transport(min_bytes=MIN_BYTES)
-    if gpu and config.transport.frame_bytes is None:
-        config = config.with_transport(frame_bytes=config.transport.frame_bytes_in_effect(on_gpu=True))
     gbps = group.link.gbps / group.ranks_per_node
     return config.resolved(
         link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # what a configuration allows

@@ -106,7 +106,6 @@ class Mesh:
     Args:
         peers: the channels to the other ranks, in the order of these.
         timeout: how long to wait for them in each exchange.
-
     """
 
     def __init__(self, peers: list[_Peer], timeout: timedelta):

@@ -85,10 +85,11 @@ Sink run(Source source, Sink sink, int64_t count) {
 
 // ------------------------------------------------------------------ codes and floats
 
-// Brings the cache lines of what a loop reads or writes next: `length` numbers, 2 KiB behind `at`. Processors look ahead
-// by themselves, but within a page of 4 KiB only, which leaves tensors beyond the caches at half of the memory's speed.
 enum Access { READ, WRITE };
 
+// Brings the cache lines of what a loop reads or writes next: `length` numbers, 2 KiB behind `at`. Processors look ahead
+// by themselves, but within a page of 4 KiB only, which leaves tensors beyond the caches at half of the memory's speed.
+// There may be no memory at that place.
 template <Access access, class T>
 inline void prefetch(const T* at, int length) {
     auto ahead = reinterpret_cast<uintptr_t>(at) + 2048;
@@ -723,11 +724,6 @@ FloatsSink<T, Scale> sink_of(T* out, const Scale* scales) {
     return {out, scales};
 }
 
-template <class T, class Scale>
-void quantize_at_random(T* x, const Scale* inverse_steps, const Noise& noise, int64_t count, int32_t* codes) {
-    run(random_source_of(x, inverse_steps, noise), CodesSink<false>(codes), count);
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------ the C functions
@@ -744,8 +740,9 @@ NCZ_EXPORT void NCZ_NAME(block_statistics)(const void* x, int32_t dtype, int64_t
 NCZ_EXPORT void NCZ_NAME(quantize)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
                                    int32_t* codes, const Noise* noise) {
     with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        if (noise) return quantize_at_random(x, inverse_steps, *noise, count, codes);
-        run(source_of(x, inverse_steps), CodesSink<false>(codes), count);
+        CodesSink<false> sink(codes);
+        noise ? run(random_source_of(x, inverse_steps, *noise), sink, count)
+              : run(source_of(x, inverse_steps), sink, count);
     });
 }
 
@@ -851,22 +848,19 @@ NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const v
     DecodedSymbols decoded(scratch.unit);
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
-    return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        auto own = source_of(x, inverse_steps);
+    auto write = [&](auto own) {
         SumSource<FrameSource, decltype(own)> sum(source, own);
-        if (coding->coder == FIXED && coding->predictor != AUTO_PREDICTOR && !noise) {
+        if (coding->coder == FIXED && coding->predictor != AUTO_PREDICTOR) {
             int64_t written = coding->predictor == DELTA ? write_fixed<true>(sum, count, out)
                                                          : write_fixed<false>(sum, count, out);
             return decoded.damage() ? decoded.damage() : written;
         }
-        if (noise) {
-            quantize_at_random(x, inverse_steps, *noise, count, scratch.codes);
-            run(source, CodesSink<true>(scratch.codes), count);
-        } else {
-            run(sum, CodesSink<false>(scratch.codes), count);
-        }
+        run(sum, CodesSink<false>(scratch.codes), count);
         if (int64_t wrong = decoded.damage()) return wrong;
         return write_frame(CodesSource(scratch.codes), count, *coding, out, scratch);
+    };
+    return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
+        return noise ? write(random_source_of(x, inverse_steps, *noise)) : write(source_of(x, inverse_steps));
     });
 }
 

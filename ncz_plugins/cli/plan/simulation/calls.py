@@ -126,7 +126,7 @@ def compressed(
     may_be_whole = collective == "all_reduce" and name == "direct" and group.costs.kind == "cpu" and not hierarchical
     if may_be_whole and adds_up_whole(nbytes, segments, config):
         segments = 1
-    layout = _layout(nbytes // itemsize, itemsize, segments, config, collective)
+    layout = _layout(nbytes // itemsize, itemsize, segments, config, collective, group.costs.kind == "gpu")
     if hierarchical:  # each rank has one of as many pieces as a node has ranks
         layout = layout.part(range(fleet.world_size))
         _inside(fleet, group, nbytes)
@@ -140,11 +140,11 @@ def compressed(
     return Timed(float(fleet.end.max()), float(fleet.busy.max()), counters.wire_bytes, True)
 
 
-def _layout(numel: int, itemsize: int, segments: int, config: Config, collective: str) -> Layout:
+def _layout(numel: int, itemsize: int, segments: int, config: Config, collective: str, on_gpu: bool) -> Layout:
     dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     if collective == "all_reduce":
-        return layout_of_sum(torch.empty(numel, dtype=dtype, device="meta"), segments, config)
-    return layout_of_parts(torch.empty(-(-numel // segments), dtype=dtype, device="meta"), segments, config)
+        return layout_of_sum(torch.empty(numel, dtype=dtype, device="meta"), segments, config, on_gpu)
+    return layout_of_parts(torch.empty(-(-numel // segments), dtype=dtype, device="meta"), segments, config, on_gpu)
 
 
 class _Scales:
