@@ -1,7 +1,5 @@
 """The way of every call: decided, compared, run and counted, on ranks in one process."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ from ranks import play, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives, frame_elements
+from ncz_plugins.core.collective import Collectives, frames_of
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host
@@ -39,12 +37,24 @@ def test_the_first_reason_to_go_plain_is_told():
     assert collectives().decide(summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
 
 
+MI = 1 << 20
+
+
 @pytest.mark.parametrize(
-    ("frame_bytes", "is_cuda", "elements"), [("4MiB", False, 1 << 20), ("4MiB", True, 1 << 24), ("1MiB", True, 1 << 18)]
+    ("transport", "on_gpu", "frames"),
+    [
+        ({}, False, (MI, True)),
+        ({"link_gbps": 10}, False, (2 * MI, False)),  # cores are what limits calls there, not the link
+        ({}, True, (16 * MI, True)),  # each frame costs the same there
+        ({"link_gbps": 10}, True, (16 * MI, True)),
+        ({"frame_bytes": "4MiB"}, True, (MI, True)),
+        ({"frame_bytes": "4MiB", "link_gbps": 10}, False, (MI, False)),
+    ],
 )
-def test_by_default_frames_are_large_on_a_gpu_where_each_costs_the_same(frame_bytes, is_cuda, elements):
-    tensor = SimpleNamespace(is_cuda=is_cuda, element_size=lambda: 4)  # of a device that is not here
-    assert frame_elements(tensor, Config(transport={"frame_bytes": frame_bytes}).resolved()) == elements
+def test_how_frames_are_cut_follows_from_the_link_and_the_device(transport, on_gpu, frames):
+    assert frames_of(torch.zeros(1), Config(transport=transport).resolved(), on_gpu) == frames
+    if not on_gpu:
+        assert frames_of(torch.zeros(1), Config(transport=transport).resolved()) == frames
 
 
 def test_a_policy_decides_for_its_parameters():
