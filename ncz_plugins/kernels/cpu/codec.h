@@ -719,6 +719,14 @@ StochasticSource<T, Scale> random_source_of(T* x, const Scale* inverse_steps, co
     return {x, inverse_steps, noise};
 }
 
+// Calls `function` with the codes of `x`, rounded at random if there is `noise`.
+template <class Function>
+auto with_codes(const void* x, const void* inverse_steps, int32_t dtype, const Noise* noise, Function function) {
+    return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
+        return noise ? function(random_source_of(x, inverse_steps, *noise)) : function(source_of(x, inverse_steps));
+    });
+}
+
 template <class T, class Scale>
 FloatsSink<T, Scale> sink_of(T* out, const Scale* scales) {
     return {out, scales};
@@ -739,11 +747,7 @@ NCZ_EXPORT void NCZ_NAME(block_statistics)(const void* x, int32_t dtype, int64_t
 
 NCZ_EXPORT void NCZ_NAME(quantize)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
                                    int32_t* codes, const Noise* noise) {
-    with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        CodesSink<false> sink(codes);
-        noise ? run(random_source_of(x, inverse_steps, *noise), sink, count)
-              : run(source_of(x, inverse_steps), sink, count);
-    });
+    with_codes(x, inverse_steps, dtype, noise, [&](auto own) { run(own, CodesSink<false>(codes), count); });
 }
 
 NCZ_EXPORT void NCZ_NAME(dequantize)(const int32_t* codes, const void* scales, int64_t count, void* out,
@@ -776,10 +780,8 @@ NCZ_EXPORT int64_t NCZ_NAME(decode_codes)(const uint8_t* frame, int64_t bytes, i
 NCZ_EXPORT int64_t NCZ_NAME(encode)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,
                                     const Coding* coding, uint8_t* frame, const Noise* noise, uint8_t* memory) {
     Scratch scratch(memory);
-    return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        return noise ? write_frame(random_source_of(x, inverse_steps, *noise), count, *coding, frame, scratch)
-                     : write_frame(source_of(x, inverse_steps), count, *coding, frame, scratch);
-    });
+    return with_codes(x, inverse_steps, dtype, noise,
+                      [&](auto own) { return write_frame(own, count, *coding, frame, scratch); });
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(decode)(const uint8_t* frame, int64_t bytes, const void* scales, int64_t count, void* out,
@@ -830,9 +832,7 @@ NCZ_EXPORT int64_t NCZ_NAME(add_up)(const uint8_t* const* frames, const int64_t*
         add([&](int64_t c) { run_chunk(own, first, c, count); });
     };
     if (x)
-        with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-            noise ? add_to(random_source_of(x, inverse_steps, *noise)) : add_to(source_of(x, inverse_steps));
-        });
+        with_codes(x, inverse_steps, dtype, noise, add_to);
     else
         add([](int64_t) {});
     for (int32_t i = 0; i < frame_count; ++i)
@@ -848,7 +848,7 @@ NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const v
     DecodedSymbols decoded(scratch.unit);
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
-    auto write = [&](auto own) {
+    return with_codes(x, inverse_steps, dtype, noise, [&](auto own) {
         SumSource<FrameSource, decltype(own)> sum(source, own);
         if (coding->coder == FIXED && coding->predictor != AUTO_PREDICTOR) {
             int64_t written = coding->predictor == DELTA ? write_fixed<true>(sum, count, out)
@@ -858,9 +858,6 @@ NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const v
         run(sum, CodesSink<false>(scratch.codes), count);
         if (int64_t wrong = decoded.damage()) return wrong;
         return write_frame(CodesSource(scratch.codes), count, *coding, out, scratch);
-    };
-    return with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        return noise ? write(random_source_of(x, inverse_steps, *noise)) : write(source_of(x, inverse_steps));
     });
 }
 
