@@ -186,6 +186,13 @@ class Backend(ABC):
             require_seals(sum.frames)
         self.dequantize(self._added_up(sum, noise), scales, sum.out)
 
+    def decode_sums(
+        self, sums: Sequence[Sum], scales: Sequence[Tensor], noise: Noise | None = None, sealed: bool = False
+    ) -> None:
+        """`decode_sum` of each."""
+        for each, to in zip(sums, scales, strict=True):
+            self.decode_sum(each, to, noise, sealed)
+
     def _added_up(self, sum: Sum, noise: Noise | None) -> Tensor:
         """The codes of a sum, in memory that is valid until the next one is added up."""
         x, inverse_steps, _, frames, first = sum

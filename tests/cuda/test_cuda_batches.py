@@ -94,6 +94,7 @@ def test_under_sanitizers(coding, sanitizer):
     assert_same_sums(backend, sums, coding)
     assert_same_sums(backend, [each._replace(frames=()) for each in sums], coding, NOISE)
     decode(backend, sums)
+    decode_sums(backend, sums, NOISE)
     sealed = [torch.cat([frame, frame[:3]]) for each in sums for frame in each.frames]
     backend.seal_frames(sealed)
     backend.statistics_of([each.x for each in sums])
@@ -112,6 +113,51 @@ def test_decoding():
     for sums in (sums_of(COUNTS, len(CODINGS)), sums_of([9] * MOST_PIECES, 2)):
         for ours, theirs in zip(decode(cuda(1), sums), decode(FAST, sums), strict=True):
             assert_same(ours, theirs)
+
+
+def decode_sums(backend, sums: list[Sum], noise=None, sealed: bool = False) -> list[torch.Tensor]:
+    """Each in place of its values, which are copied first."""
+    sums = [each._replace(x=(x := each.x.clone()), out=x) for each in sums]
+    backend.decode_sums(sums, [each.inverse_steps / 3 for each in sums], noise, sealed)
+    return [each.out for each in sums]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["to nearest", "stochastic"])
+def test_decoding_sums(noise, dtype):
+    backend = cuda(1)
+    for counts, inputs in ((COUNTS, 1), ([CHUNK + 3, 9], 3), ([60] * (MOST_PIECES + 2), 1), ([5, 40], MOST_INPUTS)):
+        sums = sums_of(counts, inputs, dtype)
+        for ours, theirs in zip(decode_sums(backend, sums, noise), decode_sums(FAST, sums, noise), strict=True):
+            assert_same(ours, theirs)
+    backend.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_may_have_fewer_bits_than_the_values(dtype):
+    """As where error feedback adds what it has kept, in float32, to gradients of 16 bits."""
+    sums = [each._replace(out=torch.empty(each.x.numel(), dtype=dtype)) for each in sums_of(COUNTS, 1)]
+    results = []
+    for backend in (cuda(1), FAST):
+        backend.decode_sums(sums, [each.inverse_steps / 3 for each in sums], NOISE)
+        results.append([each.out.clone() for each in sums])
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_a_sum_with_a_damaged_frame_stays_as_it_was():
+    sums = sums_of([CHUNK + 9, 2 * CHUNK, 40], 2)
+    sums[1].frames[1][9] ^= 0x55
+    backend, whole = cuda(1), decode_sums(FAST, [sums[0], sums[2]])
+    first, damaged, last = decode_sums(backend, sums)
+    assert_same(damaged, sums[1].x)
+    assert_same(first, whole[0])
+    assert_same(last, whole[1])
+    with pytest.raises(DamagedFrame):
+        backend.check()
+    decode_sums(backend, sums[2:], sealed=True)
+    with pytest.raises(DamagedFrame, match="no checksum"):
+        backend.check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

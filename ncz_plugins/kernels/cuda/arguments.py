@@ -113,7 +113,10 @@ def inputs_table(rows: list[tuple]) -> Table:
 
 
 def pieces_table(rows: list[tuple]) -> Table:
-    """ncz::Pieces: (values, steps, codes, frame, first element, count, first chunk, first input, inputs) of each."""
+    """ncz::Pieces, of each:
+
+    (values, steps, codes, frame, sum, scales, first element, count, first chunk, first input, inputs).
+    """
     return Table(_PIECE, MOST_PIECES, rows)
 
 
@@ -122,7 +125,7 @@ def runs_table(rows: list[tuple]) -> Table:
     return Table(_RUN, MOST_PIECES, rows)
 
 
-_INPUT, _PIECE, _RUN = "QqII", "5Q4I", "q4I"  # as `struct` has them
+_INPUT, _PIECE, _RUN = "QqII", "7Q4I", "q4I"  # as `struct` has them
 
 
 # ------------------------------------------------------------------ of one launch

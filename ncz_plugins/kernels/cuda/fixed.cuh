@@ -425,7 +425,42 @@ NCZ_KERNEL(ncz_decode)
     store_values(static_cast<Element*>(piece.values) + c * CHUNK, length, codes, scales);
 }
 
+// The values that the sum of a piece's own codes and those of its frames stands for. They may stand where its values do.
+template <class SourceOf>
+NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Inputs& inputs, const Opened& opened,
+                           uint32_t* words, uint32_t* scratch) {
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    int64_t c = unit_number(pieces.n);
+    int length = length_of(c, piece.count);
+    if (length <= 0 || is_any_damaged(piece, opened.statuses)) return;
+    ThreadCodes codes = {};
+    add_up_inputs(piece, inputs, opened, c, words, scratch, codes);
+    add_chunk(source_of(piece), c, length, codes);
+    Scale scales[OCTETS_PER_THREAD];
+    load_scales(static_cast<const Scale*>(piece.scales) + c * STEPS_PER_CHUNK, length, scales);
+    __syncwarp();  // where a lane stores, another one may have loaded
+    store_values(static_cast<Element*>(piece.sum) + c * CHUNK, length, codes, scales);
+}
+
+NCZ_KERNEL(ncz_decode_sum)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
+ const long long* offsets, const int32_t* decoded) {
+    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    decode_sum(floats_of, pieces, inputs, Opened{statuses, offsets, decoded}, words, scratch);
+}
+
+NCZ_KERNEL(ncz_decode_sum_at_random)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, const __grid_constant__ Inputs inputs,
+ const Status* statuses, const long long* offsets, const int32_t* decoded) {
+    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
+    NCZ_SHARED(uint32_t, scratch, WARPS);
+    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
+    decode_sum(source_of, pieces, inputs, Opened{statuses, offsets, decoded}, words, scratch);
+}
+
 #define NCZ_FIXED_KERNELS(X)                                                                                     \
     X(ncz_encode_fixed) X(ncz_encode_fixed_at_random) X(ncz_encode_fixed_codes) X(ncz_sum_fixed) \
     X(ncz_sum_fixed_at_random) X(ncz_sum_codes) X(ncz_sum_codes_at_random) X(ncz_encode_raw) X(ncz_decode)   \
-    X(ncz_decode_codes)
+    X(ncz_decode_codes) X(ncz_decode_sum) X(ncz_decode_sum_at_random)

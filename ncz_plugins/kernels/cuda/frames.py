@@ -113,6 +113,18 @@ def decode(reader: Reader, frames: Sequence[Decoding]) -> None:
         batch.launch("decode", frames[0].out.dtype, pieces, *reader.opened(inputs))
 
 
+def decode_sums(reader: Reader, sums: Sequence[Sum], scales: Sequence[Tensor], noise: Noise | None) -> None:
+    """See `Backend.decode_sums`."""
+    inputs = [len(each.frames) for each in sums]
+    assert max(inputs) <= MOST_INPUTS
+    for part in _parts([each.x.numel() * max(1, n) for each, n in zip(sums, inputs)], inputs):
+        batch = _Batch(reader.launcher, [each.x.numel() for each in sums[part]])
+        rows = [(each.x, each.inverse_steps, None, None, each.first) for each in sums[part]]
+        pieces = batch.pieces(rows, inputs[part], [(each.out, to) for each, to in zip(sums[part], scales[part])])
+        opened = reader.opened([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
+        batch.launch_values("decode_sum", sums[0].x.dtype, pieces, noise, *opened)
+
+
 def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor) -> None:
     writer = _Writer(reader.launcher, coding, [each.x.numel() for each in sums], sizes)
     inputs = [(frame, each.x.numel()) for each in sums for frame in each.frames]
@@ -202,12 +214,18 @@ class _Batch:
         self._counts = counts
         self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
 
-    def pieces(self, rows: list[tuple], inputs: list[int] | None = None) -> Table:
-        """ncz::Pieces, from (values, steps, codes, frame, first element) of each and how many frames belong to it."""
+    def pieces(self, rows: list[tuple], inputs: list[int] | None = None, sums: list[tuple] | None = None) -> Table:
+        """ncz::Pieces, from (values, steps, codes, frame, first element) of each.
+
+        Args:
+            inputs: how many frames belong to each.
+            sums: (sum, scales) of each.
+        """
         shares = inputs or [0] * len(rows)
         firsts = accumulate(shares, initial=0)
         more = zip(self._counts, self._first_chunks, firsts, shares)
-        return pieces_table([(*row, *rest) for row, rest in zip(rows, more)])
+        results = sums or [(None, None)] * len(rows)
+        return pieces_table([(*row, *of, first, *rest) for (*row, first), of, rest in zip(rows, results, more)])
 
     def launch(
         self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=THREADS

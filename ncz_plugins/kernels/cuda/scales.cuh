@@ -2,7 +2,8 @@
 // core/codec/quantize.py specifies it: the same numbers, as long as a block has one step; with more, sums of squares may
 // differ in their last bit.
 //
-// A warp works for one block of a scale, or, where these are long, a whole block of threads.
+// For each block of a scale `threads` work: one where it has one step, a warp, or, where it is long, a whole block of
+// threads.
 #pragma once
 
 #include "values.cuh"
@@ -46,10 +47,10 @@ struct BlockOfScale {
     bool exists;
 };
 
-// That of this warp, or of this block of threads.
-NCZ_DEVICE BlockOfScale block_of_scale(const Runs& runs, int64_t steps_per_block, bool wide) {
+// That of this thread.
+NCZ_DEVICE BlockOfScale block_of_scale(const Runs& runs, int64_t steps_per_block, int threads) {
     const Run& run = runs.of[frame_number(runs.n)];
-    int64_t at = wide ? unit_number(runs.n) : unit_number(runs.n) * WARPS + warp(), first = at * steps_per_block;
+    int64_t at = unit_number(runs.n) * (THREADS / threads) + int(threadIdx.x) / threads, first = at * steps_per_block;
     int64_t steps = run.steps - first, elements = run.elements - first * SCALE_BLOCK;
     bool exists = at < run.blocks;
     if (steps > steps_per_block) {
@@ -92,23 +93,26 @@ NCZ_DEVICE void round_down_to_bfloat16(double value, float& out) {
 // What this rank measured of each block, [numbers of a block, blocks], from the statistics of all steps' elements,
 // [3, steps]. `most` is for mode RMS_ONLY: larger magnitudes count as infinite.
 NCZ_KERNEL(ncz_measure_blocks)
-(const __grid_constant__ Runs runs, long long steps_per_block, int wide, int mode, double most,
+(const __grid_constant__ Runs runs, long long steps_per_block, int threads, int mode, double most,
  const double* statistics, long long steps, long long blocks, Scale* measured) {
     NCZ_SHARED(double, scratch, 3 * WARPS);
-    BlockOfScale block = block_of_scale(runs, steps_per_block, wide);
+    BlockOfScale block = block_of_scale(runs, steps_per_block, threads);
+    int own = int(threadIdx.x) % threads;
     const double nothing = mode == RANGE ? -infinity() : 0;
     double highest = nothing, negated = nothing, squares = 0;
-    for (int i = wide ? int(threadIdx.x) : lane(); i < block.steps; i += wide ? THREADS : WARP) {
+    for (int i = own; i < block.steps; i += threads) {
         int64_t at = block.first_step + i;
         negated = larger(negated, -statistics[at]);
         highest = larger(highest, statistics[steps + at]);
         squares = __dadd_rn(squares, statistics[2 * steps + at]);
     }
-    highest = warp_largest(highest);
-    negated = warp_largest(negated);
-    for (int distance = WARP / 2; distance; distance /= 2)
-        squares = __dadd_rn(squares, __shfl_xor_sync(ALL_LANES, squares, distance));
-    if (wide) {
+    if (threads > 1) {
+        highest = warp_largest(highest);
+        negated = warp_largest(negated);
+        for (int distance = WARP / 2; distance; distance /= 2)
+            squares = __dadd_rn(squares, __shfl_xor_sync(ALL_LANES, squares, distance));
+    }
+    if (threads > WARP) {
         if (lane() == 0) {
             scratch[warp()] = highest;
             scratch[WARPS + warp()] = negated;
@@ -123,7 +127,7 @@ NCZ_KERNEL(ncz_measure_blocks)
             squares = __dadd_rn(squares, scratch[2 * WARPS + w]);
         }
     }
-    if (lane() || (wide && warp()) || !block.exists) return;
+    if (own || !block.exists) return;
     if (mode == RANGE) {
         round_up(highest, measured[block.number]);
         round_up(negated, measured[blocks + block.number]);
@@ -144,11 +148,12 @@ NCZ_KERNEL(ncz_measure_blocks)
 // All steps, from the maximum over ranks of what they measured. Where that allows none they are 0, and
 // `outcome` says why.
 NCZ_KERNEL(ncz_derive_steps)
-(const __grid_constant__ Runs runs, long long steps_per_block, int wide, StepRule rule, const Scale* agreed,
+(const __grid_constant__ Runs runs, long long steps_per_block, int threads, StepRule rule, const Scale* agreed,
  long long blocks, Scale* inverse_steps, Scale* scales, Outcome* outcome) {
-    NCZ_SHARED(unsigned long long, bits_of_warps, WARPS);
-    BlockOfScale block = block_of_scale(runs, steps_per_block, wide);
-    bool first = lane() == 0 && !(wide && warp());
+    NCZ_SHARED(unsigned long long, scratch, WARPS);
+    BlockOfScale block = block_of_scale(runs, steps_per_block, threads);
+    int own = int(threadIdx.x) % threads;
+    bool first = own == 0;
     unsigned long long bits = 0;
     if (block.exists) {
         int64_t second = rule.mode == RMS || rule.mode == RANGE ? blocks : 0;
@@ -189,7 +194,7 @@ NCZ_KERNEL(ncz_derive_steps)
         }
         bool fits = !infinite && !too_fine;
         Scale inverse = fits ? 1 / step : 0, scale = fits ? step / Scale(rule.divisor) : 0;
-        for (int i = wide ? int(threadIdx.x) : lane(); i < block.steps; i += wide ? THREADS : WARP) {
+        for (int i = own; i < block.steps; i += threads) {
             inverse_steps[block.first_step + i] = inverse;
             scales[block.first_step + i] = scale;
         }
@@ -200,11 +205,8 @@ NCZ_KERNEL(ncz_derive_steps)
             bits = (unsigned long long)(of_value * ONE_BIT) * (unsigned long long)(block.steps > 1 ? block.steps : 1);
         }
     }
-    if (lane() == 0) bits_of_warps[warp()] = bits;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int w = 1; w < WARPS; ++w) bits += bits_of_warps[w];
-    if (bits) atomicAdd(&outcome->bits, bits);
+    bits = block_sum(bits, scratch);
+    if (threadIdx.x == 0 && bits) atomicAdd(&outcome->bits, bits);
 }
 
 #define NCZ_SCALE_KERNELS(X) X(ncz_measure_blocks) X(ncz_derive_steps)

@@ -13,7 +13,7 @@ from ..format import MODES, SCALE_BLOCK, StepRule, blocks_of
 from .arguments import MOST_PIECES, integer, runs_table, step_rule_argument
 from .frames import THREADS, Launcher
 
-_WARPS = THREADS // 32
+_WARP = 32
 _WIDE = 4096  # steps of a block from which on a block of threads works for it, and not a warp
 _OUTCOME = 3  # int64 numbers of ncz::Outcome
 
@@ -46,12 +46,13 @@ class Blocks:
         runs = [(n, first - begin, *rest) for n, first, *rest in self._segments[segments.start : segments.stop]]
         if self._whole is not None:
             runs = [(self._whole, 0, end - begin, 0, 1)]
-        wide = self._steps_per_block >= _WIDE
-        cut = np.int64(self._steps_per_block), integer(wide)
+        steps = self._steps_per_block
+        threads = 1 if steps == 1 else _WARP if steps < _WIDE else THREADS
+        cut = np.int64(steps), integer(threads)
         for start in range(0, len(runs), MOST_PIECES):
             part = runs[start : start + MOST_PIECES]
             most = max(blocks for *_, blocks in part)
-            grid = len(part) * max(1, most if wide else -(-most // _WARPS))
+            grid = len(part) * max(1, -(-most // (THREADS // threads)))
             launcher.launch(f"ncz_{kernel}", dtype, grid, THREADS, runs_table(part), *cut, *arguments)
 
     @property

@@ -72,6 +72,8 @@ struct Piece {
     const void* steps;        // Scale: inverse steps or scales
     int32_t* codes;
     uint8_t* frame;           // that is written
+    void* sum;                // Element: the values that a sum of codes stands for
+    const void* scales;       // Scale: of these
     unsigned long long first;  // the number of its first element, counted from that of the noise
     uint32_t count;
     uint32_t first_chunk;          // the number of its first chunk among those of all pieces
@@ -81,7 +83,7 @@ struct Pieces {
     int32_t n, unused;
     Piece of[MOST_PIECES];
 };
-static_assert(sizeof(Input) == 24 && sizeof(Piece) == 56, "as arguments.py has it");
+static_assert(sizeof(Input) == 24 && sizeof(Piece) == 72, "as arguments.py has it");
 
 // What the selector chose for a frame that is being written.
 struct Choice {

@@ -411,38 +411,69 @@ NCZ_KERNEL(ncz_stage_codes)(const __grid_constant__ Pieces pieces, Written* writ
     collect_symbols(own, length, written[f].choice, scratch);
 }
 
+// Of `values` the one with number lane() / 8, combined over all lanes as a butterfly does whose distances begin with 16. The
+// lanes first share the values out among them, which takes 6 shuffles instead of 20.
+constexpr int REDUCED_TOGETHER = 4;
+template <class T, class Combine>
+NCZ_DEVICE T warp_combined(const T (&values)[REDUCED_TOGETHER], Combine combine) {
+    bool upper = lane() & 16, odd = lane() & 8;
+    T first = combine(upper ? values[2] : values[0], __shfl_xor_sync(ALL_LANES, upper ? values[0] : values[2], 16));
+    T second = combine(upper ? values[3] : values[1], __shfl_xor_sync(ALL_LANES, upper ? values[1] : values[3], 16));
+    T own = combine(odd ? second : first, __shfl_xor_sync(ALL_LANES, odd ? first : second, 8));
+    for (int distance = 4; distance; distance /= 2) own = combine(own, __shfl_xor_sync(ALL_LANES, own, distance));
+    return own;
+}
+
 // Lowest and highest value and sum of squares of each block of SCALE_BLOCK: -inf, inf and inf if it holds a NaN or an
-// infinity. A warp per block, so that lane i of it adds up elements i, i + LANES, ... as every backend does. The first
-// "chunk" of a piece is the number of its first block here.
+// infinity. Lane i of a warp adds up elements i, i + LANES, ... of a block, as every backend does. A warp works for
+// several blocks, so that their elements are on their way together. The first "chunk" of a piece is the number of its
+// first block here.
 NCZ_KERNEL(ncz_block_statistics)
 (const __grid_constant__ Pieces pieces, double* lowest, double* highest, double* squares) {
     static_assert(LANES == WARP, "one lane of a sum for each of a warp");
+    constexpr int EACH = int(SCALE_BLOCK) / LANES;
     const Piece& piece = pieces.of[frame_number(pieces.n)];
-    const Element* x = static_cast<const Element*>(piece.values);
-    int64_t b = unit_number(pieces.n) * WARPS + warp(), at = piece.first_chunk + b;
-    int64_t left = piece.count - b * SCALE_BLOCK;  // not above 0 behind the last block
-    const double infinity = __longlong_as_double(0x7ff0000000000000ll);
-    double square = 0, low = infinity, high = -infinity;
-    bool is_special = false;
-    for (int i = lane(); i < SCALE_BLOCK && i < left; i += LANES) {
-        double value = double(widen(x[b * SCALE_BLOCK + i]));
-        square = __dadd_rn(square, __dmul_rn(value, value));
-        low = value < low ? value : low;
-        high = value > high ? value : high;
-        is_special |= !(value - value == 0);
+    int64_t first = (unit_number(pieces.n) * WARPS + warp()) * REDUCED_TOGETHER, left = piece.count - first * SCALE_BLOCK;
+    if (left <= 0) return;
+    const Element* x = static_cast<const Element*>(piece.values) + first * SCALE_BLOCK + lane();
+    Element elements[REDUCED_TOGETHER][EACH];
+#pragma unroll
+    for (int b = 0; b < REDUCED_TOGETHER; ++b)
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            int at = b * int(SCALE_BLOCK) + e * LANES;
+            elements[b][e] = at + lane() < left ? x[at] : Element{};
+        }
+    const Scale infinity = Scale(__longlong_as_double(0x7ff0000000000000ll));
+    double square[REDUCED_TOGETHER];
+    Scale low[REDUCED_TOGETHER], high[REDUCED_TOGETHER];
+    bool is_special = false;  // the block that this lane writes of
+#pragma unroll
+    for (int b = 0; b < REDUCED_TOGETHER; ++b) {
+        square[b] = 0;
+        low[b] = infinity;
+        high[b] = -infinity;
+        bool special = false;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            if (b * int(SCALE_BLOCK) + e * LANES + lane() >= left) continue;
+            Scale value = Scale(widen(elements[b][e]));
+            square[b] = __dadd_rn(square[b], __dmul_rn(double(value), double(value)));
+            low[b] = value < low[b] ? value : low[b];
+            high[b] = value > high[b] ? value : high[b];
+            special |= !(value - value == 0);
+        }
+        special = __any_sync(ALL_LANES, special);
+        is_special |= special && lane() / 8 == b;
     }
-    bool any = __any_sync(ALL_LANES, is_special);
-    for (int distance = LANES / 2; distance; distance /= 2) {
-        square = __dadd_rn(square, __shfl_xor_sync(ALL_LANES, square, distance));
-        double other_low = __shfl_xor_sync(ALL_LANES, low, distance);
-        double other_high = __shfl_xor_sync(ALL_LANES, high, distance);
-        low = other_low < low ? other_low : low;
-        high = other_high > high ? other_high : high;
-    }
-    if (lane() || left <= 0) return;
-    lowest[at] = any ? -infinity : __dadd_rn(low, 0.0);  // not -0.0
-    highest[at] = any ? infinity : __dadd_rn(high, 0.0);
-    squares[at] = any ? infinity : square;
+    double sum = warp_combined(square, [](double a, double b) { return __dadd_rn(a, b); });
+    Scale least = warp_combined(low, [](Scale a, Scale b) { return b < a ? b : a; });
+    Scale most = warp_combined(high, [](Scale a, Scale b) { return b > a ? b : a; });
+    int64_t at = piece.first_chunk + first + lane() / 8;
+    if (lane() % 8 || left <= lane() / 8 * SCALE_BLOCK) return;
+    lowest[at] = is_special ? -double(infinity) : __dadd_rn(double(least), 0.0);  // not -0.0
+    highest[at] = is_special ? double(infinity) : __dadd_rn(double(most), 0.0);
+    squares[at] = is_special ? double(infinity) : sum;
 }
 
 #define NCZ_VALUE_KERNELS(X)                                                                                   \
