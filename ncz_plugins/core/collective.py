@@ -225,8 +225,8 @@ class Collectives:
             verify_as=(named(request.parts) or "") if self.state.picks(self.training.step) else None,
         )
         if request.collective == "all_reduce":
-            whole = schedule is direct and self.nodes is None and not request.input.is_cuda
-            segments = 1 if whole and adds_up_whole(request.input.nbytes, n, config) else n
+            whole = schedule is direct and self.nodes is None and adds_up_whole(request.input, n, config)
+            segments = 1 if whole else n
             layout = layout_of_sum(request.input, segments, config)
             return call(layout, source, output, range(segments), schedule.all_reduce)
         layout = layout_of_parts(request.output, n, config)
@@ -338,7 +338,7 @@ def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tup
     """
     transport, on_gpu = config.transport, tensor.is_cuda if on_gpu is None else on_gpu
     elements = transport.frame_bytes_in_effect(on_gpu) // tensor.element_size()
-    return elements, on_gpu or not transport.has_fast_link
+    return elements, not on_gpu and not transport.has_fast_link
 
 
 def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | None = None) -> Layout:
@@ -349,12 +349,16 @@ def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | 
     return Layout.split(tensor.numel(), segments, elements, config.quantizer.block_in_effect, overlap)
 
 
-def adds_up_whole(nbytes: int, world_size: int, config: Config) -> bool:
-    """Whether two ranks send each other one frame of all of a tensor in host memory, see `direct`.
+def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> bool:
+    """Whether two ranks send each other all of `tensor` as one segment, see `direct`.
 
-    Codes are the same in any layout.
+    Codes are the same in any layout. A GPU codes all frames before it sends the first, so there the fewest are best.
+
+    Args:
+        on_gpu: see `frames_of`.
     """
-    return world_size == 2 and config.quantizer.kind != "lossless" and nbytes <= _WHOLE_BYTES
+    on_gpu = tensor.is_cuda if on_gpu is None else on_gpu
+    return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _WHOLE_BYTES)
 
 
 def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> Layout:
@@ -610,7 +614,7 @@ def _on_gpu(
         return derive_on_gpu(backend, agreed, layout, quantizer, rule)
 
     def judge(scales: Scales, outcome: list[int]) -> Bypass | None:
-        return by_scales(derived_on_gpu(scales, outcome, layout, quantizer), dtype)
+        return by_scales(derived_on_gpu(scales, outcome, layout), dtype)
 
     with span("measure", source.data.nbytes, counters):
         measured = measure_on_gpu(backend, source, layout, call.measured, quantizer, most)

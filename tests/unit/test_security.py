@@ -149,7 +149,7 @@ def test_an_absurd_size_sent_ahead_is_refused(size):
         (stream,) = transport.streams([(1 - transport.rank,) * 2], 1, 4096, Counters())
         transport._connections.send(torch.tensor([size]), 1 - transport.rank, 1).wait()
         with pytest.raises(FrameError, match=f"announced a frame of {size} bytes"):
-            stream.next_frame()
+            stream.next_size()
 
     play(2, body, "rounds")
 

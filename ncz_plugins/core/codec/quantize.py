@@ -270,11 +270,10 @@ def derive_on_gpu(
     return Scales(*scales), outcome
 
 
-def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout, quantizer: QuantizerConfig) -> Derived:
+def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout) -> Derived:
     """What `derive` returns, of what `derive_on_gpu` does."""
     infinite, too_fine, bits = outcome
-    steps = np.maximum(layout.steps_per_block(quantizer.block_in_effect), 1).sum()
-    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, int(steps)))
+    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, layout.steps))
 
 
 # ------------------------------------------------------------------ blocks

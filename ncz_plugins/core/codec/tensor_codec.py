@@ -35,6 +35,7 @@ from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
 
+_DECODED_TOGETHER = 1 << 24  # elements, on a GPU: more take further launches anyway, and others are under way meanwhile
 _CODER_NAMES = {coder.value: coder.name.lower() for coder in Coder}
 
 
@@ -109,13 +110,17 @@ class TensorCodec(Codec):
         [frame] = self._sums([FrameSum(segment, index, frames)])
         return frame
 
-    def encode_each(self, places: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+    def encode_each(self, places: Iterable[tuple[int, int]], batches: int = 1) -> Iterator[Tensor]:
         """As `encode` of each (segment, index).
 
         On a GPU all `places` are taken before the first frame is there, as they are encoded together; on a CPU one at
         a time, as its frame is asked for. So it is with `sum_each`.
+
+        Args:
+            batches: on a GPU, in how many parts, so that some frames travel while others are coded. The host waits for
+                each.
         """
-        return self._sums_in_batches(FrameSum(segment, index, []) for segment, index in places)
+        return self._sums_in_batches((FrameSum(segment, index, []) for segment, index in places), batches)
 
     def sum_each(self, segment: int, frames: Iterable[list[Tensor]]) -> Iterator[Tensor]:
         """As `sum`, for one frame of a segment after the other."""
@@ -130,8 +135,13 @@ class TensorCodec(Codec):
         with _naming("a frame"):
             self.device.check()
 
-    def _sums_in_batches(self, wanted: Iterable[FrameSum]) -> Iterator[Tensor]:
-        batches = [list(wanted)] if self.device.in_batches else ([each] for each in wanted)
+    def _sums_in_batches(self, wanted: Iterable[FrameSum], count: int = 1) -> Iterator[Tensor]:
+        if self.device.in_batches:
+            wanted = list(wanted)
+            ends = [len(wanted) * each // count for each in range(count + 1)]
+            batches = (wanted[start:end] for start, end in zip(ends, ends[1:]))
+        else:
+            batches = ([each] for each in wanted)
         for batch in filter(None, batches):
             yield from self._sums(batch)
 
@@ -206,7 +216,8 @@ class QuantizingCodec(TensorCodec):
     agreement: ScaleAgreement | None = None
 
     def __post_init__(self):
-        self._decodings: list[Decoding] = []  # that wait for others, to be done together
+        self._decodings: list[Decoding] = []  # these and sums wait for others, to be done together
+        self._sums_to_decode: list[tuple[Sum, Tensor]] = []
 
     @property
     def frame_capacity(self) -> int:
@@ -218,7 +229,7 @@ class QuantizingCodec(TensorCodec):
 
     @property
     def sums_to_output(self) -> bool:
-        return not self.device.in_batches
+        return True
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
@@ -226,17 +237,27 @@ class QuantizingCodec(TensorCodec):
             return
         if self.device.in_batches:
             self._decodings.append(self._decoding(segment, index, frame))
+            if sum(each.out.numel() for each in self._decodings) >= _DECODED_TOGETHER:
+                self._decode_batch()
         else:
             super().decode(segment, index, frame)
 
     def finish(self) -> None:
+        self._decode_batch()
+        super().finish()
+
+    def _decode_batch(self) -> None:
+        """Decode what waits for others."""
         if self._untold is not None:
             self.agreement.learn(self.device.seen(self._untold).tolist())
         decodings, self._decodings = self._decodings, []
         if decodings and not self.bypass:
             with span("decode", sum(each.frame.nbytes for each in decodings), self.counters):
                 self.backend.decode_frames(decodings, self.checksum)
-        super().finish()
+        sums, self._sums_to_decode = self._sums_to_decode, []
+        if sums and not self.bypass:
+            with span("decode", sum(frame.nbytes for each, _ in sums for frame in each.frames), self.counters):
+                self.backend.decode_sums(*zip(*sums), self.noise, self.checksum)
 
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
@@ -249,14 +270,20 @@ class QuantizingCodec(TensorCodec):
         Its own frames must have been encoded: the output may be the memory that they come from.
         """
         self._require_scales(self.layout.frames)
-        if not self.bypass:
-            self.device.submit(partial(self._decode_sum, segment, index, frames))
+        if self.bypass:
+            return
+        scales = self.scales.scales[self.layout.frame_steps(segment, index)]
+        wanted = self._sum_of(FrameSum(segment, index, frames), self.output[self.layout.frame(segment, index)])
+        if self.device.in_batches:
+            self._sums_to_decode.append((wanted, scales))
+            if sum(each.out.numel() for each, _ in self._sums_to_decode) >= _DECODED_TOGETHER:
+                self._decode_batch()
+        else:
+            self.device.submit(partial(self._decode_sum, wanted, scales, f"frame {index} of segment {segment}"))
 
-    def _decode_sum(self, segment: int, index: int, frames: list[Tensor]) -> None:
-        nbytes = sum(frame.nbytes for frame in frames)
-        with span("decode", nbytes, self.counters), _naming(f"frame {index} of segment {segment}"):
-            scales = self.scales.scales[self.layout.frame_steps(segment, index)]
-            wanted = self._sum_of(FrameSum(segment, index, frames), self.output[self.layout.frame(segment, index)])
+    def _decode_sum(self, wanted: Sum, scales: Tensor, name: str) -> None:
+        nbytes = sum(frame.nbytes for frame in wanted.frames)
+        with span("decode", nbytes, self.counters), _naming(name):
             self.backend.decode_sum(wanted, scales, self.noise, self.checksum)
 
     def remainder(self, segments: range) -> Window:

@@ -48,7 +48,7 @@ def _all_reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: 
     segments = len(codec.layout.lengths)
     [stream] = _open(transport, codec, [peer], segments, counters).values()
     places = [(segment, index) for index in range(codec.layout.frames) for segment in range(segments)]
-    for frame in codec.encode_each(places):
+    for frame in codec.encode_each(places, batches=2):
         stream.exchange(frame)
     for segment, index in places:
         codec.decode_sum(segment, index, [stream.receive()])

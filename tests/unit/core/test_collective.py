@@ -45,9 +45,9 @@ MI = 1 << 20
     [
         ({}, False, (MI, True)),
         ({"link_gbps": 10}, False, (2 * MI, False)),  # cores are what limits calls there, not the link
-        ({}, True, (16 * MI, True)),  # each frame costs the same there
-        ({"link_gbps": 10}, True, (16 * MI, True)),
-        ({"frame_bytes": "4MiB"}, True, (MI, True)),
+        ({}, True, (16 * MI, False)),  # each frame costs the same there
+        ({"link_gbps": 10}, True, (16 * MI, False)),
+        ({"frame_bytes": "4MiB"}, True, (MI, False)),
         ({"frame_bytes": "4MiB", "link_gbps": 10}, False, (MI, False)),
     ],
 )

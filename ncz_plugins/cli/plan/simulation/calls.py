@@ -123,10 +123,15 @@ def compressed(
     name = "direct" if config.quantizer.bits else config.transport.schedule  # as a fixed rate exchanges its codes
     name = schedule_for(fleet.world_size) if name == "auto" else name
     segments = group.ranks if hierarchical else fleet.world_size
-    may_be_whole = collective == "all_reduce" and name == "direct" and group.costs.kind == "cpu" and not hierarchical
-    if may_be_whole and adds_up_whole(nbytes, segments, config):
+    on_gpu, dtype = group.costs.kind == "gpu", torch.float32 if itemsize == 4 else torch.bfloat16
+    tensor = torch.empty(nbytes // itemsize, dtype=dtype, device="meta")
+    may_be_whole = collective == "all_reduce" and name == "direct" and not hierarchical and not config.quantizer.bits
+    if may_be_whole and adds_up_whole(tensor, segments, config, on_gpu):
         segments = 1
-    layout = _layout(nbytes // itemsize, itemsize, segments, config, collective, group.costs.kind == "gpu")
+    if collective == "all_reduce":
+        layout = layout_of_sum(tensor, segments, config, on_gpu)
+    else:
+        layout = layout_of_parts(tensor[: -(-tensor.numel() // segments)], segments, config, on_gpu)
     if hierarchical:  # each rank has one of as many pieces as a node has ranks
         layout = layout.part(range(fleet.world_size))
         _inside(fleet, group, nbytes)
@@ -138,13 +143,6 @@ def compressed(
     if hierarchical:
         _inside(fleet, group, nbytes)
     return Timed(float(fleet.end.max()), float(fleet.busy.max()), counters.wire_bytes, True)
-
-
-def _layout(numel: int, itemsize: int, segments: int, config: Config, collective: str, on_gpu: bool) -> Layout:
-    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-    if collective == "all_reduce":
-        return layout_of_sum(torch.empty(numel, dtype=dtype, device="meta"), segments, config, on_gpu)
-    return layout_of_parts(torch.empty(-(-numel // segments), dtype=dtype, device="meta"), segments, config, on_gpu)
 
 
 class _Scales:

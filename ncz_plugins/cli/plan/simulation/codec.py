@@ -19,7 +19,6 @@ class TimedCodec:
     Attributes:
         layout: how the tensor is cut.
         frame_capacity: bytes, which nobody allocates.
-        sums_to_output: as there.
 
     Args:
         sizes: what codes take, and which coder writes them.
@@ -27,6 +26,7 @@ class TimedCodec:
     """
 
     frame_capacity = 0
+    sums_to_output = True
 
     def __init__(self, fleet: Fleet, layout: Layout, sizes: CodeSizes, require_scales: Callable[[int], None]):
         self.layout = layout
@@ -35,9 +35,8 @@ class TimedCodec:
         self._require_scales = require_scales
         self._in_batches = fleet.costs.kind == "gpu"
         self._lengths = np.array(layout.lengths)
-        self.sums_to_output = not self._in_batches
 
-    def encode_each(self, places: Iterable[tuple[Ranks | int, int]]) -> Iterator[TimedFrame]:
+    def encode_each(self, places: Iterable[tuple[Ranks | int, int]], batches: int = 1) -> Iterator[TimedFrame]:
         """See `TensorCodec.encode_each`."""
         return self._in_turn((segment, index, []) for segment, index in places)
 
