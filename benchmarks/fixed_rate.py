@@ -42,8 +42,12 @@ def error(x: torch.Tensor, bits: int, noise: Noise | None) -> float:
 
 
 def ratio(bits: int, ranks: int) -> float:
-    """Of an all_reduce: both ways 32 bits, or codes one way, sums back, and a magnitude per block both ways."""
-    return 64 / (bits + sum_bits(bits, ranks) + 2 * 16 / RATE_BLOCK)
+    """Of an all_reduce: both ways 32 bits, or codes one way, sums back, and a magnitude per block both ways.
+
+    Two ranks send each other codes both ways.
+    """
+    back = bits if ranks == 2 else sum_bits(bits, ranks)
+    return 64 / (bits + back + 2 * 16 / RATE_BLOCK)
 
 
 def main():

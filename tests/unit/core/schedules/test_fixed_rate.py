@@ -225,7 +225,7 @@ def test_only_what_goes_between_nodes_is_compressed(ranks, way):
 
 
 def test_bytes_are_known_beforehand():
-    """4 bits one way, 5 back, and 16 bits for 256 values that are agreed on, there and back."""
+    """4 bits, and 16 bits for 256 values that are agreed on, there and back."""
     numel = 64 * RATE_BLOCK
 
     def body(transport):
@@ -236,7 +236,7 @@ def test_bytes_are_known_beforehand():
 
     for once, zeros, of_more in play(2, body, reuse=True):
         assert once == zeros  # whatever the data
-        assert of_more == 2 * (numel // 2 * 9 // 8 + 2 * numel // RATE_BLOCK)  # what ranks compare is the same
+        assert of_more == 2 * (numel * 4 // 8 + 2 * numel // RATE_BLOCK)  # what ranks compare is the same
 
 
 def test_float64_goes_plain_by_its_dtype():
