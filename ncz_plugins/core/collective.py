@@ -97,12 +97,17 @@ class Collectives:
         self._auto_schedule = auto_schedule
         self._exact_calls = 0  # plain ones and those without loss, which draw no random numbers
         self._checksum = checksum_of(config)
+        self._config_on_gpus, self._checksum_on_gpus = config, self._checksum
         self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
 
     @property
     def state(self) -> GroupState:
         """What the ranks have in common from call to call."""
         return self.training.of_group(self.ranks)
+
+    def use_on_gpus(self, config: Config) -> None:
+        """Serve tensors on GPUs by these settings from now on, which all ranks must have in common."""
+        self._config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
 
     # ---------------------------------------------------------------- before a call
 
@@ -115,12 +120,13 @@ class Collectives:
         for tensor in (request.input,) if request.output is request.input else (request.input, request.output):
             require_tensor(tensor)
             require_kernels(tensor.device)
-        dtypes = (request.input.dtype, request.output.dtype)
-        if bypass := before_call(self.config, self.world_size, request.role, request.op, dtypes):
+        dtypes, on_gpu = (request.input.dtype, request.output.dtype), request.input.is_cuda
+        config = self._config_on_gpus if on_gpu else self.config
+        if bypass := before_call(config, self.world_size, request.role, request.op, dtypes):
             require_plain(request)
-            return Decision(self.config, bypass)
-        if bypass := by_size(request.larger.nbytes, self.config):  # before all that takes time
-            return Decision(self.config, bypass)
+            return Decision(config, bypass)
+        if bypass := by_size(request.larger.nbytes, config, on_gpu):  # before all that takes time
+            return Decision(config, bypass)
         dtype = request.input.dtype
         alike = self.training.grouped(request.parts, dtype, request.role, self.ranks)
         if len(alike) > 1:
@@ -131,7 +137,7 @@ class Collectives:
         treatment, _ = alike[0]
         if request.baseline is not None:
             treatment = treatment.without_loss()
-        config = treatment.settings(self.config)
+        config = treatment.settings(config)
         bypass = treatment.bypass or by_rate(dtype, config)
         if bypass is None and _feeds_back(request, config):
             if all(part.name is None for part in _residual_parts(request)):
@@ -178,7 +184,9 @@ class Collectives:
         """Of the settings of a call; 0 for none. To look up that of other settings than the usual ones takes longer."""
         if config is None:
             return 0
-        return self._checksum if config is self.config else checksum_of(config)
+        if config is self.config:
+            return self._checksum
+        return self._checksum_on_gpus if config is self._config_on_gpus else checksum_of(config)
 
     def prepare(self, request: Request, config: Config) -> Call:
         """The call that serves a request, numbered, with the settings that `decide` returned."""

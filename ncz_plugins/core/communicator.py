@@ -37,7 +37,7 @@ from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_hosts, find_nodes
 from .tuning.decisions import MOST_CONNECTIONS
-from .tuning.measure import TorchRanks, measure_link, measure_open_settings
+from .tuning.measure import TorchRanks, measure_gpus, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
 
 
@@ -101,6 +101,7 @@ class Communicator:
         self.nodes: Nodes | None = None
         group = self.group
         self._plain = TorchCollectives(lambda: group)  # not self.group: a circle would keep this object alive
+        self._measures_gpus = False
         if self.world_size == 1:
             self.config = self._prepared(config, training)
         else:
@@ -119,6 +120,7 @@ class Communicator:
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
+        self._measures_gpus = self.config.leaves_link_open and torch.cuda.is_available() and _has_nccl(self.group)
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
         channels = self.config.transport.connections
         if channels == "auto":
@@ -336,7 +338,7 @@ class Communicator:
         if len(requests) == 1:
             handle = self._start(requests[0], async_op)
             return handle.giving(*tensors) if async_op else None
-        decisions = [self._collectives.decide(each) for each in requests]  # before any begins, as one may be refused
+        decisions = [self._decide(each) for each in requests]  # before any begins, as one may be refused
         handle = Handles([self._begin(*each, async_op=True) for each in zip(requests, decisions)])
         return handle.giving(*tensors) if async_op else handle.wait() and None
 
@@ -368,7 +370,17 @@ class Communicator:
 
     def _start(self, request: Request, async_op: bool):
         """Begin a collective, compressed or plain. Returns its handle if `async_op`, else waits for it."""
-        return self._begin(request, self._collectives.decide(request), async_op)
+        return self._begin(request, self._decide(request), async_op)
+
+    def _decide(self, request: Request) -> Decision:
+        """How to serve a request. All ranks decide alike. The first one on a GPU measures what connects the GPUs."""
+        if self._measures_gpus and request.input.is_cuda and not is_captured(request.input.device):
+            self._measures_gpus = False
+            device = request.input.device
+            synchronize = torch.cuda.current_stream(device).synchronize
+            config = measure_gpus(self._plain, self.world_size, self.rank, self.config, device, synchronize)
+            self._collectives.use_on_gpus(config)
+        return self._collectives.decide(request)
 
     def _begin(self, request: Request, decision: Decision, async_op: bool):
         """As `_start`, once it is decided how."""
@@ -484,6 +496,14 @@ class Communicator:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether uncompressed calls of GPUs go through NCCL."""
+    try:
+        return dist.is_nccl_available() and isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
+    except RuntimeError:  # it serves no GPUs
+        return False
 
 
 class _Beginning:

@@ -81,7 +81,7 @@ def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Ite
             yield f"Warning: policies[{at}] decides nothing, as those before it take all that it fits."
     bypasses = {row.treatment.bypass for row in rows if row.treatment}
     if Bypass.TOO_SMALL in bypasses:
-        least = format_size(config.transport.min_bytes_in_effect)
+        least = format_size(config.min_bytes_in_effect())
         yield (
             "Too small: parameters that are treated alike are reduced together, and all of these come to less than "
             f"transport.min_bytes, {least}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...core.config import MIN_BYTES, Config
+from ...core.config import Config
 from .simulation import calls
 from .simulation.calls import Group, Timed
 from .strategy import Sending
@@ -127,9 +127,7 @@ class _Calls:
 
 
 def resolved(config: Config, group: Group) -> Config:
-    """As ranks of several hosts would resolve it: over gloo they measure their link."""
-    if group.costs.kind == "gpu" and config.transport.min_bytes is None:
-        config = config.with_transport(min_bytes=MIN_BYTES)
+    """As ranks of several hosts would resolve it, which measure their link."""
     gbps = group.link.gbps / group.ranks_per_node
     return config.resolved(
         link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # what a configuration allows

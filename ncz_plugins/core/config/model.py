@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
-from .fields import Allowed, Role, format_size, min_bytes_for
+from .fields import GPU_FIXED_RATE_MIB, GPU_MIB, HOST_MIB, Allowed, Role, format_size, min_bytes_for
 from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
@@ -139,6 +139,13 @@ class Config(Section):
         """Whether the least size of what is compressed is to follow from a link whose speed nobody says or measures."""
         return self.transport.link_gbps is None and self.transport.min_bytes is None and not self.needs_measuring
 
+    def min_bytes_in_effect(self, on_gpu: bool = False) -> int | str:
+        """`transport.min_bytes`, or what follows from `transport.link_gbps` where it is null."""
+        if self.transport.min_bytes is not None:
+            return self.transport.min_bytes
+        on_gpus = GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB
+        return min_bytes_for(self.transport.link_gbps, on_gpus if on_gpu else HOST_MIB)
+
     def resolved(
         self,
         *,
@@ -154,9 +161,9 @@ class Config(Section):
 
         Args:
             frame_bytes: None: what it stands for by default.
-            min_bytes: None: what follows from the link, and whether ranks share cores.
+            min_bytes: None: what follows from the link; where that is the default already, it is left to do so.
         """
-        if min_bytes is None:
+        if min_bytes is None and self.transport.min_bytes == "auto":
             min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps)
         given = {"schedule": schedule, "min_bytes": min_bytes, "link_gbps": link_gbps}
         taken = {key: value for key, value in given.items() if getattr(self.transport, key) in ("auto", None)}

@@ -40,7 +40,6 @@ from .fields import (
     OptionalPath,
     Role,
     StepNumber,
-    min_bytes_for,
 )
 from .section import Section
 
@@ -208,14 +207,15 @@ class TransportConfig(Section):
         default=None,
         description="Input bytes per frame. Smaller frames overlap coding and transfer better, larger ones have "
         "less overhead. null: 4 MiB; 8 MiB if the link carries 2.5 Gbit/s or more; 64 MiB on a GPU, where each frame "
-        "has a fixed cost. auto: the measured choice. Segments with less than two frames are cut into two, but for "
-        "tensors in host memory on links of 2.5 Gbit/s or more.",
+        "has a fixed cost. auto: the measured choice. In host memory, segments with less than two frames are cut "
+        "into two, but for links of 2.5 Gbit/s or more.",
     )
     min_bytes: OptionalMinBytes = Field(
         default=None,
         description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
-        "Gbit/s of the link, up to the next power of two, at least 128 KiB; 128 KiB where the link is not known; "
-        "auto: the measured choice; never: nothing is compressed, which auto chooses where the link is too fast.",
+        "Gbit/s of the link, on a GPU 0.3 MiB, or 0.1 MiB at a fixed rate, up to the next power of two, at least "
+        "128 KiB; 128 KiB where the link is not known; auto: the measured choice; never: nothing is compressed, which "
+        "auto chooses where the link is too fast.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",
@@ -242,10 +242,10 @@ class TransportConfig(Section):
     ] = Field(
         default=None,
         description="Speed of the link between ranks in Gbit/s, for coder auto, since the slower the link, the more "
-        "time coding may take, and for min_bytes. null: measured when ranks of several hosts connect over gloo, and "
-        "min_bytes is null too, which takes 0.2 to 0.5 seconds, on long ways more; else coder auto takes what Linux "
-        "states for the network interface that gloo uses, else 1. From 2.5 on, large tensors are also measured as a "
-        "whole before their first frame is sent.",
+        "time coding may take, and for min_bytes. null: measured if min_bytes is null too: when ranks of several "
+        "hosts connect over gloo, which takes 0.2 to 0.5 seconds, on long ways more, and over NCCL in the first call "
+        "of a tensor on a GPU; else coder auto takes what Linux states for the network interface that gloo uses, else "
+        "1. From 2.5 on, large tensors in host memory are also measured as a whole before their first frame is sent.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e7)] | None,
@@ -267,11 +267,6 @@ class TransportConfig(Section):
         if on_gpu:
             return GPU_FRAME_BYTES
         return FAST_FRAME_BYTES if self.has_fast_link else FRAME_BYTES
-
-    @property
-    def min_bytes_in_effect(self) -> int | str:
-        """`min_bytes`, or what follows from `link_gbps` where it is null."""
-        return min_bytes_for(self.link_gbps) if self.min_bytes is None else self.min_bytes
 
 
 class QuantizerOverrides(Section):

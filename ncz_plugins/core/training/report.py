@@ -70,7 +70,7 @@ class CompressionReport:
             return words
         plain = sum(seen.bypasses.values())
         reason = max(seen.bypassed_bytes or seen.bypasses, key=(seen.bypassed_bytes or seen.bypasses).get)
-        remedy = _REMEDIES[Bypass(reason)].format(min_bytes=self._config.transport.min_bytes_in_effect)
+        remedy = _REMEDIES[Bypass(reason)].format(min_bytes=self._config.min_bytes_in_effect())
         return f"{words}; {plain} of {seen.calls} calls went plain, most of their bytes as {reason}: {remedy}"
 
 

@@ -11,6 +11,7 @@ from on_device import NUMEL, device, everyone, exact, mine, rank, world_size
 from ncz_plugins import Communicator, UnsupportedError
 
 BITS = {"mode": "bits", "value": 4}
+SIZES = {"transport": {"min_bytes": "128KiB"}}  # what GPUs share is faster than any network, and would be measured
 
 on_gpu = device.type == "cuda"
 outcomes = {}
@@ -29,7 +30,7 @@ for case, quantizer in {
 }.items():
     digests = []
     for where in (device, torch.device("cpu")):
-        with Communicator({"quantizer": BITS | quantizer}) as communicator:
+        with Communicator(SIZES | {"quantizer": BITS | quantizer}) as communicator:
             results = []
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 tensor = mine(where).to(dtype)
@@ -54,7 +55,7 @@ for case, quantizer in {
     outcomes[case] = digests[0][: len(results)]
 
 # What is not finite stays in its block of 256.
-with Communicator({"quantizer": BITS}) as communicator:
+with Communicator(SIZES | {"quantizer": BITS}) as communicator:
     tensor = mine()
     if rank == world_size - 1:
         tensor[77_777] = float("nan")
@@ -64,7 +65,7 @@ with Communicator({"quantizer": BITS}) as communicator:
 
 # Both rates in one communicator, and plain calls between them, take effect in the order in which they were made.
 fine = {"name": "fine", "quantizer": {"mode": "rms", "value": 0.01}}
-with Communicator({"quantizer": BITS, "policies": [fine]}) as communicator:
+with Communicator(SIZES | {"quantizer": BITS, "policies": [fine]}) as communicator:
     tensor = mine()
     few = torch.ones(3, device=device)
     names = ("coarse", "fine", None, "coarse", "fine")
@@ -80,13 +81,13 @@ with Communicator({"quantizer": BITS, "policies": [fine]}) as communicator:
     assert (total.compressed_calls, total.bypasses) == (4, {"too small": 1}), total
 
 # Sums are verified where that is asked for.
-with Communicator({"quantizer": BITS, "guard": {"every": 1, "on_alarm": "stop"}}) as communicator:
+with Communicator(SIZES | {"quantizer": BITS, "guard": {"every": 1, "on_alarm": "stop"}}) as communicator:
     for _ in range(2):
         communicator.all_reduce(mine(), name="body")
         communicator.end_step()
 
 if on_gpu:
-    with Communicator({"quantizer": BITS}) as communicator:
+    with Communicator(SIZES | {"quantizer": BITS}) as communicator:
         eager = mine()
         communicator.all_reduce(eager)
 
@@ -123,7 +124,7 @@ if on_gpu:
         ({"quantizer": BITS | {"kind": "stochastic"}}, "the same numbers in every replay"),
         ({"quantizer": BITS | {"error_feedback": True}}, "error feedback"),
     ):
-        with Communicator(config) as communicator:
+        with Communicator(SIZES | config) as communicator:
             tensor = mine()
             communicator.all_reduce(tensor, name="body")
             graph, caught = torch.cuda.CUDAGraph(), None

@@ -114,8 +114,10 @@ def compressed(
         nbytes: of the whole tensor.
         ratio: see `sizes_for`.
     """
-    if group.ranks == 1 or by_size(nbytes, config):
+    if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu"):
         return plain(group, collective, nbytes, itemsize)
+    if config.quantizer.bits:
+        group = replace(group, costs=group.costs.at_a_fixed_rate)
     hierarchical = group.ranks_per_node > 1 and group.nodes > 1 and config.transport.hierarchy != "off"
     fleet = group.fleet(between_nodes=hierarchical)
     sizes = sizes_for(config, ratio)

@@ -29,6 +29,8 @@ class Costs(BaseModel):
         kind: where tensors live. GPUs code all frames of a call at once, CPUs one after the other.
         source: where the figures come from, with the date.
         call_us: of each compressed call, whatever its size, in microseconds.
+        fixed_rate_call_us: of each call at a fixed rate on a GPU, whose messages cost what those of plain calls do;
+            None: as others.
         message_us: to send one message and to receive one.
         socket_ps: to send one byte and to receive one, in picoseconds.
         measure_ps: to find the scale of one value.
@@ -50,6 +52,7 @@ class Costs(BaseModel):
     kind: Literal["cpu", "gpu"]
     source: str
     call_us: Amount
+    fixed_rate_call_us: Amount | None = None
     message_us: Amount
     socket_ps: Amount
     measure_ps: Amount
@@ -63,6 +66,13 @@ class Costs(BaseModel):
     local_us: Amount
     link_share: Annotated[float, Field(gt=0, le=1)]
     error: Amount | None = None
+
+    @property
+    def at_a_fixed_rate(self) -> Costs:
+        """Of calls at a fixed rate: on a GPU no host has a part in their messages."""
+        if self.fixed_rate_call_us is None:
+            return self
+        return self.model_copy(update={"call_us": self.fixed_rate_call_us, "message_us": self.plain_message_us})
 
     def with_coders(self, measured: CoderCosts) -> Costs:
         """The same with what `ncz tune` measured of coders: encoding and decoding together, which count half each."""

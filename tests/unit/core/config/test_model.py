@@ -361,8 +361,9 @@ def test_resolving_fills_in_only_what_is_left_open():
 )
 def test_the_least_size_follows_from_the_link(gbps, least):
     named, measured = Config(transport={"link_gbps": gbps}), Config().resolved(link_gbps=gbps)
-    assert named.transport.min_bytes_in_effect == measured.transport.min_bytes == least
+    assert named.min_bytes_in_effect() == measured.min_bytes_in_effect() == least
     assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).resolved().transport.min_bytes == 5
+    assert named.min_bytes_in_effect(on_gpu=True) <= least
     assert Config().leaves_link_open and named.leaves_link_open == (gbps is None)
 
 

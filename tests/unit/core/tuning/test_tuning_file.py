@@ -70,7 +70,7 @@ def test_never_is_said_only_of_large_sizes():
     assert crossover(compared(k16=(1, 2), m16=(3, 3))) == "never"
     assert crossover(compared(k16=(1, 2), m64=(3, 4))) == "never"
     assert crossover(compared(k16=(1, 2), m4=(3, 4))) == 16 * MiB  # it may still gain where there was no time to look
-    assert crossover(compared(k16=(1, 2))) == Config().transport.min_bytes_in_effect
+    assert crossover(compared(k16=(1, 2))) == Config().min_bytes_in_effect()
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=8))
