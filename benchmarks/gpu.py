@@ -4,18 +4,21 @@
 
 Builds the native library if it is missing, because the tests compare results with it. Then runs, each for a limited
 time: the compiler, so that no rank has to wait for it; the speed of the kernels; all_reduce over NCCL between processes
-that share this GPU by CUDA MPS; the tests marked `gpu`; compute-sanitizer (memcheck, racecheck), if installed, on the
-small ones. Shows the output of each, then a table, and writes all figures to FOLDER/gpu.json and a picture of the
-speed-ups to FOLDER/gpu.png, if matplotlib is installed.
+that share this GPU by CUDA MPS; training steps of DeepSpeed, if installed, likewise; and side by side the tests marked
+`gpu` and compute-sanitizer (memcheck, racecheck), if installed, on the small ones. Shows the output of each, then a
+table, and writes all figures to FOLDER/gpu.json and a picture of the speed-ups to FOLDER/gpu.png, if matplotlib is
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +42,16 @@ from ncz_plugins.cli import machine
 from ncz_plugins.kernels.cpu import LIBRARY
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-TESTS = ["tests/cuda", "tests/distributed", "tests/integration"]  # others need more packages, and no GPU
+# By CUDA MPS or without it, where processes are killed or watched. Ranks that tests start serve all tests of a file.
+# Other folders need more packages, and no GPU.
+CHECKS, RANKS = "tests/distributed/test_checks.py", ["tests/distributed", "tests/integration"]
+TESTS_BY_MPS = [
+    ["-k", "cuda-ddp", CHECKS],
+    ["-k", "cuda-fsdp", CHECKS],
+    ["-n", "5", "--dist", "loadfile", "-k", "not cuda-ddp and not cuda-fsdp and not faults", *RANKS],
+]
+TESTS = [["-n", "4", "--dist", "load", "tests/cuda"], ["-k", "faults", "tests/distributed"]]
+WITHOUT_MPS = ["env", "-u", "CUDA_MPS_PIPE_DIRECTORY", "-u", "CUDA_MPS_LOG_DIRECTORY"]
 SMALL = ["-k", "test_floats_with_all_coders or test_frames", "tests/cuda/test_on_gpu.py"]
 SMALLER = ["-k", "test_floats_with_all_coders", "tests/cuda/test_on_gpu.py"]  # racecheck is slower
 COMPILE = [sys.executable, "-c", "from ncz_plugins.kernels.cuda import nvrtc; nvrtc.compile_ahead()"]
@@ -47,7 +60,7 @@ COMPILE = [sys.executable, "-c", "from ncz_plugins.kernels.cuda import nvrtc; nv
 @dataclass
 class Stage:
     name: str
-    command: list[str]
+    commands: list[list[str]]  # that run side by side
     seconds: int  # when to give up
     results: str | None = None  # JSON that it leaves
     shares_card: bool = False  # among processes whose times are to be compared
@@ -57,19 +70,23 @@ def stages(out: Path) -> list[Stage]:
     """What to do, what is wanted most first. All of it together takes less than 8 minutes."""
     kernels_json = out / "kernels.json"
     found = [
-        Stage("compile", COMPILE, 50),
-        Stage("kernels", [*_benchmark("gpu_kernels.py"), "--json", str(kernels_json)], 55, kernels_json.name),
+        Stage("compile", [COMPILE], 40),
+        Stage("kernels", [[*_benchmark("gpu_kernels.py"), "--json", str(kernels_json)]], 30, kernels_json.name),
     ]
-    for ranks, seconds in ((2, 45), (4, 55)):
+    for ranks, seconds in ((2, 35), (4, 45)):
         file = out / f"nccl-{ranks}-ranks.json"
         command = [*_benchmark("gpu_ranks.py"), "--ranks", str(ranks), "--json", str(file)]
-        found.append(Stage(f"NCCL, {ranks} ranks", command, seconds, file.name, shares_card=True))
-    found.append(Stage("tests", [*PYTEST, *TESTS], 170))
+        found.append(Stage(f"NCCL, {ranks} ranks", [command], seconds, file.name, shares_card=True))
+    if importlib.util.find_spec("deepspeed"):
+        file = out / "steps.json"
+        command = [*_benchmark("gpu_steps.py"), "--json", str(file)]
+        found.append(Stage("training steps", [command], 110, file.name, shares_card=True))
+    tests = [[*PYTEST, *each] for each in TESTS_BY_MPS] + [[*WITHOUT_MPS, *PYTEST, *each] for each in TESTS]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer:
-        for tool, tests in (("memcheck", SMALL), ("racecheck", SMALLER)):
-            found.append(Stage(tool, [sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, *tests], 35))
-    return found
+        check = [*WITHOUT_MPS, sanitizer, "--error-exitcode", "9", "--tool"]
+        tests += [[*check, "memcheck", *PYTEST, *SMALL], [*check, "racecheck", *PYTEST, *SMALLER]]
+    return [*found, Stage("tests", tests, 190, shares_card=True)]
 
 
 def _benchmark(program: str) -> list[str]:
@@ -119,17 +136,26 @@ def run(stage: Stage) -> tuple[str, float]:
     """How it ended, and after how many seconds."""
     started = time.monotonic()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with shared_card() if stage.shares_card else contextlib.nullcontext({}) as variables:
-        process = subprocess.Popen(stage.command, cwd=ROOT, env=environment | variables, start_new_session=True)
+    with (
+        shared_card() if stage.shares_card else contextlib.nullcontext({}) as variables,
+        tempfile.TemporaryFile("w+") as log,
+    ):
+        start = partial(subprocess.Popen, cwd=ROOT, env=environment | variables, start_new_session=True)
+        first, *others = stage.commands  # the output of the others would be mixed with that of the first
+        processes = [start(first), *(start(command, stdout=log, stderr=log) for command in others)]
         try:
-            code = process.wait(stage.seconds)
-            verdict = "passed" if code == 0 else f"failed with {code}"
+            codes = [process.wait(max(0, started + stage.seconds - time.monotonic())) for process in processes]
+            failed = [str(code) for code in codes if code]
+            verdict = f"failed with {', '.join(failed)}" if failed else "passed"
         except subprocess.TimeoutExpired:
             verdict = f"not done within {stage.seconds} s"
-        finally:  # with the ranks that it started
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        finally:
+            for process in processes:  # with the ranks that it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            log.seek(0)
+            print(log.read(), flush=True)
     return verdict, time.monotonic() - started
 
 
@@ -181,7 +207,7 @@ def main():
     for heading in ("stage", "outcome", "seconds"):
         table.add_column(heading)
     for stage in stages(arguments.out):
-        print(f"\n=== {stage.name}: {' '.join(stage.command)}", flush=True)
+        print(f"\n=== {stage.name}: {'; '.join(map(shlex.join, stage.commands))}", flush=True)
         file = arguments.out / stage.results if stage.results else None
         if file:
             file.unlink(missing_ok=True)

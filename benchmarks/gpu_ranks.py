@@ -4,9 +4,9 @@
 
 NCCL_HOSTID makes each process a host of its own for NCCL: traffic goes through sockets, as between machines. Only
 the ratios of the times mean something, and those only under CUDA MPS, which benchmarks/gpu.py starts: without it the
-processes share the card in slices of about 2 ms. Beside plain NCCL: the default configuration, a fixed rate of 4 bits,
-the same replayed from a CUDA graph, and what such a call sends by NCCL alone. Every rank checks that results are within
-the bound and equal on all ranks.
+processes share the card in slices of about 2 ms. Beside plain NCCL: the default configuration, which leaves small
+tensors uncompressed; the same without that; a fixed rate of 4 bits, the same replayed from a CUDA graph, and what such
+a call sends by NCCL alone. Every rank checks that results are within the bound and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,33 +25,39 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from codec import gradient
+from one_gpu import run_ranks
 from rich.console import Console
 from rich.table import Table
 
 import ncz_plugins
-from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
 from ncz_plugins.kernels.format import CHUNK, RATE_BLOCK, SCALE_BLOCK, packed_bytes
 
 MIB = 1 << 20
 BOUND = ncz_plugins.Config().quantizer.value  # of the rms of each block
 BITS = 4
-SETTINGS = {"default": {}, "bits": {"quantizer": {"mode": "bits", "value": BITS}}}
+WHATEVER_SIZE = {"transport": {"min_bytes": 0}}
+SETTINGS = {
+    "default": {},
+    "always": WHATEVER_SIZE,
+    "bits": WHATEVER_SIZE | {"quantizer": {"mode": "bits", "value": BITS}},
+}
 ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8}  # of a result, as a share of it
 SECONDS = 150
 
 
 def bounds_of(contender: str, x: torch.Tensor, ranks: int) -> torch.Tensor:
     """How far off each element of a sum may be, float64."""
-    block = SCALE_BLOCK if contender == "default" else RATE_BLOCK
+    is_bound = not contender.startswith("bits")
+    block = SCALE_BLOCK if is_bound else RATE_BLOCK
     blocks = x.double().view(-1, block)
-    if contender == "default":
+    if is_bound:
         measured, share = blocks.square().mean(1), BOUND
     else:
         measured = blocks.abs().amax(1)
         share = (1 + 2.0**-7) / (2 * levels_of(BITS))
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # what the ranks agree on
-    scales = measured.sqrt() if contender == "default" else measured
+    scales = measured.sqrt() if is_bound else measured
     return (ranks * share * scales).repeat_interleave(block)
 
 
@@ -61,6 +66,14 @@ def same_bytes(x: torch.Tensor, ranks: int) -> Callable[[], None]:
     blocks = equal_rows(x.numel(), ranks, CHUNK).lengths[0] // RATE_BLOCK
     magnitudes = torch.zeros(ranks * blocks, dtype=torch.bfloat16, device=x.device)
     sent, received = torch.zeros(2, ranks * blocks * packed_bytes(BITS), dtype=torch.uint8, device=x.device)
+    if ranks == 2:  # each gets all codes of the other one
+        of_both = sent.repeat(2)
+
+        def run_two() -> None:
+            dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX)
+            dist.all_gather_into_tensor(of_both, sent)
+
+        return run_two
     sums = torch.zeros(blocks * packed_bytes(sum_bits(BITS, ranks)), dtype=torch.uint8, device=x.device)
     gathered = sums.repeat(ranks)
 
@@ -108,10 +121,7 @@ def rank_main(arguments) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     rank, rows = dist.get_rank(), []
-    communicators = {
-        name: ncz_plugins.Communicator({"transport": {"min_bytes": 0}} | settings)
-        for name, settings in SETTINGS.items()
-    }
+    communicators = {name: ncz_plugins.Communicator(settings) for name, settings in SETTINGS.items()}
     for name_of_dtype, mib in product(arguments.dtypes, arguments.mib):
         dtype = getattr(torch, name_of_dtype)
         x = gradient(mib * MIB // dtype.itemsize)[0].to(device).roll(rank).to(dtype)
@@ -160,25 +170,8 @@ def main():
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         return rank_main(arguments)
-    started, port = [], free_port()
-    for rank in range(arguments.ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(arguments.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "NCCL_HOSTID": f"ncz-{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCZ_RESULT": str(arguments.json.resolve()),
-        }
-        started.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
-    deadline = time.monotonic() + SECONDS
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    result = {"NCZ_RESULT": str(arguments.json.resolve())}
+    codes = run_ranks([sys.executable, *sys.argv], arguments.ranks, SECONDS, result)
     if any(codes):
         sys.exit(f"ranks ended with {codes}")
     rows = json.loads(arguments.json.read_text())

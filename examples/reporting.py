@@ -76,6 +76,8 @@ class Report:
 
     def end_step(self, step: int, loss: torch.Tensor) -> None:
         """Write the line of a step. All ranks must call this."""
+        if loss.is_cuda:
+            torch.cuda.synchronize()
         record = {
             "step": step,
             "seconds": time.perf_counter() - self._started,

@@ -26,8 +26,13 @@ def pytest_unconfigure():
 def pytest_xdist_make_scheduler(config, log):
     """One process begins with what must not run side by side; the others take the rest, file by file, and all end it.
 
+    So it is with `--dist loadscope`, which `make test` asks for.
+
     So tests that compute fill the gaps that others leave while they wait: for launchers, for each other, for time-outs.
     """
+    if config.getoption("dist") != "loadscope":
+        return None
+
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):

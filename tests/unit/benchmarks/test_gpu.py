@@ -21,8 +21,9 @@ def test_all_of_it_takes_less_than_eight_minutes(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.shutil, "which", lambda name: name)  # as if everything was installed
     stages = gpu.stages(tmp_path)
     assert sum(stage.seconds for stage in stages) <= 450
-    assert [stage.name for stage in stages][:4] == ["compile", "kernels", "NCCL, 2 ranks", "NCCL, 4 ranks"]
-    assert {"memcheck", "racecheck", "tests"} < {stage.name for stage in stages}
+    names = ["compile", "kernels", "NCCL, 2 ranks", "NCCL, 4 ranks", "training steps", "tests"]
+    assert [stage.name for stage in stages] == names
+    assert [command[9] for command in stages[-1].commands[-2:]] == ["memcheck", "racecheck"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
@@ -69,9 +70,9 @@ def test_without_mps_that_is_said(monkeypatch, capsys):
 
 
 def test_a_stage_that_takes_too_long_is_ended(monkeypatch):
-    verdict, seconds = gpu.run(gpu.Stage("slow", ["sleep", "60"], 1))
+    verdict, seconds = gpu.run(gpu.Stage("slow", [["true"], ["sleep", "60"]], 1))
     assert verdict == "not done within 1 s" and seconds < 20
-    assert gpu.run(gpu.Stage("wrong", ["false"], 20))[0] == "failed with 1"
+    assert gpu.run(gpu.Stage("wrong", [["true"], ["false"]], 20))[0] == "failed with 1"
 
 
 @pytest.mark.processes
@@ -84,13 +85,30 @@ def test_the_program_of_the_ranks_checks_and_draws(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())
-    contenders = ("plain", "default", "bits", "same bytes")  # a graph needs a GPU
+    contenders = ("plain", "default", "always", "bits", "same bytes")  # a graph needs a GPU
     expected = [(t, m, c) for t in ("float32", "bfloat16") for m in (1, 2) for c in contenders]
     assert [(row["dtype"], row["mib"], row["contender"]) for row in rows] == expected
     for row in rows:
         assert row["ranks"] == 2 and 0 < row["host_seconds"] <= row["seconds"]
-        if row["contender"] in ("default", "bits"):
+        if row["contender"] in ("default", "always", "bits"):
             assert row["within_bound"] and row["same_on_all_ranks"] and row["bypasses"] == {}
             assert row["ratio"] > (5 if row["dtype"] == "float32" else 2.5)
     gpu.draw(rows, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_program_of_training_steps_compares_kinds(tmp_path):
+    """On CPUs, over gloo."""
+    pytest.importorskip("deepspeed")
+    file = tmp_path / "steps.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu_steps.py"), "--device", "cpu", "--kinds", "plain", "default"]
+    command += ["--layers", "1", "--width", "64", "--heads", "4", "--steps", "5", "--json", str(file)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    plain, ours = json.loads(file.read_text())
+    assert (plain["kind"], plain["speed_up"], plain["ratio"], plain["steps"]) == ("plain", 1.0, None, 2)
+    assert ours["kind"] == "default" and ours["ratio"] > 5 and ours["replicas_identical"]
+    assert ours["validation_loss"] == pytest.approx(plain["validation_loss"], rel=0.01)
