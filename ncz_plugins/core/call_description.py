@@ -31,7 +31,8 @@ DTYPES = (
 _OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 _BITWISE = _OPS[-3:]
 _BYPASSES = tuple(Bypass)
-_COMPRESSED, _AS_CHANGES = 0, 1 + len(_BYPASSES)  # what "transfer" is besides the place of a bypass
+# What "transfer" is besides the place of a bypass.
+_COMPRESSED, _AS_CHANGES, _MEASURING = 0, 1 + len(_BYPASSES), 2 + len(_BYPASSES)
 
 
 def described(
@@ -93,6 +94,11 @@ def refusal(number: int) -> dict[str, int]:
     return dict.fromkeys(numbers, 0) | {"call number": number, "refusal": 1}
 
 
+def measuring(number: int) -> dict[str, int]:
+    """In place of what `described` returns, where ranks are to measure what connects their GPUs before a call."""
+    return refusal(number) | {"refusal": 0, "transfer": _MEASURING}
+
+
 def bypassing(numbers: Mapping[str, int], bypass: Bypass) -> dict[str, int]:
     """What `described` returned for a compressed call, now that it goes plain at once."""
     return {**numbers, "transfer": 1 + _BYPASSES.index(bypass)}
@@ -102,7 +108,7 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
     """Raise MismatchError if ranks described different calls.
 
     Args:
-        comparison: of what `described` and `refusal` returned; its tensor is the maximum over ranks.
+        comparison: of what `described`, `refusal` and `measuring` returned; its tensor is the maximum over ranks.
         ranks: their global ranks, for the message.
     """
     differing = comparison.differing()
@@ -150,7 +156,11 @@ def _named(values: Sequence, number: int) -> str:
 _NOTHING = torch.empty(0)
 _CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "list of tensors")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
-_TRANSFERS = {_COMPRESSED: "compressed", _AS_CHANGES: "compressed, as changes from a baseline"}
+_TRANSFERS = {
+    _COMPRESSED: "compressed",
+    _AS_CHANGES: "compressed, as changes from a baseline",
+    _MEASURING: "being measured (the first call of a tensor on a GPU)",
+}
 _WORDS: dict[str, Callable[[int], str]] = {
     "collective": lambda number: _named(COLLECTIVES, number),
     "dtype": lambda number: _named(DTYPES, number),

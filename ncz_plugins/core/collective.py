@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.backend import Backend, GpuBackend
 from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
-from .call_description import bypassing, checksum_of, described, refusal, require_plain, require_same
+from .call_description import bypassing, checksum_of, described, measuring, refusal, require_plain, require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
@@ -45,6 +45,7 @@ from .training.policy import ParameterSlice, named
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
+from .transport.gpu_speed import measured_on_gpus
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
@@ -105,8 +106,17 @@ class Collectives:
         """What the ranks have in common from call to call."""
         return self.training.of_group(self.ranks)
 
-    def use_on_gpus(self, config: Config) -> None:
-        """Serve tensors on GPUs by these settings from now on, which all ranks must have in common."""
+    def measure_gpus(self, collective: str, device: Device, transport: Transport, where: torch.device) -> None:
+        """Measure how fast uncompressed calls go on GPUs, and serve tensors there by what follows from it from now on.
+
+        Raises MismatchError on every rank unless all do so before `collective`, and PeerError.
+
+        Args:
+            where: this rank's GPU.
+        """
+        numbers = measuring(self.state.calls + self._exact_calls)
+        _require_same_call(collective, numbers, transport, Counters(), self.ranks)
+        config = measured_on_gpus(self.config, device, transport, where)
         self._config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
 
     # ---------------------------------------------------------------- before a call

@@ -37,7 +37,7 @@ from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_hosts, find_nodes
 from .tuning.decisions import MOST_CONNECTIONS
-from .tuning.measure import TorchRanks, measure_gpus, measure_link, measure_open_settings
+from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
 
 
@@ -120,7 +120,7 @@ class Communicator:
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
-        self._measures_gpus = self.config.leaves_link_open and torch.cuda.is_available() and _has_nccl(self.group)
+        self._measures_gpus = self.config.leaves_link_open
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
         channels = self.config.transport.connections
         if channels == "auto":
@@ -374,12 +374,14 @@ class Communicator:
 
     def _decide(self, request: Request) -> Decision:
         """How to serve a request. All ranks decide alike. The first one on a GPU measures what connects the GPUs."""
-        if self._measures_gpus and request.input.is_cuda and not is_captured(request.input.device):
-            self._measures_gpus = False
-            device = request.input.device
-            synchronize = torch.cuda.current_stream(device).synchronize
-            config = measure_gpus(self._plain, self.world_size, self.rank, self.config, device, synchronize)
-            self._collectives.use_on_gpus(config)
+        decision, where = self._collectives.decide(request), request.input.device
+        if not self._measures_gpus or where.type != "cuda" or is_captured(where):
+            return decision
+        if decision.bypass not in (None, Bypass.TOO_SMALL):
+            return decision
+        self._measures_gpus = False
+        measure = partial(self._collectives.measure_gpus, request.collective, where=where)
+        self._queue.submit(request.collective, where, measure).wait()
         return self._collectives.decide(request)
 
     def _begin(self, request: Request, decision: Decision, async_op: bool):
@@ -496,14 +498,6 @@ class Communicator:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
-
-
-def _has_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether uncompressed calls of GPUs go through NCCL."""
-    try:
-        return dist.is_nccl_available() and isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
-    except RuntimeError:  # it serves no GPUs
-        return False
 
 
 class _Beginning:

@@ -40,8 +40,6 @@ from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
-_GPU_PROBES, _GPU_PROBE_BYTES = 4, (256 << 10, 8 << 20)  # all-reduces that tell that of GPUs: how many of each size
-_GPU_SECONDS = 0.5  # that those of a size may take
 _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
@@ -194,58 +192,6 @@ def measure_link(subject: TorchRanks) -> Config:
         if costs is not None:
             words += f"; ranks share cores, so that coding takes {times:.1f} times as long"
         print(f"ncz_plugins: {words}", file=sys.stderr, flush=True)
-    return config
-
-
-def measure_gpus(
-    plain: PlainCollectives,
-    world_size: int,
-    rank: int,
-    config: Config,
-    device: torch.device,
-    synchronize: Callable[[], None],
-) -> Config:
-    """The configuration for tensors on GPUs, with the speed at which uncompressed calls go there, which rank 0 says.
-
-    That counts whatever connects the GPUs: a network, or NVLink within a host. A collective of all ranks, of a few
-    tenths of a second, besides what connecting takes.
-
-    Args:
-        plain: the uncompressed collectives that calls would make.
-        device: this rank's.
-        synchronize: returns once it has done what the current stream was given.
-    """
-    share = 2 * (world_size - 1) / world_size  # of a tensor, that each rank sends
-
-    def seconds_of(nbytes: int) -> float:
-        tensor = torch.zeros(nbytes // 4, device=device)
-        times = []
-        for _ in range(_GPU_PROBES):
-            synchronize()
-            started = time.perf_counter()
-            plain.all_reduce(tensor, dist.ReduceOp.SUM).wait()
-            synchronize()
-            times.append(time.perf_counter() - started)
-        slowest = torch.tensor([min(times)], dtype=torch.float64, device=device)
-        plain.all_reduce(slowest, dist.ReduceOp.MAX).wait()
-        return slowest.item()
-
-    nbytes = _GPU_PROBE_BYTES[0]
-    seconds_of(4)  # connects
-    seconds = seconds_of(nbytes)
-    for larger in _GPU_PROBE_BYTES[1:]:
-        if seconds * larger / nbytes * _GPU_PROBES > _GPU_SECONDS:
-            break
-        nbytes, seconds = larger, seconds_of(larger)
-    gbps = min(max(8e-9 * share * nbytes / seconds, 1e-3), 1e4)
-    config = config.resolved(link_gbps=float(f"{gbps:.3g}"))
-    if rank == 0:
-        print(
-            f"ncz_plugins: uncompressed calls of GPUs carry {config.transport.link_gbps:g} Gbit/s; tensors of "
-            f"{format_size(config.min_bytes_in_effect(on_gpu=True))} and more are compressed",
-            file=sys.stderr,
-            flush=True,
-        )
     return config
 
 

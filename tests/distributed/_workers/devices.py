@@ -68,6 +68,15 @@ with Communicator(SIZES | {"quantizer": FINE}) as communicator:
         assert handles[i].wait() and near(tensors[i] / (i + 1), exact)
 
 if device.type == "cuda":
+    # By default the first call measures what connects the GPUs, and calls go on as usual.
+    with Communicator() as communicator:
+        for _ in range(2):
+            tensor = mine()
+            communicator.all_reduce(tensor)
+            assert near(tensor, exact)
+        total = communicator.stats.total
+        assert total.calls == 2 and total.compressed_calls + total.bypasses.get("too small", 0) == 2, total
+
     side = torch.cuda.Stream()
     some_time = 200_000_000  # cycles: a tenth of a second
 

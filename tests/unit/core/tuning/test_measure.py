@@ -10,7 +10,7 @@ from ncz_plugins.core.collective import layout_of_sum
 from ncz_plugins.core.config import FRAME_BYTES, Config
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.tuning import measure as module
-from ncz_plugins.core.tuning.measure import Subject, measure, measure_gpus, measure_link
+from ncz_plugins.core.tuning.measure import Subject, measure, measure_link
 from ncz_plugins.kernels import cpu_backend
 
 
@@ -138,34 +138,3 @@ def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, megabits, mo
     subject.host.submit(lambda: decoding.append(threading.current_thread()))
     subject.host.synchronize()
     assert (decoding == [threading.current_thread()]) == (2 * of_a_core < 1.5)  # where there is no second core
-
-
-class FakeLink:
-    """Uncompressed collectives of a rank behind a link, and the time that passes there."""
-
-    def __init__(self, gbps: float, ranks: int):
-        self.per_byte = 2 * (ranks - 1) / ranks * 8e-9 / gbps
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def all_reduce(self, tensor, op):
-        self.now += tensor.nbytes * self.per_byte
-        return SimpleNamespace(wait=lambda: True)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize(
-    ("gbps", "least", "at_a_fixed_rate"),
-    [(0.02, "128 KiB", "128 KiB"), (1, "512 KiB", "128 KiB"), (25, "8 MiB", "4 MiB"), (2400, "1 GiB", "256 MiB")],
-)
-def test_gpus_measure_what_they_would_use_uncompressed(gbps, least, at_a_fixed_rate, ranks, monkeypatch, capsys):
-    for quantizer, enough in (({}, least), ({"mode": "bits", "value": 4}, at_a_fixed_rate)):
-        link = FakeLink(gbps, ranks)
-        monkeypatch.setattr(module, "time", link)
-        config = Config(quantizer=quantizer)
-        found = measure_gpus(link, ranks, 0, config, torch.device("cpu"), lambda: None)
-        assert found.transport.link_gbps == pytest.approx(gbps, rel=0.01)
-        assert link.now < 2 or gbps == 0.02
-        assert f"carry {gbps:g} Gbit/s; tensors of {enough} and more" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""What ranks find out about their GPUs' connections. On a card: tests/distributed/test_devices.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import play
+
+from ncz_plugins.core.bypass import Bypass
+from ncz_plugins.core.call import Request
+from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
+from ncz_plugins.core.transport import gpu_speed
+from ncz_plugins.core.transport.gpu_speed import measured_on_gpus
+
+HOST = torch.device("cpu")
+
+
+def all_reduce(numel: int) -> Request:
+    tensor = torch.zeros(numel)
+    return Request("all_reduce", tensor, tensor, torch.distributed.ReduceOp.SUM, parts=[ParameterSlice(None, numel)])
+
+
+class Slow:
+    """Uncompressed collectives of a rank behind a link, and the time that passes there."""
+
+    rank = 0
+
+    def __init__(self, gbps: float, world_size: int):
+        self.world_size, self.plain, self.now = world_size, self, 0.0
+        self._per_byte = 2 * (world_size - 1) / world_size * 8e-9 / gbps
+
+    def perf_counter(self):
+        return self.now
+
+    def all_reduce(self, tensor, op):
+        self.now += tensor.nbytes * self._per_byte
+        return SimpleNamespace(wait=lambda: True)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize(
+    ("gbps", "least", "at_a_fixed_rate"),
+    [(0.02, "128 KiB", "128 KiB"), (1, "512 KiB", "128 KiB"), (25, "8 MiB", "4 MiB"), (2400, "1 GiB", "256 MiB")],
+)
+def test_the_least_size_follows_from_what_uncompressed_calls_carry(
+    gbps, least, at_a_fixed_rate, world_size, monkeypatch, capsys
+):
+    for quantizer, enough in (({}, least), ({"mode": "bits", "value": 4}, at_a_fixed_rate)):
+        link = Slow(gbps, world_size)
+        monkeypatch.setattr(gpu_speed, "time", link)
+        found = measured_on_gpus(Config(quantizer=quantizer), Host(), link, HOST)
+        assert found.transport.link_gbps == pytest.approx(gbps, rel=0.01)
+        assert link.now < 1 or gbps == 0.02
+        assert f"carry {gbps:g} Gbit/s; tensors of {enough} and more" in capsys.readouterr().err
+
+
+def test_ranks_find_the_same():
+    def body(transport):
+        return measured_on_gpus(Config(), Host(), transport, HOST).transport.link_gbps
+
+    found = play(3, body)
+    assert found[0] > 0 and found == [found[0]] * 3
+
+
+def test_a_rank_that_makes_another_call_is_told():
+    """Nobody waits in a collective that the others don't make."""
+    config = Config().resolved()
+
+    def body(transport):
+        ours = Collectives(Training(config), config, range(2), transport.rank)
+        if transport.rank == 0:
+            with pytest.raises(MismatchError, match="being measured .* on rank 0, compressed on rank 1"):
+                ours.measure_gpus("all_reduce", Host(), transport, HOST)
+        else:
+            request = all_reduce(1 << 16)
+            with pytest.raises(MismatchError, match="being measured"):
+                ours.run(ours.prepare(request, config), Host(), transport)
+
+    play(2, body)
+
+
+def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
+    config = Config().resolved()
+    ours = Collectives(Training(config), config, range(2), 0)
+    fast = config.resolved(link_gbps=100)
+    monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: fast)
+    monkeypatch.setattr("ncz_plugins.core.collective._require_same_call", lambda *_: None)
+    ours.measure_gpus("all_reduce", None, None, HOST)
+    monkeypatch.setattr("ncz_plugins.core.collective.require_kernels", lambda device: None)
+    request = all_reduce(1 << 20)
+    assert ours.decide(request).bypass is None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert ours.decide(request).bypass is Bypass.TOO_SMALL
