@@ -106,17 +106,20 @@ class Collectives:
         """What the ranks have in common from call to call."""
         return self.training.of_group(self.ranks)
 
-    def measure_gpus(self, collective: str, device: Device, transport: Transport, where: torch.device) -> None:
+    def measure_gpus(
+        self, collective: str, device: Device, transport: Transport, *, config: Config, where: torch.device
+    ) -> None:
         """Measure how fast uncompressed calls go on GPUs, and serve tensors there by what follows from it from now on.
 
         Raises MismatchError on every rank unless all do so before `collective`, and PeerError.
 
         Args:
+            config: the settings, which leave the speed of the link open.
             where: this rank's GPU.
         """
         numbers = measuring(self.state.calls + self._exact_calls)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
-        config = measured_on_gpus(self.config, device, transport, where)
+        config = measured_on_gpus(config, device, transport, where)
         self._config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
 
     # ---------------------------------------------------------------- before a call

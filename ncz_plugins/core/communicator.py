@@ -79,7 +79,8 @@ class Communicator:
     its connections, so that peers notice too, and further calls raise at once.
 
     Attributes:
-        config: the settings in force, in which no size is `auto` where there are several ranks.
+        config: the settings in force, in which no size is `auto` where there are several ranks; on GPUs besides what
+            the first call there has measured.
         training: what lasts from step to step, and is saved with a checkpoint.
         nodes: which ranks share a node; None where every rank stands for itself.
     """
@@ -101,7 +102,7 @@ class Communicator:
         self.nodes: Nodes | None = None
         group = self.group
         self._plain = TorchCollectives(lambda: group)  # not self.group: a circle would keep this object alive
-        self._measures_gpus = False
+        self._open_on_gpus: Config | None = None  # the settings, until GPUs have measured what these leave open
         if self.world_size == 1:
             self.config = self._prepared(config, training)
         else:
@@ -120,7 +121,7 @@ class Communicator:
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
-        self._measures_gpus = self.config.leaves_link_open
+        self._open_on_gpus = self.config if self.config.leaves_link_open else None
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
         channels = self.config.transport.connections
         if channels == "auto":
@@ -373,14 +374,18 @@ class Communicator:
         return self._begin(request, self._decide(request), async_op)
 
     def _decide(self, request: Request) -> Decision:
-        """How to serve a request. All ranks decide alike. The first one on a GPU measures what connects the GPUs."""
+        """How to serve a request. All ranks decide alike.
+
+        The first one on a GPU measures what connects the GPUs, where that is open: it waits for the other ranks.
+        """
         decision, where = self._collectives.decide(request), request.input.device
-        if not self._measures_gpus or where.type != "cuda" or is_captured(where):
+        config = self._open_on_gpus
+        if config is None or where.type != "cuda" or is_captured(where):
             return decision
         if decision.bypass not in (None, Bypass.TOO_SMALL):
             return decision
-        self._measures_gpus = False
-        measure = partial(self._collectives.measure_gpus, request.collective, where=where)
+        self._open_on_gpus = None
+        measure = partial(self._collectives.measure_gpus, request.collective, config=config, where=where)
         self._queue.submit(request.collective, where, measure).wait()
         return self._collectives.decide(request)
 

@@ -136,13 +136,17 @@ def test_decoding_sums(noise, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_may_have_fewer_bits_than_the_values(dtype):
     """As where error feedback adds what it has kept, in float32, to gradients of 16 bits."""
-    sums = [each._replace(out=torch.empty(each.x.numel(), dtype=dtype)) for each in sums_of(COUNTS, 1)]
-    results = []
-    for backend in (cuda(1), FAST):
-        backend.decode_sums(sums, [each.inverse_steps / 3 for each in sums], NOISE)
-        results.append([each.out.clone() for each in sums])
-    for ours, theirs in zip(*results, strict=True):
-        assert_same(ours, theirs)
+    for inputs, sealed in ((1, False), (1, True), (3, False)):
+        sums = [each._replace(out=torch.empty(each.x.numel(), dtype=dtype)) for each in sums_of(COUNTS, inputs)]
+        if sealed:
+            FAST.seal_frames([frame for each in sums for frame in each.frames])
+        results = []
+        for backend in (cuda(1), FAST):
+            backend.decode_sums(sums, [each.inverse_steps / 3 for each in sums], NOISE, sealed)
+            backend.check()
+            results.append([each.out.clone() for each in sums])
+        for ours, theirs in zip(*results, strict=True):
+            assert_same(ours, theirs)
 
 
 def test_a_sum_with_a_damaged_frame_stays_as_it_was():

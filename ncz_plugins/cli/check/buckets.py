@@ -18,7 +18,7 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
     Args:
         config: what it asks for under our key.
     """
-    least = config.min_bytes_in_effect()
+    least = config.min_bytes_in_effect(on_gpu=True)  # in host memory it is more, if anything
     if not isinstance(least, int) or least == 0:  # measured at the start, or nothing is compressed
         return None
     zero = document.get("zero_optimization") or {}

@@ -128,7 +128,8 @@ class _Calls:
 
 def resolved(config: Config, group: Group) -> Config:
     """As ranks of several hosts would resolve it, which measure their link."""
-    gbps = group.link.gbps / group.ranks_per_node
+    # GPUs measure uncompressed calls, whose rings have a node's whole link.
+    gbps = group.link.gbps / (1 if group.costs.kind == "gpu" else group.ranks_per_node)
     return config.resolved(
         link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # what a configuration allows
     )

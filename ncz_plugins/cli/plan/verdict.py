@@ -101,7 +101,7 @@ def _limits(setup: Setup, ours: Step) -> dict[str, float]:
         "coding": _with_costs(setup, coders=free, measure_ps=0),
         "messages and latency": _with_costs(
             replace(setup, group=replace(group, link=replace(group.link, latency=0))),
-            call_us=0, message_us=0, plain_call_us=0, plain_message_us=0, local_us=0,
+            call_us=0, fixed_rate_call_us=None, message_us=0, plain_call_us=0, plain_message_us=0, local_us=0,
         ),
         "weights": replace(setup, sendings=[each for each in setup.sendings if each.role != "parameter"]),
     }  # fmt: skip

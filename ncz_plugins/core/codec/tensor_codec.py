@@ -74,6 +74,8 @@ class TensorCodec(Codec):
         sums_to_output: whether it has `decode_sum`.
     """
 
+    sums_to_output = False
+
     device: Device
     tensor: CodedTensor
     coding: Coding
@@ -88,10 +90,6 @@ class TensorCodec(Codec):
     @abstractmethod
     def frame_capacity(self) -> int:
         """Bytes that no frame of this tensor can exceed."""
-
-    @property
-    def sums_to_output(self) -> bool:
-        return False
 
     def encode(self, segment: int, index: int) -> Tensor:
         """The frame of this rank's own values."""
@@ -211,13 +209,17 @@ class QuantizingCodec(TensorCodec):
         agreement: fills in `scales`; None where all are there.
     """
 
+    sums_to_output = True
+
     scales: Scales
     noise: Noise | None = None
     agreement: ScaleAgreement | None = None
 
     def __post_init__(self):
-        self._decodings: list[Decoding] = []  # these and sums wait for others, to be done together
+        # What waits for others, to be decoded together.
+        self._decodings: list[Decoding] = []
         self._sums_to_decode: list[tuple[Sum, Tensor]] = []
+        self._waiting = 0  # elements of these
 
     @property
     def frame_capacity(self) -> int:
@@ -227,18 +229,13 @@ class QuantizingCodec(TensorCodec):
     def bypass(self) -> object | None:
         return self.agreement and self.agreement.bypass
 
-    @property
-    def sums_to_output(self) -> bool:
-        return True
-
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
         if self.bypass:
             return
         if self.device.in_batches:
             self._decodings.append(self._decoding(segment, index, frame))
-            if sum(each.out.numel() for each in self._decodings) >= _DECODED_TOGETHER:
-                self._decode_batch()
+            self._decode_if_enough(self._decodings[-1].out)
         else:
             super().decode(segment, index, frame)
 
@@ -246,8 +243,14 @@ class QuantizingCodec(TensorCodec):
         self._decode_batch()
         super().finish()
 
+    def _decode_if_enough(self, last: Tensor) -> None:
+        self._waiting += last.numel()
+        if self._waiting >= _DECODED_TOGETHER:
+            self._decode_batch()
+
     def _decode_batch(self) -> None:
         """Decode what waits for others."""
+        self._waiting = 0
         if self._untold is not None:
             self.agreement.learn(self.device.seen(self._untold).tolist())
         decodings, self._decodings = self._decodings, []
@@ -276,8 +279,7 @@ class QuantizingCodec(TensorCodec):
         wanted = self._sum_of(FrameSum(segment, index, frames), self.output[self.layout.frame(segment, index)])
         if self.device.in_batches:
             self._sums_to_decode.append((wanted, scales))
-            if sum(each.out.numel() for each, _ in self._sums_to_decode) >= _DECODED_TOGETHER:
-                self._decode_batch()
+            self._decode_if_enough(wanted.out)
         else:
             self.device.submit(partial(self._decode_sum, wanted, scales, f"frame {index} of segment {segment}"))
 

@@ -161,7 +161,7 @@ class Config(Section):
 
         Args:
             frame_bytes: None: what it stands for by default.
-            min_bytes: None: what follows from the link; where that is the default already, it is left to do so.
+            min_bytes: None: for auto what follows from the link; null stays null, which is another size on GPUs.
         """
         if min_bytes is None and self.transport.min_bytes == "auto":
             min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps)

@@ -17,7 +17,7 @@ _REMEDIES = {
     Bypass.WARM_UP: "steps.warmup says so",
     Bypass.DTYPE: "floats of 16, 32 and 64 bits are compressed",
     Bypass.OP: "sums and averages are compressed",
-    Bypass.TOO_SMALL: "use larger buckets, or a transport.min_bytes below {min_bytes}",
+    Bypass.TOO_SMALL: "use larger buckets, or name a smaller transport.min_bytes",
     Bypass.FAST_LINK: "compression was measured to lose time on this link: nothing to do, or name transport.min_bytes",
     Bypass.NON_FINITE: "a value is NaN or infinite: look at the loss and its scale",
     Bypass.CODE_OVERFLOW: "the bound is too fine for these values: use a larger quantizer.value, or kind: lossless",
@@ -70,7 +70,7 @@ class CompressionReport:
             return words
         plain = sum(seen.bypasses.values())
         reason = max(seen.bypassed_bytes or seen.bypasses, key=(seen.bypassed_bytes or seen.bypasses).get)
-        remedy = _REMEDIES[Bypass(reason)].format(min_bytes=self._config.min_bytes_in_effect())
+        remedy = _REMEDIES[Bypass(reason)]
         return f"{words}; {plain} of {seen.calls} calls went plain, most of their bytes as {reason}: {remedy}"
 
 

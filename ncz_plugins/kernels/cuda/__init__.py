@@ -149,10 +149,12 @@ class CudaBackend(GpuBackend):
         return frames.encode_sums(self._reader(sums[0].x.device, sealed), sums, coding, noise)
 
     def decode_sums(self, sums, scales, noise=None, sealed=False):
-        if sums[0].out.dtype != sums[0].x.dtype:  # half types are added to what error feedback keeps in float32
-            super().decode_sums(sums, scales, noise, sealed)
-        else:
-            frames.decode_sums(self._reader(sums[0].x.device, sealed), sums, scales, noise)
+        reader = self._reader(sums[0].x.device, sealed)
+        if sums[0].out.dtype == sums[0].x.dtype:
+            frames.decode_sums(reader, sums, scales, noise)
+        else:  # half types are added to what error feedback keeps in float32
+            for each, to, codes in zip(sums, scales, frames.added_up(reader, sums, noise), strict=True):
+                self.dequantize(codes, to, each.out)
 
     def decode_frames(self, decodings, sealed=False):
         frames.decode(self._reader(decodings[0].out.device, sealed), decodings)

@@ -114,15 +114,30 @@ def decode(reader: Reader, frames: Sequence[Decoding]) -> None:
 
 
 def decode_sums(reader: Reader, sums: Sequence[Sum], scales: Sequence[Tensor], noise: Noise | None) -> None:
-    """See `Backend.decode_sums`."""
+    """See `Backend.decode_sums`. The values have the dtype of the sums, and each sum has at most MOST_INPUTS frames."""
+    results = [(None, each.out, to) for each, to in zip(sums, scales, strict=True)]
+    _add_up(reader, sums, results, "decode_sum", noise)
+
+
+def added_up(reader: Reader, sums: Sequence[Sum], noise: Noise | None) -> list[Tensor]:
+    """The codes of each sum, in memory of their own; anything where a frame is damaged. Frames as of `decode_sums`."""
+    codes = [torch.empty(each.x.numel(), dtype=torch.int32, device=each.x.device) for each in sums]
+    _add_up(reader, sums, [(each, None, None) for each in codes], "sum_codes", noise, None, None)
+    return codes
+
+
+def _add_up(
+    reader: Reader, sums: Sequence[Sum], results: list[tuple], kernel: str, noise: Noise | None, *arguments
+) -> None:
+    """Launch a kernel for sums whose results are not frames: (codes, values, scales) of each."""
     inputs = [len(each.frames) for each in sums]
-    assert max(inputs) <= MOST_INPUTS
-    for part in _parts([each.x.numel() * max(1, n) for each, n in zip(sums, inputs)], inputs):
+    for part in _parts([each.x.numel() * n for each, n in zip(sums, inputs)], inputs):
         batch = _Batch(reader.launcher, [each.x.numel() for each in sums[part]])
-        rows = [(each.x, each.inverse_steps, None, None, each.first) for each in sums[part]]
-        pieces = batch.pieces(rows, inputs[part], [(each.out, to) for each, to in zip(sums[part], scales[part])])
+        each_with_its = list(zip(sums[part], results[part]))
+        rows = [(each.x, each.inverse_steps, codes, None, each.first) for each, (codes, *_) in each_with_its]
+        pieces = batch.pieces(rows, inputs[part], [values for _, (_, *values) in each_with_its])
         opened = reader.opened([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
-        batch.launch_values("decode_sum", sums[0].x.dtype, pieces, noise, *opened)
+        batch.launch_values(kernel, sums[0].x.dtype, pieces, noise, *opened, *arguments)
 
 
 def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor) -> None:

@@ -75,7 +75,7 @@ def test_a_rank_that_makes_another_call_is_told():
         ours = Collectives(Training(config), config, range(2), transport.rank)
         if transport.rank == 0:
             with pytest.raises(MismatchError, match="being measured .* on rank 0, compressed on rank 1"):
-                ours.measure_gpus("all_reduce", Host(), transport, HOST)
+                ours.measure_gpus("all_reduce", Host(), transport, config=Config(), where=HOST)
         else:
             request = all_reduce(1 << 16)
             with pytest.raises(MismatchError, match="being measured"):
@@ -90,7 +90,7 @@ def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     fast = config.resolved(link_gbps=100)
     monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: fast)
     monkeypatch.setattr("ncz_plugins.core.collective._require_same_call", lambda *_: None)
-    ours.measure_gpus("all_reduce", None, None, HOST)
+    ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
     monkeypatch.setattr("ncz_plugins.core.collective.require_kernels", lambda device: None)
     request = all_reduce(1 << 20)
     assert ours.decide(request).bypass is None
