@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping
 
 from ncz_plugins.cli.perf.launch import free_port
 
 
-def run_ranks(command: list[str], ranks: int, seconds: float, environment: Mapping[str, str]) -> list[int]:
+def run_ranks(command: list[str], ranks: int, seconds: float, environment: dict[str, str]) -> list[int]:
     """Run a command once for each rank, and return their exit codes. All are gone at the end.
 
     Raises subprocess.TimeoutExpired.

@@ -26,9 +26,8 @@ def pytest_unconfigure():
 def pytest_xdist_make_scheduler(config, log):
     """One process begins with what must not run side by side; the others take the rest, file by file, and all end it.
 
-    So it is with `--dist loadscope`, which `make test` asks for.
-
     So tests that compute fill the gaps that others leave while they wait: for launchers, for each other, for time-outs.
+    So it is with `--dist loadscope`, which `make test` asks for. Other ways of sharing out are those of pytest-xdist.
     """
     if config.getoption("dist") != "loadscope":
         return None

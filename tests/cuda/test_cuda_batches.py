@@ -164,6 +164,14 @@ def test_a_sum_with_a_damaged_frame_stays_as_it_was():
         backend.check()
 
 
+def test_one_sum_is_decoded_as_several_are():
+    [wanted] = sums_of([CHUNK + 9], 2)
+    [expected] = decode_sums(FAST, [wanted], NOISE)
+    out = torch.empty_like(expected)
+    cuda(1).decode_sum(wanted._replace(out=out), wanted.inverse_steps / 3, NOISE)
+    assert_same(out, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_statistics(dtype):
     for counts in (COUNTS, [0], [3] * (MOST_PIECES + 2)):

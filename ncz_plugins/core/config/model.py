@@ -143,8 +143,11 @@ class Config(Section):
         """`transport.min_bytes`, or what follows from `transport.link_gbps` where it is null."""
         if self.transport.min_bytes is not None:
             return self.transport.min_bytes
-        on_gpus = GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB
-        return min_bytes_for(self.transport.link_gbps, on_gpus if on_gpu else HOST_MIB)
+        if not on_gpu:
+            each = HOST_MIB
+        else:
+            each = GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB
+        return min_bytes_for(self.transport.link_gbps, each)
 
     def resolved(
         self,

@@ -148,6 +148,9 @@ class CudaBackend(GpuBackend):
     def encode_sums(self, sums, coding, noise=None, sealed=False):
         return frames.encode_sums(self._reader(sums[0].x.device, sealed), sums, coding, noise)
 
+    def decode_sum(self, sum, scales, noise=None, sealed=False):
+        self.decode_sums([sum], [scales], noise, sealed)
+
     def decode_sums(self, sums, scales, noise=None, sealed=False):
         reader = self._reader(sums[0].x.device, sealed)
         if sums[0].out.dtype == sums[0].x.dtype:

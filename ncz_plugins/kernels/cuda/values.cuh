@@ -447,7 +447,7 @@ NCZ_KERNEL(ncz_block_statistics)
     const Scale infinity = Scale(__longlong_as_double(0x7ff0000000000000ll));
     double square[REDUCED_TOGETHER];
     Scale low[REDUCED_TOGETHER], high[REDUCED_TOGETHER];
-    bool is_special = false;  // the block that this lane writes of
+    bool is_special = false;  // whether the block is whose results this lane writes
 #pragma unroll
     for (int b = 0; b < REDUCED_TOGETHER; ++b) {
         square[b] = 0;
