@@ -96,6 +96,17 @@ def test_one_token(coding, code):
         assert_same_frames(cuda(), torch.full((count,), code, dtype=torch.int32), coding)
 
 
+@seeds
+def test_long_symbols(seed):
+    """Of many more bits than are fetched ahead, between short ones: HUFFMAN's decoder must ask for the rest."""
+    codes = codes_of_width(CHUNK + 300, 26, seed)
+    codes[::700] = 3
+    codes[1500:2500] = torch.arange(1000) % 5
+    coding = Coding(Coder.HUFFMAN, Predictor.NONE)
+    assert encode_codes(FAST, codes, coding)[5] == Coder.HUFFMAN
+    assert_same_frames(cuda(seed), codes, coding)
+
+
 @pytest.mark.parametrize("kinds", [12, 17, 22])
 @pytest.mark.parametrize("coder", [Coder.HUFFMAN, Coder.RANS])
 def test_skewed_counts(coder, kinds):

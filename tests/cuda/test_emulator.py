@@ -330,6 +330,7 @@ PLANTED = {
     "fence_before_barrier": Planted(_last_block(lambda x: 7 * x.sum()), {"thread": "data race"}),
     "missing_ticket": Planted(_ticket, {"plain": "wait for a value that nobody stores"}),
     "relaxed_flag": Planted(_flags, {"thread": "data race"}),
+    "missing_await": Planted(_per_thread(words), {"plain": WRONG}),
     "shared_overrun": Planted(
         _per_thread(_warp_sums),
         {"plain": "wrote beside its shared array starts", "address": "use-after-poison"},

@@ -85,7 +85,7 @@ NCZ_DEVICE uint32_t block_or(uint32_t value, uint32_t* scratch) {
 
 // ------------------------------------------------------------------ between blocks
 
-// The emulator has its own two, because it must let other threads run between two looks.
+// The emulator has its own of these. It must let other threads run between two looks.
 #ifndef NCZ_EMULATED
 NCZ_DEVICE unsigned long long load_acquire(const unsigned long long* from) {
     unsigned long long value;
@@ -96,6 +96,14 @@ NCZ_DEVICE unsigned long long load_acquire(const unsigned long long* from) {
 NCZ_DEVICE void store_release(unsigned long long* to, unsigned long long value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
+
+// Starts to copy a word to shared memory, which the same thread may read after `await_copies`.
+NCZ_DEVICE void copy_async(uint32_t* shared, const uint32_t* from) {
+    unsigned to = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+NCZ_DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
 // The next number from 0 on, for the whole block. Blocks that wait for others take theirs so, as a lower number then

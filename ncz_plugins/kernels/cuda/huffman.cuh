@@ -352,45 +352,73 @@ NCZ_DEVICE uint32_t load_word(const uint8_t* at, int left) {
     return word;
 }
 
-// A bit string to read, of which at least 32 bits are at hand before each `skip`. Never reads at `end` or behind: there
-// are zeros. The next word is loaded long before it is needed.
+// Words of the bit strings that the lanes of a warp read, in shared memory. Each lane has a column, used in a circle.
+constexpr int WINDOW = 16;
+
+struct LaneWindows {
+    uint32_t of[WINDOW][WARP];
+};
+
+// A bit string to read. Never reads at `end` or behind: there are zeros.
+//
+// Lanes need their next words at different times. If each loaded its own from global memory, nearly always all would
+// wait for one of them. So now and then all `fetch` what they will need, and go on with what they have meanwhile.
 class LaneBits {
   public:
-    NCZ_DEVICE LaneBits(const uint8_t* begin, const uint8_t* end) {
+    // `window`: this lane's column.
+    NCZ_DEVICE LaneBits(const uint8_t* begin, const uint8_t* end, uint32_t* window) : window_(window) {
         unsigned phase = unsigned(reinterpret_cast<uintptr_t>(begin) % 4);
-        at_ = begin - phase;
-        left_ = bytes_left(at_, end);
-        bits_ = load() >> 8 * phase;
-        bits_ |= uint64_t(load()) << (filled_ = 32 - 8 * phase);
-        filled_ += 32;
-        read_ = 0;
-        next_ = load();
+        words_ = begin - phase;
+        left_ = bytes_left(words_, end);
+        fetch();
+        await_fetched();
+        bits_ = take() >> 8 * phase;
+        filled_ = 32 - 8 * phase;
+        ensure();
     }
     NCZ_DEVICE uint32_t bits() const { return uint32_t(bits_); }
     NCZ_DEVICE unsigned read() const { return read_; }  // how many there were
-    NCZ_DEVICE void skip(unsigned n) {  // at most 32
+    NCZ_DEVICE void skip(unsigned n) {  // at most as many as are at hand
         bits_ >>= n;
         filled_ -= n;
         read_ += n;
+    }
+    NCZ_DEVICE void ensure() {  // that 32 bits are at hand
         if (filled_ >= 32) return;
-        bits_ |= uint64_t(next_) << filled_;
+        bits_ |= uint64_t(take()) << filled_;
         filled_ += 32;
-        next_ = load();
+    }
+
+    // Starts to fill the window behind what is in it.
+    NCZ_DEVICE void fetch() {
+        if (fetched_ < taken_) fetched_ = taken_;
+        for (; fetched_ < taken_ + WINDOW; ++fetched_) {
+            uint32_t* to = window_ + fetched_ % WINDOW * WARP;
+            int left = left_ - 4 * fetched_;
+            if (left >= 4)
+                copy_async(to, reinterpret_cast<const uint32_t*>(words_) + fetched_);
+            else
+                *to = load_word(words_ + 4 * int64_t(fetched_), left);
+        }
+    }
+    NCZ_DEVICE void await_fetched() {
+        await_copies();
+        arrived_ = fetched_;
     }
 
   private:
-    NCZ_DEVICE uint32_t load() {
-        uint32_t word = load_word(at_, left_);
-        at_ += 4;
-        left_ -= 4;
-        return word;
+    NCZ_DEVICE uint32_t take() {
+        int i = taken_++;
+        if (i < arrived_) return window_[i % WINDOW * WARP];
+        return load_word(words_ + 4 * int64_t(i), left_ - 4 * i);  // long symbols have emptied the window
     }
 
-    const uint8_t* at_;
-    int left_;
+    uint32_t* window_;
+    const uint8_t* words_;
+    int left_;  // bytes from `words_` on
+    int taken_ = 0, arrived_ = 0, fetched_ = 0;  // words
     uint64_t bits_;
-    uint32_t next_;
-    unsigned filled_, read_;
+    unsigned filled_, read_ = 0;
 };
 
 // A warp decodes eight chunks together: a tile of each in shared memory, which then is stored side by side.
@@ -408,13 +436,16 @@ struct alignas(16) HuffmanTile {
     int32_t codes[WARP_CHUNKS][TILE_CODES + 4];
 };
 
+// Of at least HUFFMAN_MAX_LENGTH bits at hand.
 NCZ_DEVICE uint32_t next_symbol(LaneBits& bits, const uint32_t* entries) {
     uint32_t entry = entries[bits.bits() % HUFFMAN_WHOLE], token = entry >> 8;
     bits.skip(entry & 0xffu);
     if (token < DIRECT) return token;
+    bits.ensure();
     unsigned extra_bits = extra_bits_of(token);
     uint32_t extra = bits.bits() & ((1u << extra_bits) - 1);
     bits.skip(extra_bits);
+    bits.ensure();
     return base_of(token) + (extra << 1);
 }
 
@@ -447,6 +478,7 @@ NCZ_DEVICE void store_codes(FourCodes four, int n, int32_t predictor, uint32_t& 
 struct HuffmanDecoding {
     uint32_t entries[HUFFMAN_WHOLE];  // by the next bits: bits of the code, and the token from bit 8 on
     HuffmanTile tiles[HUFFMAN_DECODER_WARPS];
+    LaneWindows windows[HUFFMAN_DECODER_WARPS];
     uint16_t firsts[TOKENS];
     uint8_t lengths[TOKENS], tokens[TOKENS];
 };
@@ -492,14 +524,19 @@ NCZ_CALLED int64_t decode_huffman(const Input& input, const Header& header, int 
         lane_bytes = load16(sizes + 2 * in_chunk);
     }
 
-    LaneBits bits(begin, payload + bytes);
+    LaneBits bits(begin, payload + bytes, &shared.windows[warp()].of[0][lane()]);
     HuffmanTile& tile = shared.tiles[warp()];
     uint32_t delta_sums = 0;                       // in lane c that of chunk c
     int longest = __shfl_sync(ALL_LANES, own, 0);  // only the last chunk of a frame is short
     for (int done = 0; done < longest; done += TILE_SYMBOLS) {
         int n = own - done < TILE_SYMBOLS ? own - done : TILE_SYMBOLS;
-        for (int i = 0; i < n; ++i)
+        bits.fetch();
+#pragma unroll 2
+        for (int i = 0; i < n; ++i) {
+            if (i % 2 == 0) bits.ensure();  // enough for two codes
             tile.codes[in_warp][HUFFMAN_LANES * i + in_chunk] = unzigzag(next_symbol(bits, shared.entries));
+        }
+        bits.await_fetched();
         __syncwarp(ALL_LANES);
         for (int c = 0; c < WARP_CHUNKS && first_chunk + c < chunks; ++c) {
             int first = HUFFMAN_LANES * done, left = length_of(first_chunk + c, count) - first;

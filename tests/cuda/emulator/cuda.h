@@ -162,6 +162,16 @@ inline void store_release(unsigned long long* to, unsigned long long value) {
     emulator::stored();
 }
 
+// Copies arrive as late as they may.
+inline void copy_async(uint32_t* shared, const uint32_t* from) {
+    *shared = 0xA5A5A5A5u;
+    emulator::begin({shared, from});
+}
+
+inline void await_copies() {
+    while (const emulator::Copy* copy = emulator::under_way()) *copy->to = *copy->from;
+}
+
 template <class T>
 T __ldg(const T* address) {
     return *address;

@@ -44,6 +44,8 @@ struct Fibre : Thread {
     Place waits_at;                   // in a barrier or for a flag
     void* recent[RECENT];             // addresses of the last atomic operations
     int operations;                   // how many there were
+    std::vector<Copy> copies;         // under way
+    Copy copy;                        // the last that was taken from there
     std::unique_ptr<Context> fenced;  // knows what this thread did before its last fence; made by the first
 };
 
@@ -451,6 +453,16 @@ static void something_happened() {
 void loaded(Place place) { look_away(place); }
 void stored() { something_happened(); }
 
+void begin(Copy copy) { self().copies.push_back(copy); }
+
+const Copy* under_way() {
+    Fibre& here = self();
+    if (here.copies.empty()) return nullptr;
+    here.copy = here.copies.back();
+    here.copies.pop_back();
+    return &here.copy;
+}
+
 // For TSan: an atomic operation publishes what came before the last fence, and a fence orders what follows behind all
 // that the atomic operations before it have seen.
 void fence() {
@@ -504,6 +516,7 @@ static void start_block(Block& block) {
         Fibre& fibre = *fibres[block.first_fibre + i];
         fibre.block = block.index;
         fibre.operations = 0;
+        fibre.copies.clear();
         fibre.warp->live |= 1u << fibre.lane;
         make_ready(*fibre.warp, 1u << fibre.lane);
     }
@@ -519,6 +532,7 @@ static void finish_block(Block& block) {
 
 static void finish_thread() {
     Fibre& here = self();
+    if (!here.copies.empty()) fail_here("ended while a copy to shared memory is under way");
     Warp& warp = *here.warp;
     Block& block = *here.home;
     warp.live &= ~(1u << here.lane);

@@ -31,6 +31,11 @@ struct Offer {  // what one lane brings to a meeting
     Place place;
 };
 
+struct Copy {  // of a word to shared memory, under way
+    uint32_t* to;
+    const uint32_t* from;
+};
+
 // A shared array of the source; the run-time numbers those that are used.
 struct Shared {
     const char* name;
@@ -58,6 +63,8 @@ void before_atomic(void* address);
 void after_atomic(bool changed, Place place);  // others may run
 void loaded(Place place);                      // a look at a flag: others may run
 void stored();                                 // to a flag: others may run
+void begin(Copy copy);                         // it is carried out by who asks for `under_way`
+const Copy* under_way();                       // takes the next copy that this thread began; null: there is none
 
 }  // namespace emulator
 

@@ -135,7 +135,19 @@ __device__ void relaxed_flag_kernel(unsigned long long* state, unsigned* values,
 }
 NCZ_PAIR(relaxed_flag, (unsigned long long* state, unsigned* values, unsigned* ticket), (state, values, ticket))
 
+// Words by way of shared memory. Planted: they are read while they are on their way.
+template <bool PLANTED>
+__device__ void missing_await_kernel(const unsigned* in, unsigned* out) {
+    NCZ_SHARED(unsigned, words, THREADS);
+    int i = blockIdx.x * THREADS + threadIdx.x;
+    copy_async(words + threadIdx.x, in + i);
+    if (!PLANTED) await_copies();
+    out[i] = words[threadIdx.x];
+    if (PLANTED) await_copies();
+}
+NCZ_PAIR(missing_await, (const unsigned* in, unsigned* out), (in, out))
+
 #define NCZ_SYNCHRONIZATION_PAIRS(X)                                                              \
     NCZ_BOTH(X, missing_syncthreads) NCZ_BOTH(X, missing_syncwarp) NCZ_BOTH(X, divergent_ballot)  \
     NCZ_BOTH(X, missing_fence) NCZ_BOTH(X, early_fence) NCZ_BOTH(X, fence_before_barrier)         \
-    NCZ_BOTH(X, missing_ticket) NCZ_BOTH(X, relaxed_flag)
+    NCZ_BOTH(X, missing_ticket) NCZ_BOTH(X, relaxed_flag) NCZ_BOTH(X, missing_await)
