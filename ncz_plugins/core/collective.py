@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import bypassing, checksum_of, described, measuring, refusal, require_plain, require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
+from .codec.forecast import Forecast
 from .codec.layout import Layout, Window
 from .codec.quantize import (
     Scales,
@@ -43,7 +45,7 @@ from .training.error_feedback import Feedback
 from .training.group import GroupState
 from .training.policy import ParameterSlice, named
 from .training.state import Training
-from .transport.base import CollectiveTransport, Transport, peer_errors
+from .transport.base import CollectiveTransport, Transport, peer_errors, replace_by_largest
 from .transport.comparison import RankComparison
 from .transport.gpu_speed import measured_on_gpus
 from .transport.topology import Nodes
@@ -100,6 +102,8 @@ class Collectives:
         self._checksum = checksum_of(config)
         self._config_on_gpus, self._checksum_on_gpus = config, self._checksum
         self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
+        # Kept as long as these ranks are connected, and not with the state: all of them must have seen the same calls.
+        self._forecasts: defaultdict[str, Forecast] = defaultdict(Forecast)
 
     @property
     def state(self) -> GroupState:
@@ -227,6 +231,7 @@ class Collectives:
             role=request.role,
             baseline=request.baseline,
             described=self._described(request, None, config),
+            forecasts=self._forecasts,
         )
         if request.collective == "broadcast":
             layout = Layout.of([request.input.numel()], *frames_of(request.input, config))
@@ -522,6 +527,7 @@ def _agree(
         link_gbps=transport.link_gbps,
         noise=noise_for(call.config, call.number, transport.rank, call.addends),
         divisor=call.divisor,
+        forecast=call.forecasts[call.kind] if device.in_batches else None,
     )
 
 
@@ -628,8 +634,7 @@ def _on_gpu(
 
     def agree(measured: Tensor) -> None:
         with peer_errors("agreeing on quantization steps"):
-            transport.plain.all_reduce(measured, torch.distributed.ReduceOp.MAX).wait()
-        counters.wire_bytes += 2 * measured.nbytes * (transport.world_size - 1) // transport.world_size
+            replace_by_largest(transport, measured, counters)
 
     def derived(agreed: Tensor) -> tuple[Scales, Tensor]:
         return derive_on_gpu(backend, agreed, layout, quantizer, rule)

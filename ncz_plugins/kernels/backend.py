@@ -310,6 +310,22 @@ class GpuBackend(Backend):
         """
 
     @abstractmethod
+    def decode_sums(
+        self,
+        sums: Sequence[Sum],
+        scales: Sequence[Tensor],
+        noise: Noise | None = None,
+        sealed: bool = False,
+        padded: bool = False,
+    ) -> None:
+        """As `Backend.decode_sums`.
+
+        Args:
+            padded: the memory of a frame may go on behind it, or end before it. A sum of one that is cut off so is not
+                written, without being damage: its header tells.
+        """
+
+    @abstractmethod
     def measure_blocks(
         self,
         tensors: Sequence[Tensor],

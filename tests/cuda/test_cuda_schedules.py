@@ -1,5 +1,7 @@
 """Whole collectives with the CUDA kernels, executed by the emulator: the bits of the CPU's, and errors in time."""
 
+from collections import defaultdict
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -8,6 +10,7 @@ from ranks import play
 from test_cuda_batches import CountingLauncher
 
 from ncz_plugins.core.call import Call, Request
+from ncz_plugins.core.codec.forecast import Forecast
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import Collectives, run
 from ncz_plugins.core.config import Config
@@ -19,7 +22,7 @@ from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
-from ncz_plugins.kernels.format import CHUNK
+from ncz_plugins.kernels.format import CHUNK, HEADER_BYTES
 
 SUM = torch.distributed.ReduceOp.SUM
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -49,14 +52,25 @@ class EmulatedGpu(Gpu):
     def synchronize(self) -> None:
         self.waits += 1
 
-    def seen(self, tensor):
-        self.synchronize()
-        self.seen_bytes += tensor.nbytes
-        return tensor.clone()
+    def start_seeing(self, tensor):
+        def wait():
+            self.synchronize()
+            return copy
+
+        copy = tensor.clone()
+        self.seen_bytes += copy.nbytes
+        return wait
 
 
 def all_reduce(
-    schedule: str, world_size: int, config: Config, device_of, damage=None, numel: int = NUMEL, layout=None
+    schedule: str,
+    world_size: int,
+    config: Config,
+    device_of,
+    damage=None,
+    numel: int = NUMEL,
+    layout=None,
+    forecast=None,
 ) -> list:
     """The result on each rank, or the FrameError that ended its call."""
 
@@ -71,10 +85,11 @@ def all_reduce(
             layout or Layout.split(numel, world_size, CHUNK, 0),
             source=Window(tensor),
             output=Window(tensor),
-            measured=range(world_size),
+            measured=range(len(layout.lengths) if layout else world_size),
             schedule=SCHEDULES[schedule].all_reduce,
             plain=lambda _: pytest.fail("the call went plain"),
             addends=world_size,
+            forecasts=defaultdict(lambda: deepcopy(forecast) or Forecast()),
         )
         try:
             run(call, device, transport)
@@ -188,12 +203,12 @@ def test_so_it_is_where_only_a_checksum_tells(schedule):
 CODERS = {"fixed": (1, 2), "huffman": (5, 7), "auto": (9, 11)}
 SCALES, DECODE = 3, 2  # launches: chunks and blocks are measured, and steps derived
 OUTCOME, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of all scales, of a frame that is sent, of a call
+CALLS = [(schedule, n) for schedule in SCHEDULES for n in (2, 4) if (schedule, n) != ("direct", 2)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("schedule", "world_size"), CALLS)
 @pytest.mark.parametrize("coder", CODERS)
 @pytest.mark.parametrize("frames", [1, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_call_costs_the_host(schedule, frames, coder, world_size):
     """Launches and waits for the GPU do not grow with the tensor, and of its contents the host sees next to nothing."""
     n = world_size
@@ -207,12 +222,133 @@ def test_what_a_call_costs_the_host(schedule, frames, coder, world_size):
     lengths = *[frames * CHUNK] * (n - 1), frames * CHUNK - 5
     all_reduce(schedule, n, config, device_of, numel=sum(lengths), layout=Layout(lengths, CHUNK))
     encode, add = CODERS[coder]
-    # Batches of own values, and of sums that are sent on. Two ranks send no sums, and own values in two batches.
-    own, sums = {"direct": (1, 1) if n > 2 else (2, 0), "ring": (1, n - 1)}[schedule]
+    own, sums = {"direct": (1, 1), "ring": (1, n - 1)}[schedule]  # batches of own values, and of sums that are sent on
     for device in devices.values():
         assert device.launched == SCALES + own * encode + sums * add + DECODE
         assert device.waits == own + sums + 1  # sizes of what is encoded, and of sums; the end
         assert device.seen_bytes == OUTCOME + SIZE * n * frames + REPORT
+
+
+# ------------------------------------------------------------------ two ranks, which expect frames of certain lengths
+
+
+def calls_of_two(tensors_of, config: Config) -> list[list[tuple[int, int, int, int]]]:
+    """What calls one after the other cost each rank: (launches, waits, bytes seen, bytes sent). Results are the CPU's.
+
+    Args:
+        tensors_of: gives the tensors of a rank, one for each call.
+    """
+    tensors = [tensors_of(rank) for rank in range(2)]
+    layout = Layout.of([tensors[0][0].numel()], CHUNK)
+
+    def body(transport, device_of):
+        costs, forecasts = [], defaultdict(Forecast)
+        for tensor in tensors[transport.rank]:
+            tensor, device = tensor.clone(), device_of(transport.rank)
+            call = Call(
+                "all_reduce",
+                config,
+                layout,
+                source=Window(tensor),
+                output=Window(tensor),
+                measured=range(1),
+                schedule=direct.all_reduce,
+                plain=lambda plain, tensor=tensor: plain.all_reduce(tensor),
+                addends=2,
+                forecasts=forecasts,
+            )
+            sent = run(call, device, transport).wire_bytes
+            on_gpu = device.in_batches
+            costs.append((tensor, device.launched, device.waits, device.seen_bytes, sent) if on_gpu else (tensor,))
+        return costs
+
+    on_cpu = play(2, partial(body, device_of=lambda rank: Host()), "rounds")
+    on_gpu = play(2, partial(body, device_of=EmulatedGpu), "rounds")
+    for ours, expected in zip(on_gpu, on_cpu):
+        for (tensor, *_), (right,) in zip(ours, expected):
+            assert torch.equal(tensor.view(torch.int32), right.view(torch.int32))
+    return [[tuple(costs) for _, *costs in ours] for ours in on_gpu]
+
+
+def normal(seed: int) -> torch.Tensor:
+    return torch.randn(4 * CHUNK - 60, generator=torch.Generator().manual_seed(seed))
+
+
+ABSOLUTE = {"mode": "abs", "value": 0.05}  # larger values have longer frames
+FIXED = {"coder": "fixed", "predictor": "none"}
+PLACES = 4  # frames of `normal`
+
+
+def test_calls_that_are_like_those_before_wait_for_no_sizes():
+    config = Config(quantizer=ABSOLUTE, entropy=FIXED)
+    costs = calls_of_two(lambda rank: [normal(10 * rank + call) for call in range(4)], config)
+    launches = SCALES + CODERS["fixed"][0] + DECODE
+    end = REPORT + PLACES * (SIZE + HEADER_BYTES)
+    for ours in costs:
+        assert {launched for launched, *_ in ours} == {launches}
+        assert [waits for _, waits, *_ in ours] == [2] * 4  # sizes with the outcome; from then on the outcome; the end
+        assert [seen for *_, seen, _ in ours] == [PLACES * SIZE + OUTCOME + end] * 2 + [OUTCOME + end] * 2
+    assert costs[0] == costs[1]  # both send as much
+
+
+@pytest.mark.parametrize("frames", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("checksum", [False, True])
+def test_frames_that_are_longer_than_expected_come_later(checksum, ranks, frames):
+    """In place, with the result of the CPU; and the call after it expects more."""
+    config = Config(quantizer=ABSOLUTE, entropy=FIXED | {"checksum": checksum})
+
+    def tensors_of(rank: int) -> list[torch.Tensor]:
+        tensors = [normal(10 * rank + call) for call in range(6)]
+        for call in (2, 3, 4, 5) if rank in ranks else ():
+            for frame in frames:
+                tensors[call][frame * CHUNK : (frame + 1) * CHUNK] *= 1000
+        return tensors
+
+    for ours in calls_of_two(tensors_of, config):
+        waits = [waits for _, waits, *_ in ours]
+        assert waits[:2] == [2, 2] and waits[2] == 3  # once more for what was cut off
+        sent = [sent for *_, sent in ours]
+        assert sent[2] > sent[1] and abs(sent[5] - sent[4]) < sent[4] / 50
+        assert waits[5] == 2
+
+
+def test_calls_that_differ_agree_on_every_length():
+    """So that small frames are not padded to those of the call before, nor large ones sent twice."""
+    config = Config(quantizer=ABSOLUTE)
+    costs = calls_of_two(lambda rank: [normal(call) * (1, 1000)[call % 2] for call in range(6)], config)
+    for ours in costs:
+        assert all(seen > PLACES * SIZE + OUTCOME for *_, seen, _ in ours)
+        small, large = [sent for *_, sent in ours][::2], [sent for *_, sent in ours][1::2]
+        assert 2 * max(small) < min(large) and [waits for _, waits, *_ in ours] == [2] * 6
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e30], ids=str)  # no step is as wide as the second one needs
+@pytest.mark.parametrize("call", [0, 2])  # without and with expectations
+def test_what_goes_plain_is_as_it_was(call, poison):
+    """The host learns of it when frames are under way, but before any is decoded to where its values come from."""
+
+    def tensors_of(rank: int) -> list[torch.Tensor]:
+        tensors = [normal(10 * rank + each) for each in range(4)]
+        tensors[call][-9 if rank else 5] = poison
+        return tensors
+
+    config = Config(quantizer=ABSOLUTE | {"value": 1e-3}, entropy=FIXED)
+    for ours in calls_of_two(tensors_of, config):
+        assert [waits for _, waits, *_ in ours][-1] == 2
+
+
+@pytest.mark.parametrize("calls", [0, 2])  # before it
+def test_damage_among_padding(calls):
+    """What is damaged on the way to one rank is an error there, with and without expectations."""
+    config, forecast = Config(quantizer=ABSOLUTE, entropy=FIXED), Forecast()
+    for _ in range(calls):
+        forecast.learn([9000])
+    for byte in (0, 8, HEADER_BYTES):
+        errors = all_reduce(
+            "direct", 2, config, EmulatedGpu, damaging(byte), CHUNK, Layout.of([CHUNK], CHUNK), forecast
+        )
+        assert isinstance(errors[1], FrameError) and "a frame is damaged" in str(errors[1]), errors
 
 
 # ------------------------------------------------------------------ all collectives, as users ask for them

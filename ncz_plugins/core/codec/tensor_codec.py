@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .coded_tensor import Codec, CodedTensor
+from .forecast import Forecast
 from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
@@ -72,9 +73,11 @@ class TensorCodec(Codec):
         checksum: whether frames get a checksum, and must come with one.
         counters: takes the seconds spent in coding.
         sums_to_output: whether it has `decode_sum`.
+        encodes_ahead: whether it has `encode_ahead`, as on a GPU.
     """
 
     sums_to_output = False
+    encodes_ahead = False
 
     device: Device
     tensor: CodedTensor
@@ -108,17 +111,13 @@ class TensorCodec(Codec):
         [frame] = self._sums([FrameSum(segment, index, frames)])
         return frame
 
-    def encode_each(self, places: Iterable[tuple[int, int]], batches: int = 1) -> Iterator[Tensor]:
+    def encode_each(self, places: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
         """As `encode` of each (segment, index).
 
         On a GPU all `places` are taken before the first frame is there, as they are encoded together; on a CPU one at
         a time, as its frame is asked for. So it is with `sum_each`.
-
-        Args:
-            batches: on a GPU, in how many parts, so that some frames travel while others are coded. The host waits for
-                each.
         """
-        return self._sums_in_batches((FrameSum(segment, index, []) for segment, index in places), batches)
+        return self._sums_in_batches(FrameSum(segment, index, []) for segment, index in places)
 
     def sum_each(self, segment: int, frames: Iterable[list[Tensor]]) -> Iterator[Tensor]:
         """As `sum`, for one frame of a segment after the other."""
@@ -130,38 +129,42 @@ class TensorCodec(Codec):
 
     def finish(self) -> None:
         """Return once all that was asked for is done. Raises FrameError for damage that did not show before."""
-        with _naming("a frame"):
-            self.device.check()
+        self.check()
 
-    def _sums_in_batches(self, wanted: Iterable[FrameSum], count: int = 1) -> Iterator[Tensor]:
-        if self.device.in_batches:
-            wanted = list(wanted)
-            ends = [len(wanted) * each // count for each in range(count + 1)]
-            batches = (wanted[start:end] for start, end in zip(ends, ends[1:]))
-        else:
-            batches = ([each] for each in wanted)
+    def check(self, *tensors: Tensor) -> list[Tensor]:
+        """`finish`, and see tensors on the device with the same wait."""
+        with _naming("a frame"):
+            return self.device.check(*tensors)
+
+    def seen(self, sizes: Tensor | np.ndarray) -> list[int]:
+        """Sizes of frames, as the host knows them."""
+        return self.device.seen(sizes).tolist()
+
+    def _sums_in_batches(self, wanted: Iterable[FrameSum]) -> Iterator[Tensor]:
+        batches = [list(wanted)] if self.device.in_batches else ([each] for each in wanted)
         for batch in filter(None, batches):
             yield from self._sums(batch)
 
     def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
         with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
-            buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
-            sizes = self._write_sums(batch, buffers)
-            if self.checksum:
-                self.backend.seal_frames(buffers)
-            written = self.device.trimmed(buffers, self._seen(sizes))
-        for frame in written:
+            buffers, sizes = self._written(batch)
+            frames = self.device.trimmed(buffers, self.seen(sizes))
+        for frame in frames:
             self._count(frame)
-        return written
+        return frames
+
+    def _written(self, batch: list[FrameSum]) -> tuple[list[Tensor], Tensor | np.ndarray]:
+        """Memory that begins with each frame, and their sizes."""
+        buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
+        sizes = self._write_sums(batch, buffers)
+        if self.checksum:
+            self.backend.seal_frames(buffers)
+        return buffers, sizes
 
     def _nbytes(self, batch: list[FrameSum]) -> int:
         """Of the values that a batch is made of."""
         elements = [self.layout.frame(each.segment, each.index) for each in batch]
         return sum(each.stop - each.start for each in elements) * self.source.data.itemsize
-
-    def _seen(self, sizes: Tensor | np.ndarray) -> list[int]:
-        """Sizes of frames, as the host knows them."""
-        return self.device.seen(sizes).tolist()
 
     def _await(self, frame: Tensor) -> None:
         """Wait for a frame within the time-out, before it is decoded by what waits without one; and check its seal."""
@@ -207,6 +210,7 @@ class QuantizingCodec(TensorCodec):
         scales: the quantization steps that all ranks share.
         noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
         agreement: fills in `scales`; None where all are there.
+        forecast: how long its frames are expected to be.
     """
 
     sums_to_output = True
@@ -214,12 +218,19 @@ class QuantizingCodec(TensorCodec):
     scales: Scales
     noise: Noise | None = None
     agreement: ScaleAgreement | None = None
+    forecast: Forecast = field(default_factory=Forecast)
 
     def __post_init__(self):
         # What waits for others, to be decoded together.
         self._decodings: list[Decoding] = []
         self._sums_to_decode: list[tuple[Sum, Tensor]] = []
         self._waiting = 0  # elements of these
+        self._outcome: Callable[[], Tensor] | None = None  # gives what the host has yet to see of the agreement
+        self._is_checked = False  # all that was asked for
+
+    @property
+    def encodes_ahead(self) -> bool:
+        return self.device.in_batches
 
     @property
     def frame_capacity(self) -> int:
@@ -230,6 +241,7 @@ class QuantizingCodec(TensorCodec):
         return self.agreement and self.agreement.bypass
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
+        self._is_checked = False
         self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
         if self.bypass:
             return
@@ -240,8 +252,30 @@ class QuantizingCodec(TensorCodec):
             super().decode(segment, index, frame)
 
     def finish(self) -> None:
+        if not self._is_checked:
+            self.check()
+
+    def check(self, *tensors: Tensor) -> list[Tensor]:
         self._decode_batch()
-        super().finish()
+        seen = super().check(*tensors)
+        self._is_checked = True
+        return seen
+
+    def encode_ahead(self, places: list[tuple[int, int]], tell_outcome: bool) -> tuple[list[Tensor], Tensor]:
+        """Frames of this rank's own values, on a GPU, whose sizes the host does not wait for.
+
+        Args:
+            places: (segment, index) of each.
+            tell_outcome: begin to copy to the host what it has yet to see of the agreement, before the frames are made.
+
+        Returns memory that begins with each frame, and their bytes: int64, [len(places)], on the device.
+        """
+        batch = [FrameSum(*place, []) for place in places]
+        self._require_scales(self.layout.frames)
+        if tell_outcome and self._untold is not None and self._outcome is None:
+            self._outcome = self.device.start_seeing(self._untold)
+        with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
+            return self._written(batch)
 
     def _decode_if_enough(self, last: Tensor) -> None:
         self._waiting += last.numel()
@@ -252,7 +286,8 @@ class QuantizingCodec(TensorCodec):
         """Decode what waits for others."""
         self._waiting = 0
         if self._untold is not None:
-            self.agreement.learn(self.device.seen(self._untold).tolist())
+            outcome = self._outcome or self.device.start_seeing(self._untold)
+            self.agreement.learn(outcome().tolist())
         decodings, self._decodings = self._decodings, []
         if decodings and not self.bypass:
             with span("decode", sum(each.frame.nbytes for each in decodings), self.counters):
@@ -260,7 +295,7 @@ class QuantizingCodec(TensorCodec):
         sums, self._sums_to_decode = self._sums_to_decode, []
         if sums and not self.bypass:
             with span("decode", sum(frame.nbytes for each, _ in sums for frame in each.frames), self.counters):
-                self.backend.decode_sums(*zip(*sums), self.noise, self.checksum)
+                self.backend.decode_sums(*zip(*sums), self.noise, self.checksum, padded=True)
 
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
@@ -271,7 +306,11 @@ class QuantizingCodec(TensorCodec):
         """Write the values of all `frames` plus this rank's own to the output, where they stand once `finish` returns.
 
         Its own frames must have been encoded: the output may be the memory that they come from.
+
+        Args:
+            frames: on a GPU, memory that begins with each; if one does not fit, its sum is not written.
         """
+        self._is_checked = False
         self._require_scales(self.layout.frames)
         if self.bypass:
             return
@@ -325,9 +364,9 @@ class QuantizingCodec(TensorCodec):
         # The host may have learned only now that the call must go plain.
         return frames if self.bypass is bypass else super()._sums(batch)
 
-    def _seen(self, sizes: Tensor) -> list[int]:
+    def seen(self, sizes: Tensor) -> list[int]:
         if self._untold is None:
-            return super()._seen(sizes)
+            return super().seen(sizes)
         told = self.device.seen(torch.cat([sizes, self._untold])).tolist()  # with one wait
         self.agreement.learn(told[sizes.numel() :])
         return told[: sizes.numel()]
@@ -457,6 +496,7 @@ def codec_for(
     link_gbps: float | None = None,
     noise: Noise | None = None,
     divisor: float = 1,
+    forecast: Forecast | None = None,
 ) -> TensorCodec:
     """The codec of one tensor, as `config` wants it.
 
@@ -466,6 +506,7 @@ def codec_for(
         link_gbps: see `coding_for`.
         noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0, unshifted.
         divisor: see LosslessCodec; `scales` are divided already.
+        forecast: what is known of how long frames will be.
     """
     counters = Counters() if counters is None else counters
     common = (device, tensor, coding_for(config, device.backend, link_gbps), config.entropy.checksum, counters)
@@ -474,7 +515,7 @@ def codec_for(
     noise = noise_for(config, call=0, rank=0, addends=1) if noise is None else noise
     if isinstance(scales, ScaleAgreement):
         there = scales.scales.to(tensor.source.data.device)
-        return QuantizingCodec(*common, there, noise, scales)
+        return QuantizingCodec(*common, there, noise, scales, forecast or Forecast())
     return QuantizingCodec(*common, scales, noise)
 
 

@@ -99,8 +99,15 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def start_seeing(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
+        """Begin to copy `tensor` to host memory. Returns a function that returns the copy, once it is there.
+
+        On a GPU it waits as `synchronize` does, but for nothing that is queued later.
+        """
+
     def seen(self, tensor: Tensor | np.ndarray) -> Tensor | np.ndarray:
         """The same values in host memory, once they have been computed. On a GPU as `synchronize`."""
+        return self.start_seeing(tensor)()
 
     @abstractmethod
     def submit(self, job: Callable[[], None]) -> None:
@@ -117,8 +124,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def check(self) -> None:
-        """`synchronize`, and raise DamagedFrame if kernels met damage."""
+    def check(self, *tensors: Tensor) -> list[Tensor]:
+        """`synchronize`, and raise DamagedFrame if kernels met damage. Returns `tensors` as `seen` does."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -149,8 +156,8 @@ class Host(Device):
         # Most frames are much smaller than the buffer.
         return [buffer[:size].clone() for buffer, size in zip(buffers, sizes)]
 
-    def seen(self, tensor: Tensor | np.ndarray) -> Tensor | np.ndarray:
-        return tensor
+    def start_seeing(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
+        return lambda: tensor
 
     def use_one_thread(self) -> None:
         """Run submitted jobs at once from now on. There are none at the moment."""
@@ -173,8 +180,9 @@ class Host(Device):
         for error in errors:
             raise error
 
-    def check(self) -> None:
+    def check(self, *tensors: Tensor) -> list[Tensor]:
         self.synchronize()  # kernels of the host raise at once
+        return list(tensors)
 
     def abandon(self) -> None:
         with suppress(BaseException):
@@ -214,21 +222,32 @@ class Gpu(Device):
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
         return [buffer[:size] for buffer, size in zip(buffers, sizes)]
 
-    def seen(self, tensor: Tensor) -> Tensor:
+    def start_seeing(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        self.synchronize()
-        return copy
+        done = torch.cuda.current_stream(self._device).record_event()
+
+        def wait() -> Tensor:
+            self._wait(done)
+            return copy
+
+        return wait
 
     def submit(self, job: Callable[[], None]) -> None:
         job()  # it only queues work on the stream
 
     def synchronize(self) -> None:
+        self._wait(torch.cuda.current_stream(self._device).record_event())
+
+    def _wait(self, done: torch.cuda.Event) -> None:
         # Not torch's synchronize: if a peer has died, that would wait for ever.
-        done = torch.cuda.current_stream(self._device).record_event()
         poll(done.query, self._require_healthy, self._timeout, f"{self._device}")
 
-    def check(self) -> None:
-        self.backend.check(self.seen(self.backend.report(self._device)))
+    def check(self, *tensors: Tensor) -> list[Tensor]:
+        wanted = [self.backend.report(self._device), *tensors]
+        together = self.seen(torch.cat([each.view(torch.uint8) for each in wanted]))
+        report, *seen = together.split([each.nbytes for each in wanted])
+        self.backend.check(report.view(torch.int64))
+        return [each.clone().view(tensor.dtype) for each, tensor in zip(seen, tensors)]
 
     def abandon(self) -> None:
         pass  # queued work that waits for a dead peer would not end

@@ -4,7 +4,8 @@ Each rank encodes its values once and sends every segment straight to its owner.
 ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
 
 Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up. That is as much
-as the other way, but all of single ranks, and one round instead of two. The tensor may then be one segment.
+as the other way, but all of single ranks, and one round instead of two. The tensor may then be one segment. On a GPU
+padded.py does it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from ..codec.tensor_codec import TensorCodec
 from ..runtime.statistics import Counters
 from ..transport.base import FrameStream, FrameTransport
+from . import padded
 
 
 def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
@@ -35,7 +37,8 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of all segments to the output."""
     if transport.world_size == 2 and codec.sums_to_output:
-        return _all_reduce_of_two(transport, codec, counters)
+        of_two = padded.all_reduce if codec.encodes_ahead else _all_reduce_of_two
+        return of_two(transport, codec, counters)
     streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
         _publish(transport, codec, streams, index, frame)
@@ -48,7 +51,7 @@ def _all_reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: 
     segments = len(codec.layout.lengths)
     [stream] = _open(transport, codec, [peer], segments, counters).values()
     places = [(segment, index) for index in range(codec.layout.frames) for segment in range(segments)]
-    for frame in codec.encode_each(places, batches=2):
+    for frame in codec.encode_each(places):
         stream.exchange(frame)
     for segment, index in places:
         codec.decode_sum(segment, index, [stream.receive()])

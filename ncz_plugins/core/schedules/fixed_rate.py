@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.format import Rows, packed_bytes
 from ..codec.fixed_rate import FixedRateCodec
 from ..runtime.statistics import Counters
-from ..transport.base import CollectiveTransport
+from ..transport.base import CollectiveTransport, replace_by_largest
 
 _PIECE_BYTES = 1 << 20  # packed, of a row: less would wait for latency
 _MOST_PIECES = 4
@@ -104,8 +103,7 @@ def broadcast(transport: CollectiveTransport, codec: FixedRateCodec, counters: C
 def _agreed(transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, counters: Counters) -> Tensor:
     """The largest magnitude over ranks of each block."""
     magnitudes = codec.magnitudes(rows)
-    transport.plain.all_reduce(magnitudes, dist.ReduceOp.MAX).wait()
-    counters.wire_bytes += 2 * magnitudes.nbytes * (transport.world_size - 1) // transport.world_size
+    replace_by_largest(transport, magnitudes, counters)
     return magnitudes
 
 

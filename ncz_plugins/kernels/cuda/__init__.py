@@ -151,8 +151,8 @@ class CudaBackend(GpuBackend):
     def decode_sum(self, sum, scales, noise=None, sealed=False):
         self.decode_sums([sum], [scales], noise, sealed)
 
-    def decode_sums(self, sums, scales, noise=None, sealed=False):
-        reader = self._reader(sums[0].x.device, sealed)
+    def decode_sums(self, sums, scales, noise=None, sealed=False, padded=False):
+        reader = self._reader(sums[0].x.device, sealed, padded)
         if sums[0].out.dtype == sums[0].x.dtype:
             frames.decode_sums(reader, sums, scales, noise)
         else:  # half types are added to what error feedback keeps in float32
@@ -215,8 +215,8 @@ class CudaBackend(GpuBackend):
 
     # ------------------------------------------------------------------ launching
 
-    def _reader(self, device: torch.device, sealed: bool = False) -> frames.Reader:
-        return frames.Reader(self._launcher, self.report(device), sealed)
+    def _reader(self, device: torch.device, sealed: bool = False, padded: bool = False) -> frames.Reader:
+        return frames.Reader(self._launcher, self.report(device), sealed, padded)
 
     def _launch_blocks(self, kernel: str, dtype: torch.dtype, blocks: int, *arguments) -> None:
         """Launch a kernel for a fixed rate: a warp per block of values, if there are any."""

@@ -68,11 +68,13 @@ class Reader(NamedTuple):
     Attributes:
         report: where they leave the first damage, see `new_report`.
         sealed: whether frames must have a checksum.
+        padded: whether memory may go on behind a frame, or end before it: then it counts as damaged, and not as damage.
     """
 
     launcher: Launcher
     report: Tensor
     sealed: bool = False
+    padded: bool = False
 
     def opened(self, frames: list[tuple[Tensor, int]]) -> tuple:
         """Launch what verifies frames, and decodes HUFFMAN and RANS to working memory.
@@ -88,7 +90,8 @@ class Reader(NamedTuple):
         (statuses,) = _sections(torch.zeros, device, _STATUS * len(frames))
         offsets, decoded = _sections(torch.empty, device, 8 * chunks, 4 * CHUNK * chunks)
         blocks = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
-        arguments = inputs, integer(self.sealed), statuses, self.report, offsets, decoded
+        how = integer(self.sealed), integer(self.padded)
+        arguments = inputs, *how, statuses, self.report, offsets, decoded
         self.launcher.launch("ncz_open", _ANY, len(frames) * blocks, THREADS, *arguments)
         return inputs, statuses, offsets, decoded
 

@@ -71,13 +71,21 @@ union OpeningMemory {
     RansDecoding rans;
 };
 
+// Whether a frame would be whole if there were more of it.
+NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
+    int64_t bytes = HEADER_BYTES + int64_t(header.payload_bytes);
+    return bytes > input.bytes && !header_damage(header, bytes, input.count);
+}
+
 // Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets` and `decoded` have places
 // for the chunks and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
+// `is_padded`: whether there may be more bytes than a frame has. If there are fewer, it counts as damaged as well, but is
+// not reported.
 //
 // Of three blocks on a multiprocessor, not four: with 64 registers the decoders would spill.
 NCZ_KERNEL_OF(THREADS, 3, ncz_open)
-(const __grid_constant__ Inputs inputs, int must_be_sealed, Status* statuses, Status* report, long long* offsets,
- int32_t* decoded) {
+(const __grid_constant__ Inputs inputs, int must_be_sealed, int is_padded, Status* statuses, Status* report,
+ long long* offsets, int32_t* decoded) {
     NCZ_SHARED(OpeningMemory, memory, 1);
     NCZ_SHARED(Input, shared_input, 1);  // what it is about, which would take too many registers
     NCZ_SHARED(Header, shared_header, 1);
@@ -91,6 +99,8 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
         *shared_input = inputs.of[f];
         *shared_header = Header();
         if (input.bytes >= HEADER_BYTES) memcpy(shared_header, input.frame, sizeof header);
+        int64_t padding = input.bytes - HEADER_BYTES - int64_t(header.payload_bytes);
+        if (is_padded && padding > 0) shared_input->bytes -= padding;
     }
     __syncthreads();
     if (!header_damage(header, input.bytes, input.count)) {
@@ -115,7 +125,7 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
     status.bytes = input.bytes;
     status.header = header;
     status.result = verdict(input, header, must_be_sealed, status);
-    report_damage(status, report);
+    if (!is_padded || !is_cut_off(input, header)) report_damage(status, report);
 }
 
 #define NCZ_OPEN_KERNELS(X) X(ncz_open)
