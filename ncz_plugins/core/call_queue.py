@@ -21,7 +21,6 @@ from .transport.routes import Routes
 
 _CLOSE_SECONDS = 5.0
 _EXIT_SECONDS = 10.0  # for calls that are under way when the program ends
-_HOST = torch.device("cpu")
 
 Job = Callable[[Device, Transport], None]
 
@@ -65,15 +64,15 @@ class CallQueue:
         self._last = self._worker.submit(partial(self._run, collective, device, job, record_event(device)))
         return self._last
 
-    def run(self, collective: str, job: Job) -> None:
-        """Run a job on host tensors after all earlier ones, on this thread if there is none to wait for.
+    def run(self, collective: str, device: torch.device, job: Job) -> None:
+        """Run a job after all earlier ones, on this thread if there is none to wait for. Arguments as of `submit`.
 
         To hand a small job to the background thread and to wake up again takes as long as the job.
         """
         if (self._last is None or self._last.is_completed()) and not _has_modes():
-            self._run(collective, _HOST, job, None)
+            self._run(collective, device, job, record_event(device))
         else:
-            self.submit(collective, _HOST, job).wait()
+            self.submit(collective, device, job).wait()
 
     def drain(self) -> None:
         """Return once all that was submitted has come to its end, or failed."""

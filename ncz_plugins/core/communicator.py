@@ -404,13 +404,10 @@ class Communicator:
             return self._start_on_stream(request, call, async_op, captured)
         self._follow_calls_on_gpus()
         run = _on_pieces(request, partial(self._collectives.run, call))
-        if (
-            not async_op
-            and call.verify_as is None
-            and call.source.data.nbytes <= SMALL_BYTES
-            and not request.input.is_cuda
-        ):
-            return self._queue.run(request.collective, run)
+        # To hand a call over to the other thread takes as long as a small one, or as some kernels of a GPU.
+        is_worth_it = call.source.data.nbytes > SMALL_BYTES and not request.input.is_cuda
+        if not async_op and not is_worth_it and call.verify_as is None:
+            return self._queue.run(request.collective, request.input.device, run)
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
@@ -462,7 +459,7 @@ class Communicator:
         run = _on_pieces(request, partial(self._collectives.run_plain, call))
         if async_op:
             return self._queue.submit(request.collective, request.input.device, run).giving(request.output)
-        return self._queue.run(request.collective, run)
+        return self._queue.run(request.collective, request.input.device, run)
 
     def _start_in_group(self, request: Request, bypass: Bypass, async_op: bool):
         """Begin a plain collective over the user's process group, in whose streams GPUs do all else."""
@@ -494,7 +491,7 @@ class Communicator:
         """Tell the other ranks, which would wait for it, that this one can't make its call."""
         if self.world_size > 1:
             with suppress(NczError):  # what matters is why it was refused
-                self._queue.run(collective, partial(self._collectives.refuse, collective))
+                self._queue.run(collective, torch.device("cpu"), partial(self._collectives.refuse, collective))
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)

@@ -82,12 +82,12 @@ def test_calls_run_in_the_order_in_which_they_were_submitted():
 def test_a_call_that_is_waited_for_runs_on_its_callers_thread_if_no_other_is_before_it():
     def body(transport):
         queue, jobs, go = queue_of(transport), Jobs(), threading.Event()
-        queue.run("all_reduce", jobs.job(0))
+        queue.run("all_reduce", HOST, jobs.job(0))
         submit(queue, blocked_by(go))
         submit(queue, jobs.job(1))
         threading.Timer(0.1, go.set).start()
-        queue.run("all_reduce", jobs.job(2))
-        queue.run("all_reduce", jobs.job(3))
+        queue.run("all_reduce", HOST, jobs.job(2))
+        queue.run("all_reduce", HOST, jobs.job(3))
         assert jobs.ran == [0, 1, 2, 3]
         caller = threading.current_thread()
         assert [thread is caller for thread in jobs.threads] == [True, False, False, True]
@@ -100,8 +100,8 @@ def test_a_default_device_of_the_callers_thread_does_not_concern_a_call():
     def body(transport):
         queue, jobs, made = queue_of(transport), Jobs(), []
         with torch.device("meta"):
-            queue.run("all_reduce", jobs.job(0))
-            queue.run("all_reduce", lambda device, transport: made.append(torch.empty(3)))
+            queue.run("all_reduce", HOST, jobs.job(0))
+            queue.run("all_reduce", HOST, lambda device, transport: made.append(torch.empty(3)))
         assert jobs.threads != [threading.current_thread()]
         assert made[0].device == HOST
         queue.close()
@@ -128,7 +128,7 @@ def test_a_failure_ends_all_calls_after_it(raised, further, on_the_callers_threa
         assert submit(queue, jobs.job(0)).wait()
         with pytest.raises(type(raised)) as caught:
             if on_the_callers_thread:
-                queue.run("all_reduce", jobs.job(1))
+                queue.run("all_reduce", HOST, jobs.job(1))
             else:
                 submit(queue, jobs.job(1)).wait()
         assert caught.value is raised
