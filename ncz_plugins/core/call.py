@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .codec.forecast import Forecast
 from .codec.layout import Layout, Window
 from .config import Config
 from .joined import Joined
@@ -121,7 +119,6 @@ class Call:
         feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
         in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
         described: what all ranks must have in common, see call_description.py. Nothing is compared if it is empty.
-        forecasts: how long frames are expected to be, by the kind of the call.
         role: what the tensor is, if that was said.
         baseline: what the changes are sent from; None: all is sent.
         verify_as: what to call this sum when the guard compares it with the uncompressed one; None: it does not.
@@ -146,7 +143,6 @@ class Call:
     baseline: Baseline | None = None
     verify_as: str | None = None
     described: Mapping[str, int] = field(default_factory=dict)
-    forecasts: Mapping[str, Forecast] = field(default_factory=lambda: defaultdict(Forecast))
 
     @cached_property
     def kind(self) -> str:

@@ -85,7 +85,7 @@ class CallQueue:
         _open.discard(self)
         if self.error is None:
             with suppress(UnsupportedError):  # in a fork, which has no part in them
-                self._worker.submit(self.routes.close)
+                self._worker.submit(self._close_routes)
         if self._worker.close(_CLOSE_SECONDS) and self.error is None:
             self.error = NczError("this communicator was closed")
 
@@ -103,14 +103,23 @@ class CallQueue:
 
         A thread that still waits for a peer when the interpreter ends would end the process by a signal.
         """
+        deadline = time.monotonic() + seconds
         with suppress(UnsupportedError):
             self._worker.require_own_process()
             if self._last is not None:
                 with suppress(Exception):
                     self._last.wait(seconds)
-                if not self._last.is_completed():
-                    self._fail("ending", NczError("the program ended before this call did"))
+            is_over = self._last is None or self._last.is_completed()
+            # Another thread may be making a call, too.
+            if is_over and self._running.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._running.release()
+            else:
+                self._fail("ending", NczError("the program ended before this call did"))
         self.close()
+
+    def _close_routes(self) -> None:
+        with self._running:
+            self.routes.close()
 
     def _run(self, collective: str, device: torch.device, job: Job, asked: torch.cuda.Event | None) -> None:
         with self._running:

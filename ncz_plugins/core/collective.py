@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import bypassing, checksum_of, described, measuring, refusal, require_plain, require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
-from .codec.forecast import Forecast
 from .codec.layout import Layout, Window
 from .codec.quantize import (
     Scales,
@@ -102,8 +100,6 @@ class Collectives:
         self._checksum = checksum_of(config)
         self._config_on_gpus, self._checksum_on_gpus = config, self._checksum
         self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
-        # Kept as long as these ranks are connected, and not with the state: all of them must have seen the same calls.
-        self._forecasts: defaultdict[str, Forecast] = defaultdict(Forecast)
 
     @property
     def state(self) -> GroupState:
@@ -231,7 +227,6 @@ class Collectives:
             role=request.role,
             baseline=request.baseline,
             described=self._described(request, None, config),
-            forecasts=self._forecasts,
         )
         if request.collective == "broadcast":
             layout = Layout.of([request.input.numel()], *frames_of(request.input, config))
@@ -378,7 +373,7 @@ def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | 
 def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> bool:
     """Whether two ranks send each other all of `tensor` as one segment, see `direct`.
 
-    Codes are the same in any layout. A GPU codes all frames before it sends the first, so there the fewest are best.
+    Codes are the same in any layout. On a GPU each frame takes an operation of NCCL, so there the fewest are best.
 
     Args:
         on_gpu: see `frames_of`.
@@ -527,7 +522,7 @@ def _agree(
         link_gbps=transport.link_gbps,
         noise=noise_for(call.config, call.number, transport.rank, call.addends),
         divisor=call.divisor,
-        forecast=call.forecasts[call.kind] if device.in_batches else None,
+        kind=call.kind,
     )
 
 

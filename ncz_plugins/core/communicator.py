@@ -58,7 +58,7 @@ class Communicator:
     version or configuration.
 
     The collectives work in place like torch.distributed's, on contiguous tensors of any shape.
-    With `async_op=True` they return a handle with `wait()`; calls run one after another on a
+    With `async_op=True` they return a handle with `wait()`, and run one after another on a
     background thread, in the order they were made. Results are bit-identical on all ranks. For
     float32 and float64 the error of an element is at most `eb` times the ranks summed (SUM), or
     `eb` (AVG, gathers, broadcasts), where `eb` is what the configured bound comes to in that

@@ -310,6 +310,10 @@ class GpuBackend(Backend):
         """
 
     @abstractmethod
+    def forget_report(self, device: torch.device) -> None:
+        """Let kernels leave damage elsewhere from now on: what is still queued belongs to a call that has failed."""
+
+    @abstractmethod
     def decode_sums(
         self,
         sums: Sequence[Sum],
@@ -321,8 +325,8 @@ class GpuBackend(Backend):
         """As `Backend.decode_sums`.
 
         Args:
-            padded: the memory of a frame may go on behind it, or end before it. A sum of one that is cut off so is not
-                written, without being damage: its header tells.
+            padded: the memory of a frame may go on behind it, or end before it. That is no damage. The sum of one that
+                is cut off is not written; anything is, where sums have another dtype than values.
         """
 
     @abstractmethod

@@ -164,6 +164,37 @@ def test_a_sum_with_a_damaged_frame_stays_as_it_was():
         backend.check()
 
 
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(Coder.HUFFMAN)], ids=coding_name)
+def test_a_frame_among_padding_or_cut_off(coding):
+    """What follows a frame has no meaning. One that is cut off leaves its sum as it is, and is not damage."""
+    sums = sums_of([CHUNK + 9, 2 * CHUNK, 40], 1)
+    frames = frames_of(FAST, [each._replace(frames=[]) for each in sums], coding)
+    expected = decode_sums(FAST, [each._replace(frames=[frame]) for each, frame in zip(sums, frames)])
+    rest = torch.arange(100, dtype=torch.uint8)
+    padded = [torch.cat([frames[0], rest]), frames[1][:-1], torch.cat([frames[2], rest[:1]])]
+    backend, scales = cuda(1), [each.inverse_steps / 3 for each in sums]
+    outs = [torch.full_like(each.x, 9.5) for each in sums]
+    wanted = [each._replace(frames=[frame], out=out) for each, frame, out in zip(sums, padded, outs)]
+    backend.decode_sums(wanted, scales, padded=True)
+    backend.check()
+    assert_same(outs[0], expected[0])
+    assert (outs[1] == 9.5).all()
+    assert_same(outs[2], expected[2])
+    padded[0][4] ^= 1
+    backend.decode_sums(wanted, scales, padded=True)
+    with pytest.raises(DamagedFrame, match="version"):
+        backend.check()
+
+
+def test_damage_that_a_failed_call_left_is_nobodys():
+    sums = sums_of([CHUNK + 9], 2)
+    sums[0].frames[1][9] ^= 0x55
+    backend = cuda(1)
+    decode_sums(backend, sums)
+    backend.forget_report(torch.device("cpu"))
+    backend.check()
+
+
 def test_one_sum_is_decoded_as_several_are():
     [wanted] = sums_of([CHUNK + 9], 2)
     [expected] = decode_sums(FAST, [wanted], NOISE)

@@ -1,7 +1,5 @@
 """Whole collectives with the CUDA kernels, executed by the emulator: the bits of the CPU's, and errors in time."""
 
-from collections import defaultdict
-from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -10,13 +8,12 @@ from ranks import play
 from test_cuda_batches import CountingLauncher
 
 from ncz_plugins.core.call import Call, Request
-from ncz_plugins.core.codec.forecast import Forecast
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import Collectives, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Gpu, Host
-from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.schedules import direct, padded, ring
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
@@ -70,7 +67,7 @@ def all_reduce(
     damage=None,
     numel: int = NUMEL,
     layout=None,
-    forecast=None,
+    expected=None,
 ) -> list:
     """The result on each rank, or the FrameError that ended its call."""
 
@@ -89,8 +86,9 @@ def all_reduce(
             schedule=SCHEDULES[schedule].all_reduce,
             plain=lambda _: pytest.fail("the call went plain"),
             addends=world_size,
-            forecasts=defaultdict(lambda: deepcopy(forecast) or Forecast()),
         )
+        for sizes in [expected] * 4 if expected else []:
+            transport.forecasts.of(call.kind).learn(sizes)
         try:
             run(call, device, transport)
         except FrameError as error:
@@ -242,7 +240,7 @@ def calls_of_two(tensors_of, config: Config) -> list[list[tuple[int, int, int, i
     layout = Layout.of([tensors[0][0].numel()], CHUNK)
 
     def body(transport, device_of):
-        costs, forecasts = [], defaultdict(Forecast)
+        costs = []
         for tensor in tensors[transport.rank]:
             tensor, device = tensor.clone(), device_of(transport.rank)
             call = Call(
@@ -255,7 +253,6 @@ def calls_of_two(tensors_of, config: Config) -> list[list[tuple[int, int, int, i
                 schedule=direct.all_reduce,
                 plain=lambda plain, tensor=tensor: plain.all_reduce(tensor),
                 addends=2,
-                forecasts=forecasts,
             )
             sent = run(call, device, transport).wire_bytes
             on_gpu = device.in_batches
@@ -281,55 +278,81 @@ PLACES = 4  # frames of `normal`
 
 def test_calls_that_are_like_those_before_wait_for_no_sizes():
     config = Config(quantizer=ABSOLUTE, entropy=FIXED)
-    costs = calls_of_two(lambda rank: [normal(10 * rank + call) for call in range(4)], config)
+    costs = calls_of_two(lambda rank: [normal(10 * rank + call) for call in range(6)], config)
     launches = SCALES + CODERS["fixed"][0] + DECODE
-    end = REPORT + PLACES * (SIZE + HEADER_BYTES)
+    end = REPORT + PLACES * (SIZE + HEADER_BYTES + SIZE)
     for ours in costs:
         assert {launched for launched, *_ in ours} == {launches}
-        assert [waits for _, waits, *_ in ours] == [2] * 4  # sizes with the outcome; from then on the outcome; the end
-        assert [seen for *_, seen, _ in ours] == [PLACES * SIZE + OUTCOME + end] * 2 + [OUTCOME + end] * 2
+        assert [waits for _, waits, *_ in ours] == [2] * 6  # sizes with the outcome, or the outcome; the end
+        assert [seen for *_, seen, _ in ours] == [PLACES * SIZE + OUTCOME + end] * 4 + [OUTCOME + end] * 2
     assert costs[0] == costs[1]  # both send as much
 
 
 @pytest.mark.parametrize("frames", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
-@pytest.mark.parametrize("checksum", [False, True])
-def test_frames_that_are_longer_than_expected_come_later(checksum, ranks, frames):
-    """In place, with the result of the CPU; and the call after it expects more."""
+@pytest.mark.parametrize(("checksum", "together"), [(False, 4 * CHUNK), (True, CHUNK)])
+def test_frames_that_are_longer_than_expected_come_later(checksum, together, ranks, frames, monkeypatch):
+    """In place, with the result of the CPU; and a call after some more like it expects as much."""
+    monkeypatch.setattr(padded, "_TOGETHER", together)
     config = Config(quantizer=ABSOLUTE, entropy=FIXED | {"checksum": checksum})
 
     def tensors_of(rank: int) -> list[torch.Tensor]:
-        tensors = [normal(10 * rank + call) for call in range(6)]
-        for call in (2, 3, 4, 5) if rank in ranks else ():
+        tensors = [normal(10 * rank + call) for call in range(9)]
+        for tensor in tensors[4:] if rank in ranks else ():
             for frame in frames:
-                tensors[call][frame * CHUNK : (frame + 1) * CHUNK] *= 1000
+                tensor[frame * CHUNK : (frame + 1) * CHUNK] *= 1000
         return tensors
 
     for ours in calls_of_two(tensors_of, config):
-        waits = [waits for _, waits, *_ in ours]
-        assert waits[:2] == [2, 2] and waits[2] == 3  # once more for what was cut off
-        sent = [sent for *_, sent in ours]
-        assert sent[2] > sent[1] and abs(sent[5] - sent[4]) < sent[4] / 50
-        assert waits[5] == 2
+        waits, sent = [waits for _, waits, *_ in ours], [sent for *_, sent in ours]
+        agreeing = 1 + 4 * CHUNK // together
+        assert waits == [agreeing] * 4 + [3] + [agreeing] * 3 + [2]  # 3: once more for what was cut off
+        assert sent[4] > sent[3] and abs(sent[8] - sent[7]) < sent[7] / 30
 
 
 def test_calls_that_differ_agree_on_every_length():
     """So that small frames are not padded to those of the call before, nor large ones sent twice."""
     config = Config(quantizer=ABSOLUTE)
-    costs = calls_of_two(lambda rank: [normal(call) * (1, 1000)[call % 2] for call in range(6)], config)
+    costs = calls_of_two(lambda rank: [normal(call) * (1, 1000)[call % 2] for call in range(7)], config)
     for ours in costs:
         assert all(seen > PLACES * SIZE + OUTCOME for *_, seen, _ in ours)
         small, large = [sent for *_, sent in ours][::2], [sent for *_, sent in ours][1::2]
-        assert 2 * max(small) < min(large) and [waits for _, waits, *_ in ours] == [2] * 6
+        assert 2 * max(small) < min(large) and [waits for _, waits, *_ in ours] == [2] * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_error_feedback_and_frames_that_are_longer(per_node, dtype):
+    """Of 16-bit gradients, whose sums have another dtype than what is kept for them; also between two nodes."""
+    settings = {"quantizer": ABSOLUTE | {"error_feedback": True}, "transport": {"min_bytes": 0}}
+    config = Config(**settings).resolved()
+
+    def body(transport, device):
+        n, rank = transport.world_size, transport.rank
+        ranks = tuple(tuple(range(first, first + per_node)) for first in range(0, n, per_node))
+        nodes = None if per_node == 1 else Nodes(ranks, rank // per_node, rank % per_node)
+        ours, results = Collectives(Training(config), config, range(n), rank, nodes), []
+        for call in range(7):
+            tensor = (normal(10 * rank + call) * (1 if call < 5 or rank else 100)).to(dtype)
+            parts = [ParameterSlice("weight", tensor.numel())]
+            ours.run(ours.prepare(Request("all_reduce", tensor, tensor, SUM, parts=parts), config), device(), transport)
+            results.append(tensor)
+        assert ours.training.stats.total.compressed_calls == 7
+        return torch.cat(results)
+
+    on_cpu = play(2 * per_node, partial(body, device=Host), "rounds")
+    on_gpu = play(2 * per_node, partial(body, device=EmulatedGpu), "rounds")
+    for tensor in (*on_cpu, *on_gpu):
+        assert torch.equal(tensor.view(torch.int16), on_cpu[0].view(torch.int16))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e30], ids=str)  # no step is as wide as the second one needs
-@pytest.mark.parametrize("call", [0, 2])  # without and with expectations
+@pytest.mark.parametrize("call", [0, 4])  # without and with expectations
 def test_what_goes_plain_is_as_it_was(call, poison):
     """The host learns of it when frames are under way, but before any is decoded to where its values come from."""
 
     def tensors_of(rank: int) -> list[torch.Tensor]:
-        tensors = [normal(10 * rank + each) for each in range(4)]
+        tensors = [normal(10 * rank + each) for each in range(6)]
         tensors[call][-9 if rank else 5] = poison
         return tensors
 
@@ -338,17 +361,13 @@ def test_what_goes_plain_is_as_it_was(call, poison):
         assert [waits for _, waits, *_ in ours][-1] == 2
 
 
-@pytest.mark.parametrize("calls", [0, 2])  # before it
-def test_damage_among_padding(calls):
-    """What is damaged on the way to one rank is an error there, with and without expectations."""
-    config, forecast = Config(quantizer=ABSOLUTE, entropy=FIXED), Forecast()
-    for _ in range(calls):
-        forecast.learn([9000])
-    for byte in (0, 8, HEADER_BYTES):
-        errors = all_reduce(
-            "direct", 2, config, EmulatedGpu, damaging(byte), CHUNK, Layout.of([CHUNK], CHUNK), forecast
-        )
-        assert isinstance(errors[1], FrameError) and "a frame is damaged" in str(errors[1]), errors
+@pytest.mark.parametrize("expected", [None, [9000]])
+@pytest.mark.parametrize("byte", [0, 8, 12, 13, 14, 15, HEADER_BYTES])  # from 12 on: how long the frame is
+def test_damage_among_padding(byte, expected):
+    """What is damaged on the way to one rank is an error there, at once, with and without expectations."""
+    config, layout = Config(quantizer=ABSOLUTE, entropy=FIXED), Layout.of([CHUNK], CHUNK)
+    errors = all_reduce("direct", 2, config, EmulatedGpu, damaging(byte), CHUNK, layout, expected)
+    assert isinstance(errors[1], FrameError) and "damaged" in str(errors[1]) or "sent a frame" in str(errors[1]), errors
 
 
 # ------------------------------------------------------------------ all collectives, as users ask for them

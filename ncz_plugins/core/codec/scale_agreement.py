@@ -5,7 +5,7 @@ pieces: some frames of every segment first, which then travel while the next pie
 quantization step, because the step of a block depends on that block alone.
 
 A GPU measures in no time. There the steps stay on the device, and the host hears whether there are any when it first
-has to wait for something else: the sizes of the first frames. Nothing has been sent by then.
+has to wait for something else: the sizes of the first frames, or before anything is decoded.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +31,6 @@ from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .coded_tensor import Codec, CodedTensor
-from .forecast import Forecast
 from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
@@ -147,19 +146,18 @@ class TensorCodec(Codec):
 
     def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
         with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
-            buffers, sizes = self._written(batch)
-            frames = self.device.trimmed(buffers, self.seen(sizes))
+            buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
+            frames = self.device.trimmed(buffers, self.seen(self._written(batch, buffers)))
         for frame in frames:
             self._count(frame)
         return frames
 
-    def _written(self, batch: list[FrameSum]) -> tuple[list[Tensor], Tensor | np.ndarray]:
-        """Memory that begins with each frame, and their sizes."""
-        buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
+    def _written(self, batch: list[FrameSum], buffers: list[Tensor]) -> Tensor | np.ndarray:
+        """Write finished frames to buffers. Returns their sizes."""
         sizes = self._write_sums(batch, buffers)
         if self.checksum:
             self.backend.seal_frames(buffers)
-        return buffers, sizes
+        return sizes
 
     def _nbytes(self, batch: list[FrameSum]) -> int:
         """Of the values that a batch is made of."""
@@ -210,7 +208,7 @@ class QuantizingCodec(TensorCodec):
         scales: the quantization steps that all ranks share.
         noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
         agreement: fills in `scales`; None where all are there.
-        forecast: how long its frames are expected to be.
+        kind: what its call has in common with those that are expected to go alike.
     """
 
     sums_to_output = True
@@ -218,7 +216,7 @@ class QuantizingCodec(TensorCodec):
     scales: Scales
     noise: Noise | None = None
     agreement: ScaleAgreement | None = None
-    forecast: Forecast = field(default_factory=Forecast)
+    kind: str = ""
 
     def __post_init__(self):
         # What waits for others, to be decoded together.
@@ -261,11 +259,14 @@ class QuantizingCodec(TensorCodec):
         self._is_checked = True
         return seen
 
-    def encode_ahead(self, places: list[tuple[int, int]], tell_outcome: bool) -> tuple[list[Tensor], Tensor]:
+    def encode_ahead(
+        self, places: list[tuple[int, int]], most: list[int], tell_outcome: bool
+    ) -> tuple[list[Tensor], Tensor]:
         """Frames of this rank's own values, on a GPU, whose sizes the host does not wait for.
 
         Args:
             places: (segment, index) of each.
+            most: how many bytes of its memory others may see: behind the frame there are zeros.
             tell_outcome: begin to copy to the host what it has yet to see of the agreement, before the frames are made.
 
         Returns memory that begins with each frame, and their bytes: int64, [len(places)], on the device.
@@ -275,7 +276,10 @@ class QuantizingCodec(TensorCodec):
         if tell_outcome and self._untold is not None and self._outcome is None:
             self._outcome = self.device.start_seeing(self._untold)
         with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
-            return self._written(batch)
+            buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
+            for buffer, nbytes in zip(buffers, most):
+                buffer[:nbytes].zero_()
+            return buffers, self._written(batch, buffers)
 
     def _decode_if_enough(self, last: Tensor) -> None:
         self._waiting += last.numel()
@@ -308,7 +312,7 @@ class QuantizingCodec(TensorCodec):
         Its own frames must have been encoded: the output may be the memory that they come from.
 
         Args:
-            frames: on a GPU, memory that begins with each; if one does not fit, its sum is not written.
+            frames: on a GPU, memory that begins with each. The sum of one that does not fit must be asked for again.
         """
         self._is_checked = False
         self._require_scales(self.layout.frames)
@@ -496,7 +500,7 @@ def codec_for(
     link_gbps: float | None = None,
     noise: Noise | None = None,
     divisor: float = 1,
-    forecast: Forecast | None = None,
+    kind: str = "",
 ) -> TensorCodec:
     """The codec of one tensor, as `config` wants it.
 
@@ -506,7 +510,7 @@ def codec_for(
         link_gbps: see `coding_for`.
         noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0, unshifted.
         divisor: see LosslessCodec; `scales` are divided already.
-        forecast: what is known of how long frames will be.
+        kind: see QuantizingCodec.
     """
     counters = Counters() if counters is None else counters
     common = (device, tensor, coding_for(config, device.backend, link_gbps), config.entropy.checksum, counters)
@@ -515,8 +519,8 @@ def codec_for(
     noise = noise_for(config, call=0, rank=0, addends=1) if noise is None else noise
     if isinstance(scales, ScaleAgreement):
         there = scales.scales.to(tensor.source.data.device)
-        return QuantizingCodec(*common, there, noise, scales, forecast or Forecast())
-    return QuantizingCodec(*common, scales, noise)
+        return QuantizingCodec(*common, there, noise, scales, kind)
+    return QuantizingCodec(*common, scales, noise, kind=kind)
 
 
 def noise_for(config: Config, call: int, rank: int, addends: int) -> Noise | None:

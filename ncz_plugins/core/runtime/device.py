@@ -207,14 +207,18 @@ class Gpu(Device):
         self._timeout = timeout
         self._require_healthy = require_healthy
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._begins_after: torch.cuda.Event | None = None
 
     @contextmanager
     def after(self, event: torch.cuda.Event):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            started = time.monotonic()
-            while not event.query():  # however long it takes: the time-out is for peers
-                _pause(started)
-            yield
+            self._stream.wait_event(event)  # and not the host, which queues work meanwhile
+            self._begins_after = event
+            try:
+                yield
+            except BaseException:
+                self.backend.forget_report(self._device)
+                raise
 
     def buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -239,6 +243,9 @@ class Gpu(Device):
         self._wait(torch.cuda.current_stream(self._device).record_event())
 
     def _wait(self, done: torch.cuda.Event) -> None:
+        started = time.monotonic()
+        while not self._begins_after.query():  # however long it takes: the time-out is for peers
+            _pause(started)
         # Not torch's synchronize: if a peer has died, that would wait for ever.
         poll(done.query, self._require_healthy, self._timeout, f"{self._device}")
 

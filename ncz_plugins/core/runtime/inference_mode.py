@@ -1,7 +1,7 @@
 """Calls made in torch's inference mode, as evaluation makes them.
 
-Outside of that mode nobody may write to tensors that were made in it. Calls run on another thread, which is in no such
-mode, and keep memory for the next call. So all of them run outside of it, on tensors of the same memory.
+Outside of that mode nobody may write to tensors that were made in it. Some calls run on another thread, which is in no
+such mode, and all keep memory for the next call. So all of them run outside of it, on tensors of the same memory.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class PlainCollectives(ABC):
 
 
 class CollectiveTransport(Protocol):
-    """Uncompressed collectives between ranks: all of a transport that the schedule of a fixed rate needs.
+    """Uncompressed collectives between ranks: all of a transport that schedules without streams of frames need.
 
     Attributes:
         rank: this rank.
@@ -179,7 +179,7 @@ class CollectiveTransport(Protocol):
 
 
 def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters: Counters) -> None:
-    """Replace `tensor`, [n], by its element-wise maximum over ranks: on a GPU in the order of the stream.
+    """Replace a tensor of one dimension by its element-wise maximum over ranks: on a GPU in the order of the stream.
 
     Two ranks gather: one step over the network, where an all-reduce takes two for as many bytes.
     """

@@ -25,6 +25,7 @@ from ..runtime.trace import span
 from .base import Agreement, FrameStream, Transport, Work, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, keep_in_forks
+from .forecast import Forecasts
 from .link_speed import gloo_link_gbps
 from .plain import TorchCollectives, start_exchange
 
@@ -99,12 +100,16 @@ class NcclTransport(Transport):
         device: where received frames go.
 
     Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.synchronize` for the time-out.
+
+    Attributes:
+        forecasts: how long frames are expected to be where two ranks exchange them.
     """
 
     def __init__(self, connections: Connections, group: dist.ProcessGroup, device: torch.device):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
+        self.forecasts = Forecasts()
         self._connections = connections
         self._device = device
         self._process = os.getpid()

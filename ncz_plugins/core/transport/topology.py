@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..runtime.statistics import Counters
 from .base import FrameStream, FrameTransport, Transport, peer_errors
+from .forecast import Forecasts
 from .subset import SubsetCollectives
 
 
@@ -64,8 +65,13 @@ class Between(FrameTransport):
 
     @property
     def plain(self) -> SubsetCollectives:
-        """Uncompressed collectives between nodes, as far as a fixed rate needs them."""
+        """Uncompressed collectives between nodes, as far as schedules need them."""
         return SubsetCollectives(self._transport.plain, self._counterparts, self.rank)
+
+    @property
+    def forecasts(self) -> Forecasts:
+        """Those of frames between this rank and its counterparts."""
+        return self._transport.forecasts
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters

@@ -63,7 +63,7 @@ class DeviceSize:
 
 
 class _Found(threading.local):
-    """The damage that this thread's kernels met, by device. All communicators share the backend; each has a thread."""
+    """The damage that this thread's kernels met, by device. All communicators share the backend."""
 
     def __init__(self):
         self.reports: dict[torch.device, Tensor] = {}
@@ -181,6 +181,9 @@ class CudaBackend(GpuBackend):
         if device not in self._found.reports:
             self._found.reports[device] = frames.new_report(device)
         return self._found.reports[device]
+
+    def forget_report(self, device):
+        self._found.reports.pop(device, None)
 
     def check(self, report=None):
         if report is None:

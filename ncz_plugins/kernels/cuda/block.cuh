@@ -97,13 +97,21 @@ NCZ_DEVICE void store_release(unsigned long long* to, unsigned long long value) 
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 
-// Starts to copy a word to shared memory, which the same thread may read after `await_copies`.
+// Starts to copy a word to shared memory, which the same thread may read after `await_copies`. Older cards copy at once.
 NCZ_DEVICE void copy_async(uint32_t* shared, const uint32_t* from) {
+#if __CUDA_ARCH__ >= 800
     unsigned to = unsigned(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+#else
+    *shared = *from;
+#endif
 }
 
-NCZ_DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+NCZ_DEVICE void await_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
 #endif
 
 // The next number from 0 on, for the whole block. Blocks that wait for others take theirs so, as a lower number then

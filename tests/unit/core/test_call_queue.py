@@ -163,6 +163,27 @@ def test_closing_lets_calls_finish_that_were_submitted():
     play(1, body)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_closing_lets_the_call_of_another_thread_finish(ends):
+    def body(transport):
+        queue, go, begun = queue_of(transport), threading.Event(), threading.Event()
+
+        def job(device, transport):
+            begun.set()
+            go.wait(30)
+            assert queue.routes.ended_by == []
+
+        caller = threading.Thread(target=lambda: queue.run("all_reduce", HOST, job))
+        caller.start()
+        begun.wait(30)
+        threading.Timer(0.1, go.set).start()
+        queue.end(30) if ends else queue.close()
+        caller.join(30)
+        assert queue.routes.ended_by == [None]
+
+    play(1, body)
+
+
 # ------------------------------------------------------------------ the end of the program
 
 

@@ -270,12 +270,12 @@ def test_a_silent_peer_is_named_after_the_time_out():
     def body(rank, opened):
         started = time.monotonic()
         if rank < 2:
-            with pytest.raises(PeerError, match="rank 2 has not answered within the time-out of 1 s"):
+            with pytest.raises(PeerError, match="rank 2 has not answered within the time-out of 3 s"):
                 opened.start([message(1)] * 3, 1, 1).wait()
-            assert 0.9 < time.monotonic() - started < 10
+            assert 2.9 < time.monotonic() - started < 15
         over.wait(20)
 
-    play(3, body, seconds=1)
+    play(3, body, seconds=3)
 
 
 @pytest.mark.parametrize(("sent", "least", "most"), [(3, 4, 10), (11, 4, 10), (1, 0, 0)])

@@ -1,0 +1,39 @@
+"""What is expected of frames, by those of four calls."""
+
+from ncz_plugins.core.transport.forecast import Forecast, Forecasts
+
+
+def forecast_of(*calls: list[int]) -> list[int] | None:
+    forecast = Forecast()
+    for sizes in calls:
+        forecast.learn(sizes)
+    return forecast.sizes
+
+
+def test_four_calls_must_be_alike():
+    assert forecast_of() is None
+    assert forecast_of(*[[64000, 640]] * 3) is None
+    assert forecast_of(*[[64000, 640]] * 4) == [65000, 650]
+    assert forecast_of([64000], [66512], [64000], [65000]) == [66512 + 66512 // 64]
+    assert forecast_of([64000], [66513], [64000], [65000]) is None
+
+
+def test_each_frame_must_be_alike():
+    assert forecast_of([64000, 32000], [32000, 64000], [64000, 32000], [32000, 64000]) is None
+
+
+def test_a_call_that_differs_is_forgotten_after_four_others():
+    calls = [[1]] + [[64000]] * 4
+    assert forecast_of(*calls[:4]) is None
+    assert forecast_of(*calls) == [65000]
+
+
+def test_kinds_that_are_not_used_are_forgotten():
+    forecasts = Forecasts()
+    first = forecasts.of("first")
+    for number in range(255):
+        forecasts.of(f"{number}")
+    assert forecasts.of("first") is first
+    for number in range(256):
+        forecasts.of(f"{number}")
+    assert forecasts.of("first") is not first
