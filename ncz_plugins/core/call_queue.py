@@ -44,6 +44,7 @@ class CallQueue:
         self.routes = routes
         self._worker = Worker(name)
         self.error: NczError | None = None
+        self._is_closed = False  # for new calls; those before may still be under way
         self._last: Handle | None = None  # what was submitted last
         self._running = threading.Lock()  # held by the thread that makes calls
         _open.add(self)
@@ -52,6 +53,8 @@ class CallQueue:
         """Raise what ended this queue, if anything did, and UnsupportedError in a fork of the process that made it."""
         if self.error is not None:
             raise self.error
+        if self._is_closed:
+            raise _closed()
         self._worker.require_own_process()
 
     def submit(self, collective: str, device: torch.device, job: Job) -> Handle:
@@ -81,13 +84,17 @@ class CallQueue:
                 self._last.wait()
 
     def close(self) -> None:
-        """Finish what was submitted and close the connections. Safe to call twice."""
-        _open.discard(self)
+        """Finish what was asked for and close the connections. Safe to call twice.
+
+        Returns after five seconds at the latest. What takes longer goes on, and then the connections are closed.
+        """
+        self._is_closed = True
         if self.error is None:
             with suppress(UnsupportedError):  # in a fork, which has no part in them
                 self._worker.submit(self._close_routes)
-        if self._worker.close(_CLOSE_SECONDS) and self.error is None:
-            self.error = NczError("this communicator was closed")
+        if self._worker.close(_CLOSE_SECONDS):
+            _open.discard(self)
+            self.error = self.error or _closed()
 
     def abort(self, error: NczError) -> None:
         """Give up what is under way, and close the connections at once. Later calls raise `error`, or an earlier one.
@@ -137,6 +144,10 @@ class CallQueue:
         if self.error is None:
             self.error = error if isinstance(error, NczError) else NczError(f"{collective} failed: {error!r}")
         self.routes.abort(error)
+
+
+def _closed() -> NczError:
+    return NczError("this communicator was closed")
 
 
 def _has_modes() -> bool:

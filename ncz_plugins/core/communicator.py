@@ -405,8 +405,8 @@ class Communicator:
         self._follow_calls_on_gpus()
         run = _on_pieces(request, partial(self._collectives.run, call))
         # To hand a call over to the other thread takes as long as a small one, or as some kernels of a GPU.
-        is_worth_it = call.source.data.nbytes > SMALL_BYTES and not request.input.is_cuda
-        if not async_op and not is_worth_it and call.verify_as is None:
+        is_quick = call.source.data.nbytes <= SMALL_BYTES or request.input.is_cuda
+        if is_quick and not async_op and call.verify_as is None:
             return self._queue.run(request.collective, request.input.device, run)
         handle = self._queue.submit(request.collective, request.input.device, run)
         if call.verify_as is not None:

@@ -280,11 +280,11 @@ def test_calls_that_are_like_those_before_wait_for_no_sizes():
     config = Config(quantizer=ABSOLUTE, entropy=FIXED)
     costs = calls_of_two(lambda rank: [normal(10 * rank + call) for call in range(6)], config)
     launches = SCALES + CODERS["fixed"][0] + DECODE
-    end = REPORT + PLACES * (SIZE + HEADER_BYTES + SIZE)
+    end = REPORT + PLACES * 2 * (16 + HEADER_BYTES)  # of own frames and the peer's, with the lengths in front
     for ours in costs:
         assert {launched for launched, *_ in ours} == {launches}
         assert [waits for _, waits, *_ in ours] == [2] * 6  # sizes with the outcome, or the outcome; the end
-        assert [seen for *_, seen, _ in ours] == [PLACES * SIZE + OUTCOME + end] * 4 + [OUTCOME + end] * 2
+        assert [seen for *_, seen, _ in ours] == [2 * PLACES * SIZE + OUTCOME + end] * 4 + [OUTCOME + end] * 2
     assert costs[0] == costs[1]  # both send as much
 
 
@@ -305,7 +305,7 @@ def test_frames_that_are_longer_than_expected_come_later(checksum, together, ran
 
     for ours in calls_of_two(tensors_of, config):
         waits, sent = [waits for _, waits, *_ in ours], [sent for *_, sent in ours]
-        agreeing = 1 + 4 * CHUNK // together
+        agreeing = 2 if together > CHUNK else 3  # for one or two batches, and the end
         assert waits == [agreeing] * 4 + [3] + [agreeing] * 3 + [2]  # 3: once more for what was cut off
         assert sent[4] > sent[3] and abs(sent[8] - sent[7]) < sent[7] / 30
 
@@ -315,7 +315,6 @@ def test_calls_that_differ_agree_on_every_length():
     config = Config(quantizer=ABSOLUTE)
     costs = calls_of_two(lambda rank: [normal(call) * (1, 1000)[call % 2] for call in range(7)], config)
     for ours in costs:
-        assert all(seen > PLACES * SIZE + OUTCOME for *_, seen, _ in ours)
         small, large = [sent for *_, sent in ours][::2], [sent for *_, sent in ours][1::2]
         assert 2 * max(small) < min(large) and [waits for _, waits, *_ in ours] == [2] * 7
 

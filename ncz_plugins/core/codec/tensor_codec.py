@@ -259,27 +259,22 @@ class QuantizingCodec(TensorCodec):
         self._is_checked = True
         return seen
 
-    def encode_ahead(
-        self, places: list[tuple[int, int]], most: list[int], tell_outcome: bool
-    ) -> tuple[list[Tensor], Tensor]:
-        """Frames of this rank's own values, on a GPU, whose sizes the host does not wait for.
+    def encode_ahead(self, places: list[tuple[int, int]], buffers: list[Tensor], tell_outcome: bool) -> Tensor:
+        """Write frames of this rank's own values, on a GPU, whose sizes the host does not wait for.
 
         Args:
             places: (segment, index) of each.
-            most: how many bytes of its memory others may see: behind the frame there are zeros.
+            buffers: memory for each, of at least `frame_capacity`.
             tell_outcome: begin to copy to the host what it has yet to see of the agreement, before the frames are made.
 
-        Returns memory that begins with each frame, and their bytes: int64, [len(places)], on the device.
+        Returns the bytes of each: int64, [len(places)], on the device.
         """
         batch = [FrameSum(*place, []) for place in places]
         self._require_scales(self.layout.frames)
         if tell_outcome and self._untold is not None and self._outcome is None:
             self._outcome = self.device.start_seeing(self._untold)
         with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
-            buffers = [self.device.buffer(self.frame_capacity) for _ in batch]
-            for buffer, nbytes in zip(buffers, most):
-                buffer[:nbytes].zero_()
-            return buffers, self._written(batch, buffers)
+            return self._written(batch, buffers)
 
     def _decode_if_enough(self, last: Tensor) -> None:
         self._waiting += last.numel()

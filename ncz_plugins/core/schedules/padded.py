@@ -3,8 +3,8 @@
 How long a frame is only the device knows. To ask it, and to tell the peer, takes as long as some kernels. So a call
 expects frames as long as those of the calls before, see `Forecast`, and the host queues all of it without a wait:
 frames are encoded into memory that is long enough for any, and as much of it is gathered as is expected to hold them.
-Their real lengths come with them. At the end the host sees which were cut off. These are gathered once more, as all are
-where nothing is expected: then the ranks first agree on the longest.
+Their real lengths stand in front of them. At the end the host sees which were cut off, and these are gathered once
+more. Where nothing is expected, the ranks first agree on the longest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..transport.base import CollectiveTransport, frame_bytes, peer_errors, repl
 from ..transport.forecast import Forecasts
 
 _ALIGNMENT = 512  # of what is gathered, as of tensors on a GPU
-_LENGTH_BYTES = 8  # behind it
+_LENGTH_BYTES, _FRONT_BYTES = 8, 16  # of a frame's length; where the frame begins, as NCCL copies 16 bytes at a time
 _TOGETHER = 1 << 24  # elements that are encoded before the first of them travels
 
 Place = tuple[int, int]  # segment, and frame of it
@@ -72,68 +72,75 @@ class _PaddedFrames:
         segments = range(len(codec.layout.lengths))
         self._places = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
         self.left = self._places
-        self._lengths: dict[Place, int] = {}  # how much of its memory is gathered, as far as that is known
-        self._own: dict[Place, tuple[Tensor, Tensor]] = {}  # memory that begins with a frame; its length: int64, [1]
+        self._lengths: dict[Place, int] = {}  # how much of that is gathered, as far as that is known
+        self._own: dict[Place, Tensor] = {}  # memory: the length of a frame, and from _FRONT_BYTES on the frame
         self._received: dict[Place, Tensor] = {}
         self._decoded: set[Place] = set()
 
     def encoded(self) -> Iterator[tuple[Place, Tensor]]:
         """All that is left to gather. Nothing comes, on both ranks, once the call must go plain."""
         if self._own:
-            yield from self._padded(self.left)
+            yield from self._gathered(self.left)
             return
         if expected := self._forecast.sizes:
-            self._lengths = dict(zip(self._places, map(self._aligned, expected)))
-        for batch in self._batches():
-            most = [self._lengths.get(place, self._codec.frame_capacity) for place in batch]
-            memory, lengths = self._codec.encode_ahead(batch, most, tell_outcome=bool(expected))
-            self._own |= zip(batch, zip(memory, lengths.split(1)))
-            if not expected and not self._agree(batch, lengths):
+            self._lengths = dict(zip(self._places, map(_gathered_bytes, expected)))
+        for batch in self._batches(2 if expected is None else len(self._places)):
+            memory = [self._codec.device.buffer(_gathered_bytes(self._codec.frame_capacity)) for _ in batch]
+            for place, each in zip(batch, memory):
+                each[: self._lengths.get(place, _FRONT_BYTES)] = 0  # not what was in that memory before
+            frames = [each[_FRONT_BYTES:] for each in memory]
+            lengths = self._codec.encode_ahead(batch, frames, tell_outcome=expected is not None)
+            for each, length in zip(memory, lengths.split(1)):
+                each[:_LENGTH_BYTES] = length.view(torch.uint8)
+            self._own |= zip(batch, memory)
+            if expected is None and not self._agree(batch, lengths):
                 return
-            yield from self._padded(batch)
+            yield from self._gathered(batch)
 
     def decode_sum(self, place: Place, memory: Tensor) -> None:
         """Take what the peer sent of a place, and write the sum of both ranks' frames to the output."""
         if place not in self._decoded:  # the output may be the memory of what is added
-            self._codec.decode_sum(*place, [memory[:-_LENGTH_BYTES]])
+            self._codec.decode_sum(*place, [memory[_FRONT_BYTES:]])
         self._received[place] = memory
 
     def check(self) -> None:
         """Wait until all of it is done, and find what was cut off and is `left`. Raises FrameError."""
-        own = torch.cat([length for _, length in self._own.values()])
-        headers = [memory[:HEADER_BYTES] for memory in self._received.values()]  # of all places, or of none
-        lengths = [memory[-_LENGTH_BYTES:] for memory in self._received.values()]
-        own, *seen = self._codec.check(own, *headers, *lengths)
+        both = [*self._own.values(), *self._received.values()]  # of all places; or what was received of none
+        with span("wait", 0, self._counters):
+            seen = self._codec.check(*(memory[: _FRONT_BYTES + HEADER_BYTES] for memory in both))
         self.left = []
         if self._codec.bypass:
             return
         longest = []
-        for place, ours, header, length in zip(self._places, own.tolist(), seen, seen[len(headers) :]):
-            theirs = self._length_of(header, length)
+        for place, mine, peers in zip(self._places, seen, seen[len(self._own) :]):
+            ours, theirs = _told(mine), self._length_of(peers)
             longest.append(max(ours, theirs))
-            if theirs <= self._lengths[place]:
+            if _gathered_bytes(theirs) <= self._lengths[place]:
                 self._decoded.add(place)
-            if longest[-1] > self._lengths[place]:
+            if _gathered_bytes(longest[-1]) > self._lengths[place]:
                 self.left.append(place)
-                self._lengths[place] = self._aligned(longest[-1])
-                self._own[place][0][ours : self._lengths[place]] = 0
+                self._set_length(place, ours, longest[-1])
         if not self.left:
             self._forecast.learn(longest)
 
-    def _length_of(self, header: Tensor, length: Tensor) -> int:
+    def _length_of(self, beginning: Tensor) -> int:
         """Of a frame of the peer. Raises FrameError if the two that came with it differ, or are impossible."""
         peer, capacity = 1 - self._transport.rank, self._codec.frame_capacity
-        theirs = frame_bytes(header.numpy(), peer, HEADER_BYTES, capacity)
-        if theirs != length.view(torch.int64).item():
+        theirs = frame_bytes(beginning[_FRONT_BYTES:].numpy(), peer, HEADER_BYTES, capacity)
+        if theirs != _told(beginning):
             raise FrameError(
                 f"a frame of rank {peer} is damaged: its header says that it has {theirs} bytes, and the length that "
-                f"came with it is {length.view(torch.int64).item()}. Suspect the network or memory."
+                f"came with it is {_told(beginning)}. Suspect the network or memory."
             )
         return theirs
 
-    def _batches(self) -> Iterator[list[Place]]:
-        """All places. Few frames are encoded together, so that the first ones travel early; small ones, many."""
-        count = max(1, _TOGETHER // max(1, self._codec.layout.frame_elements))
+    def _batches(self, most: int) -> Iterator[list[Place]]:
+        """All places, in at most so many batches.
+
+        Few frames are encoded together, so that the first ones travel early; small ones, many.
+        """
+        together = _TOGETHER // max(1, self._codec.layout.frame_elements)
+        count = max(1, together, -(-len(self._places) // most))
         return (self._places[start : start + count] for start in range(0, len(self._places), count))
 
     def _agree(self, batch: list[Place], lengths: Tensor) -> bool:
@@ -141,14 +148,26 @@ class _PaddedFrames:
         longest = lengths.clone()
         with peer_errors("agreeing on the lengths of frames"):
             replace_by_largest(self._transport, longest, self._counters)
-        self._lengths |= zip(batch, map(self._aligned, self._codec.seen(longest)))
+        with span("wait", 0, self._counters):
+            seen = self._codec.seen(torch.cat([lengths, longest]))
+        for place, ours, most in zip(batch, seen, seen[len(batch) :]):
+            self._set_length(place, ours, most)
         return not self._codec.bypass
 
-    def _padded(self, places: list[Place]) -> Iterator[tuple[Place, Tensor]]:
-        """What is gathered of these, with the length of the frame behind it."""
-        for place in places:
-            memory, length = self._own[place]
-            yield place, torch.cat([memory[: self._lengths[place]], length.view(torch.uint8)])
+    def _set_length(self, place: Place, ours: int, longest: int) -> None:
+        """Let as much be gathered as the longest of both ranks' frames takes."""
+        self._lengths[place] = _gathered_bytes(longest)
+        self._own[place][_FRONT_BYTES + ours : self._lengths[place]] = 0  # not what was in that memory before
 
-    def _aligned(self, nbytes: int) -> int:
-        return min(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, self._codec.frame_capacity)
+    def _gathered(self, places: list[Place]) -> list[tuple[Place, Tensor]]:
+        return [(place, self._own[place][: self._lengths[place]]) for place in places]
+
+
+def _gathered_bytes(nbytes: int) -> int:
+    """What is gathered of a frame of so many bytes."""
+    return -(-(_FRONT_BYTES + nbytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _told(beginning: Tensor) -> int:
+    """The length that stands in front of a frame, in host memory."""
+    return beginning[:_LENGTH_BYTES].view(torch.int64).item()

@@ -183,7 +183,9 @@ class CudaBackend(GpuBackend):
         return self._found.reports[device]
 
     def forget_report(self, device):
-        self._found.reports.pop(device, None)
+        report = self._found.reports.pop(device, None)
+        if report is not None and report.is_cuda:  # its memory goes to nobody else before what is queued is done
+            report.record_stream(torch.cuda.current_stream(device))
 
     def check(self, report=None):
         if report is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import play
 
+from ncz_plugins.core import call_queue
 from ncz_plugins.core.call_queue import CallQueue
 from ncz_plugins.core.errors import NczError, PeerError
 from ncz_plugins.core.runtime.device import Host
@@ -179,6 +180,24 @@ def test_closing_lets_the_call_of_another_thread_finish(ends):
         threading.Timer(0.1, go.set).start()
         queue.end(30) if ends else queue.close()
         caller.join(30)
+        assert queue.routes.ended_by == [None]
+
+    play(1, body)
+
+
+def test_what_is_closed_takes_no_calls_even_while_one_goes_on(monkeypatch):
+    monkeypatch.setattr(call_queue, "_CLOSE_SECONDS", 0.1)
+
+    def body(transport):
+        queue, go = queue_of(transport), threading.Event()
+        handle = submit(queue, blocked_by(go))
+        queue.close()
+        with pytest.raises(NczError, match="this communicator was closed"):
+            queue.require_open()
+        assert queue.routes.ended_by == []
+        go.set()
+        assert handle.wait()
+        queue.close()
         assert queue.routes.ended_by == [None]
 
     play(1, body)
