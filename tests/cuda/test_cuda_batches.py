@@ -11,6 +11,7 @@ from emulator import EmulatedLauncher
 from samples import assert_same, codes_of_width, floats
 from test_cuda_kernels import CODERS, FAST, NOISE, ONE_PASS, buffer, coding_name, cuda, encode, encode_codes
 
+from ncz_plugins.core.codec.tensor_codec import MOST_ADDED
 from ncz_plugins.kernels.backend import Decoding, Sum
 from ncz_plugins.kernels.cuda import CudaBackend, frames
 from ncz_plugins.kernels.cuda.arguments import MOST_INPUTS, MOST_PIECES
@@ -184,6 +185,10 @@ def test_a_frame_among_padding_or_cut_off(coding):
     backend.decode_sums(wanted, scales, padded=True)
     with pytest.raises(DamagedFrame, match="version"):
         backend.check()
+
+
+def test_schedules_add_up_no_more_frames_than_a_kernel_does():
+    assert MOST_ADDED == MOST_INPUTS
 
 
 def test_damage_that_a_failed_call_left_is_nobodys():

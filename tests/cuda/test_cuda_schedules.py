@@ -319,6 +319,30 @@ def test_calls_that_differ_agree_on_every_length():
         assert 2 * max(small) < min(large) and [waits for _, waits, *_ in ours] == [2] * 7
 
 
+@pytest.mark.parametrize("longer_on", [[0], [1], [0, 1]], ids=str)
+def test_a_reduce_scatter_of_two(longer_on):
+    """With and without expectations, and of frames that are longer than expected: the CPU's result."""
+    config = Config(quantizer=ABSOLUTE, transport={"min_bytes": 0, "frame_bytes": 4 * CHUNK}).resolved()
+
+    def body(transport, device):
+        ours, results, waits = Collectives(Training(config), config, range(2), transport.rank), [], []
+        for call in range(7):
+            tensor = normal(10 * transport.rank + call) * (1000 if call > 4 and transport.rank in longer_on else 1)
+            part = tensor.new_empty(tensor.numel() // 2)
+            request = Request("reduce_scatter_tensor", tensor, part, SUM, parts=[ParameterSlice(None, tensor.numel())])
+            on = device()
+            ours.run(ours.prepare(request, config), on, transport)
+            results.append(part)
+            waits.append(on.waits if on.in_batches else 0)
+        assert ours.training.stats.total.compressed_calls == 7
+        return torch.cat(results), waits
+
+    on_cpu, on_gpu = (play(2, partial(body, device=device), "rounds") for device in (Host, EmulatedGpu))
+    for (ours, waits), (expected, _) in zip(on_gpu, on_cpu):
+        assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
+        assert waits == [2, 2, 2, 2, 2, 3, 2]  # in the sixth once more for what was cut off
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_error_feedback_and_frames_that_are_longer(per_node, dtype):

@@ -36,6 +36,7 @@ from .quantize import Scales
 from .scale_agreement import ScaleAgreement
 
 _DECODED_TOGETHER = 1 << 24  # elements, on a GPU: more take further launches anyway, and others are under way meanwhile
+MOST_ADDED = 64  # frames that a kernel adds up
 _CODER_NAMES = {coder.value: coder.name.lower() for coder in Coder}
 
 
@@ -225,6 +226,7 @@ class QuantizingCodec(TensorCodec):
         self._waiting = 0  # elements of these
         self._outcome: Callable[[], Tensor] | None = None  # gives what the host has yet to see of the agreement
         self._is_checked = False  # all that was asked for
+        self._is_padded = False  # what waits to be added up
 
     @property
     def encodes_ahead(self) -> bool:
@@ -294,22 +296,25 @@ class QuantizingCodec(TensorCodec):
         sums, self._sums_to_decode = self._sums_to_decode, []
         if sums and not self.bypass:
             with span("decode", sum(frame.nbytes for each, _ in sums for frame in each.frames), self.counters):
-                self.backend.decode_sums(*zip(*sums), self.noise, self.checksum, padded=True)
+                self.backend.decode_sums(*zip(*sums), self.noise, self.checksum, padded=self._is_padded)
 
     def part(self, segments: range) -> QuantizingCodec:
         start = self.layout.elements(segments).start
         noise = self.noise and self.noise.from_element(start)
         return replace(super().part(segments), scales=self.scales[self.layout.steps_of(segments)], noise=noise)
 
-    def decode_sum(self, segment: int, index: int, frames: list[Tensor]) -> None:
+    def decode_sum(self, segment: int, index: int, frames: list[Tensor], padded: bool = False) -> None:
         """Write the values of all `frames` plus this rank's own to the output, where they stand once `finish` returns.
 
         Its own frames must have been encoded: the output may be the memory that they come from.
 
         Args:
-            frames: on a GPU, memory that begins with each. The sum of one that does not fit must be asked for again.
+            frames: at most MOST_ADDED.
+            padded: for all calls on a GPU alike: whether `frames` are memory that begins with each. The sum of one that
+                does not fit must be asked for again.
         """
         self._is_checked = False
+        self._is_padded = padded
         self._require_scales(self.layout.frames)
         if self.bypass:
             return

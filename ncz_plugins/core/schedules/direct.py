@@ -4,13 +4,17 @@ Each rank encodes its values once and sends every segment straight to its owner.
 ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
 
 Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up. That is as much
-as the other way, but all of single ranks, and one round instead of two. The tensor may then be one segment. On a GPU
-padded.py does it.
+as the other way, but all of single ranks, and one round instead of two. The tensor may then be one segment. On GPUs
+padded.py has the sums of two ranks.
 """
 
 from __future__ import annotations
 
-from ..codec.tensor_codec import TensorCodec
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ..codec.tensor_codec import MOST_ADDED, TensorCodec
 from ..runtime.statistics import Counters
 from ..transport.base import FrameStream, FrameTransport
 from . import padded
@@ -18,9 +22,15 @@ from . import padded
 
 def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of this rank's segment to the output."""
+    if transport.world_size == 2 and codec.encodes_ahead:
+        return padded.reduce_scatter(transport, codec, counters)
     streams = _peers(transport, codec, 1, counters)
-    for index, frame in _reduced(transport, codec, streams):
-        codec.decode(transport.rank, index, frame)
+    if codec.sums_to_output and len(streams) <= MOST_ADDED:
+        for index, frames in enumerate(_exchanged(codec, streams)):
+            codec.decode_sum(transport.rank, index, frames)
+    else:
+        for index, frame in _reduced(transport, codec, streams):
+            codec.decode(transport.rank, index, frame)
     _finish(streams)
 
 
@@ -36,9 +46,10 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of all segments to the output."""
+    if transport.world_size == 2 and codec.encodes_ahead:
+        return padded.all_reduce(transport, codec, counters)
     if transport.world_size == 2 and codec.sums_to_output:
-        of_two = padded.all_reduce if codec.encodes_ahead else _all_reduce_of_two
-        return of_two(transport, codec, counters)
+        return _all_reduce_of_two(transport, codec, counters)
     streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
         _publish(transport, codec, streams, index, frame)
@@ -86,13 +97,18 @@ def _open(transport: FrameTransport, codec: TensorCodec, peers: list[int], segme
     return dict(zip(peers, streams))
 
 
-def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream]):
-    """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
+def _exchanged(codec: TensorCodec, streams: dict[int, FrameStream]) -> Iterator[list[Tensor]]:
+    """Send every segment to its owner, and yield all others' frames of this rank's own, one index after another."""
     places = [(peer, index) for index in range(codec.layout.frames) for peer in streams]
     for (peer, _), frame in zip(places, codec.encode_each(places)):
         streams[peer].exchange(frame)
-    received = ([stream.receive() for stream in streams.values()] for _ in range(codec.layout.frames))
-    yield from enumerate(codec.sum_each(transport.rank, received))
+    for _ in range(codec.layout.frames):
+        yield [stream.receive() for stream in streams.values()]
+
+
+def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream]):
+    """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
+    yield from enumerate(codec.sum_each(transport.rank, _exchanged(codec, streams)))
 
 
 def _publish(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream], index: int, frame) -> None:

@@ -1,4 +1,4 @@
-"""The direct schedule of two ranks with GPUs: each gathers the frames of the other one, at lengths that both know.
+"""The direct sums of two ranks with GPUs: each gathers the frames of the other one, at lengths that both know.
 
 How long a frame is only the device knows. To ask it, and to tell the peer, takes as long as some kernels. So a call
 expects frames as long as those of the calls before, see `Forecast`, and the host queues all of it without a wait:
@@ -9,7 +9,7 @@ more. Where nothing is expected, the ranks first agree on the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -42,54 +42,77 @@ class PaddedTransport(CollectiveTransport, Protocol):
 
 def all_reduce(transport: PaddedTransport, codec: QuantizingCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of all segments to the output."""
-    frames = _PaddedFrames(transport, codec, counters)
+    segments = range(len(codec.layout.lengths))
+    places = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
+    _exchange(_PaddedFrames(transport, codec, counters, places, places), transport, counters)
+
+
+def reduce_scatter(transport: PaddedTransport, codec: QuantizingCodec, counters: Counters) -> None:
+    """Decode the sum over two ranks of this rank's segment to the output."""
+    indices, rank = range(codec.layout.frames), transport.rank
+    sends, sums = [(1 - rank, index) for index in indices], [(rank, index) for index in indices]
+    _exchange(_PaddedFrames(transport, codec, counters, sends, sums), transport, counters)
+
+
+def _exchange(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) -> None:
     while frames.left:
         gathers = []
-        for place, memory in frames.encoded():
+        for number, memory in frames.encoded():
             gathered = memory.new_empty(2 * memory.numel())
             with span("send", memory.nbytes), peer_errors("exchanging frames"):
-                gathers.append((place, gathered, transport.plain.all_gather_into_tensor(gathered, memory)))
+                gathers.append((number, gathered, transport.plain.all_gather_into_tensor(gathered, memory)))
             counters.wire_bytes += memory.nbytes
-        for place, gathered, work in gathers:
+        for number, gathered, work in gathers:
             with peer_errors("exchanging frames"):
                 work.wait()
-            frames.decode_sum(place, gathered.chunk(2)[1 - transport.rank])
+            frames.decode_sum(number, gathered.chunk(2)[1 - transport.rank])
         frames.check()
 
 
 class _PaddedFrames:
-    """The frames of one call, each in memory that is equally long on both ranks.
+    """The frames of one call, each in memory that is equally long on both ranks. They are numbered as they travel.
+
+    Args:
+        sends, sums: for each number the place of what is sent, and of what comes in and is added to.
 
     Attributes:
-        left: those that are still to be gathered, in the order in which they travel.
+        left: the numbers of those that are still to be gathered.
     """
 
-    def __init__(self, transport: PaddedTransport, codec: QuantizingCodec, counters: Counters):
+    def __init__(
+        self,
+        transport: PaddedTransport,
+        codec: QuantizingCodec,
+        counters: Counters,
+        sends: list[Place],
+        sums: list[Place],
+    ):
         self._transport = transport
         self._codec = codec
         self._counters = counters
+        self._sends = sends
+        self._sums = sums
         self._forecast = transport.forecasts.of(codec.kind)
-        segments = range(len(codec.layout.lengths))
-        self._places = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
-        self.left = self._places
-        self._lengths: dict[Place, int] = {}  # how much of that is gathered, as far as that is known
-        self._own: dict[Place, Tensor] = {}  # memory: the length of a frame, and from _FRONT_BYTES on the frame
-        self._received: dict[Place, Tensor] = {}
-        self._decoded: set[Place] = set()
+        self.left: Sequence[int] = range(len(sends))
+        self._lengths: dict[int, int] = {}  # how much of that is gathered, as far as that is known
+        self._own: dict[int, Tensor] = {}  # memory: the length of a frame, and from _FRONT_BYTES on the frame
+        self._received: dict[int, Tensor] = {}
+        self._decoded: set[int] = set()
 
-    def encoded(self) -> Iterator[tuple[Place, Tensor]]:
+    def encoded(self) -> Iterator[tuple[int, Tensor]]:
         """All that is left to gather. Nothing comes, on both ranks, once the call must go plain."""
         if self._own:
             yield from self._gathered(self.left)
             return
         if expected := self._forecast.sizes:
-            self._lengths = dict(zip(self._places, map(_gathered_bytes, expected)))
-        for batch in self._batches(2 if expected is None else len(self._places)):
+            self._lengths = dict(enumerate(map(_gathered_bytes, expected)))
+        for batch in self._batches(2 if expected is None else len(self._sends)):
             memory = [self._codec.device.buffer(_gathered_bytes(self._codec.frame_capacity)) for _ in batch]
-            for place, each in zip(batch, memory):
-                each[: self._lengths.get(place, _FRONT_BYTES)] = 0  # not what was in that memory before
+            for number, each in zip(batch, memory):
+                each[: self._lengths.get(number, _FRONT_BYTES)] = 0  # not what was in that memory before
             frames = [each[_FRONT_BYTES:] for each in memory]
-            lengths = self._codec.encode_ahead(batch, frames, tell_outcome=expected is not None)
+            places = [self._sends[number] for number in batch]
+            lengths = self._codec.encode_ahead(places, frames, tell_outcome=expected is not None)
             for each, length in zip(memory, lengths.split(1)):
                 each[:_LENGTH_BYTES] = length.view(torch.uint8)
             self._own |= zip(batch, memory)
@@ -97,29 +120,29 @@ class _PaddedFrames:
                 return
             yield from self._gathered(batch)
 
-    def decode_sum(self, place: Place, memory: Tensor) -> None:
-        """Take what the peer sent of a place, and write the sum of both ranks' frames to the output."""
-        if place not in self._decoded:  # the output may be the memory of what is added
-            self._codec.decode_sum(*place, [memory[_FRONT_BYTES:]])
-        self._received[place] = memory
+    def decode_sum(self, number: int, memory: Tensor) -> None:
+        """Take what the peer sent, and write the sum of it and the own values to the output."""
+        if number not in self._decoded:  # the output may be the memory of what is added
+            self._codec.decode_sum(*self._sums[number], [memory[_FRONT_BYTES:]], padded=True)
+        self._received[number] = memory
 
     def check(self) -> None:
         """Wait until all of it is done, and find what was cut off and is `left`. Raises FrameError."""
-        both = [*self._own.values(), *self._received.values()]  # of all places; or what was received of none
+        both = [*self._own.values(), *self._received.values()]  # of all; or nothing was received
         with span("wait", 0, self._counters):
             seen = self._codec.check(*(memory[: _FRONT_BYTES + HEADER_BYTES] for memory in both))
         self.left = []
         if self._codec.bypass:
             return
         longest = []
-        for place, mine, peers in zip(self._places, seen, seen[len(self._own) :]):
+        for number, (mine, peers) in enumerate(zip(seen, seen[len(self._own) :])):
             ours, theirs = _told(mine), self._length_of(peers)
             longest.append(max(ours, theirs))
-            if _gathered_bytes(theirs) <= self._lengths[place]:
-                self._decoded.add(place)
-            if _gathered_bytes(longest[-1]) > self._lengths[place]:
-                self.left.append(place)
-                self._set_length(place, ours, longest[-1])
+            if _gathered_bytes(theirs) <= self._lengths[number]:
+                self._decoded.add(number)
+            if _gathered_bytes(longest[-1]) > self._lengths[number]:
+                self.left.append(number)
+                self._set_length(number, ours, longest[-1])
         if not self.left:
             self._forecast.learn(longest)
 
@@ -134,33 +157,34 @@ class _PaddedFrames:
             )
         return theirs
 
-    def _batches(self, most: int) -> Iterator[list[Place]]:
-        """All places, in at most so many batches.
+    def _batches(self, most: int) -> Iterator[range]:
+        """All numbers, in at most so many batches.
 
         Few frames are encoded together, so that the first ones travel early; small ones, many.
         """
         together = _TOGETHER // max(1, self._codec.layout.frame_elements)
-        count = max(1, together, -(-len(self._places) // most))
-        return (self._places[start : start + count] for start in range(0, len(self._places), count))
+        every = range(len(self._sends))
+        count = max(1, together, -(-len(every) // most))
+        return (every[start : start + count] for start in every[::count])
 
-    def _agree(self, batch: list[Place], lengths: Tensor) -> bool:
-        """Find the longest frame of each place, for which the host waits. Whether the call is still compressed."""
+    def _agree(self, batch: range, lengths: Tensor) -> bool:
+        """Find the longest frame of each number, for which the host waits. Whether the call is still compressed."""
         longest = lengths.clone()
         with peer_errors("agreeing on the lengths of frames"):
             replace_by_largest(self._transport, longest, self._counters)
         with span("wait", 0, self._counters):
             seen = self._codec.seen(torch.cat([lengths, longest]))
-        for place, ours, most in zip(batch, seen, seen[len(batch) :]):
-            self._set_length(place, ours, most)
+        for number, ours, most in zip(batch, seen, seen[len(batch) :]):
+            self._set_length(number, ours, most)
         return not self._codec.bypass
 
-    def _set_length(self, place: Place, ours: int, longest: int) -> None:
+    def _set_length(self, number: int, ours: int, longest: int) -> None:
         """Let as much be gathered as the longest of both ranks' frames takes."""
-        self._lengths[place] = _gathered_bytes(longest)
-        self._own[place][_FRONT_BYTES + ours : self._lengths[place]] = 0  # not what was in that memory before
+        self._lengths[number] = _gathered_bytes(longest)
+        self._own[number][_FRONT_BYTES + ours : self._lengths[number]] = 0  # not what was in that memory before
 
-    def _gathered(self, places: list[Place]) -> list[tuple[Place, Tensor]]:
-        return [(place, self._own[place][: self._lengths[place]]) for place in places]
+    def _gathered(self, numbers: Sequence[int]) -> list[tuple[int, Tensor]]:
+        return [(number, self._own[number][: self._lengths[number]]) for number in numbers]
 
 
 def _gathered_bytes(nbytes: int) -> int:
