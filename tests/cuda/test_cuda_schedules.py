@@ -17,6 +17,7 @@ from ncz_plugins.core.schedules import direct, padded, ring
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
+from ncz_plugins.core.transport.base import replace_by_largest
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
 from ncz_plugins.kernels.format import CHUNK, HEADER_BYTES
@@ -367,6 +368,17 @@ def test_error_feedback_and_frames_that_are_longer(per_node, dtype):
     on_gpu = play(2 * per_node, partial(body, device=EmulatedGpu), "rounds")
     for tensor in (*on_cpu, *on_gpu):
         assert torch.equal(tensor.view(torch.int16), on_cpu[0].view(torch.int16))
+
+
+@pytest.mark.parametrize("longest", [0, 1 << 40])
+def test_a_length_that_can_not_be_is_refused(longest, monkeypatch):
+    def other(transport, tensor, counters):
+        replace_by_largest(transport, tensor, counters)
+        tensor.fill_(longest)
+
+    monkeypatch.setattr(padded, "replace_by_largest", other)
+    for error in all_reduce("direct", 2, Config(entropy=FIXED), EmulatedGpu):
+        assert isinstance(error, FrameError) and f"is said to have {longest} bytes" in str(error)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e30], ids=str)  # no step is as wide as the second one needs

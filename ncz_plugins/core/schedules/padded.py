@@ -179,7 +179,12 @@ class _PaddedFrames:
         return not self._codec.bypass
 
     def _set_length(self, number: int, ours: int, longest: int) -> None:
-        """Let as much be gathered as the longest of both ranks' frames takes."""
+        """Let as much be gathered as the longest of both ranks' frames takes. Raises FrameError if that can't be."""
+        if not ours <= longest <= self._codec.frame_capacity:
+            raise FrameError(
+                f"the longest frame of both ranks is said to have {longest} bytes; {ours} to "
+                f"{self._codec.frame_capacity} are possible. Suspect the network or memory."
+            )
         self._lengths[number] = _gathered_bytes(longest)
         self._own[number][_FRONT_BYTES + ours : self._lengths[number]] = 0  # not what was in that memory before
 
