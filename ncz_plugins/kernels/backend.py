@@ -325,8 +325,8 @@ class GpuBackend(Backend):
         """As `Backend.decode_sums`.
 
         Args:
-            padded: the memory of a frame may go on behind it, or end before it. That is no damage. The sum of one that
-                is cut off is not written; anything is, where sums have another dtype than values.
+            padded: the memory of a frame may go on behind it, or end before it, which is no damage. Of a frame that is
+                cut off so, no sum is written; or anything, where sums have another dtype than values.
         """
 
     @abstractmethod

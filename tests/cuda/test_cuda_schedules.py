@@ -294,7 +294,7 @@ def test_calls_that_are_like_those_before_wait_for_no_sizes():
 @pytest.mark.parametrize(("checksum", "together"), [(False, 4 * CHUNK), (True, CHUNK)])
 def test_frames_that_are_longer_than_expected_come_later(checksum, together, ranks, frames, monkeypatch):
     """In place, with the result of the CPU; and a call after some more like it expects as much."""
-    monkeypatch.setattr(padded, "_TOGETHER", together)
+    monkeypatch.setattr(padded, "CODED_TOGETHER", together)
     config = Config(quantizer=ABSOLUTE, entropy=FIXED | {"checksum": checksum})
 
     def tensors_of(rank: int) -> list[torch.Tensor]:
@@ -402,7 +402,8 @@ def test_damage_among_padding(byte, expected):
     """What is damaged on the way to one rank is an error there, at once, with and without expectations."""
     config, layout = Config(quantizer=ABSOLUTE, entropy=FIXED), Layout.of([CHUNK], CHUNK)
     errors = all_reduce("direct", 2, config, EmulatedGpu, damaging(byte), CHUNK, layout, expected)
-    assert isinstance(errors[1], FrameError) and "damaged" in str(errors[1]) or "sent a frame" in str(errors[1]), errors
+    assert isinstance(errors[1], FrameError), errors
+    assert "damaged" in str(errors[1]) or "sent a frame" in str(errors[1]), errors
 
 
 # ------------------------------------------------------------------ all collectives, as users ask for them

@@ -35,8 +35,7 @@ from .layout import Window
 from .quantize import Scales
 from .scale_agreement import ScaleAgreement
 
-_DECODED_TOGETHER = 1 << 24  # elements, on a GPU: more take further launches anyway, and others are under way meanwhile
-MOST_ADDED = 64  # frames that a kernel adds up
+CODED_TOGETHER = 1 << 24  # elements, on a GPU: more take further launches anyway, and others are under way meanwhile
 _CODER_NAMES = {coder.value: coder.name.lower() for coder in Coder}
 
 
@@ -280,7 +279,7 @@ class QuantizingCodec(TensorCodec):
 
     def _decode_if_enough(self, last: Tensor) -> None:
         self._waiting += last.numel()
-        if self._waiting >= _DECODED_TOGETHER:
+        if self._waiting >= CODED_TOGETHER:
             self._decode_batch()
 
     def _decode_batch(self) -> None:
@@ -309,7 +308,6 @@ class QuantizingCodec(TensorCodec):
         Its own frames must have been encoded: the output may be the memory that they come from.
 
         Args:
-            frames: at most MOST_ADDED.
             padded: for all calls on a GPU alike: whether `frames` are memory that begins with each. The sum of one that
                 does not fit must be asked for again.
         """

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..codec.tensor_codec import MOST_ADDED, TensorCodec
+from ..codec.tensor_codec import TensorCodec
 from ..runtime.statistics import Counters
 from ..transport.base import FrameStream, FrameTransport
 from . import padded
@@ -25,7 +25,7 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
     if transport.world_size == 2 and codec.encodes_ahead:
         return padded.reduce_scatter(transport, codec, counters)
     streams = _peers(transport, codec, 1, counters)
-    if codec.sums_to_output and len(streams) <= MOST_ADDED:
+    if codec.sums_to_output:
         for index, frames in enumerate(_exchanged(codec, streams)):
             codec.decode_sum(transport.rank, index, frames)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.format import HEADER_BYTES
-from ..codec.tensor_codec import QuantizingCodec
+from ..codec.tensor_codec import CODED_TOGETHER, QuantizingCodec
 from ..errors import FrameError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
@@ -25,7 +25,6 @@ from ..transport.forecast import Forecasts
 
 _ALIGNMENT = 512  # of what is gathered, as of tensors on a GPU
 _LENGTH_BYTES, _FRONT_BYTES = 8, 16  # of a frame's length; where the frame begins, as NCCL copies 16 bytes at a time
-_TOGETHER = 1 << 24  # elements that are encoded before the first of them travels
 
 Place = tuple[int, int]  # segment, and frame of it
 
@@ -162,7 +161,7 @@ class _PaddedFrames:
 
         Few frames are encoded together, so that the first ones travel early; small ones, many.
         """
-        together = _TOGETHER // max(1, self._codec.layout.frame_elements)
+        together = CODED_TOGETHER // max(1, self._codec.layout.frame_elements)
         every = range(len(self._sends))
         count = max(1, together, -(-len(every) // most))
         return (every[start : start + count] for start in every[::count])

@@ -29,7 +29,7 @@ from .. import damage
 from ..backend import Decoding, GpuBackend, Sum
 from ..format import HEADER_BYTES, LANES, SCALE_BLOCK, SelectorCosts, blocks_of, chunks_of, packed_bytes
 from . import frames, scales
-from .arguments import RowsArgument, inputs_table, noise_argument, pieces_table
+from .arguments import MOST_INPUTS, RowsArgument, inputs_table, noise_argument, pieces_table
 from .frames import THREADS, Launcher
 
 _REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a damage
@@ -153,7 +153,8 @@ class CudaBackend(GpuBackend):
 
     def decode_sums(self, sums, scales, noise=None, sealed=False, padded=False):
         reader = self._reader(sums[0].x.device, sealed, padded)
-        if sums[0].out.dtype == sums[0].x.dtype:
+        fits = all(len(each.frames) <= MOST_INPUTS for each in sums)
+        if fits and sums[0].out.dtype == sums[0].x.dtype:
             frames.decode_sums(reader, sums, scales, noise)
         else:  # half types are added to what error feedback keeps in float32
             for each, to, codes in zip(sums, scales, frames.added_up(reader, sums, noise), strict=True):

@@ -68,7 +68,8 @@ class Reader(NamedTuple):
     Attributes:
         report: where they leave the first damage, see `new_report`.
         sealed: whether frames must have a checksum.
-        padded: whether memory may go on behind a frame, or end before it: then it counts as damaged, and not as damage.
+        padded: whether memory may go on behind a frame, or end before it. One that is cut off so is not read, and not
+            reported.
     """
 
     launcher: Launcher
@@ -123,9 +124,16 @@ def decode_sums(reader: Reader, sums: Sequence[Sum], scales: Sequence[Tensor], n
 
 
 def added_up(reader: Reader, sums: Sequence[Sum], noise: Noise | None) -> list[Tensor]:
-    """The codes of each sum, in memory of their own; anything where a frame is damaged. Frames as of `decode_sums`."""
+    """The codes of each sum, in memory of their own; anything where a frame is damaged.
+
+    A sum of more than MOST_INPUTS frames takes more launches for each beyond that.
+    """
     codes = [torch.empty(each.x.numel(), dtype=torch.int32, device=each.x.device) for each in sums]
-    _add_up(reader, sums, [(each, None, None) for each in codes], "sum_codes", noise, None, None)
+    first = [each._replace(frames=each.frames[:MOST_INPUTS]) for each in sums]
+    _add_up(reader, first, [(each, None, None) for each in codes], "sum_codes", noise, None, None)
+    for each, its_codes in zip(sums, codes):
+        for frame in each.frames[MOST_INPUTS:]:
+            decode_codes(reader, frame, its_codes, add=True)
     return codes
 
 
