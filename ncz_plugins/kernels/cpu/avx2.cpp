@@ -44,8 +44,25 @@ inline __m256 load8(const ncz::float16* x) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
 
-inline void store8(__m256 values, float* out) { _mm256_storeu_ps(out, values); }
+// Stores eight numbers; streamed ones go past the caches, to a multiple of their size.
+template <bool is_streamed = false>
+inline void store_eight(__m256i eight, void* to) {
+    auto* out = static_cast<__m256i*>(to);
+    is_streamed ? _mm256_stream_si256(out, eight) : _mm256_storeu_si256(out, eight);
+}
 
+template <bool is_streamed>
+inline void store_eight(__m128i eight, void* to) {
+    auto* out = static_cast<__m128i*>(to);
+    is_streamed ? _mm_stream_si128(out, eight) : _mm_storeu_si128(out, eight);
+}
+
+template <bool is_streamed>
+inline void store8(__m256 values, float* out) {
+    store_eight<is_streamed>(_mm256_castps_si256(values), out);
+}
+
+template <bool is_streamed>
 inline void store8(__m256 values, ncz::bfloat16* out) {
     __m256i bits = _mm256_castps_si256(values);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -55,12 +72,12 @@ inline void store8(__m256 values, ncz::bfloat16* out) {
     __m256i chosen = _mm256_blendv_epi8(rounded, quiet_nan, _mm256_castps_si256(is_nan));
     __m256i high = _mm256_srli_epi32(chosen, 16);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(packed));
+    store_eight<is_streamed>(_mm256_castsi256_si128(packed), out);
 }
 
+template <bool is_streamed>
 inline void store8(__m256 values, ncz::float16* out) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
-                     _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    store_eight<is_streamed>(_mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), out);
 }
 
 inline Doubles doubles_at(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
@@ -89,14 +106,16 @@ inline __m256i quantize8(const double* x, double inverse_step) {
                             _mm256_cvtpd_epi32(clamped4(x, inverse_step)));
 }
 
-template <class T>
+template <bool is_streamed, class T>
 inline void dequantize8(__m256i codes, float scale, T* out) {
-    store8(_mm256_mul_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(scale)), out);
+    store8<is_streamed>(_mm256_mul_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(scale)), out);
 }
 
+template <bool is_streamed>
 inline void dequantize8(__m256i codes, double scale, double* out) {
     auto four = [scale](__m128i codes, double* out) {
-        _mm256_storeu_pd(out, _mm256_mul_pd(_mm256_cvtepi32_pd(codes), _mm256_set1_pd(scale)));
+        __m256d values = _mm256_mul_pd(_mm256_cvtepi32_pd(codes), _mm256_set1_pd(scale));
+        store_eight<is_streamed>(_mm256_castpd_si256(values), out);
     };
     four(_mm256_castsi256_si128(codes), out);
     four(_mm256_extracti128_si256(codes, 1), out + 4);
@@ -134,7 +153,6 @@ inline Block block_of(Function function) {
 }
 
 inline __m256i load_eight(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-inline void store_eight(__m256i eight, void* to) { _mm256_storeu_si256(static_cast<__m256i*>(to), eight); }
 
 inline Block load_block(const int32_t* from) {
     return block_of([&](int k) { return load_eight(from + 8 * k); });
@@ -158,10 +176,16 @@ inline Block quantize_block(const T* x, Scale inverse_step, const uint32_t* rand
     return block_of([&](int k) { return quantize8(x + 8 * k, inverse_step, load_eight(random + 8 * k)); });
 }
 
-template <class T, class Scale>
+template <bool is_streamed, class T, class Scale>
 inline void dequantize_block(const Block& codes, Scale scale, T* out) {
-    for (int k = 0; k < 4; ++k) dequantize8(codes.eights[k], scale, out + 8 * k);
+    for (int k = 0; k < 4; ++k) dequantize8<is_streamed>(codes.eights[k], scale, out + 8 * k);
 }
+
+// Whether blocks may be streamed there.
+inline bool can_stream(const void* out) { return reinterpret_cast<uintptr_t>(out) % sizeof(__m256i) == 0; }
+
+// Whatever is stored from now on, others see after what was streamed.
+inline void end_streaming() { _mm_sfence(); }
 
 inline Block zigzag(const Block& residuals) {
     return block_of([&](int k) {

@@ -2,7 +2,8 @@
 // functions. Included by portable.cpp and avx2.cpp after their primitives, which work on one block of 32 numbers:
 //
 //     Block, load_block, store_block, add_blocks    32 codes, residuals or symbols; to and from int32
-//     quantize_block, dequantize_block              floats and codes
+//     quantize_block, dequantize_block              floats and codes; streamed floats go past the caches
+//     can_stream, end_streaming                     whether they may go to an address, and that all have gone
 //     Delta                                         codes and residuals
 //     zigzag, unzigzag                              residuals and symbols
 //     width_of, pack_block, unpack_block            symbols and bits
@@ -176,22 +177,33 @@ class StochasticSource {
     RandomWords random_;
 };
 
+// From so many bytes on, floats are streamed: through the caches, a processor reads memory before it writes there. Fewer
+// stay in a core's own cache, for whoever reads them next.
+constexpr int64_t STREAMED_BYTES = 1 << 20;
+
+// The floats of a block of `n` codes.
+template <class T, class Scale>
+inline void store_floats(const Block& codes, int n, Scale scale, bool is_streamed, T* to) {
+    if (n < BLOCK) {
+        Padded<T> padded;
+        dequantize_block<false>(codes, scale, padded.values);
+        padded.copy_to(to, n);
+    } else if (is_streamed) {
+        dequantize_block<true>(codes, scale, to);
+    } else {
+        prefetch<WRITE>(to, BLOCK);
+        dequantize_block<false>(codes, scale, to);
+    }
+}
+
 template <class T, class Scale>
 class FloatsSink {
   public:
-    FloatsSink(T* out, const Scale* scales) : out_(out), scales_(scales) {}
+    FloatsSink(T* out, const Scale* scales, bool is_streamed = false)
+        : out_(out), scales_(scales), is_streamed_(is_streamed) {}
     void begin(int64_t c, int) { element_ = c * CHUNK; }
     void put(const Block& codes, int n) {
-        T* to = out_ + element_;
-        Scale scale = scales_[element_ / SCALE_BLOCK];
-        prefetch<WRITE>(to, BLOCK);
-        if (n == BLOCK) {
-            dequantize_block(codes, scale, to);
-        } else {
-            Padded<T> padded;
-            dequantize_block(codes, scale, padded.values);
-            padded.copy_to(to, n);
-        }
+        store_floats(codes, n, scales_[element_ / SCALE_BLOCK], is_streamed_, out_ + element_);
         element_ += n;
     }
     void end() {}
@@ -199,6 +211,7 @@ class FloatsSink {
   private:
     T* out_;
     const Scale* scales_;
+    bool is_streamed_;
     int64_t element_ = 0;
 };
 
@@ -727,9 +740,12 @@ auto with_codes(const void* x, const void* inverse_steps, int32_t dtype, const N
     });
 }
 
-template <class T, class Scale>
-FloatsSink<T, Scale> sink_of(T* out, const Scale* scales) {
-    return {out, scales};
+// Writes the floats of `count` codes to memory that was not just read.
+template <class Source, class T, class Scale>
+void write_floats(Source source, const Scale* scales, int64_t count, T* out) {
+    bool is_streamed = count * int64_t(sizeof(T)) >= STREAMED_BYTES && can_stream(out);
+    run(source, FloatsSink<T, Scale>(out, scales, is_streamed), count);
+    if (is_streamed) end_streaming();
 }
 
 }  // namespace
@@ -753,7 +769,7 @@ NCZ_EXPORT void NCZ_NAME(quantize)(const void* x, int32_t dtype, const void* inv
 NCZ_EXPORT void NCZ_NAME(dequantize)(const int32_t* codes, const void* scales, int64_t count, void* out,
                                      int32_t dtype) {
     with_types(out, scales, dtype,
-               [&](auto* out, auto* scales) { run(CodesSource(codes), sink_of(out, scales), count); });
+               [&](auto* out, auto* scales) { write_floats(CodesSource(codes), scales, count, out); });
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(scratch_bytes)(int64_t count) { return Scratch::bytes(count); }
@@ -789,7 +805,7 @@ NCZ_EXPORT int64_t NCZ_NAME(decode)(const uint8_t* frame, int64_t bytes, const v
     DecodedSymbols decoded(scratch);
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
-    with_types(out, scales, dtype, [&](auto* out, auto* scales) { run(source, sink_of(out, scales), count); });
+    with_types(out, scales, dtype, [&](auto* out, auto* scales) { write_floats(source, scales, count, out); });
     return source.damage();
 }
 
@@ -801,7 +817,7 @@ NCZ_EXPORT int64_t NCZ_NAME(decode_sum)(const uint8_t* frame, int64_t bytes, con
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
     with_types(x, inverse_steps, dtype, [&](auto* x, auto* inverse_steps) {
-        auto sink = sink_of(static_cast<decltype(x)>(out), static_cast<decltype(inverse_steps)>(scales));
+        FloatsSink sink(static_cast<decltype(x)>(out), static_cast<decltype(inverse_steps)>(scales));
         auto write = [&](auto own) { run(SumSource<FrameSource, decltype(own)>(source, own), sink, count); };
         noise ? write(random_source_of(x, inverse_steps, *noise)) : write(source_of(x, inverse_steps));
     });

@@ -87,9 +87,11 @@ template <class T>
 void unpack(const uint8_t* packed, unsigned bits, const Rows& rows, const uint16_t* magnitudes, float denominator,
             T* out) {
     PackedBlock from;
+    bool is_large = rows.count * rows.blocks * RATE_BLOCK * int64_t(sizeof(T)) >= STREAMED_BYTES;
     for (int64_t i = 0; i < rows.count * rows.blocks; ++i, packed += PackedBlock::size(bits)) {
         ScaleBlock block = scale_block(rows, i);
         T* to = out + block.begin;
+        bool is_streamed = is_large && can_stream(to);  // rows may have any length
         if (magnitudes[block.scale] == INFINITE_MAGNITUDE) {
             for (int k = 0; k < block.length; ++k) narrow(float_of(NOT_A_NUMBER), to[k]);
             continue;
@@ -98,17 +100,10 @@ void unpack(const uint8_t* packed, unsigned bits, const Rows& rows, const uint16
         from.load(packed, bits);
         for (int first = 0; first < block.length; first += BLOCK) {
             Block codes = unzigzag(unpack_block(from.at(first, bits), bits));
-            int n = in_block(block.length, first);
-            prefetch<WRITE>(to + first, BLOCK);
-            if (n == BLOCK) {
-                dequantize_block(codes, scale, to + first);
-            } else {
-                Padded<T> padded;
-                dequantize_block(codes, scale, padded.values);
-                padded.copy_to(to + first, n);
-            }
+            store_floats(codes, in_block(block.length, first), scale, is_streamed, to + first);
         }
     }
+    if (is_large) end_streaming();
 }
 
 // As with_types, for the types that a fixed rate serves.

@@ -130,10 +130,13 @@ inline Block quantize_block(const T* x, Scale inverse_step, const uint32_t* rand
     return block_of([&](int i) { return round_at_random(widen(x[i]) * inverse_step, random[i]); });
 }
 
-template <class T, class Scale>
+template <bool is_streamed, class T, class Scale>
 inline void dequantize_block(const Block& codes, Scale scale, T* out) {
     for (int i = 0; i < ncz::BLOCK; ++i) narrow(Scale(codes.values[i]) * scale, out[i]);
 }
+
+inline bool can_stream(const void*) { return false; }
+inline void end_streaming() {}
 
 inline Block zigzag(const Block& residuals) {
     return block_of([&](int i) { return uint32_t(residuals.values[i]) << 1 ^ uint32_t(residuals.values[i] >> 31); });

@@ -655,6 +655,27 @@ def test_views_at_odd_addresses(backend, dtype, offset):
     assert_same(reduced[:written], theirs[:written])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_large_outputs(backend, dtype, offset):
+    """Which may go past the caches, if they begin at the right address."""
+    count = (1 << 20) // dtype.itemsize + 77
+    x = floats(count, dtype)
+    inverse_steps, scales = steps_of(x, 5)
+    frame = encode(backend, x, inverse_steps)
+    codes = decode_codes(backend, frame, count)
+    expected = torch.empty(count, dtype=dtype)
+    REFERENCE.dequantize(codes, scales, expected)
+    for write in (
+        lambda out: backend.decode(frame, scales, out),
+        lambda out: backend.dequantize(codes, scales, out),
+    ):
+        memory = torch.full((count + 64,), 7.0, dtype=dtype)
+        write(memory[offset : offset + count])
+        assert_same(memory[offset : offset + count], expected)
+        assert (memory[:offset] == 7).all() and (memory[offset + count :] == 7).all()
+
+
 # ------------------------------------------------------------------ loading
 
 

@@ -83,6 +83,17 @@ def test_every_backend_gives_the_same(backend, dtype, shape):
             assert_same(unpack(backend, expected, bits, rows, magnitudes, denominator, dtype), values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_outputs(backend, dtype):
+    """Which may go past the caches, row by row, if a row begins at the right address."""
+    rows = Rows.of(4 * ((1 << 18) + 13), 4, (1 << 18) + 13)
+    x = floats(rows.numel, dtype)
+    magnitudes = magnitudes_of(REFERENCE, x, rows)
+    packed = pack(REFERENCE, x, rows, magnitudes, 4)
+    expected = unpack(REFERENCE, packed, 4, rows, magnitudes, 7.0, dtype)
+    assert_same(unpack(backend, packed, 4, rows, magnitudes, 7.0, dtype), expected)
+
+
 @pytest.mark.parametrize("first, blocks", [(0, 1), (1, 2), (2, 0), (2, 1)])
 def test_some_blocks_of_each_row(backend, first, blocks):
     whole = Rows.of(2 * 700, 2, 700)
