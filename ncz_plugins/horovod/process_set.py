@@ -69,6 +69,7 @@ class ProcessSetReducer:
         self._worker = Worker("ncz_plugins horovod")
         self._connections = OwnConnections()
         self._streams = Streams()
+        self._host = Host()
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
         """Begin to reduce a bucket ahead of the program, if all ranks are about to; else they stop the plan.
@@ -162,7 +163,7 @@ class ProcessSetReducer:
             # What goes plain in the end is reduced by Horovod as well where frames go round a ring.
             call = replace(collectives.prepare(request, config), plain=lambda _: request.start_plain(plain))
             if by_horovod:
-                _run(collectives, call, Host(), HorovodTransport(process_set, name))
+                _run(collectives, call, self._host, HorovodTransport(process_set, name))
             else:
                 with self._connections.route(process_set, config.transport, flat.device) as (device, transport):
                     _run(collectives, call, device, transport)

@@ -66,9 +66,6 @@ class ScaleAgreement(ABC):
         their other agreements.
         """
 
-    def note_frame(self) -> None:  # noqa: B027 - a GPU agrees on all at once
-        """Take note that a frame has been coded, which travels next."""
-
     def learn(self, outcome: list[int]) -> None:  # noqa: B027 - a host has nothing to learn of itself
         """Take note of what the host has seen in `outcome`."""
 
@@ -106,7 +103,6 @@ class PiecewiseAgreement(ScaleAgreement):
         self._measured = [measure(pieces[0])]  # of pieces so far; when they are agreed on, by all ranks
         self._agreements: list[Callable[[], None]] = []
         self._agreed = 0  # pieces
-        self._frame_is_coded = False  # one that needs the last of these
         self._whole_decides = len(pieces) == 1  # also once a piece by itself would have to go plain
 
     @property
@@ -117,14 +113,10 @@ class PiecewiseAgreement(ScaleAgreement):
         while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
             self._begin()
             self._end()
-            self._frame_is_coded = False
-        # The next piece is measured, and its agreement begins, when a single frame of this one has been coded. The link
-        # has something to carry then, and what is agreed on need not queue behind more.
-        if self._frame_is_coded and not self.complete:
+        # The next piece is measured, and its agreement begins, when the first frames of this one have been coded, one
+        # for each rank or segment: the link has something to carry then.
+        if not self.complete and frames > self._pieces[self._agreed - 1].start + 1:
             self._begin()
-
-    def note_frame(self) -> None:
-        self._frame_is_coded = True
 
     def hand_over_first(self, most: int) -> Tensor | None:
         """What this rank measured of the first piece, for the caller to replace by its maximum over ranks.

@@ -385,10 +385,7 @@ class QuantizingCodec(TensorCodec):
             empty = [Sum(nothing, self.scales.inverse_steps[:0], buffer) for buffer in buffers]
             return self.backend.encode_sums(empty, self.coding)
         sums = [self._sum_of(each, buffer) for each, buffer in zip(batch, buffers)]
-        sizes = self.backend.encode_sums(sums, self.coding, self.noise, self.checksum)
-        if self.agreement is not None:
-            self.agreement.note_frame()
-        return sizes
+        return self.backend.encode_sums(sums, self.coding, self.noise, self.checksum)
 
     def _read(self, segment, index, frame):
         self.backend.decode_frames([self._decoding(segment, index, frame)], self.checksum)

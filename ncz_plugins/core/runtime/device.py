@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,15 +17,15 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels.backend import Backend
-from ...kernels.scratch import Scratch
 from ..errors import PeerError, UnsupportedError
 from .worker import FutureHandle, Worker
 
 _SPIN_SECONDS = 5e-3  # of a wait that looks again at once; the shortest sleep takes 50 us or more
 _POLL_SECONDS = 20e-6  # between two looks after that
+_ROOM_BYTES = 16 << 20  # that hold frames, where one is not larger; memory that is kept costs no page faults
+_ALIGNMENT = 64  # of frames
 
 _HOST = torch.device("cpu")
-_scratch = Scratch()
 _at_once = nullcontext()
 
 
@@ -88,11 +89,11 @@ class Device(ABC):
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory to write one frame to, uint8, [nbytes]. It is valid until the next call of `buffer`."""
+        """Memory to write one frame to, uint8, [nbytes]. On a CPU it must be `trimmed` before the next is asked for."""
 
     @abstractmethod
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """The bytes of each of `buffers` that were just written, in memory that the caller keeps.
+        """The bytes of each of `buffers` that were just written. They stay until this device's next collective.
 
         Args:
             sizes: how many of each.
@@ -132,6 +133,25 @@ class Device(ABC):
         """After a failure, return once no job writes to the caller's memory any more. Raises nothing."""
 
 
+class _Room(threading.local):
+    """Memory for the frames of one collective, one behind the other; each thread has its own.
+
+    Attributes:
+        used: bytes of it.
+    """
+
+    def __init__(self):
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.used = 0
+
+    def rest(self, nbytes: int) -> Tensor:
+        """The next of it, uint8, [nbytes]."""
+        if self.used + nbytes > self._memory.numel():
+            # Other memory for those that follow: what is full goes with the last of its frames.
+            self._memory, self.used = torch.empty(max(_ROOM_BYTES, nbytes), dtype=torch.uint8), 0
+        return self._memory[self.used : self.used + nbytes]
+
+
 class Host(Device):
     """Host memory. Everything is done when the call returns, except submitted jobs.
 
@@ -145,16 +165,20 @@ class Host(Device):
         self.backend = kernels.cpu_backend()
         self._second = Worker("ncz-decoder") if two_threads else None
         self._jobs: list[FutureHandle] = []
+        self._room = _Room()
 
     def after(self, event: None) -> AbstractContextManager:
+        self._room.used = 0
         return _at_once
 
     def buffer(self, nbytes: int) -> Tensor:
-        return _scratch.of("frame", nbytes, torch.uint8)
+        return self._room.rest(nbytes)
 
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        # Most frames are much smaller than the buffer.
-        return [buffer[:size].clone() for buffer, size in zip(buffers, sizes)]
+        # Most frames are much smaller than the buffer, whose rest is for the next.
+        [buffer], [size] = buffers, sizes
+        self._room.used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return [buffer[:size]]
 
     def start_seeing(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
         return lambda: tensor

@@ -117,6 +117,8 @@ class Mesh:
         # Each rank begins with the one after it. If all began with rank 0, its link would be full and all others idle.
         lower = sum(peer.rank == at for at, peer in enumerate(self._first))
         self._next_first = self._first[lower:] + self._first[:lower]
+        self._by_socket = {peer.socket.fileno(): peer for peer in peers}
+        self._poll = select.poll()
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
         self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
@@ -228,11 +230,8 @@ class Mesh:
 
         Returns: which peers have, or do.
         """
-        poll, by_socket, peers = select.poll(), {}, [peer for peer in self._in_use if peer.is_busy]
-        for peer in peers:
-            wanted = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
-            poll.register(peer.socket, wanted)  # the end of a connection is reported in any case
-            by_socket[peer.socket.fileno()] = peer
+        for peer in self._peers:
+            peer.be_watched(self._poll)
         left = deadline - time.monotonic()
         if left <= 0:
             names = ", ".join(map(str, sorted({peer.rank for peer in awaited})))
@@ -240,7 +239,7 @@ class Mesh:
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        return [by_socket[number] for number, _ in poll.poll(1000 * min(left, _POLL_SECONDS))]
+        return [self._by_socket[number] for number, _ in self._poll.poll(1000 * min(left, _POLL_SECONDS))]
 
 
 def _awaited(messages: Sequence[Outgoing | Incoming], nbytes: int | None) -> list[_Peer]:
@@ -388,13 +387,25 @@ class _Peer:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
+        self._watched = 0  # the events that are polled for
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether messages are under way that may still come or go."""
-        return self._lost is None and bool(self.incoming or self.outgoing)
+    def be_watched(self, poll: select.poll) -> None:
+        """Let `poll` watch for what the messages under way need, and for the end of the connection; or for nothing.
+
+        It stays so until they need something else: to begin afresh in each wait takes as long as some waits.
+        """
+        wanted = 0
+        if self._lost is None:
+            wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
+        if wanted == self._watched:
+            return
+        if wanted:
+            poll.register(self.socket, wanted)
+        else:
+            poll.unregister(self.socket)
+        self._watched = wanted
 
     def send(self, parts: Sequence[Memory]) -> Outgoing:
         """Start to send a message, behind those before it."""

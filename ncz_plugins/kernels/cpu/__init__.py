@@ -58,8 +58,8 @@ _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 # Measured together by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The
 # prices of RANS come from data of 0.3 and of 3 bits per value.
 _COSTS = {
-    "avx2": SelectorCosts(raw=600, fixed=500, huffman=1400, rans=1200, rans_rest=3500),
-    "portable": SelectorCosts(raw=1200, fixed=1100, huffman=2400, rans=2400, rans_rest=4700),
+    "avx2": SelectorCosts(raw=680, fixed=500, huffman=1160, rans=1020, rans_rest=2280),
+    "portable": SelectorCosts(raw=1090, fixed=860, huffman=1590, rans=1990, rans_rest=2420),
 }
 
 

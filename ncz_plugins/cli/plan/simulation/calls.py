@@ -139,7 +139,7 @@ def compressed(
         _inside(fleet, group, nbytes)
     fleet.work(1e-6 * group.costs.call_us)
     scales = _Scales(fleet, layout, config, itemsize, counters)
-    codec = TimedCodec(fleet, layout, sizes, scales.require, scales.note_frame)
+    codec = TimedCodec(fleet, layout, sizes, scales.require)
     getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
     codec.finish()
     if hierarchical:
@@ -158,7 +158,7 @@ class _Scales:
         pieces = pieces_of(layout, config) if fleet.costs.kind == "cpu" else [range(layout.frames)]
         self._left = list(pieces)
         self._is_measured = True  # the first of these
-        self._frame_is_coded = False
+        self._begun = 0  # the first frame of the last piece that is agreed on
         self._measure(pieces[0])
         if itemsize * layout.numel <= SMALL_BYTES and fleet.costs.kind == "cpu":
             self._agree(pieces[0], _COMPARED_BYTES)
@@ -170,14 +170,11 @@ class _Scales:
         """See `ScaleAgreement.require`."""
         while self._left and frames > self._left[0].start:
             self._measure_next()
+            self._begun = self._left[0].start
             self._agree(self._left.pop(0), 0)
-            self._is_measured = self._frame_is_coded = False
-        if self._left and self._frame_is_coded:
+            self._is_measured = False
+        if self._left and frames > self._begun + 1:
             self._measure_next()
-
-    def note_frame(self) -> None:
-        """See `ScaleAgreement.note_frame`."""
-        self._frame_is_coded = True
 
     def _measure_next(self) -> None:
         if not self._is_measured:

@@ -23,7 +23,6 @@ class TimedCodec:
     Args:
         sizes: what codes take, and which coder writes them.
         require_scales: called with how many frames of each segment must have their quantization steps.
-        note_frame: called when a frame has been coded.
     """
 
     frame_capacity = 0
@@ -36,13 +35,11 @@ class TimedCodec:
         layout: Layout,
         sizes: CodeSizes,
         require_scales: Callable[[int], None],
-        note_frame: Callable[[], None],
     ):
         self.layout = layout
         self._fleet = fleet
         self._sizes = sizes
         self._require_scales = require_scales
-        self._note_frame = note_frame
         self._in_batches = fleet.costs.kind == "gpu"
         self._lengths = np.array(layout.lengths)
 
@@ -85,7 +82,6 @@ class TimedCodec:
         values, addends = self._values(segment, index), 1 + sum(frame.addends for frame in frames)
         seconds = self._seconds("encode", addends) + sum(self._seconds("decode", frame.addends) for frame in frames)
         self._fleet.work(seconds * values)
-        self._note_frame()
         return TimedFrame(HEADER_BYTES + self._sizes.bits(addends) / 8 * values, addends)
 
     def _seconds(self, what: str, addends: int) -> float:

@@ -233,7 +233,7 @@ def kernels_used(poisoned: bool) -> list[list[str]]:
     return play(2, body)
 
 
-def test_the_first_frame_is_coded_before_the_last_piece_is_measured():
+def test_the_first_frame_of_a_piece_is_coded_before_the_next_one_is_measured():
     measure = ["measure"] * 2  # of both segments
     for used in kernels_used(poisoned=False):
         assert used[:15] == [*measure, "encode", *measure, *["encode"] * 2, *measure, *["encode"] * 6]

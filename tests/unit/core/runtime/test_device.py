@@ -71,10 +71,24 @@ def test_polling_a_device_ends_in_time():
         poll(lambda: False, lambda: None, timedelta(seconds=0.05), "cuda:0")
 
 
-def test_a_frame_keeps_its_bytes_when_the_room_is_used_again():
+def test_frames_keep_their_bytes_until_the_next_collective():
+    host, capacity, kept = Host(), 5 << 20, []
+    for number in range(12):  # more than there is room for at once
+        buffer = host.buffer(capacity)
+        buffer.fill_(number)
+        kept += host.trimmed([buffer], [capacity - number])
+    assert all(frame.numel() == capacity - number for number, frame in enumerate(kept))
+    assert all((frame == number).all() for number, frame in enumerate(kept))
+    with host.after(None):
+        first = host.buffer(capacity).data_ptr()
+        host.trimmed([host.buffer(capacity)], [10])
+    with host.after(None):
+        assert host.buffer(capacity).data_ptr() == first
+
+
+def test_frames_share_memory_that_is_little_more_than_they_fill():
     host = Host()
-    buffer = host.buffer(100)
-    buffer[:10] = 7
-    [kept] = host.trimmed([buffer], [10])
-    host.buffer(100).zero_()
-    assert kept.tolist() == [7] * 10
+    buffers = []
+    for _ in range(100):
+        buffers += host.trimmed([host.buffer(1 << 20)], [1000])
+    assert buffers[-1].data_ptr() - buffers[0].data_ptr() == 99 * 1024
