@@ -69,7 +69,7 @@ class ProcessSetReducer:
         self._worker = Worker("ncz_plugins horovod")
         self._connections = OwnConnections()
         self._streams = Streams()
-        self._host = Host()
+        self._host = Host()  # which keeps memory for frames
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
         """Begin to reduce a bucket ahead of the program, if all ranks are about to; else they stop the plan.

@@ -113,8 +113,8 @@ class PiecewiseAgreement(ScaleAgreement):
         while not self.complete and (self._whole_decides or frames > self._pieces[self._agreed].start):
             self._begin()
             self._end()
-        # The next piece is measured, and its agreement begins, when the first frames of this one have been coded, one
-        # for each rank or segment: the link has something to carry then.
+        # The next piece is measured, and its agreement begins, when the first frame of this one has been coded of each
+        # segment that this rank sends: the link has something to carry then.
         if not self.complete and frames > self._pieces[self._agreed - 1].start + 1:
             self._begin()
 

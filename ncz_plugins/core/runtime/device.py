@@ -22,7 +22,7 @@ from .worker import FutureHandle, Worker
 
 _SPIN_SECONDS = 5e-3  # of a wait that looks again at once; the shortest sleep takes 50 us or more
 _POLL_SECONDS = 20e-6  # between two looks after that
-_ROOM_BYTES = 16 << 20  # that hold frames, where one is not larger; memory that is kept costs no page faults
+_ROOM_BYTES = 16 << 20  # for frames, at the least; memory that is kept costs no page faults
 _ALIGNMENT = 64  # of frames
 
 _HOST = torch.device("cpu")
@@ -93,7 +93,7 @@ class Device(ABC):
 
     @abstractmethod
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """The bytes of each of `buffers` that were just written. They stay until this device's next collective.
+        """The bytes of each of `buffers` that were just written. On a CPU they stay until the next collective.
 
         Args:
             sizes: how many of each.
@@ -134,22 +134,25 @@ class Device(ABC):
 
 
 class _Room(threading.local):
-    """Memory for the frames of one collective, one behind the other; each thread has its own.
-
-    Attributes:
-        used: bytes of it.
-    """
+    """Memory for the frames of one collective, one behind the other; each thread has its own."""
 
     def __init__(self):
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.used = 0
+        self._used = 0
 
     def rest(self, nbytes: int) -> Tensor:
-        """The next of it, uint8, [nbytes]."""
-        if self.used + nbytes > self._memory.numel():
+        """What nobody has taken, uint8, [nbytes]."""
+        if self._used + nbytes > self._memory.numel():
             # Other memory for those that follow: what is full goes with the last of its frames.
-            self._memory, self.used = torch.empty(max(_ROOM_BYTES, nbytes), dtype=torch.uint8), 0
-        return self._memory[self.used : self.used + nbytes]
+            self._memory, self._used = torch.empty(max(_ROOM_BYTES, 2 * nbytes), dtype=torch.uint8), 0
+        return self._memory[self._used : self._used + nbytes]
+
+    def take(self, nbytes: int) -> None:
+        """Keep so much of what `rest` gave last."""
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def take_none(self) -> None:
+        self._used = 0
 
 
 class Host(Device):
@@ -168,7 +171,7 @@ class Host(Device):
         self._room = _Room()
 
     def after(self, event: None) -> AbstractContextManager:
-        self._room.used = 0
+        self._room.take_none()  # the frames before have left: each schedule ends with that
         return _at_once
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -177,7 +180,7 @@ class Host(Device):
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
         # Most frames are much smaller than the buffer, whose rest is for the next.
         [buffer], [size] = buffers, sizes
-        self._room.used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._room.take(size)
         return [buffer[:size]]
 
     def start_seeing(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:

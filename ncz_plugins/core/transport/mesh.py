@@ -134,6 +134,8 @@ class Mesh:
     def channels(self, count: int) -> None:
         self._channels = count
         self._in_use = [peer for of_one in self._by_rank.values() for peer in of_one[:count]]
+        for peer in self._peers:
+            peer.be_watched(self._poll)  # no longer, if it is not in use any more
 
     def start(
         self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
@@ -230,7 +232,7 @@ class Mesh:
 
         Returns: which peers have, or do.
         """
-        for peer in self._peers:
+        for peer in self._in_use:
             peer.be_watched(self._poll)
         left = deadline - time.monotonic()
         if left <= 0:
@@ -392,7 +394,7 @@ class _Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def be_watched(self, poll: select.poll) -> None:
-        """Let `poll` watch for what the messages under way need, and for the end of the connection; or for nothing.
+        """Let `poll` watch for what the messages under way need, if there are any, and for the end of the connection.
 
         It stays so until they need something else: to begin afresh in each wait takes as long as some waits.
         """

@@ -44,17 +44,23 @@ inline __m256 load8(const ncz::float16* x) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
 
-// Stores eight numbers; streamed ones go past the caches, to a multiple of their size.
+// Stores a vector. Streamed ones go past the caches, to a multiple of their size.
 template <bool is_streamed = false>
 inline void store_eight(__m256i eight, void* to) {
     auto* out = static_cast<__m256i*>(to);
-    is_streamed ? _mm256_stream_si256(out, eight) : _mm256_storeu_si256(out, eight);
+    if constexpr (is_streamed)
+        _mm256_stream_si256(out, eight);
+    else
+        _mm256_storeu_si256(out, eight);
 }
 
 template <bool is_streamed>
 inline void store_eight(__m128i eight, void* to) {
     auto* out = static_cast<__m128i*>(to);
-    is_streamed ? _mm_stream_si128(out, eight) : _mm_storeu_si128(out, eight);
+    if constexpr (is_streamed)
+        _mm_stream_si128(out, eight);
+    else
+        _mm_storeu_si128(out, eight);
 }
 
 template <bool is_streamed>
@@ -181,8 +187,8 @@ inline void dequantize_block(const Block& codes, Scale scale, T* out) {
     for (int k = 0; k < 4; ++k) dequantize8<is_streamed>(codes.eights[k], scale, out + 8 * k);
 }
 
-// Whether blocks may be streamed there.
-inline bool can_stream(const void* out) { return reinterpret_cast<uintptr_t>(out) % sizeof(__m256i) == 0; }
+// Whether blocks may be streamed there: cache lines should be written as a whole.
+inline bool can_stream(const void* out) { return reinterpret_cast<uintptr_t>(out) % 64 == 0; }
 
 // Whatever is stored from now on, others see after what was streamed.
 inline void end_streaming() { _mm_sfence(); }

@@ -3,7 +3,7 @@
 //
 //     Block, load_block, store_block, add_blocks    32 codes, residuals or symbols; to and from int32
 //     quantize_block, dequantize_block              floats and codes; streamed floats go past the caches
-//     can_stream, end_streaming                     whether they may go to an address, and that all have gone
+//     can_stream, end_streaming                     whether they may go to an address; puts them before later stores
 //     Delta                                         codes and residuals
 //     zigzag, unzigzag                              residuals and symbols
 //     width_of, pack_block, unpack_block            symbols and bits
@@ -740,7 +740,7 @@ auto with_codes(const void* x, const void* inverse_steps, int32_t dtype, const N
     });
 }
 
-// Writes the floats of `count` codes to memory that was not just read.
+// Writes the floats of `count` codes. Large ones are streamed: if `out` was read before, it is not in the caches any more.
 template <class Source, class T, class Scale>
 void write_floats(Source source, const Scale* scales, int64_t count, T* out) {
     bool is_streamed = count * int64_t(sizeof(T)) >= STREAMED_BYTES && can_stream(out);

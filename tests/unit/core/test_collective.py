@@ -1,9 +1,11 @@
 """The way of every call: decided, compared, run and counted, on ranks in one process."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import play, same_bits, values
+from ranks import play, play_communicators, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
@@ -177,3 +179,20 @@ def test_many_ranks(world_size):
     exact = sum(values(rank, 5000).double() for rank in range(world_size))
     assert same_bits(results)
     assert (results[0] - exact).abs().max() <= 0.01 * world_size + 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["direct", "ring"])
+def test_a_broadcast_does_not_wait_for_ranks_that_wait_for_its_frames(schedule):
+    """Those of this size don't fit into what a socket buffers: they leave as the sender goes on."""
+    count = 3 << 20
+    transport = {"min_bytes": 0, "frame_bytes": "1MiB", "link_gbps": 1, "schedule": schedule, "timeout_seconds": 20}
+
+    def body(communicator):
+        for peer in communicator.transport._connections.frames._peers:
+            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        x = values(communicator.transport.rank, count)
+        communicator.broadcast(x, 1)
+        return x
+
+    config = {"transport": transport, "roles": ["gradient"]}
+    assert same_bits(play_communicators(3, config, body))

@@ -158,7 +158,7 @@ class _Scales:
         pieces = pieces_of(layout, config) if fleet.costs.kind == "cpu" else [range(layout.frames)]
         self._left = list(pieces)
         self._is_measured = True  # the first of these
-        self._begun = 0  # the first frame of the last piece that is agreed on
+        self._last_start = 0  # the first frame of the last piece that is agreed on
         self._measure(pieces[0])
         if itemsize * layout.numel <= SMALL_BYTES and fleet.costs.kind == "cpu":
             self._agree(pieces[0], _COMPARED_BYTES)
@@ -170,10 +170,10 @@ class _Scales:
         """See `ScaleAgreement.require`."""
         while self._left and frames > self._left[0].start:
             self._measure_next()
-            self._begun = self._left[0].start
+            self._last_start = self._left[0].start
             self._agree(self._left.pop(0), 0)
             self._is_measured = False
-        if self._left and frames > self._begun + 1:
+        if self._left and frames > self._last_start + 1:
             self._measure_next()
 
     def _measure_next(self) -> None:

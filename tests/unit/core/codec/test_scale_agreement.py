@@ -216,21 +216,21 @@ class Noting:
         return noted
 
 
-def kernels_used(poisoned: bool) -> list[list[str]]:
-    """On each of two ranks, in an all-reduce by the ring whose last value may be infinite."""
+def kernels_used(poisoned: bool, schedule=ring, world_size: int = 2) -> list[list[str]]:
+    """On each rank, in an all-reduce whose last value may be infinite."""
 
     def body(transport):
         used: list[str] = []
         device = Host()
         device.backend = Noting(device.backend, used)
-        tensor = values(transport.rank, 2 * FRAMES * CHUNK)
+        tensor = values(transport.rank, world_size * FRAMES * CHUNK)
         if poisoned:
             tensor[-1] = float("inf")
-        made, _ = call(transport, config_of(), "all_reduce", ring, tensor)
+        made, _ = call(transport, config_of(), "all_reduce", schedule, tensor)
         run(made, device, transport)
         return used
 
-    return play(2, body)
+    return play(world_size, body)
 
 
 def test_the_first_frame_of_a_piece_is_coded_before_the_next_one_is_measured():
@@ -238,6 +238,13 @@ def test_the_first_frame_of_a_piece_is_coded_before_the_next_one_is_measured():
     for used in kernels_used(poisoned=False):
         assert used[:15] == [*measure, "encode", *measure, *["encode"] * 2, *measure, *["encode"] * 6]
         assert sorted(used[15:]) == ["decode"] * 18 + ["reduce"] * 9
+
+
+def test_a_frame_for_each_rank_is_coded_before_the_next_piece_is_measured():
+    measure = ["measure"] * 3
+    for used in kernels_used(poisoned=False, schedule=direct, world_size=3):
+        assert used[:27] == [*measure, *["encode"] * 2, *measure, *["encode"] * 4, *measure, *["encode"] * 12]
+        assert sorted(used[27:]) == ["decode"] * 27 + ["reduce"] * 9
 
 
 def test_nothing_is_coded_once_it_is_known_to_be_for_nothing():
