@@ -177,8 +177,8 @@ class StochasticSource {
     RandomWords random_;
 };
 
-// From so many bytes on, floats are streamed: through the caches, a processor reads memory before it writes there. Fewer
-// stay in a core's own cache, for whoever reads them next.
+// From so many bytes on, decoded floats are streamed: through the caches, a processor reads memory before it writes there.
+// Fewer stay in a core's own cache, for whoever reads them next.
 constexpr int64_t STREAMED_BYTES = 1 << 20;
 
 // The floats of a block of `n` codes.
@@ -740,14 +740,6 @@ auto with_codes(const void* x, const void* inverse_steps, int32_t dtype, const N
     });
 }
 
-// Writes the floats of `count` codes. Large ones are streamed: if `out` was read before, it is not in the caches any more.
-template <class Source, class T, class Scale>
-void write_floats(Source source, const Scale* scales, int64_t count, T* out) {
-    bool is_streamed = count * int64_t(sizeof(T)) >= STREAMED_BYTES && can_stream(out);
-    run(source, FloatsSink<T, Scale>(out, scales, is_streamed), count);
-    if (is_streamed) end_streaming();
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------ the C functions
@@ -769,7 +761,7 @@ NCZ_EXPORT void NCZ_NAME(quantize)(const void* x, int32_t dtype, const void* inv
 NCZ_EXPORT void NCZ_NAME(dequantize)(const int32_t* codes, const void* scales, int64_t count, void* out,
                                      int32_t dtype) {
     with_types(out, scales, dtype,
-               [&](auto* out, auto* scales) { write_floats(CodesSource(codes), scales, count, out); });
+               [&](auto* out, auto* scales) { run(CodesSource(codes), FloatsSink(out, scales), count); });
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(scratch_bytes)(int64_t count) { return Scratch::bytes(count); }
@@ -805,7 +797,11 @@ NCZ_EXPORT int64_t NCZ_NAME(decode)(const uint8_t* frame, int64_t bytes, const v
     DecodedSymbols decoded(scratch);
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
-    with_types(out, scales, dtype, [&](auto* out, auto* scales) { write_floats(source, scales, count, out); });
+    with_types(out, scales, dtype, [&](auto* out, auto* scales) {
+        bool is_streamed = count * int64_t(sizeof(*out)) >= STREAMED_BYTES && can_stream(out);
+        run(source, FloatsSink(out, scales, is_streamed), count);
+        if (is_streamed) end_streaming();
+    });
     return source.damage();
 }
 
