@@ -44,23 +44,16 @@ inline __m256 load8(const ncz::float16* x) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
 
-// Stores a vector. Streamed ones go past the caches, to a multiple of their size.
-template <bool is_streamed = false>
-inline void store_eight(__m256i eight, void* to) {
-    auto* out = static_cast<__m256i*>(to);
-    if constexpr (is_streamed)
-        _mm256_stream_si256(out, eight);
-    else
-        _mm256_storeu_si256(out, eight);
-}
+// Past the caches, to a multiple of the vector's size.
+inline void stream(__m256i vector, void* to) { _mm256_stream_si256(static_cast<__m256i*>(to), vector); }
+inline void stream(__m128i vector, void* to) { _mm_stream_si128(static_cast<__m128i*>(to), vector); }
 
-template <bool is_streamed>
-inline void store_eight(__m128i eight, void* to) {
-    auto* out = static_cast<__m128i*>(to);
+template <bool is_streamed = false, class Vector>
+inline void store_eight(Vector eight, void* to) {
     if constexpr (is_streamed)
-        _mm_stream_si128(out, eight);
+        stream(eight, to);
     else
-        _mm_storeu_si128(out, eight);
+        memcpy(to, &eight, sizeof eight);
 }
 
 template <bool is_streamed>

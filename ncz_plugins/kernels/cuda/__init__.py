@@ -156,7 +156,7 @@ class CudaBackend(GpuBackend):
         fits = all(len(each.frames) <= MOST_INPUTS for each in sums)
         if fits and sums[0].out.dtype == sums[0].x.dtype:
             frames.decode_sums(reader, sums, scales, noise)
-        else:  # half types are added to what error feedback keeps in float32
+        else:  # more frames, or half types that are added to what error feedback keeps in float32
             for each, to, codes in zip(sums, scales, frames.added_up(reader, sums, noise), strict=True):
                 self.dequantize(codes, to, each.out)
 
