@@ -43,6 +43,7 @@ SETTINGS = {
     "bits": WHATEVER_SIZE | {"quantizer": {"mode": "bits", "value": BITS}},
 }
 ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8}  # of a result, as a share of it
+WARM_UP = 5  # turns that don't count: calls of two ranks go by the lengths of frames of four calls before
 SECONDS = 150
 
 
@@ -129,7 +130,7 @@ def rank_main(arguments) -> None:
         dist.all_reduce(exact)
         calls, tensors = contenders(x, communicators)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-        for _ in range(arguments.repeats):
+        for turn in range(-WARM_UP, arguments.repeats):
             for name, call in calls.items():
                 if name in tensors:
                     tensors[name].copy_(x)
@@ -139,7 +140,8 @@ def rank_main(arguments) -> None:
                 call()
                 returned = time.perf_counter()
                 synchronize()
-                times[name].append((time.perf_counter() - started, returned - started))
+                if turn >= 0:
+                    times[name].append((time.perf_counter() - started, returned - started))
         medians = {name: [statistics.median(each) for each in zip(*found)] for name, found in times.items()}
         for name, (seconds, host_seconds) in medians.items():
             row = {"ranks": dist.get_world_size(), "dtype": name_of_dtype, "mib": mib, "contender": name}

@@ -465,7 +465,6 @@ class Communicator:
         """Begin a plain collective over the user's process group, in whose streams GPUs do all else."""
         if self.world_size > 1:
             self._queue.drain()
-            self._collectives.note_uncompared(request, bypass)
         device = request.input.device
         queued = self._queued.get(device)  # calls before this one may still write to the same tensor on their stream
         stream = queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext()
@@ -477,7 +476,9 @@ class Communicator:
             handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
             if request.joined is not None:
                 handle.wait()
-        self._collectives.count_plain(request, bypass)  # while the data travel
+        if self.world_size > 1:  # while the data travel, as all below
+            self._collectives.note_uncompared(request, bypass)
+        self._collectives.count_plain(request, bypass)
         if request.input.is_cuda and not is_captured(device):
             self._plain_on_gpu = handle
         return handle.giving(request.output) if async_op else handle.wait() and None

@@ -330,6 +330,16 @@ class GpuBackend(Backend):
         """
 
     @abstractmethod
+    def pad_frames(self, memory: Sequence[Tensor], sizes: Tensor) -> None:
+        """Complete what is sent of frames of which the host does not know how long they are.
+
+        Args:
+            memory: of each, uint8: FRONT_BYTES for the length of the frame and zeros, the frame, and zeros to the end;
+                less than all of the frame, if there is no room for it.
+            sizes: how many bytes each frame has: int64, [len(memory)], on the device.
+        """
+
+    @abstractmethod
     def measure_blocks(
         self,
         tensors: Sequence[Tensor],

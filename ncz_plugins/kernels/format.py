@@ -17,6 +17,7 @@ VERSION = 1
 # magic, version, coder, predictor, width, count, payload bytes, flags, checksum
 HEADER = struct.Struct("<IBBBBIIII")
 HEADER_BYTES = HEADER.size
+FRONT_BYTES = 16  # before a frame that is padded, see GpuBackend.pad_frames: NCCL copies so many at a time
 
 CHUNK = 4096  # elements that are coded together: delta restarts
 BLOCK = 32  # symbols that share one width byte in FIXED

@@ -540,17 +540,17 @@ def test_damage_shows_to_the_thread_that_met_it():
 # ------------------------------------------------------------------ what a CUDA graph needs
 
 
-class Recorder:
+class Recorder(EmulatedLauncher):
     """A launcher that notes what is launched, and runs it."""
 
     def __init__(self):
+        super().__init__()
         self.launches = []
-        self._launcher = EmulatedLauncher()
 
     def launch(self, kernel, dtype, grid, block, *arguments):
         values = [argument for argument in arguments if isinstance(argument, np.generic)]
         self.launches.append((kernel, dtype, grid, block, values))
-        self._launcher.launch(kernel, dtype, grid, block, *arguments)
+        super().launch(kernel, dtype, grid, block, *arguments)
 
 
 def launched(codes: torch.Tensor, coding: Coding) -> list:

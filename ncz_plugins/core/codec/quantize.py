@@ -257,15 +257,13 @@ def measure_on_gpu(
     values = [source[layout.segment(segment)] for segment in segments]
     dtype = torch.float64 if source.data.dtype == torch.float64 else torch.float32
     block, mode = quantizer.block_in_effect, mode_of(quantizer, dtype)
-    measured = backend.measure_blocks(values, layout.lengths, segments, block, mode, most, dtype, source.data.device)
-    return measured.bfloat16() if mode == "rms only" else measured
+    return backend.measure_blocks(values, layout.lengths, segments, block, mode, most, dtype, source.data.device)
 
 
 def derive_on_gpu(
     backend: GpuBackend, agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, rule: StepRule
 ) -> tuple[Scales, Tensor]:
     """Scales on the device, and what `derived_on_gpu` takes once the host has seen it."""
-    agreed = agreed.float() if agreed.dtype == torch.bfloat16 else agreed
     *scales, outcome = backend.derive_steps(agreed, layout.lengths, quantizer.block_in_effect, rule)
     return Scales(*scales), outcome
 

@@ -266,16 +266,17 @@ class QuantizingCodec(TensorCodec):
         Args:
             places: (segment, index) of each.
             buffers: memory for each, of at least `frame_capacity`.
-            tell_outcome: begin to copy to the host what it has yet to see of the agreement, before the frames are made.
+            tell_outcome: then begin to copy to the host what it has yet to see of the agreement.
 
         Returns the bytes of each: int64, [len(places)], on the device.
         """
         batch = [FrameSum(*place, []) for place in places]
         self._require_scales(self.layout.frames)
+        with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
+            sizes = self._written(batch, buffers)
         if tell_outcome and self._untold is not None and self._outcome is None:
             self._outcome = self.device.start_seeing(self._untold)
-        with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
-            return self._written(batch, buffers)
+        return sizes
 
     def _decode_if_enough(self, last: Tensor) -> None:
         self._waiting += last.numel()

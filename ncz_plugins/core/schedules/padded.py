@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.format import HEADER_BYTES
+from ...kernels.format import FRONT_BYTES, HEADER_BYTES
 from ..codec.tensor_codec import CODED_TOGETHER, QuantizingCodec
 from ..errors import FrameError
 from ..runtime.statistics import Counters
@@ -24,7 +24,7 @@ from ..transport.base import CollectiveTransport, frame_bytes, peer_errors, repl
 from ..transport.forecast import Forecasts
 
 _ALIGNMENT = 512  # of what is gathered, as of tensors on a GPU
-_LENGTH_BYTES, _FRONT_BYTES = 8, 16  # of a frame's length; where the frame begins, as NCCL copies 16 bytes at a time
+_LENGTH_BYTES = 8  # of a frame's length, in front of it
 
 Place = tuple[int, int]  # segment, and frame of it
 
@@ -94,42 +94,41 @@ class _PaddedFrames:
         self._forecast = transport.forecasts.of(codec.kind)
         self.left: Sequence[int] = range(len(sends))
         self._lengths: dict[int, int] = {}  # how much of that is gathered, as far as that is known
-        self._own: dict[int, Tensor] = {}  # memory: the length of a frame, and from _FRONT_BYTES on the frame
+        self._own: dict[int, Tensor] = {}  # memory: the length of a frame, and from FRONT_BYTES on the frame
+        self._sizes: dict[int, Tensor] = {}  # the bytes of these frames, on the device
         self._received: dict[int, Tensor] = {}
         self._decoded: set[int] = set()
 
     def encoded(self) -> Iterator[tuple[int, Tensor]]:
         """All that is left to gather. Nothing comes, on both ranks, once the call must go plain."""
         if self._own:
-            yield from self._gathered(self.left)
+            sizes = torch.cat([self._sizes[number] for number in self.left])
+            yield from self._gathered(self.left, sizes)
             return
         if expected := self._forecast.sizes:
             self._lengths = dict(enumerate(map(_gathered_bytes, expected)))
         for batch in self._batches(2 if expected is None else len(self._sends)):
             memory = [self._codec.device.buffer(_gathered_bytes(self._codec.frame_capacity)) for _ in batch]
-            for number, each in zip(batch, memory):
-                each[: self._lengths.get(number, _FRONT_BYTES)] = 0  # not what was in that memory before
-            frames = [each[_FRONT_BYTES:] for each in memory]
+            frames = [each[FRONT_BYTES:] for each in memory]
             places = [self._sends[number] for number in batch]
-            lengths = self._codec.encode_ahead(places, frames, tell_outcome=expected is not None)
-            for each, length in zip(memory, lengths.split(1)):
-                each[:_LENGTH_BYTES] = length.view(torch.uint8)
+            sizes = self._codec.encode_ahead(places, frames, tell_outcome=expected is not None)
             self._own |= zip(batch, memory)
-            if expected is None and not self._agree(batch, lengths):
+            self._sizes |= zip(batch, sizes.split(1))
+            if expected is None and not self._agree(batch, sizes):
                 return
-            yield from self._gathered(batch)
+            yield from self._gathered(batch, sizes)
 
     def decode_sum(self, number: int, memory: Tensor) -> None:
         """Take what the peer sent, and write the sum of it and the own values to the output."""
         if number not in self._decoded:  # the output may be the memory of what is added
-            self._codec.decode_sum(*self._sums[number], [memory[_FRONT_BYTES:]], padded=True)
+            self._codec.decode_sum(*self._sums[number], [memory[FRONT_BYTES:]], padded=True)
         self._received[number] = memory
 
     def check(self) -> None:
         """Wait until all of it is done, and find what was cut off and is `left`. Raises FrameError."""
         both = [*self._own.values(), *self._received.values()]  # of all; or nothing was received
         with span("wait", 0, self._counters):
-            seen = self._codec.check(*(memory[: _FRONT_BYTES + HEADER_BYTES] for memory in both))
+            seen = self._codec.check(*(memory[: FRONT_BYTES + HEADER_BYTES] for memory in both))
         self.left = []
         if self._codec.bypass:
             return
@@ -148,7 +147,7 @@ class _PaddedFrames:
     def _length_of(self, beginning: Tensor) -> int:
         """Of a frame of the peer. Raises FrameError if the two that came with it differ, or are impossible."""
         peer, capacity = 1 - self._transport.rank, self._codec.frame_capacity
-        theirs = frame_bytes(beginning[_FRONT_BYTES:].numpy(), peer, HEADER_BYTES, capacity)
+        theirs = frame_bytes(beginning[FRONT_BYTES:].numpy(), peer, HEADER_BYTES, capacity)
         if theirs != _told(beginning):
             raise FrameError(
                 f"a frame of rank {peer} is damaged: its header says that it has {theirs} bytes, and the length that "
@@ -166,13 +165,13 @@ class _PaddedFrames:
         count = max(1, together, -(-len(every) // most))
         return (every[start : start + count] for start in every[::count])
 
-    def _agree(self, batch: range, lengths: Tensor) -> bool:
+    def _agree(self, batch: range, sizes: Tensor) -> bool:
         """Find the longest frame of each number, for which the host waits. Whether the call is still compressed."""
-        longest = lengths.clone()
+        longest = sizes.clone()
         with peer_errors("agreeing on the lengths of frames"):
             replace_by_largest(self._transport, longest, self._counters)
         with span("wait", 0, self._counters):
-            seen = self._codec.seen(torch.cat([lengths, longest]))
+            seen = self._codec.seen(torch.cat([sizes, longest]))
         for number, ours, most in zip(batch, seen, seen[len(batch) :]):
             self._set_length(number, ours, most)
         return not self._codec.bypass
@@ -185,15 +184,16 @@ class _PaddedFrames:
                 f"{self._codec.frame_capacity} are possible. Suspect the network or memory."
             )
         self._lengths[number] = _gathered_bytes(longest)
-        self._own[number][_FRONT_BYTES + ours : self._lengths[number]] = 0  # not what was in that memory before
 
-    def _gathered(self, numbers: Sequence[int]) -> list[tuple[int, Tensor]]:
-        return [(number, self._own[number][: self._lengths[number]]) for number in numbers]
+    def _gathered(self, numbers: Sequence[int], sizes: Tensor) -> list[tuple[int, Tensor]]:
+        memory = [self._own[number][: self._lengths[number]] for number in numbers]
+        self._codec.backend.pad_frames(memory, sizes)
+        return list(zip(numbers, memory))
 
 
 def _gathered_bytes(nbytes: int) -> int:
     """What is gathered of a frame of so many bytes."""
-    return -(-(_FRONT_BYTES + nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return -(-(FRONT_BYTES + nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _told(beginning: Tensor) -> int:

@@ -78,6 +78,7 @@ struct Header {
 };
 constexpr int64_t HEADER_BYTES = sizeof(Header);
 static_assert(HEADER_BYTES == 24, "the header has no padding");
+constexpr int64_t FRONT_BYTES = 16;  // before a frame that is padded: its length, and zeros
 
 // The selector's prices in picoseconds, as in format.py.
 struct SelectorCosts {

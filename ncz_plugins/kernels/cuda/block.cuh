@@ -9,6 +9,13 @@
 NCZ_DEVICE int lane() { return int(threadIdx.x) % WARP; }
 NCZ_DEVICE int warp() { return int(threadIdx.x) / WARP; }
 
+// The same number. But the compiler can't know, so it does not keep in registers what depends on it from one round of a loop
+// to the next.
+NCZ_DEVICE int looked_up_again(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 // ------------------------------------------------------------------ sums
 
 // Sum of this lane's and all lower lanes' values.
@@ -87,14 +94,14 @@ NCZ_DEVICE uint32_t block_or(uint32_t value, uint32_t* scratch) {
 
 // The emulator has its own of these. It must let other threads run between two looks.
 #ifndef NCZ_EMULATED
-NCZ_DEVICE unsigned long long load_acquire(const unsigned long long* from) {
+NCZ_DEVICE unsigned long long load_relaxed(const unsigned long long* from) {
     unsigned long long value;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
 }
 
-NCZ_DEVICE void store_release(unsigned long long* to, unsigned long long value) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+NCZ_DEVICE void store_relaxed(unsigned long long* to, unsigned long long value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 
 // Starts to copy a word to shared memory, which the same thread may read after `await_copies`. Older cards copy at once.
@@ -139,40 +146,44 @@ NCZ_DEVICE bool finished_last(uint32_t* counter, int64_t blocks, int* shared) {
 // own as soon as it knows, and then what all up to it have, which spares others to look back any further. `places` are
 // zero at first.
 constexpr unsigned long long OWN = 1, ALL = 2, KINDS = 4;  // what is at a place, in its lowest bits; 0: nothing yet
+constexpr int PLACES_AT_ONCE = 4;  // that a lane looks at; no wider, as others do the same meanwhile
+
+// The first lane of those that found an end; the last lane if none did.
+NCZ_DEVICE int nearest_end(unsigned ends) { return ends ? __ffs(int(ends)) - 1 : WARP - 1; }
 
 // By one thread.
 NCZ_DEVICE void leave_own(unsigned long long* places, int64_t number, int64_t own) {
-    store_release(places + number, KINDS * (unsigned long long)own + (number ? OWN : ALL));
+    store_relaxed(places + number, KINDS * (unsigned long long)own + (number ? OWN : ALL));
 }
 
 // Sum of what is the own of all lower numbers, by a warp. After leave_own.
 NCZ_DEVICE int64_t look_back(unsigned long long* places, int64_t number, int64_t own) {
     unsigned long long before = 0;
-    for (int64_t last = number - 1; last >= 0; last -= WARP) {
-        int64_t at = last - lane();
-        unsigned long long place;
+    for (int64_t last = number - 1; last >= 0; last -= PLACES_AT_ONCE * WARP) {
+        int64_t nearest = last - PLACES_AT_ONCE * lane();
+        unsigned long long of_lane;
+        unsigned ends;
+        bool is_missing;  // a place of this lane, up to that where it ends
         do {
-            place = at >= 0 ? load_acquire(places + at) : (unsigned long long)ALL;
-        } while (__any_sync(ALL_LANES, place == 0));
-        unsigned ends = __ballot_sync(ALL_LANES, place % KINDS == ALL);
-        int nearest_end = ends ? __ffs(int(ends)) - 1 : WARP;
-        before += warp_sum(lane() <= nearest_end ? place / KINDS : 0ull);
+            unsigned long long found[PLACES_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < PLACES_AT_ONCE; ++i)
+                found[i] = nearest - i >= 0 ? load_relaxed(places + nearest - i) : (unsigned long long)ALL;
+            bool is_end = is_missing = false;
+            of_lane = 0;
+#pragma unroll
+            for (int i = 0; i < PLACES_AT_ONCE; ++i) {
+                is_missing |= !is_end && found[i] == 0;
+                of_lane += is_end ? 0 : found[i] / KINDS;
+                is_end |= found[i] % KINDS == ALL;
+            }
+            ends = __ballot_sync(ALL_LANES, is_end);
+        } while (__any_sync(ALL_LANES, is_missing && lane() <= nearest_end(ends)));
+        before += warp_sum(lane() <= nearest_end(ends) ? of_lane : 0ull);
         if (ends) break;
     }
-    if (lane() == 0 && number) store_release(places + number, KINDS * (before + (unsigned long long)own) + ALL);
+    if (lane() == 0 && number) store_relaxed(places + number, KINDS * (before + (unsigned long long)own) + ALL);
     return int64_t(before);
-}
-
-// Both, by the whole block, between barriers.
-NCZ_DEVICE int64_t find_place(unsigned long long* places, int64_t number, int64_t own, int64_t* shared) {
-    __syncthreads();
-    if (warp() == 0) {
-        if (lane() == 0) leave_own(places, number, own);
-        int64_t before = look_back(places, number, own);
-        if (lane() == 0) *shared = before;
-    }
-    __syncthreads();
-    return *shared;
 }
 
 // ------------------------------------------------------------------ unaligned memory
@@ -203,23 +214,4 @@ NCZ_DEVICE void copy_to_global(uint8_t* to, const uint32_t* words, int bytes) {
     int i = int(threadIdx.x);
     if (i >= head) i += tail - head;  // the bytes before and behind the whole words
     if (i < bytes) to[i] = uint8_t(words[i / 4] >> (8 * (i % 4)));
-}
-
-// `bytes` from any address to shared memory, by all threads of the block. Gives how far into `words` they begin, 0 to
-// 3: whole words are read where they lie, and nothing before and behind them. Behind the bytes is what was there
-// before.
-// No barrier: the caller needs one before it reads.
-NCZ_DEVICE int copy_to_shared(uint32_t* words, const uint8_t* from, int bytes) {
-    int phase = int(reinterpret_cast<uintptr_t>(from) & 3);
-    int end = phase + bytes;
-    int first = phase ? 1 : 0, last = end / 4;  // whole words
-    const uint32_t* aligned = reinterpret_cast<const uint32_t*>(from - phase);
-    for (int i = first + int(threadIdx.x); i < last; i += THREADS) words[i] = aligned[i];
-    uint8_t* shared = reinterpret_cast<uint8_t*>(words);
-    int head = first * 4 < end ? first * 4 : end;  // phase to head, and tail to end, go byte by byte
-    int tail = last >= first ? last * 4 : end;
-    int i = int(threadIdx.x);
-    if (phase + i < head) shared[phase + i] = from[i];
-    if (tail + i < end) shared[tail + i] = from[tail - phase + i];
-    return phase;
 }

@@ -4,19 +4,22 @@
 #include "frame.cuh"
 
 constexpr int MAX_CHUNK_BYTES = int(CHUNK) / BLOCK + 4 * int(CHUNK);
-// With up to 3 bytes before it, and a word behind it that is read but not used.
-constexpr int CHUNK_WORDS = (MAX_CHUNK_BYTES + 3 + 3) / 4 + 1;
+
+// Words of so many packed bytes, with one behind them that is read but not used; and the most of a chunk.
+NCZ_DEVICE constexpr int words_of(int bytes) { return bytes / 4 + 2; }
+constexpr int CHUNK_WORDS = int(CHUNK) + 2;
 
 // ------------------------------------------------------------------ octets and bits
 
+// Numbers of this thread's octets, 16 bits each.
+NCZ_DEVICE unsigned of_octet(uint32_t numbers, int j) { return numbers >> 16 * j & 0xffffu; }
+
 // Where each of this thread's octets begins, if octet after octet takes as many bytes as `widths` says; `total`: all.
-NCZ_DEVICE void octet_starts(const unsigned (&widths)[OCTETS_PER_THREAD], uint32_t* scratch,
-                             unsigned (&starts)[OCTETS_PER_THREAD], unsigned& total) {
-    // Both octets' sums in one number: 32 lanes of up to 32 bytes stay below 16 bits.
-    uint32_t both = widths[0] | widths[1] << 16;
-    uint32_t inclusive = warp_inclusive_sum(both), of_warp = __shfl_sync(ALL_LANES, inclusive, WARP - 1);
-    unsigned first_half = of_warp & 0xffffu;
-    if (lane() == 0) scratch[warp()] = first_half + (of_warp >> 16);
+NCZ_DEVICE uint32_t octet_starts(uint32_t widths, uint32_t* scratch, unsigned& total) {
+    // Both octets' sums in one number: those of a chunk stay below 16 bits.
+    uint32_t inclusive = warp_inclusive_sum(widths), of_warp = __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+    unsigned first_half = of_octet(of_warp, 0);
+    if (lane() == 0) scratch[warp()] = first_half + of_octet(of_warp, 1);
     __syncthreads();
     unsigned before = 0;
     total = 0;
@@ -25,9 +28,7 @@ NCZ_DEVICE void octet_starts(const unsigned (&widths)[OCTETS_PER_THREAD], uint32
         total += scratch[w];
     }
     __syncthreads();
-    uint32_t exclusive = inclusive - both;
-    starts[0] = before + (exclusive & 0xffffu);
-    starts[1] = before + first_half + (exclusive >> 16);
+    return inclusive - widths + before + ((before + first_half) << 16);
 }
 
 // Appends bits to zeroed words of shared memory, of which other threads write the bits beside.
@@ -75,32 +76,61 @@ NCZ_DEVICE void pack_octet(const uint32_t (&symbols)[OCTET], unsigned width, uin
     writer.end();
 }
 
-// 32 bits from `bit` on. Touches the word behind.
-NCZ_DEVICE uint32_t bits_at(const uint32_t* words, unsigned bit) {
-    return __funnelshift_r(words[bit / 32], words[bit / 32 + 1], bit % 32);
-}
+// Bytes at any address of global memory, read in the whole words that they lie in, and nothing at `end` or behind: there
+// are zeros.
+class Bytes {
+  public:
+    NCZ_DEVICE Bytes(const uint8_t* from, const uint8_t* end)
+        : words_(reinterpret_cast<const uint32_t*>(from - phase_of(from))), phase_(phase_of(from)), rest_(0) {
+        int64_t bytes = end - from + phase_;
+        whole_ = bytes < MANY ? int(bytes / 4) : MANY / 4;
+        for (int i = 4 * whole_; i < bytes && bytes < MANY; ++i)
+            rest_ |= uint32_t(from[i - int(phase_)]) << 8 * (i % 4);
+    }
 
-// Inverse of pack_octet.
-NCZ_DEVICE void unpack_octet(const uint32_t* words, unsigned first_byte, unsigned width, uint32_t (&symbols)[OCTET]) {
-    unsigned bit = 8 * first_byte;
+    // 32 bits from `bit` on.
+    NCZ_DEVICE uint32_t bits(unsigned bit) const {
+        bit += 8 * phase_;
+        return __funnelshift_r(word(bit / 32), word(bit / 32 + 1), bit % 32);
+    }
+
+    // 64 bits from a byte on, of which the first `n` matter.
+    NCZ_DEVICE uint64_t long_bits(unsigned byte, unsigned n) const {
+        byte += phase_;
+        unsigned first = byte / 4, shift = 8 * (byte % 4);
+        n += shift;
+        uint32_t low = word(first), middle = n > 32 ? word(first + 1) : 0, high = n > 64 ? word(first + 2) : 0;
+        return uint64_t(__funnelshift_r(middle, high, shift)) << 32 | __funnelshift_r(low, middle, shift);
+    }
+
+  private:
+    static constexpr int MANY = 4 * MAX_CHUNK_BYTES;  // more than anyone reads from here on
+
+    NCZ_DEVICE static unsigned phase_of(const uint8_t* from) { return unsigned(reinterpret_cast<uintptr_t>(from) % 4); }
+    NCZ_DEVICE uint32_t word(unsigned i) const {
+        return int(i) < whole_ ? words_[i] : int(i) == whole_ ? rest_ : 0;
+    }
+
+    const uint32_t* words_;
+    unsigned phase_;
+    int whole_;      // words before the end
+    uint32_t rest_;  // the bytes behind these
+};
+
+// Inverse of pack_octet, from `width` bytes.
+NCZ_DEVICE void unpack_octet(const Bytes& bytes, unsigned first_byte, unsigned width, uint32_t (&symbols)[OCTET]) {
     uint32_t mask = width == 32 ? ~0u : (1u << width) - 1;
     if (width <= 8) {
+        uint64_t all = width ? bytes.long_bits(first_byte, 8 * width) : 0;
+        uint32_t low = uint32_t(all), high = uint32_t(all >> 4 * width);
 #pragma unroll
-        for (int i = 0; i < OCTET; i += 4) {
-            uint32_t four = bits_at(words, bit + unsigned(i) * width);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) symbols[i + k] = four >> (unsigned(k) * width) & mask;
-        }
-    } else if (width <= 16) {
-#pragma unroll
-        for (int i = 0; i < OCTET; i += 2) {
-            uint32_t two = bits_at(words, bit + unsigned(i) * width);
-            symbols[i] = two & mask;
-            symbols[i + 1] = two >> width & mask;
+        for (int i = 0; i < OCTET / 2; ++i) {
+            symbols[i] = low >> (unsigned(i) * width) & mask;
+            symbols[OCTET / 2 + i] = high >> (unsigned(i) * width) & mask;
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) symbols[i] = bits_at(words, bit + unsigned(i) * width) & mask;
+        for (int i = 0; i < OCTET; ++i) symbols[i] = bytes.bits(8 * first_byte + unsigned(i) * width) & mask;
     }
 }
 
@@ -110,12 +140,20 @@ NCZ_DEVICE void clear(uint32_t* words, int n) {
 
 // ------------------------------------------------------------------ writing
 
+// What a block has in hand: the chunk that it has packed last, to so many bytes besides its widths, and where that begins;
+// and the number of the next one.
+struct InHand {
+    int chunk, packed;
+    int64_t before;
+    int next;
+};
+
 // Shared memory that a block packs a chunk in.
 struct Packing {
     uint32_t* words;    // CHUNK_WORDS
     uint8_t* widths;    // CHUNK / BLOCK
     uint32_t* scratch;  // WARPS
-    int64_t* number;    // 1
+    InHand* in_hand;    // 1
 };
 
 // What the kernels that write frames share: device memory for each frame, and for each chunk the place that look_back
@@ -133,64 +171,105 @@ struct Writing {
 // Chunks that are written for a piece.
 NCZ_DEVICE int64_t written_chunks(const Piece& piece) { return piece.count ? chunks_of(piece.count) : 1; }
 
-// Packs and writes chunk c of a FIXED frame. The block of the last chunk writes header and size of the frame, too.
-NCZ_DEVICE void write_fixed(const ThreadCodes& codes, int64_t c, int64_t count, int32_t predictor, uint8_t* frame,
-                            long long* size, unsigned long long* places, const Packing& shared) {
-    int length = length_of(c, count), blocks = blocks_of(length), octets = octets_of(length);
-    ThreadSymbols symbols;
-    clear(shared.words, CHUNK_WORDS);
-    predict(codes, length, predictor, reinterpret_cast<int32_t*>(shared.scratch), symbols);
-    unsigned widths[OCTETS_PER_THREAD], starts[OCTETS_PER_THREAD], packed;
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        uint32_t all = 0;
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) all |= symbols[j][i];
-        for (int distance = 1; distance < OCTETS; distance *= 2) all |= __shfl_xor_sync(ALL_LANES, all, distance);
-        int octet = octet_of(j);
-        widths[j] = octet < octets ? bit_length(all) : 0;
-        if (octet % OCTETS == 0 && octet < octets) shared.widths[octet / OCTETS] = uint8_t(widths[j]);
-    }
-    octet_starts(widths, shared.scratch, starts, packed);  // its barriers also end the clearing
-    unsigned bytes = unsigned(blocks) + packed;
-    if (threadIdx.x == 0) leave_own(places, c, bytes);
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) pack_octet(symbols[j], widths[j], shared.words, starts[j]);
+// Puts the chunk that was packed where it belongs in its frame, behind all before it.
+NCZ_DEVICE void write_packed(int f, const Piece& piece, int32_t predictor, const Writing& writing,
+                             const Packing& shared) {
+    int c = shared.in_hand->chunk, packed = shared.in_hand->packed;
+    int chunks = int(chunks_of(piece.count)), blocks = blocks_of(length_of(c, piece.count)), bytes = blocks + packed;
     if (warp() == 0) {
-        int64_t before = look_back(places, c, bytes);
-        if (lane() == 0) shared.number[0] = before;
+        int64_t before = look_back(writing.places_of(piece, f), c, bytes);
+        if (lane() == 0) shared.in_hand->before = before;
     }
     __syncthreads();
-    int64_t chunks = chunks_of(count), offset = HEADER_BYTES + 2 * chunks + shared.number[0];
-    for (int b = int(threadIdx.x); b < blocks; b += THREADS) frame[offset + b] = shared.widths[b];
-    copy_to_global(frame + offset + blocks, shared.words, int(packed));
+    uint8_t* table = piece.frame + HEADER_BYTES;
+    uint8_t* to = table + 2 * chunks + shared.in_hand->before;
+    for (int b = int(threadIdx.x); b < blocks; b += THREADS) to[b] = shared.widths[b];
+    copy_to_global(to + blocks, shared.words, packed);
     if (threadIdx.x) return;
-    if (c < chunks) store16(frame + HEADER_BYTES + 2 * c, bytes);
+    if (c < chunks) store16(table + 2 * c, unsigned(bytes));
     if (c + 1 < chunks) return;
-    *size = offset + bytes;
-    write_header(frame, FIXED, predictor, 0, count, *size - HEADER_BYTES);
+    int64_t payload_bytes = to + bytes - table;
+    writing.sizes[f] = HEADER_BYTES + payload_bytes;
+    write_header(piece.frame, FIXED, predictor, 0, piece.count, payload_bytes);
+}
+
+// Writes a FIXED frame: all chunks that this block gets hold of. `codes_of` gives the codes of one.
+//
+// When the bytes of a chunk are known, other blocks may still be at work on those before it. So nobody waits for them: a
+// chunk stays in shared memory until the block has loaded the next one.
+template <class CodesOf>
+NCZ_DEVICE void write_chunks(CodesOf codes_of, const Pieces& pieces, int32_t predictor, const Writing& writing,
+                             const Packing& shared) {
+    int f = frame_number(pieces.n);
+    InHand& in_hand = *shared.in_hand;
+    if (threadIdx.x == 0) {
+        in_hand.chunk = -1;
+        in_hand.next = int(atomicAdd(&writing.written[f].taken, 1u));
+    }
+    __syncthreads();
+    for (int c = in_hand.next; c < int(written_chunks(pieces.of[f])); c = in_hand.next) {
+        f = looked_up_again(f);
+        const Piece& piece = pieces.of[f];
+        ThreadCodes codes = {};
+        codes_of(piece, c, codes);
+        int length = length_of(c, piece.count), octets = octets_of(length);
+        ThreadSymbols symbols;
+        predict(codes, length, predictor, reinterpret_cast<int32_t*>(shared.scratch), symbols);
+        uint32_t widths = 0;
+#pragma unroll
+        for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+            uint32_t all = 0;
+#pragma unroll
+            for (int i = 0; i < OCTET; ++i) all |= symbols[j][i];
+            for (int distance = 1; distance < OCTETS; distance *= 2) all |= __shfl_xor_sync(ALL_LANES, all, distance);
+            if (octet_of(j) < octets) widths |= bit_length(all) << 16 * j;
+        }
+        unsigned packed;
+        uint32_t starts = octet_starts(widths, shared.scratch, packed);
+        int next = 0;  // of the first thread: asked for before it is needed
+        if (threadIdx.x == 0) {
+            leave_own(writing.places_of(piece, f), c, blocks_of(length) + packed);
+            next = int(atomicAdd(&writing.written[f].taken, 1u));
+        }
+        if (in_hand.chunk >= 0) write_packed(f, piece, predictor, writing, shared);
+        __syncthreads();
+        clear(shared.words, words_of(int(packed)));
+        if (threadIdx.x == 0) {
+            in_hand.chunk = c;
+            in_hand.packed = int(packed);
+            in_hand.next = next;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+            int octet = octet_of(j);
+            if (octet % OCTETS == 0 && octet < octets) shared.widths[octet / OCTETS] = uint8_t(of_octet(widths, j));
+            pack_octet(symbols[j], of_octet(widths, j), shared.words, of_octet(starts, j));
+        }
+    }
+    __syncthreads();
+    if (in_hand.chunk >= 0) write_packed(f, pieces.of[f], predictor, writing, shared);
 }
 
 #define NCZ_SHARED_PACKING(name)                   \
     NCZ_SHARED(uint32_t, name##_words, CHUNK_WORDS); \
     NCZ_SHARED(uint8_t, name##_widths, CHUNK / BLOCK); \
     NCZ_SHARED(uint32_t, name##_scratch, WARPS);   \
-    NCZ_SHARED(int64_t, name##_number, 1);         \
-    const Packing name = {name##_words, name##_widths, name##_scratch, name##_number}
+    NCZ_SHARED(InHand, name##_in_hand, 1);         \
+    const Packing name = {name##_words, name##_widths, name##_scratch, name##_in_hand}
 
 // A FIXED frame of `source`, with this predictor; or with that of `choice`, if FIXED is what it says.
-template <class Source>
-NCZ_DEVICE void encode_fixed(const Source& source, const Pieces& pieces, int32_t predictor, int is_chosen,
+template <class SourceOf>
+NCZ_DEVICE void encode_fixed(SourceOf source_of, const Pieces& pieces, int32_t predictor, int is_chosen,
                              const Writing& writing, const Packing& shared) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     const Choice& choice = writing.written[f].choice;
     if (unit_number(pieces.n) >= written_chunks(piece) || (is_chosen && choice.coder != FIXED)) return;
-    int64_t c = take_number(&writing.written[f].taken, shared.number), count = piece.count;
-    ThreadCodes codes = {};
-    load_chunk(source, c, length_of(c, count), codes);
-    write_fixed(codes, c, count, is_chosen ? choice.predictor : predictor, piece.frame, writing.sizes + f,
-                writing.places_of(piece, f), shared);
+    auto codes_of = [&](const Piece& of, int c, ThreadCodes& codes) {
+        load_chunk(source_of(of), c, length_of(c, of.count), codes);
+    };
+    write_chunks(codes_of, pieces, is_chosen ? choice.predictor : predictor, writing, shared);
 }
 
 // ------------------------------------------------------------------ reading
@@ -203,58 +282,78 @@ struct Opened {
     const int32_t* decoded;
 };
 
-// The codes of chunk c of a frame without damage. `words` (CHUNK_WORDS) and `scratch` (WARPS) are shared memory, free for
-// other use after a barrier. Behind the end of the chunk is anything.
-NCZ_DEVICE void read_chunk(const Input& input, const Status& status, const Opened& opened, int64_t c, uint32_t* words,
-                           uint32_t* scratch, ThreadCodes& codes) {
+// Where this thread's octets lie among those of a FIXED chunk, in bytes, and the widths of their symbols; 0 behind the
+// end. Each warp looks at all widths by itself, so that none waits for another.
+NCZ_DEVICE void find_octets(const uint8_t* widths_of_blocks, int blocks, unsigned (&starts)[OCTETS_PER_THREAD],
+                            unsigned (&widths)[OCTETS_PER_THREAD]) {
+    constexpr int EACH = int(CHUNK) / BLOCK / WARP;  // widths of a lane
+    static_assert(EACH == 4, "as they are one word");
+    uint32_t of_lane = 0, sum_of_lane = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        int b = EACH * lane() + k;
+        uint32_t width = b < blocks ? widths_of_blocks[b] : 0;
+        of_lane |= width << 8 * k;
+        sum_of_lane += width;
+    }
+    uint32_t before_lane = warp_inclusive_sum(sum_of_lane) - sum_of_lane;
+#pragma unroll
+    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+        int b = octet_of(j) / OCTETS, in_lane = b % EACH;
+        uint32_t four = __shfl_sync(ALL_LANES, of_lane, b / EACH);
+        uint32_t before = __shfl_sync(ALL_LANES, before_lane, b / EACH);
+        // The sum of the lower bytes of `four`, none of which exceeds 32: in the highest byte of the product.
+        if (in_lane) before += ((four << (32 - 8 * in_lane)) * 0x01010101u) >> 24;
+        widths[j] = four >> (8 * in_lane) & 0xffu;
+        starts[j] = unsigned(OCTETS) * before + unsigned(octet_of(j) % OCTETS) * widths[j];
+    }
+}
+
+// The codes of chunk c of a frame without damage. `scratch` is shared memory of WARPS numbers. Behind the end of the chunk
+// is anything.
+NCZ_DEVICE void read_chunk(const Input& input, const Status& status, const Opened& opened, int64_t c, uint32_t* scratch,
+                           ThreadCodes& codes) {
     int length = length_of(c, input.count);
     int32_t coder = status.header.coder;
     if (length <= 0) return;  // a frame of nothing, which has no chunk
     if (coder != FIXED && coder != RAW)
         return load_chunk(PlainCodes{opened.decoded}, input.first_chunk + c, length, codes);
-    unsigned raw_width = status.header.width;
-    int octets = octets_of(length), first;
-    unsigned widths[OCTETS_PER_THREAD] = {}, starts[OCTETS_PER_THREAD] = {};
+    const uint8_t* from = input.frame + HEADER_BYTES;
+    const uint8_t* end = from + status.header.payload_bytes;
+    int octets = octets_of(length);
+    unsigned widths[OCTETS_PER_THREAD], starts[OCTETS_PER_THREAD];
     if (coder == RAW) {
-        int64_t begin = HEADER_BYTES + c * CHUNK * (raw_width / 8);
-        first = copy_to_shared(words, input.frame + begin, length * int(raw_width / 8));
-        __syncthreads();
+        unsigned width = status.header.width;
+        from += c * CHUNK * (width / 8);
 #pragma unroll
         for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-            widths[j] = raw_width;
-            starts[j] = raw_width * unsigned(octet_of(j));
+            widths[j] = width;
+            starts[j] = width * unsigned(octet_of(j));
         }
     } else {
-        FixedChunk chunk(input.frame, c, input.count, opened.offsets[input.first_chunk + c]);
-        int phase = copy_to_shared(words, chunk.at, chunk.bytes);
-        __syncthreads();
-        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(words) + phase;
-#pragma unroll
-        for (int j = 0; j < OCTETS_PER_THREAD; ++j)
-            if (octet_of(j) < octets) widths[j] = bytes[octet_of(j) / OCTETS];
-        unsigned total;
-        octet_starts(widths, scratch, starts, total);
-        first = phase + blocks_of(length);
+        int blocks = blocks_of(length);
+        from += 2 * chunks_of(input.count) + opened.offsets[input.first_chunk + c];
+        find_octets(from, blocks, starts, widths);
+        from += blocks;
     }
+    Bytes bytes(from, end);
     ThreadSymbols symbols = {};
 #pragma unroll
     for (int j = 0; j < OCTETS_PER_THREAD; ++j)
-        if (octet_of(j) < octets) unpack_octet(words, unsigned(first) + starts[j], widths[j], symbols[j]);
-    __syncthreads();
+        if (octet_of(j) < octets) unpack_octet(bytes, starts[j], widths[j], symbols[j]);
     unpredict(symbols, status.header.predictor, scratch, codes);
 }
 
-// The sum of the codes of chunk c of all frames of a piece. Ends with a barrier.
+// The sum of the codes of chunk c of all frames of a piece.
 NCZ_DEVICE void add_up_inputs(const Piece& piece, const Inputs& inputs, const Opened& opened, int64_t c,
-                              uint32_t* words, uint32_t* scratch, ThreadCodes& codes) {
+                              uint32_t* scratch, ThreadCodes& codes) {
     for (unsigned i = piece.first_input; i < piece.first_input + piece.inputs; ++i) {
         ThreadCodes own = {};
-        read_chunk(inputs.of[i], opened.statuses[i], opened, c, words, scratch, own);
+        read_chunk(inputs.of[i], opened.statuses[i], opened, c, scratch, own);
 #pragma unroll
         for (int j = 0; j < OCTETS_PER_THREAD; ++j)
 #pragma unroll
             for (int k = 0; k < OCTET; ++k) codes[j][k] = sum(codes[j][k], own[j][k]);
-        __syncthreads();  // before the same shared memory is used again
     }
 }
 
@@ -275,19 +374,19 @@ NCZ_DEVICE void sum_fixed(SourceOf source_of, const Pieces& pieces, const Inputs
                           int32_t predictor, const Writing& writing, const Packing& shared) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
-    int64_t unit = unit_number(pieces.n), count = piece.count;
+    int64_t unit = unit_number(pieces.n);
     if (unit >= written_chunks(piece) || is_spoiled(piece, f, unit, opened, writing)) return;
-    int64_t c = take_number(&writing.written[f].taken, shared.number);
-    ThreadCodes codes = {};
-    add_up_inputs(piece, inputs, opened, c, shared.words, shared.scratch, codes);
-    add_chunk(source_of(piece), c, length_of(c, count), codes);
-    write_fixed(codes, c, count, predictor, piece.frame, writing.sizes + f, writing.places_of(piece, f), shared);
+    auto codes_of = [&](const Piece& of, int c, ThreadCodes& codes) {
+        add_up_inputs(of, inputs, opened, c, shared.scratch, codes);
+        add_chunk(source_of(of), c, length_of(c, of.count), codes);
+    };
+    write_chunks(codes_of, pieces, predictor, writing, shared);
 }
 
 // The same to a piece's codes in memory, for the other coders.
 template <class SourceOf>
 NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, const Inputs& inputs,
-                          const Opened& opened, const Writing& writing, uint32_t* words, uint32_t* scratch) {
+                          const Opened& opened, const Writing& writing, uint32_t* scratch) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t c = unit_number(pieces.n);
@@ -295,12 +394,14 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
     int length = length_of(c, piece.count);
     if (length <= 0) return;
     ThreadCodes codes = {};
-    add_up_inputs(piece, inputs, opened, c, words, scratch, codes);
+    add_up_inputs(piece, inputs, opened, c, scratch, codes);
     if (adds) add_chunk(source_of(piece), c, length, codes);
     store_codes(piece.codes + c * CHUNK, length, codes, false);
 }
 
-// ------------------------------------------------------------------ kernels, all with a block per chunk
+// ------------------------------------------------------------------ kernels
+//
+// With a block per chunk, but for those that write FIXED frames: these have as many blocks as fit on the device.
 //
 // Kernels that read frames follow ncz_open. They write nothing if a frame is damaged, or a frame that says so.
 
@@ -309,28 +410,33 @@ NCZ_KERNEL(ncz_encode_fixed)
 (const __grid_constant__ Pieces pieces, int predictor, int is_chosen, Written* written, unsigned long long* places,
  long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    Floats source = floats_of(pieces.of[frame_number(pieces.n)]);
-    encode_fixed(source, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
+    encode_fixed(floats_of, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
 NCZ_KERNEL(ncz_encode_fixed_at_random)
 (const __grid_constant__ Pieces pieces, Noise noise, int predictor, int is_chosen, Written* written,
  unsigned long long* places, long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    RandomFloats source = random_floats_of(pieces.of[frame_number(pieces.n)], noise);
-    encode_fixed(source, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
+    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
+    encode_fixed(source_of, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
 NCZ_KERNEL(ncz_encode_fixed_codes)
 (const __grid_constant__ Pieces pieces, int predictor, int is_chosen, Written* written, unsigned long long* places,
  long long* sizes) {
     NCZ_SHARED_PACKING(shared);
-    PlainCodes source = {pieces.of[frame_number(pieces.n)].codes};
-    encode_fixed(source, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
+    encode_fixed(codes_of, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
+// Of the blocks that read and write frames, so many must fit on a multiprocessor: four with fewer registers would spill.
+#if NCZ_DTYPE == 3 || __CUDA_ARCH__ < 800
+constexpr int SUM_BLOCKS = 3;
+#else
+constexpr int SUM_BLOCKS = 4;
+#endif
+
 // Of each piece the sum of its values' codes and of its frames, as FIXED frame.
-NCZ_KERNEL(ncz_sum_fixed)
+NCZ_KERNEL_OF(THREADS, SUM_BLOCKS, ncz_sum_fixed)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded, int predictor, Written* written, unsigned long long* places,
  long long* sizes) {
@@ -339,7 +445,7 @@ NCZ_KERNEL(ncz_sum_fixed)
               shared);
 }
 
-NCZ_KERNEL(ncz_sum_fixed_at_random)
+NCZ_KERNEL_OF(THREADS, SUM_BLOCKS, ncz_sum_fixed_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded, int predictor, Written* written, unsigned long long* places,
  long long* sizes) {
@@ -353,31 +459,24 @@ NCZ_KERNEL(ncz_sum_fixed_at_random)
 NCZ_KERNEL(ncz_sum_codes)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded, Written* written, long long* sizes) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
-    sum_codes(floats_of, true, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, words,
-              scratch);
+    sum_codes(floats_of, true, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, scratch);
 }
 
 NCZ_KERNEL(ncz_sum_codes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded, Written* written, long long* sizes) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    sum_codes(source_of, true, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, words,
-              scratch);
+    sum_codes(source_of, true, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, scratch);
 }
 
 // Of each piece the sum of its frames' codes; with `add`, onto the codes that stand there.
 NCZ_KERNEL(ncz_decode_codes)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded, Written* written, long long* sizes, int add) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
-    auto source_of = [](const Piece& piece) { return PlainCodes{piece.codes}; };
-    sum_codes(source_of, add != 0, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes},
-              words, scratch);
+    sum_codes(codes_of, add != 0, pieces, inputs, Opened{statuses, offsets, decoded}, Writing{written, nullptr, sizes}, scratch);
 }
 
 // RAW frames of codes, where RAW was chosen, by the selector or as a way out.
@@ -411,7 +510,6 @@ NCZ_KERNEL(ncz_encode_raw)(const __grid_constant__ Pieces pieces, const Written*
 NCZ_KERNEL(ncz_decode)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
@@ -421,21 +519,21 @@ NCZ_KERNEL(ncz_decode)
     Scale scales[OCTETS_PER_THREAD];  // asked for before the frame, so that they travel together
     load_scales(static_cast<const Scale*>(piece.steps) + c * STEPS_PER_CHUNK, length, scales);
     ThreadCodes codes = {};
-    read_chunk(inputs.of[f], statuses[f], Opened{statuses, offsets, decoded}, c, words, scratch, codes);
+    read_chunk(inputs.of[f], statuses[f], Opened{statuses, offsets, decoded}, c, scratch, codes);
     store_values(static_cast<Element*>(piece.values) + c * CHUNK, length, codes, scales);
 }
 
 // The values that the sum of a piece's own codes and those of its frames stands for. They may stand where its values do.
 template <class SourceOf>
 NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Inputs& inputs, const Opened& opened,
-                           uint32_t* words, uint32_t* scratch) {
+                           uint32_t* scratch) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t c = unit_number(pieces.n);
     int length = length_of(c, piece.count);
     if (length <= 0 || is_any_damaged(piece, opened.statuses)) return;
     ThreadCodes codes = {};
-    add_up_inputs(piece, inputs, opened, c, words, scratch, codes);
+    add_up_inputs(piece, inputs, opened, c, scratch, codes);
     add_chunk(source_of(piece), c, length, codes);
     Scale scales[OCTETS_PER_THREAD];
     load_scales(static_cast<const Scale*>(piece.scales) + c * STEPS_PER_CHUNK, length, scales);
@@ -446,18 +544,16 @@ NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Input
 NCZ_KERNEL(ncz_decode_sum)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
-    decode_sum(floats_of, pieces, inputs, Opened{statuses, offsets, decoded}, words, scratch);
+    decode_sum(floats_of, pieces, inputs, Opened{statuses, offsets, decoded}, scratch);
 }
 
 NCZ_KERNEL(ncz_decode_sum_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, const __grid_constant__ Inputs inputs,
  const Status* statuses, const long long* offsets, const int32_t* decoded) {
-    NCZ_SHARED(uint32_t, words, CHUNK_WORDS);
     NCZ_SHARED(uint32_t, scratch, WARPS);
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    decode_sum(source_of, pieces, inputs, Opened{statuses, offsets, decoded}, words, scratch);
+    decode_sum(source_of, pieces, inputs, Opened{statuses, offsets, decoded}, scratch);
 }
 
 #define NCZ_FIXED_KERNELS(X)                                                                                     \

@@ -2,7 +2,7 @@
 // processors share.
 //
 // A warp has a block of RATE_BLOCK values to itself: each lane an octet of 8 neighbouring ones. Bits are put together in
-// shared memory, from which and to which a warp copies whole words, side by side.
+// shared memory, from which a warp copies whole words, side by side.
 #pragma once
 
 #include "../common/fixed_rate.h"
@@ -36,14 +36,10 @@ NCZ_DEVICE void store_packed(const int32_t (&codes)[OCTET], unsigned bits, uint3
 }
 
 // Its inverse.
-NCZ_DEVICE void load_packed(const uint32_t* from, unsigned bits, uint32_t* shared, int32_t (&codes)[OCTET]) {
-    int words = packed_words(bits);
-    __syncwarp();
-    for (int i = lane(); i < words; i += WARP) shared[i] = from[i];
-    if (lane() == 0) shared[words] = 0;
-    __syncwarp();
+NCZ_DEVICE void load_packed(const uint32_t* from, unsigned bits, int32_t (&codes)[OCTET]) {
+    Bytes bytes(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<const uint8_t*>(from + packed_words(bits)));
     uint32_t symbols[OCTET];
-    unpack_octet(shared, bits * unsigned(lane()), bits, symbols);
+    unpack_octet(bytes, bits * unsigned(lane()), bits, symbols);
 #pragma unroll
     for (int i = 0; i < OCTET; ++i) codes[i] = unzigzag(symbols[i]);
 }
@@ -128,7 +124,7 @@ NCZ_KERNEL(ncz_add_packed)
     int32_t sums[OCTET] = {};
     for (int64_t row = 0; row < count; ++row) {
         int32_t codes[OCTET];
-        load_packed(packed + (row * blocks + number) * words, unsigned(bits), of_warp(shared), codes);
+        load_packed(packed + (row * blocks + number) * words, unsigned(bits), codes);
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) sums[i] = sum(sums[i], codes[i]);
     }
@@ -138,12 +134,11 @@ NCZ_KERNEL(ncz_add_packed)
 
 NCZ_KERNEL(ncz_unpack)
 (const uint32_t* packed, int bits, Rows rows, const uint16_t* magnitudes, float denominator, Element* out) {
-    NCZ_SHARED_OF_WARPS(shared);
     int64_t number = block_number();
     if (number >= rows.count * rows.blocks) return;
     ScaleBlock block = scale_block(rows, number);
     int32_t codes[OCTET];
-    load_packed(packed + number * packed_words(unsigned(bits)), unsigned(bits), of_warp(shared), codes);
+    load_packed(packed + number * packed_words(unsigned(bits)), unsigned(bits), codes);
     bool is_finite = magnitudes[block.scale] != INFINITE_MAGNITUDE;
     float scale = magnitude_as_float(magnitudes[block.scale]) / denominator;
     Element values[OCTET];

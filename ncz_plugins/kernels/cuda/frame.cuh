@@ -27,6 +27,17 @@ NCZ_DEVICE void write_spoiled(uint8_t* frame, int64_t count, long long* size) {
     *size = HEADER_BYTES;
 }
 
+// Completes memory that begins with the length of a frame and holds the frame from FRONT_BYTES on: writes the length, and
+// zeros where the frame is not. Any number of blocks.
+NCZ_KERNEL(ncz_pad)(const __grid_constant__ Inputs inputs, const long long* sizes) {
+    int f = frame_number(inputs.n);
+    uint8_t* memory = const_cast<uint8_t*>(inputs.of[f].frame);
+    int64_t size = sizes[f], i = unit_number(inputs.n) * THREADS + threadIdx.x;
+    if (i < FRONT_BYTES) memory[i] = i < int64_t(sizeof size) ? uint8_t(size >> 8 * i) : 0;
+    int64_t stride = gridDim.x / unsigned(inputs.n) * THREADS;
+    for (i += FRONT_BYTES + size; i < inputs.of[f].bytes; i += stride) memory[i] = 0;
+}
+
 // ------------------------------------------------------------------ the checksum
 
 constexpr int64_t FLAGS_WORD = 4, CHECKSUM_WORD = 5;
@@ -79,16 +90,6 @@ NCZ_KERNEL(ncz_seal)(const __grid_constant__ Inputs inputs, uint32_t* sums_and_b
 
 // ------------------------------------------------------------------ reading
 
-// Chunk c of a FIXED frame of `count` codes, which begins so many bytes behind the table.
-struct FixedChunk {
-    const uint8_t* at;
-    int bytes;
-
-    NCZ_DEVICE FixedChunk(const uint8_t* frame, int64_t c, int64_t count, int64_t offset)
-        : at(frame + HEADER_BYTES + 2 * chunks_of(count) + offset),
-          bytes(int(load16(frame + HEADER_BYTES + 2 * c))) {}
-};
-
 // Adds up the sizes of `n` parts of a frame: those before the part `first`, and all. By a block; every block does so by
 // itself.
 template <class Size>
@@ -110,4 +111,4 @@ NCZ_DEVICE bool is_any_damaged(const Piece& piece, const Status* statuses) {
     return is_any;
 }
 
-#define NCZ_FRAME_KERNELS(X) X(ncz_checksum) X(ncz_seal)
+#define NCZ_FRAME_KERNELS(X) X(ncz_pad) X(ncz_checksum) X(ncz_seal)

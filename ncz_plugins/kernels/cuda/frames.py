@@ -26,7 +26,7 @@ from .arguments import (
     pieces_table,
 )
 
-THREADS = 256  # of a block, as in types.cuh
+THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 4  # as in types.cuh
 _RANS_ENCODERS = 32  # threads of a block that encodes pages
 _ANY = torch.float32  # kernels for codes don't depend on the element type; the module for float32 has them
 
@@ -52,6 +52,9 @@ class Launcher(Protocol):
         Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the size that the kernel's
         parameters have, None for a null pointer.
         """
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """How many the device has."""
 
 
 def new_report(device: torch.device) -> Tensor:
@@ -161,9 +164,11 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
         if inputs:
             opened = reader.opened(inputs)
-            writer.launch_values("sum_fixed", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.shared)
+            arguments = *opened, integer(coding.predictor), *writer.shared
+            writer.launch_values("sum_fixed", dtype, pieces, noise, *arguments, most=writer.resident)
         else:
-            writer.launch_values("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
+            arguments = integer(coding.predictor), *writer.unchosen
+            writer.launch_values("encode_fixed", dtype, pieces, noise, *arguments, most=writer.resident)
         return
     codes = writer.room_for_codes()
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
@@ -196,7 +201,8 @@ def encode_codes(launcher: Launcher, codes: Tensor, coding: Coding, frame: Tenso
     writer = _Writer(launcher, coding, [codes.numel()], size)
     pieces = writer.pieces([(None, None, codes, frame, 0)])
     if is_one_pass(coding):
-        writer.launch("encode_fixed_codes", _ANY, pieces, integer(coding.predictor), *writer.unchosen)
+        arguments = integer(coding.predictor), *writer.unchosen
+        writer.launch("encode_fixed_codes", _ANY, pieces, *arguments, most=writer.resident)
     else:
         writer.encode(pieces)
     return size
@@ -254,18 +260,22 @@ class _Batch:
         return pieces_table([(*row, *of, first, *rest) for (*row, first), of, rest in zip(rows, results, more)])
 
     def launch(
-        self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=THREADS
+        self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=THREADS, most=None
     ) -> None:
-        """Launch a kernel, with a block for so many elements of a frame."""
+        """Launch a kernel, with a block for so many elements of a frame, or `most` blocks."""
         blocks = max(1, -(-max(self._counts) // elements))
+        if most is not None:
+            blocks = min(blocks, max(1, most // len(self._counts)))
         self._launcher.launch(f"ncz_{kernel}", dtype, len(self._counts) * blocks, threads, pieces, *arguments)
 
-    def launch_values(self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments) -> None:
+    def launch_values(
+        self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments, most=None
+    ) -> None:
         """Launch a kernel that quantizes, or its twin that rounds at random."""
         if noise is None:
-            self.launch(kernel, dtype, pieces, *arguments)
+            self.launch(kernel, dtype, pieces, *arguments, most=most)
         else:
-            self.launch(f"{kernel}_at_random", dtype, pieces, noise_argument(noise), *arguments)
+            self.launch(f"{kernel}_at_random", dtype, pieces, noise_argument(noise), *arguments, most=most)
 
 
 class _Writer(_Batch):
@@ -280,6 +290,7 @@ class _Writer(_Batch):
         shared: the arguments that tell kernels where frames and sizes go.
         unchosen: the same of kernels that may have to look at a choice, where there is none.
         noted: those of kernels that write nothing but spoiled frames.
+        resident: blocks that run at the same time. Those that write FIXED frames take one chunk after another.
     """
 
     def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
@@ -294,6 +305,7 @@ class _Writer(_Batch):
         self.shared = written, places, sizes
         self.unchosen = integer(False), *self.shared
         self.noted = written, sizes
+        self.resident = BLOCKS_PER_MULTIPROCESSOR * launcher.multiprocessors(sizes.device)
 
     def room_for_codes(self) -> list[Tensor]:
         """Working memory for the codes of each frame."""
@@ -313,9 +325,9 @@ class _Writer(_Batch):
         if coder in (Coder.FIXED, Coder.AUTO):
             chosen = integer(self._coding.predictor), integer(True), *self.shared
             if dtype is None:
-                self.launch("encode_fixed_codes", _ANY, pieces, *chosen)
+                self.launch("encode_fixed_codes", _ANY, pieces, *chosen, most=self.resident)
             else:
-                self.launch_values("encode_fixed", dtype, pieces, noise, *chosen)
+                self.launch_values("encode_fixed", dtype, pieces, noise, *chosen, most=self.resident)
         if coder == Coder.FIXED:
             return
         if dtype is None:

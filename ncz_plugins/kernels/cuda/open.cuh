@@ -20,22 +20,33 @@ NCZ_DEVICE int64_t check_fixed(const Input& input, const Header& header, int par
     int64_t own = first + lane() < chunks ? size_of(first + lane()) : 0;
     int64_t own_offset = before + warp_inclusive_sum(own) - own;
     if (warp() == 0 && first + lane() < chunks) offsets[first + lane()] = own_offset;
-    for (int i = warp(); i < WARP && first + i < chunks; i += WARPS) {
-        FixedChunk chunk(input.frame, first + i, count, __shfl_sync(ALL_LANES, own_offset, i));
+    // All of a warp's widths are on their way together.
+    constexpr int EACH = WARP / WARPS, WIDTHS = int(CHUNK) / BLOCK / WARP;
+    int chunk_bytes[EACH], is_wrong[EACH], taken[EACH] = {};
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        int i = warp() + k * WARPS;
         int length = length_of(first + i, count), blocks = blocks_of(length);
         int missing_octets = OCTETS * blocks - octets_of(length);  // of the last block
-        int is_wrong = chunk.bytes < blocks, taken = 0;
-        for (int b = lane(); b < blocks && !is_wrong; b += WARP) {
-            int width = chunk.at[b];
-            is_wrong = width > 32;
-            taken += 1 + width * (b == blocks - 1 ? OCTETS - missing_octets : OCTETS);
+        const uint8_t* at = sizes + 2 * chunks + __shfl_sync(ALL_LANES, own_offset, i);
+        chunk_bytes[k] = int(__shfl_sync(ALL_LANES, own, i));
+        is_wrong[k] = chunk_bytes[k] < blocks;
+#pragma unroll
+        for (int w = 0; w < WIDTHS; ++w) {
+            int b = w * WARP + lane(), width = b < blocks && b < chunk_bytes[k] ? at[b] : 0;
+            is_wrong[k] |= width > 32;
+            if (b < blocks) taken[k] += 1 + width * (b == blocks - 1 ? OCTETS - missing_octets : OCTETS);
         }
-        is_wrong = __any_sync(ALL_LANES, is_wrong);
-        taken = warp_sum(taken);
-        if (lane() || (!is_wrong && taken == chunk.bytes)) continue;
+    }
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        int c = first + warp() + k * WARPS;
+        is_wrong[k] = __any_sync(ALL_LANES, is_wrong[k]);
+        taken[k] = warp_sum(taken[k]);
+        if (lane() || c >= chunks || (!is_wrong[k] && taken[k] == chunk_bytes[k])) continue;
         // Of several damages, the first chunk's stays.
-        unsigned cause = is_wrong ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong ? 0 : unsigned(chunk.bytes);
-        atomicMax(&status.chunk_damage, (unsigned long long)~uint32_t(first + i) << 32 | value << 8 | cause);
+        unsigned cause = is_wrong[k] ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong[k] ? 0 : unsigned(chunk_bytes[k]);
+        atomicMax(&status.chunk_damage, (unsigned long long)~uint32_t(c) << 32 | value << 8 | cause);
     }
     return 0;
 }
@@ -77,6 +88,13 @@ NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
     return bytes > input.bytes && !header_damage(header, bytes, input.count);
 }
 
+// How many of `units` blocks have something to do. All of them find the same.
+NCZ_DEVICE int blocks_to_open(const Input& input, const Header& header, int units) {
+    if (header.flags == HAS_CHECKSUM || header.coder == RANS) return units;
+    int parts = int((chunks_of(input.count) + WARP - 1) / WARP);
+    return parts < 1 || header.coder == RAW ? 1 : parts < units ? parts : units;
+}
+
 // Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets` and `decoded` have places
 // for the chunks and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
 // `is_padded`: whether there may be more bytes than a frame has. If there are fewer, it counts as damaged as well, but is
@@ -103,6 +121,8 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
         if (is_padded && padding > 0) shared_input->bytes -= padding;
     }
     __syncthreads();
+    units = blocks_to_open(input, header, units);
+    if (unit >= units) return;
     if (!header_damage(header, input.bytes, input.count)) {
         if (header.flags == HAS_CHECKSUM) {
             uint32_t share = checksum_share(input.frame, input.bytes, false, unit, units,

@@ -81,20 +81,21 @@ NCZ_DEVICE void round_down(double value, float& out) {
     out = __double2float_rn(value);
     if (double(out) > value && out > 0) out = float_of(bits_of(out) - 1);
 }
-// Of values that are not negative.
-NCZ_DEVICE void round_down_to_bfloat16(double value, double& out) { out = value; }  // of float64 tensors: not used
-NCZ_DEVICE void round_down_to_bfloat16(double value, float& out) {
-    round_down(value, out);
-    out = float_of(bits_of(out) & 0xffff0000u);
+NCZ_DEVICE void round_down(double value, bfloat16& out) {  // of a value that is not negative
+    float rounded;
+    round_down(value, rounded);
+    out.bits = uint16_t(bits_of(rounded) >> 16);
 }
 
 }  // namespace
 
 // What this rank measured of each block, [numbers of a block, blocks], from the statistics of all steps' elements,
-// [3, steps]. `most` is for mode RMS_ONLY: larger magnitudes count as infinite.
+// [3, steps]. `most` is for mode RMS_ONLY: larger magnitudes count as infinite. `measured_numbers` are Scale, or bfloat16 in
+// that mode.
 NCZ_KERNEL(ncz_measure_blocks)
 (const __grid_constant__ Runs runs, long long steps_per_block, int threads, int mode, double most,
- const double* statistics, long long steps, long long blocks, Scale* measured) {
+ const double* statistics, long long steps, long long blocks, void* measured_numbers) {
+    Scale* measured = static_cast<Scale*>(measured_numbers);
     NCZ_SHARED(double, scratch, 3 * WARPS);
     BlockOfScale block = block_of_scale(runs, steps_per_block, threads);
     int own = int(threadIdx.x) % threads;
@@ -142,13 +143,12 @@ NCZ_KERNEL(ncz_measure_blocks)
     if (mode == RMS)
         round_up(root, measured[blocks + block.number]);
     else
-        round_down_to_bfloat16(largest > most ? infinity() : root, measured[block.number]);
+        round_down(largest > most ? infinity() : root, static_cast<bfloat16*>(measured_numbers)[block.number]);
 }
 
-// All steps, from the maximum over ranks of what they measured. Where that allows none they are 0, and
-// `outcome` says why.
+// All steps, from the maximum over ranks of what they measured. Where that allows none they are 0, and `outcome` says why.
 NCZ_KERNEL(ncz_derive_steps)
-(const __grid_constant__ Runs runs, long long steps_per_block, int threads, StepRule rule, const Scale* agreed,
+(const __grid_constant__ Runs runs, long long steps_per_block, int threads, StepRule rule, const void* agreed_numbers,
  long long blocks, Scale* inverse_steps, Scale* scales, Outcome* outcome) {
     NCZ_SHARED(unsigned long long, scratch, WARPS);
     BlockOfScale block = block_of_scale(runs, steps_per_block, threads);
@@ -157,7 +157,11 @@ NCZ_KERNEL(ncz_derive_steps)
     unsigned long long bits = 0;
     if (block.exists) {
         int64_t second = rule.mode == RMS || rule.mode == RANGE ? blocks : 0;
-        double one = double(agreed[block.number]), two = double(agreed[second + block.number]);
+        auto agreed = [&](int64_t i) {
+            return rule.mode == RMS_ONLY ? double(widen(static_cast<const bfloat16*>(agreed_numbers)[i]))
+                                         : double(static_cast<const Scale*>(agreed_numbers)[i]);
+        };
+        double one = agreed(block.number), two = agreed(second + block.number);
         bool infinite = one == infinity() || two == infinity();
         double relative_to = 1, largest = one, typical = one;
         if (rule.mode == REL) relative_to = one;

@@ -78,11 +78,12 @@ def measure(
         dtype: that steps have.
     """
     numbers = 2 * blocks.count if mode in ("rms", "range") else blocks.count
+    measured_dtype = torch.bfloat16 if mode == "rms only" else dtype
     if segments == blocks.all:
-        measured = torch.empty(numbers, dtype=dtype, device=device)
+        measured = torch.empty(numbers, dtype=measured_dtype, device=device)
     else:
         nothing = -torch.inf if mode == "range" else 0.0
-        measured = torch.full([numbers], nothing, dtype=dtype, device=device)
+        measured = torch.full([numbers], nothing, dtype=measured_dtype, device=device)
     if statistics is not None:
         sizes = np.int64(statistics.shape[1]), np.int64(blocks.count)
         arguments = integer(MODES.index(mode)), np.float64(most), statistics, *sizes, measured
@@ -95,8 +96,9 @@ def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -
 
     Returns: inverse steps and scales, [steps] each, and ncz::Outcome as int64.
     """
-    inverse_steps, scales = agreed.new_empty(2, blocks.steps).unbind()
+    dtype = torch.float32 if agreed.dtype == torch.bfloat16 else agreed.dtype
+    inverse_steps, scales = agreed.new_empty(2, blocks.steps, dtype=dtype).unbind()
     outcome = torch.zeros(_OUTCOME, dtype=torch.int64, device=agreed.device)
     arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales, outcome
-    blocks.launch(launcher, "derive_steps", agreed.dtype, blocks.all, *arguments)
+    blocks.launch(launcher, "derive_steps", dtype, blocks.all, *arguments)
     return inverse_steps, scales, outcome

@@ -9,7 +9,7 @@
 
 constexpr int OCTETS_PER_THREAD = int(CHUNK) / OCTET / THREADS;
 constexpr int STEPS_PER_CHUNK = int(CHUNK) / SCALE_BLOCK;
-static_assert(OCTETS_PER_THREAD == 2, "as the sums of two 16-bit halves in octet_starts need it");
+static_assert(OCTETS_PER_THREAD == 2, "as octet_starts has 16 bits for each");
 
 typedef int32_t ThreadCodes[OCTETS_PER_THREAD][OCTET];
 typedef uint32_t ThreadSymbols[OCTETS_PER_THREAD][OCTET];
@@ -182,6 +182,8 @@ struct PlainCodes {
         load_octet(codes + chunk * CHUNK + first, n, octet);
     }
 };
+
+NCZ_DEVICE PlainCodes codes_of(const Piece& piece) { return {piece.codes}; }
 
 // This thread's part of a chunk of `length`; anything behind the end.
 template <class Source>

@@ -151,7 +151,19 @@ NCZ_ATOMIC(unsigned long long)
 
 inline void __threadfence() { emulator::fence(); }
 
-// The kernels' own way to wait for another block, on a GPU a few instructions of PTX.
+// The kernels' own ways to wait for another block, on a GPU a few instructions of PTX. They must let other threads run
+// between two looks.
+inline unsigned long long load_relaxed(const unsigned long long* from, NCZ_CALLER) {
+    emulator::loaded(NCZ_PLACE);
+    return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+
+inline void store_relaxed(unsigned long long* to, unsigned long long value) {
+    __atomic_store_n(to, value, __ATOMIC_RELAXED);
+    emulator::stored();
+}
+
+// The same with an order, of planted kernels alone.
 inline unsigned long long load_acquire(const unsigned long long* from, NCZ_CALLER) {
     emulator::loaded(NCZ_PLACE);
     return __atomic_load_n(from, __ATOMIC_ACQUIRE);
