@@ -79,8 +79,8 @@ def stages(out: Path) -> list[Stage]:
         found.append(Stage(f"NCCL, {ranks} ranks", [command], seconds, file.name, shares_card=True))
     if importlib.util.find_spec("deepspeed"):
         file = out / "steps.json"
-        command = [*_benchmark("gpu_steps.py"), "--json", str(file)]
-        found.append(Stage("training steps", [command], 110, file.name, shares_card=True))
+        command = [*_benchmark("gpu_steps.py"), "--kinds", "plain", "default", "bits", "--json", str(file)]
+        found.append(Stage("training steps", [command], 85, file.name, shares_card=True))
     tests = [[*PYTEST, *each] for each in TESTS_BY_MPS] + [[*WITHOUT_MPS, *PYTEST, *each] for each in TESTS]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer:

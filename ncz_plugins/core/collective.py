@@ -45,7 +45,7 @@ from .training.policy import ParameterSlice, named
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors, replace_by_largest
 from .transport.comparison import RankComparison
-from .transport.gpu_speed import measured_on_gpus
+from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
@@ -109,7 +109,7 @@ class Collectives:
     def measure_gpus(
         self, collective: str, device: Device, transport: Transport, *, config: Config, where: torch.device
     ) -> None:
-        """Measure how fast uncompressed calls go on GPUs, and serve tensors there by what follows from it from now on.
+        """Measure how fast calls go on GPUs, and serve tensors there by what follows from it from now on.
 
         Raises MismatchError on every rank unless all do so before `collective`, and PeerError.
 
@@ -120,6 +120,7 @@ class Collectives:
         numbers = measuring(self.state.calls + self._exact_calls)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
         config = measured_on_gpus(config, device, transport, where)
+        use_fastest_groups(config, device, transport, where)
         self._config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
 
     # ---------------------------------------------------------------- before a call

@@ -123,10 +123,12 @@ class Communicator:
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         self._open_on_gpus = self.config if self.config.leaves_link_open else None
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
-        channels = self.config.transport.connections
+        channels, nccl_groups = self.config.transport.connections, 1
         if channels == "auto":
             channels = MOST_CONNECTIONS if measures_link else 1
-        routes = Routes(store, self.rank, self.world_size, timeout, channels)
+        else:
+            nccl_groups = channels
+        routes = Routes(store, self.rank, self.world_size, timeout, channels, nccl_groups)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)

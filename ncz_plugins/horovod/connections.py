@@ -63,4 +63,4 @@ def _open(process_set, settings: TransportConfig) -> Routes:
     first = process_set.ranks[0] if process_set.ranks else 0
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
-    return Routes(open_store(rank, world_size, timeout, host, broadcast), rank, world_size, timeout, channels)
+    return Routes(open_store(rank, world_size, timeout, host, broadcast), rank, world_size, timeout, channels, channels)

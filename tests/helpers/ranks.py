@@ -43,7 +43,7 @@ def play(
         opened[rank] = opened[rank] or _open(store, rank, world_size, way)
         connections, frames = opened[rank]
         if way == "rounds":
-            return body(NcclTransport(connections, frames, torch.device("cpu")))
+            return body(NcclTransport(connections, [frames], torch.device("cpu")))
         return body(GlooTransport(connections))
 
     results = _in_threads(world_size, on_rank)

@@ -227,7 +227,8 @@ class TransportConfig(Section):
         default="auto",
         description="TCP connections with each other rank for frames in host memory, among at most 16 ranks. Several "
         "fill a link that limits each, as clouds do, or that is far. auto: 4 or 8 if ranks that measure their "
-        "link, see link_gbps, find that so many carry more than fewer do, else 1.",
+        "link, see link_gbps, find that so many carry more than fewer do, else 1. Between GPUs as many NCCL groups, 4 "
+        "at most, which gather large frames side by side; auto: 2 or 4 likewise.",
     )
     tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,

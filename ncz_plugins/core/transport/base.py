@@ -273,6 +273,13 @@ class Transport(FrameTransport):
         """
         return self.start_max(comparison.tensor, counters)
 
+    def use_groups(self, count: int) -> int:
+        """Send large gathers over so many groups of the runtime beneath side by side, where that may be faster.
+
+        All ranks must call this, when nothing is under way. Returns over how many they go.
+        """
+        return 1
+
     @abstractmethod
     def close(self) -> None:
         """Close what this transport owns, when nothing is under way any more. What was sent still arrives.

@@ -27,7 +27,8 @@ from .comparison import RankComparison
 from .connections import Connections, keep_in_forks
 from .forecast import Forecasts
 from .link_speed import gloo_link_gbps
-from .plain import TorchCollectives, start_exchange
+from .plain import start_exchange
+from .striped import StripedCollectives
 
 _FRAME_TAG, _SIZE_TAG = 0, 1
 _ALIGNMENT = 512  # of frames that are gathered, as of tensors
@@ -66,14 +67,15 @@ def open_nccl(
     return group
 
 
-def require_healthy(group: dist.ProcessGroup) -> None:
+def require_healthy(groups: list[dist.ProcessGroup]) -> None:
     """Raise PeerError if NCCL has failed: what a stream waited for may then be incomplete or never come.
 
     NCCL reports a peer that died, but not one that is silent. torch 2.6 can't be asked at all. There only the time-out
     notices either.
     """
-    if hasattr(group, "get_error") and (error := group.get_error()).value:
-        raise PeerError(f"NCCL failed: {error.name}. A peer has died or left; look at its log")
+    for group in groups:
+        if hasattr(group, "get_error") and (error := group.get_error()).value:
+            raise PeerError(f"NCCL failed: {error.name}. A peer has died or left; look at its log")
 
 
 @contextmanager
@@ -96,8 +98,10 @@ class NcclTransport(Transport):
 
     Args:
         connections: for agreements and for the sizes of frames. They belong to somebody else, who closes them.
-        group: an NCCL process group over the same ranks, which nothing else sends through. It ends with this transport.
+        groups: NCCL process groups over the same ranks, one at least, which nothing else sends through. They end with
+            this transport. It adds others to the list.
         device: where received frames go.
+        open_group: opens another one, given how many there are. All ranks call it. None: there are no others.
 
     Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.synchronize` for the time-out.
 
@@ -105,7 +109,13 @@ class NcclTransport(Transport):
         forecasts: how long frames are expected to be where two ranks exchange them.
     """
 
-    def __init__(self, connections: Connections, group: dist.ProcessGroup, device: torch.device):
+    def __init__(
+        self,
+        connections: Connections,
+        groups: list[dist.ProcessGroup],
+        device: torch.device,
+        open_group: Callable[[int], dist.ProcessGroup] | None = None,
+    ):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
@@ -114,17 +124,27 @@ class NcclTransport(Transport):
         self._device = device
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._group: dist.ProcessGroup | None = group
+        self._groups: list[dist.ProcessGroup] | None = groups
+        self._more_group = open_group
+        self._in_use = len(groups)
 
     @property
-    def plain(self) -> TorchCollectives:
+    def plain(self) -> StripedCollectives:
         # Made each time: kept here, it would refer back to this object, and keep its connections open.
-        return TorchCollectives(self._open_group)
+        return StripedCollectives(self._open_groups)
+
+    def use_groups(self, count: int) -> int:
+        self._open_groups()
+        groups = self._groups
+        while len(groups) < count and self._more_group is not None:
+            groups.append(self._more_group(len(groups)))
+        self._in_use = min(count, len(groups))
+        return self._in_use
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
     ) -> list[NcclStream]:
-        rounds = _Rounds(self._open_group, len(peers))
+        rounds = _Rounds(self._open_groups, len(peers))
         return [
             NcclStream(self._connections, rounds, self._device, to, source, incoming, frame_capacity, counters)
             for to, source in peers
@@ -139,31 +159,31 @@ class NcclTransport(Transport):
         return self._connections.start_comparison(comparison, counters)
 
     def close(self) -> None:
-        group = self._taken_group()
-        if group is not None:
+        for group in self._taken_groups():
             # Without this, the last reference to the group would abort it, which peers that still receive would notice.
             shutdown = getattr(group, "shutdown", None) or group._shutdown  # its name in torch 2.6
             shutdown()
 
     def abort(self, error: BaseException) -> None:
-        group = self._taken_group()
-        if group is not None:
+        for group in self._taken_groups():
             group._set_default_timeout(_ABORT_WITHIN)  # from here on the time-out of aborting
             with suppress(RuntimeError):  # what matters is `error`
                 group.abort()
 
-    def _open_group(self) -> dist.ProcessGroup:
-        if self._group is None:
+    def _open_groups(self) -> list[dist.ProcessGroup]:
+        """Those in use."""
+        groups = self._groups
+        if groups is None:
             raise PeerError("these connections between GPUs are closed")
-        return self._group
+        return groups[: self._in_use]
 
-    def _taken_group(self) -> dist.ProcessGroup | None:
-        """The group, for whoever ends it: None if somebody has, or in a fork, which has no part in it."""
+    def _taken_groups(self) -> list[dist.ProcessGroup]:
+        """All groups, for whoever ends them: none if somebody has, or in a fork, which has no part in them."""
         if os.getpid() != self._process:
-            return None
+            return []
         with self._lock:
-            group, self._group = self._group, None
-        return group
+            groups, self._groups = self._groups, None
+        return groups or []
 
 
 class NcclStream(FrameStream):
@@ -271,15 +291,15 @@ class _Rounds:
     """What the streams of one collective send and receive together.
 
     Args:
-        group: gives the NCCL group.
+        groups: gives the NCCL groups.
         streams: how many streams there are.
 
     Attributes:
         waiting: rounds that are filled but not yet started, oldest first.
     """
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup], streams: int):
-        self._group = group
+    def __init__(self, groups: Callable[[], list[dist.ProcessGroup]], streams: int):
+        self._groups = groups
         self._streams = streams
         self._filling: list[tuple[NcclStream, Tensor]] = []
         self.waiting: deque[list[tuple[NcclStream, Tensor]]] = deque()
@@ -310,7 +330,7 @@ class _Rounds:
     def _exchange(self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream], sizes: list[int]) -> None:
         frames = [torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in zip(receives, sizes)]
         works = start_exchange(
-            self._group,
+            lambda: self._groups()[0],
             [(stream.to, frame) for stream, frame in sends],
             [(stream.source, frame) for stream, frame in zip(receives, frames)],
             _FRAME_TAG,
@@ -322,7 +342,8 @@ class _Rounds:
 
     def _is_gather(self, sends: list[tuple[NcclStream, Tensor]], sizes: list[int]) -> bool:
         """Whether every rank sends one frame to all others, of about the same size. All ranks answer alike."""
-        if not sizes or len(sends) != self._group().size() - 1 or any(frame is not sends[0][1] for _, frame in sends):
+        others = self._groups()[0].size() - 1
+        if not sizes or len(sends) != others or any(frame is not sends[0][1] for _, frame in sends):
             return False
         every = [sends[0][1].numel(), *sizes]
         return len(every) * max(every) <= _MOST_PADDING * sum(every)
@@ -332,13 +353,13 @@ class _Rounds:
 
         NCCL has more channels for it than for sends and receives: over sockets it takes two thirds of the time.
         """
-        group, own = self._group(), sends[0][1]
+        group, own = self._groups()[0], sends[0][1]
         length = -(-max(own.numel(), *sizes) // _ALIGNMENT) * _ALIGNMENT
         gathered = own.new_empty(group.size() * length)
         mine = gathered[group.rank() * length :][:length]
         mine[: own.numel()] = own
         mine[own.numel() :] = 0  # not what was in that memory before
-        work = group._allgather_base(gathered, mine)
+        work = StripedCollectives(self._groups).all_gather_into_tensor(gathered, mine)
         for stream, _ in sends:
             stream.sent(work, mine)
         for stream, size in zip(receives, sizes):

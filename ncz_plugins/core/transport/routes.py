@@ -18,6 +18,7 @@ from .base import Transport
 from .connections import Connections
 from .gloo import GlooTransport
 from .nccl import NcclTransport, open_nccl, require_healthy
+from .striped import MOST_GROUPS
 
 
 class Route(NamedTuple):
@@ -45,12 +46,22 @@ class Routes:
         rank: this rank within the group.
         timeout: how long to wait for a peer, when connecting and in each operation.
         channels: see `Connections`.
+        nccl_groups: over which GPUs send large gathers, as long as none measures how many are best.
 
     Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        channels: int = 1,
+        nccl_groups: int = 1,
+    ):
         self._store = store
+        self._nccl_groups = min(nccl_groups, MOST_GROUPS)
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -70,9 +81,14 @@ class Routes:
             raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-            group = open_nccl(store, self._rank, self._world_size, device, self._timeout)
-            gpu = Gpu(device, self._timeout, partial(require_healthy, group))
-            self._routes[device] = Route(gpu, NcclTransport(self._connections, group, device))
+
+            def open_group(number: int) -> dist.ProcessGroup:
+                at = dist.PrefixStore(f"group {number}", store)
+                return open_nccl(at, self._rank, self._world_size, device, self._timeout)
+
+            groups = [open_group(number) for number in range(self._nccl_groups)]
+            gpu = Gpu(device, self._timeout, partial(require_healthy, groups))
+            self._routes[device] = Route(gpu, NcclTransport(self._connections, groups, device, open_group))
         return self._routes[device]
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport import gpu_speed
-from ncz_plugins.core.transport.gpu_speed import measured_on_gpus
+from ncz_plugins.core.transport.gpu_speed import measured_on_gpus, use_fastest_groups
 
 HOST = torch.device("cpu")
 
@@ -59,6 +59,42 @@ def test_the_least_size_follows_from_what_uncompressed_calls_carry(
         assert f"carry {gbps:g} Gbit/s; tensors of {enough} and more" in capsys.readouterr().err
 
 
+class Striping(Slow):
+    """Groups that each carry so much, on a link that carries no more than `link_gbps`."""
+
+    def __init__(self, gbps: float, link_gbps: float, most: int = 4):
+        super().__init__(gbps, 2)
+        self.groups, self._gbps, self._link_gbps, self._most = 1, gbps, link_gbps, most
+
+    def use_groups(self, count: int) -> int:
+        self.groups = min(count, self._most)
+        return self.groups
+
+    def all_gather_into_tensor(self, output, input):
+        self.now += input.nbytes * 8e-9 / min(self.groups * self._gbps, self._link_gbps)
+        return SimpleNamespace(wait=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("gbps", "link_gbps", "most", "connections", "best"),
+    [
+        (25, 25, 4, "auto", 1),
+        (25, 40, 4, "auto", 2),
+        (25, 100, 4, "auto", 4),
+        (25, 100, 1, "auto", 1),  # a runtime without groups
+        (1, 10, 4, "auto", 1),  # so slow that no thread is the limit
+        (25, 100, 4, 3, 3),  # as the settings say
+    ],
+)
+def test_as_many_groups_gather_as_carry_more(gbps, link_gbps, most, connections, best, monkeypatch):
+    link = Striping(gbps, link_gbps, most)
+    link.groups = 1 if connections == "auto" else connections
+    monkeypatch.setattr(gpu_speed, "time", link)
+    config = Config(transport={"connections": connections}).resolved(link_gbps=gbps)
+    use_fastest_groups(config, Host(), link, HOST)
+    assert link.groups == best and link.now < 0.2
+
+
 def test_ranks_find_the_same():
     def body(transport):
         return measured_on_gpus(Config(), Host(), transport, HOST).transport.link_gbps
@@ -89,6 +125,7 @@ def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     ours = Collectives(Training(config), config, range(2), 0)
     fast = config.resolved(link_gbps=100)
     monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: fast)
+    monkeypatch.setattr("ncz_plugins.core.collective.use_fastest_groups", lambda *_: None)
     monkeypatch.setattr("ncz_plugins.core.collective._require_same_call", lambda *_: None)
     ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
     monkeypatch.setattr("ncz_plugins.core.collective.require_kernels", lambda device: None)

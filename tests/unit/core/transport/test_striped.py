@@ -1,0 +1,83 @@
+"""Gathers over several groups side by side."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play
+
+from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.transport.nccl import NcclTransport
+from ncz_plugins.core.transport.striped import MOST_GROUPS, StripedCollectives
+
+SIZES = [1 << 20, (1 << 20) + 512, 3_000_017, 511]  # bytes: with equal stripes and others, and too little for stripes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("count", range(1, MOST_GROUPS + 1))
+def test_stripes_come_together_in_rank_order(world_size, count):
+    store = dist.HashStore()
+
+    def body(transport):
+        groups = [
+            dist.ProcessGroupGloo(dist.PrefixStore(f"{i}", store), transport.rank, world_size, timedelta(seconds=30))
+            for i in range(count)
+        ]
+        collectives = StripedCollectives(lambda: groups)
+        for size in SIZES:
+            own = torch.randint(256, (size,), generator=torch.Generator().manual_seed(transport.rank)).to(torch.uint8)
+            gathered = own.new_empty(world_size * size)
+            work = collectives.all_gather_into_tensor(gathered, own)
+            assert work.wait() and work.wait() and work.is_completed()
+            for rank, part in enumerate(gathered.chunk(world_size)):
+                expected = torch.randint(256, (size,), generator=torch.Generator().manual_seed(rank)).to(torch.uint8)
+                assert torch.equal(part, expected)
+        return True
+
+    assert play(world_size, body) == [True] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_elements_of_any_size(dtype):
+    store = dist.HashStore()
+
+    def body(transport):
+        groups = [
+            dist.ProcessGroupGloo(dist.PrefixStore(f"{i}", store), transport.rank, 2, timedelta(seconds=30))
+            for i in range(2)
+        ]
+        own = torch.randn(700_001, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
+        gathered = own.new_empty(2, own.numel())
+        StripedCollectives(lambda: groups).all_gather_into_tensor(gathered, own).wait()
+        return torch.equal(gathered[transport.rank], own), gathered
+
+    (first, of_first), (second, of_second) = play(2, body)
+    assert first and second and torch.equal(of_first, of_second)
+
+
+def test_a_transport_opens_groups_as_they_are_asked_for_and_ends_all():
+    class Group:
+        ended = 0
+
+        def shutdown(self):
+            Group.ended += 1
+
+    class Connected:
+        rank, world_size = 0, 2
+
+    opened = []
+
+    def open_group(number: int) -> Group:
+        opened.append(number)
+        return Group()
+
+    groups = [Group()]
+    transport = NcclTransport(Connected(), groups, torch.device("cpu"), open_group)
+    assert transport.use_groups(2) == 2 and transport.use_groups(4) == 4 and transport.use_groups(1) == 1
+    assert opened == [1, 2, 3] and len(groups) == 4
+    transport.close()
+    assert Group.ended == 4
+    with pytest.raises(PeerError, match="closed"):
+        transport.use_groups(2)
+    assert NcclTransport(Connected(), [Group()], torch.device("cpu")).use_groups(4) == 1
