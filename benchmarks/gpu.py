@@ -86,7 +86,7 @@ def stages(out: Path) -> list[Stage]:
     if sanitizer:
         check = [*WITHOUT_MPS, sanitizer, "--error-exitcode", "9", "--tool"]
         tests += [[*check, "memcheck", *PYTEST, *SMALL], [*check, "racecheck", *PYTEST, *SMALLER]]
-    return [*found, Stage("tests", tests, 190, shares_card=True)]
+    return [*found, Stage("tests", tests, 245, shares_card=True)]
 
 
 def _benchmark(program: str) -> list[str]:

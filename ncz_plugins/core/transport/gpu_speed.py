@@ -18,7 +18,7 @@ from .striped import MOST_GROUPS
 
 _PROBES, _PROBE_BYTES = 4, (4, 256 << 10, 8 << 20)  # all-reduces of each of these sizes; the first ones connect
 _SECONDS = 0.5  # that those of a size may take
-_GATHERED_BYTES = 4 << 20  # of each rank: frames of 32 MiB of gradients or so
+_GATHERED_BYTES = 16 << 20  # of all ranks together: of two, frames of 64 MiB of gradients or so
 _SLOW, _FAST = 4, 200  # Gbit/s: one group fills a slower link, and faster ones don't go through sockets
 _GAIN = 1.2  # times as fast: worth twice the groups
 
@@ -56,15 +56,16 @@ def _say(transport: CollectiveTransport, what: str) -> None:
 def use_fastest_groups(config: Config, device: Device, transport: Transport, where: torch.device) -> None:
     """Send large gathers over as many groups side by side as carry the most, if the settings leave that open.
 
-    A collective of all ranks. Raises PeerError.
+    Calls at a fixed rate go over the user's own group. A collective of all ranks. Raises PeerError.
 
     Args:
         config: the settings, with the speed of uncompressed calls.
         where: this rank's GPU.
     """
-    if config.transport.connections != "auto" or not _SLOW <= config.transport.link_gbps <= _FAST:
+    is_open = config.transport.connections == "auto" and config.quantizer.bits is None
+    if not is_open or not _SLOW <= config.transport.link_gbps <= _FAST:
         return
-    own = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=where)
+    own = torch.zeros(_GATHERED_BYTES // transport.world_size, dtype=torch.uint8, device=where)
     gathered = own.new_empty(transport.world_size * own.numel())
 
     def seconds_with(groups: int) -> float | None:
