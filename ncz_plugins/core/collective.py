@@ -120,7 +120,8 @@ class Collectives:
         numbers = measuring(self.state.calls + self._exact_calls)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
         config = measured_on_gpus(config, device, transport, where)
-        use_fastest_groups(config, device, transport, where)
+        if self.nodes is None and self._schedule_of_frames() == "direct":  # in others no rank gathers frames
+            use_fastest_groups(config, device, transport, where)
         self._config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
 
     # ---------------------------------------------------------------- before a call
@@ -262,6 +263,9 @@ class Collectives:
             return "fixed rate"
         if request.baseline is not None and self.nodes is not None:
             return "ring"  # in which each part enters a node once
+        return self._schedule_of_frames()
+
+    def _schedule_of_frames(self) -> str:
         name = self.config.transport.schedule
         if name != "auto":
             return name

@@ -14,7 +14,7 @@ from ..config import Config
 from ..config.fields import format_size
 from ..runtime.device import Device
 from .base import CollectiveTransport, Transport, Work, peer_errors
-from .striped import MOST_GROUPS
+from .striped import MOST_GROUPS, STRIPED_BYTES
 
 _PROBES, _PROBE_BYTES = 4, (4, 256 << 10, 8 << 20)  # all-reduces of each of these sizes; the first ones connect
 _SECONDS = 0.5  # that those of a size may take
@@ -65,7 +65,8 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
     is_open = config.transport.connections == "auto" and config.quantizer.bits is None
     if not is_open or not _SLOW <= config.transport.link_gbps <= _FAST:
         return
-    own = torch.zeros(_GATHERED_BYTES // transport.world_size, dtype=torch.uint8, device=where)
+    nbytes = max(STRIPED_BYTES, _GATHERED_BYTES // transport.world_size)
+    own = torch.zeros(nbytes, dtype=torch.uint8, device=where)
     gathered = own.new_empty(transport.world_size * own.numel())
 
     def seconds_with(groups: int) -> float | None:

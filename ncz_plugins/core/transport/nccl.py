@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -73,7 +74,7 @@ def require_healthy(groups: list[dist.ProcessGroup]) -> None:
     NCCL reports a peer that died, but not one that is silent. torch 2.6 can't be asked at all. There only the time-out
     notices either.
     """
-    for group in groups:
+    for group in list(groups):
         if hasattr(group, "get_error") and (error := group.get_error()).value:
             raise PeerError(f"NCCL failed: {error.name}. A peer has died or left; look at its log")
 
@@ -99,9 +100,9 @@ class NcclTransport(Transport):
     Args:
         connections: for agreements and for the sizes of frames. They belong to somebody else, who closes them.
         groups: NCCL process groups over the same ranks, one at least, which nothing else sends through. They end with
-            this transport. It adds others to the list.
+            this transport, which adds and removes others.
         device: where received frames go.
-        open_group: opens another one, given how many there are. All ranks call it. None: there are no others.
+        open_group: opens another one, given a number of its own. All ranks call it. None: there are no others.
 
     Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.synchronize` for the time-out.
 
@@ -126,7 +127,7 @@ class NcclTransport(Transport):
         self._lock = threading.Lock()
         self._groups: list[dist.ProcessGroup] | None = groups
         self._more_group = open_group
-        self._in_use = len(groups)
+        self._opened = len(groups)
 
     @property
     def plain(self) -> StripedCollectives:
@@ -134,12 +135,22 @@ class NcclTransport(Transport):
         return StripedCollectives(self._open_groups)
 
     def use_groups(self, count: int) -> int:
-        self._open_groups()
-        groups = self._groups
+        groups = self._open_groups()
         while len(groups) < count and self._more_group is not None:
-            groups.append(self._more_group(len(groups)))
-        self._in_use = min(count, len(groups))
-        return self._in_use
+            group = self._more_group(self._opened)
+            self._opened += 1
+            with self._lock:
+                is_open = self._groups is groups  # another thread may have closed all meanwhile
+                if is_open:
+                    groups.append(group)
+            if not is_open:
+                _shut_down([group])
+                raise _closed()
+        with self._lock:
+            surplus = groups[count:] if self._groups is groups else []
+            del groups[len(groups) - len(surplus) :]
+        _shut_down(surplus)
+        return len(groups)
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
@@ -159,23 +170,27 @@ class NcclTransport(Transport):
         return self._connections.start_comparison(comparison, counters)
 
     def close(self) -> None:
-        for group in self._taken_groups():
-            # Without this, the last reference to the group would abort it, which peers that still receive would notice.
-            shutdown = getattr(group, "shutdown", None) or group._shutdown  # its name in torch 2.6
-            shutdown()
+        _shut_down(self._taken_groups())
 
     def abort(self, error: BaseException) -> None:
-        for group in self._taken_groups():
+        groups = self._taken_groups()
+        for group in groups:
             group._set_default_timeout(_ABORT_WITHIN)  # from here on the time-out of aborting
-            with suppress(RuntimeError):  # what matters is `error`
-                group.abort()
+        # Side by side: to abort one may wait for what runs on the GPU, the kernels of the others among it.
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups[1:]]
+        for thread in threads:
+            thread.start()
+        for group in groups[:1]:
+            _abort(group)
+        deadline = time.monotonic() + _ABORT_WITHIN.total_seconds()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
-        """Those in use."""
         groups = self._groups
         if groups is None:
-            raise PeerError("these connections between GPUs are closed")
-        return groups[: self._in_use]
+            raise _closed()
+        return groups
 
     def _taken_groups(self) -> list[dist.ProcessGroup]:
         """All groups, for whoever ends them: none if somebody has, or in a fork, which has no part in them."""
@@ -184,6 +199,25 @@ class NcclTransport(Transport):
         with self._lock:
             groups, self._groups = self._groups, None
         return groups or []
+
+
+def _closed() -> PeerError:
+    return PeerError("these connections between GPUs are closed")
+
+
+def _shut_down(groups: list[dist.ProcessGroup]) -> None:
+    """End groups when nothing is under way. Without this, the last reference to one would abort it.
+
+    Peers that still receive would notice that.
+    """
+    with ExitStack() as stack:  # all in any case
+        for group in groups:
+            stack.callback(getattr(group, "shutdown", None) or group._shutdown)  # its name in torch 2.6
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # what matters is the error that led to this
+        group.abort()
 
 
 class NcclStream(FrameStream):

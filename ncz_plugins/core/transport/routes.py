@@ -36,6 +36,13 @@ def forget_tensors(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
+def _open_group(
+    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta, number: int
+) -> dist.ProcessGroup:
+    """An NCCL group, of those between the same GPUs the one with this number."""
+    return open_nccl(dist.PrefixStore(f"group {number}", store), rank, world_size, device, timeout)
+
+
 class Routes:
     """The connections of one group's ranks, and a route for each torch device. It owns all of them.
 
@@ -81,11 +88,8 @@ class Routes:
             raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-
-            def open_group(number: int) -> dist.ProcessGroup:
-                at = dist.PrefixStore(f"group {number}", store)
-                return open_nccl(at, self._rank, self._world_size, device, self._timeout)
-
+            # Without a reference to this object, which it would keep, and all connections open.
+            open_group = partial(_open_group, store, self._rank, self._world_size, device, self._timeout)
             groups = [open_group(number) for number in range(self._nccl_groups)]
             gpu = Gpu(device, self._timeout, partial(require_healthy, groups))
             self._routes[device] = Route(gpu, NcclTransport(self._connections, groups, device, open_group))

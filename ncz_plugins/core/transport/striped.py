@@ -16,7 +16,7 @@ from .base import Work
 from .plain import TorchCollectives
 
 MOST_GROUPS = 4
-_STRIPED_BYTES = 1 << 20  # of a rank; of less, one group is as fast
+STRIPED_BYTES = 1 << 20  # of a rank; of less, one group is as fast
 _ALIGNMENT = 512  # of a stripe, as of tensors
 
 
@@ -33,7 +33,7 @@ class StripedCollectives(TorchCollectives):
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
         groups = self._groups()
-        if len(groups) == 1 or input.nbytes < _STRIPED_BYTES:
+        if len(groups) == 1 or input.nbytes < STRIPED_BYTES:
             return super().all_gather_into_tensor(output, input)
         return _StripedGather(groups, output, input)
 

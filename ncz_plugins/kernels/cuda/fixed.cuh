@@ -195,7 +195,7 @@ NCZ_DEVICE void write_packed(int f, const Piece& piece, int32_t predictor, const
 
 // Writes a FIXED frame: all chunks that this block gets hold of. `codes_of` gives the codes of one.
 //
-// When the bytes of a chunk are known, other blocks may still be at work on those before it. So nobody waits for them: a
+// When the bytes of a chunk are known, other blocks may still be at work on those before it. To hardly ever wait for them, a
 // chunk stays in shared memory until the block has loaded the next one.
 template <class CodesOf>
 NCZ_DEVICE void write_chunks(CodesOf codes_of, const Pieces& pieces, int32_t predictor, const Writing& writing,
@@ -428,9 +428,9 @@ NCZ_KERNEL(ncz_encode_fixed_codes)
     encode_fixed(codes_of, pieces, predictor, is_chosen, Writing{written, places, sizes}, shared);
 }
 
-// Of the blocks that read and write frames, so many must fit on a multiprocessor: four with fewer registers would spill.
+// Of the blocks that read and write frames, so many must fit on a multiprocessor.
 #if NCZ_DTYPE == 3 || __CUDA_ARCH__ < 800
-constexpr int SUM_BLOCKS = 3;
+constexpr int SUM_BLOCKS = 3;  // four would spill
 #else
 constexpr int SUM_BLOCKS = 4;
 #endif

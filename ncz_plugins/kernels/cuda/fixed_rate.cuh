@@ -14,9 +14,9 @@ constexpr int MOST_PACKED_WORDS = RATE_BLOCK;  // of a block, at 32 bits
 
 NCZ_DEVICE int packed_words(unsigned bits) { return RATE_BLOCK / 32 * int(bits); }
 
-// A warp's words in shared memory, with one behind them that is read but not used.
-NCZ_DEVICE uint32_t* of_warp(uint32_t* words) { return words + warp() * (MOST_PACKED_WORDS + 1); }
-#define NCZ_SHARED_OF_WARPS(name) NCZ_SHARED(uint32_t, name, WARPS*(MOST_PACKED_WORDS + 1))
+// A warp's words in shared memory.
+NCZ_DEVICE uint32_t* of_warp(uint32_t* words) { return words + warp() * MOST_PACKED_WORDS; }
+#define NCZ_SHARED_OF_WARPS(name) NCZ_SHARED(uint32_t, name, WARPS* MOST_PACKED_WORDS)
 
 // The number of this warp's block among those of the launch.
 NCZ_DEVICE int64_t block_number() { return int64_t(blockIdx.x) * WARPS + warp(); }

@@ -290,7 +290,7 @@ class _Writer(_Batch):
         shared: the arguments that tell kernels where frames and sizes go.
         unchosen: the same of kernels that may have to look at a choice, where there is none.
         noted: those of kernels that write nothing but spoiled frames.
-        resident: blocks that run at the same time. Those that write FIXED frames take one chunk after another.
+        resident: blocks that run at the same time, at the most. Those that write FIXED frames take chunk after chunk.
     """
 
     def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):

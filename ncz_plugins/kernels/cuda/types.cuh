@@ -96,7 +96,7 @@ constexpr int32_t NO_CODER = -1;  // the frame was written already
 // What the kernels of one frame that is being written tell each other. Zeroed before the first.
 struct Written {
     Choice choice;
-    uint32_t counted, taken;  // blocks that have counted, and that have taken a number
+    uint32_t counted, taken;  // blocks that have counted, and the next number to take
 };
 static_assert(sizeof(Written) == 24, "as frames.py has it");
 

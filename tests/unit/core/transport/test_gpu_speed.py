@@ -95,6 +95,18 @@ def test_as_many_groups_gather_as_carry_more(gbps, link_gbps, most, connections,
     assert link.groups == best and link.now < 0.2
 
 
+@pytest.mark.parametrize(("schedule", "ranks", "tried"), [("auto", 4, 1), ("ring", 4, 0), ("auto", 16, 0)])
+def test_groups_are_tried_where_frames_are_gathered(schedule, ranks, tried, monkeypatch):
+    config = Config(transport={"schedule": schedule}).resolved()
+    times = []
+    monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
+    monkeypatch.setattr("ncz_plugins.core.collective._require_same_call", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.collective.use_fastest_groups", lambda *_: times.append(1))
+    ours = Collectives(Training(config), config, range(ranks), 0)
+    ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
+    assert len(times) == tried
+
+
 def test_ranks_find_the_same():
     def body(transport):
         return measured_on_gpus(Config(), Host(), transport, HOST).transport.link_gbps

@@ -1,5 +1,6 @@
 """Gathers over several groups side by side."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -56,28 +57,66 @@ def test_elements_of_any_size(dtype):
     assert first and second and torch.equal(of_first, of_second)
 
 
+class Group:
+    """Stands in for an NCCL group, which needs a GPU, where nothing is sent."""
+
+    together: threading.Barrier  # of those that are aborted
+    ended = None
+
+    def shutdown(self):
+        self.ended = "shut down"
+
+    def abort(self):
+        self.together.wait(10)
+        self.ended = "aborted"
+
+    def _set_default_timeout(self, timeout):
+        assert timeout < timedelta(minutes=1)
+
+
+class Connected:
+    rank, world_size = 0, 2
+
+
 def test_a_transport_opens_groups_as_they_are_asked_for_and_ends_all():
-    class Group:
-        ended = 0
-
-        def shutdown(self):
-            Group.ended += 1
-
-    class Connected:
-        rank, world_size = 0, 2
-
-    opened = []
+    groups, opened = [Group()], []
 
     def open_group(number: int) -> Group:
         opened.append(number)
         return Group()
 
-    groups = [Group()]
+    first = groups[0]
     transport = NcclTransport(Connected(), groups, torch.device("cpu"), open_group)
-    assert transport.use_groups(2) == 2 and transport.use_groups(4) == 4 and transport.use_groups(1) == 1
-    assert opened == [1, 2, 3] and len(groups) == 4
+    assert transport.use_groups(2) == 2 and transport.use_groups(4) == 4
+    surplus = groups[2:]
+    assert transport.use_groups(2) == 2 and [group.ended for group in surplus] == ["shut down"] * 2
+    assert transport.use_groups(3) == 3 and opened == [1, 2, 3, 4]  # each number once, as a store keeps what was said
+    left = list(groups)
     transport.close()
-    assert Group.ended == 4
+    assert left[0] is first and [group.ended for group in left] == ["shut down"] * 3
     with pytest.raises(PeerError, match="closed"):
         transport.use_groups(2)
     assert NcclTransport(Connected(), [Group()], torch.device("cpu")).use_groups(4) == 1
+
+
+def test_groups_are_aborted_side_by_side():
+    """One may wait for the kernels of the others."""
+    groups = [Group() for _ in range(3)]
+    Group.together = threading.Barrier(len(groups))
+    transport = NcclTransport(Connected(), groups, torch.device("cpu"))
+    transport.abort(RuntimeError())
+    transport.abort(RuntimeError())  # once
+    assert [group.ended for group in groups] == ["aborted"] * 3
+
+
+def test_a_group_that_opens_too_late_is_shut_down():
+    late = Group()
+
+    def open_group(number: int) -> Group:
+        transport.close()
+        return late
+
+    transport = NcclTransport(Connected(), [Group()], torch.device("cpu"), open_group)
+    with pytest.raises(PeerError, match="closed"):
+        transport.use_groups(2)
+    assert late.ended == "shut down"
