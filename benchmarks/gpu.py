@@ -71,7 +71,7 @@ def stages(out: Path) -> list[Stage]:
     kernels_json = out / "kernels.json"
     found = [
         Stage("compile", [COMPILE], 40),
-        Stage("kernels", [[*_benchmark("gpu_kernels.py"), "--json", str(kernels_json)]], 30, kernels_json.name),
+        Stage("kernels", [[*_benchmark("gpu_kernels.py"), "--json", str(kernels_json)]], 20, kernels_json.name),
     ]
     for ranks, seconds in ((2, 35), (4, 45)):
         file = out / f"nccl-{ranks}-ranks.json"
@@ -80,13 +80,13 @@ def stages(out: Path) -> list[Stage]:
     if importlib.util.find_spec("deepspeed"):
         file = out / "steps.json"
         command = [*_benchmark("gpu_steps.py"), "--kinds", "plain", "default", "bits", "--json", str(file)]
-        found.append(Stage("training steps", [command], 85, file.name, shares_card=True))
+        found.append(Stage("training steps", [command], 80, file.name, shares_card=True))
     tests = [[*PYTEST, *each] for each in TESTS_BY_MPS] + [[*WITHOUT_MPS, *PYTEST, *each] for each in TESTS]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer:
         check = [*WITHOUT_MPS, sanitizer, "--error-exitcode", "9", "--tool"]
         tests += [[*check, "memcheck", *PYTEST, *SMALL], [*check, "racecheck", *PYTEST, *SMALLER]]
-    return [*found, Stage("tests", tests, 245, shares_card=True)]
+    return [*found, Stage("tests", tests, 230, shares_card=True)]
 
 
 def _benchmark(program: str) -> list[str]:
