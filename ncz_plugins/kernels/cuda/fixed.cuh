@@ -258,7 +258,7 @@ NCZ_DEVICE void write_chunks(CodesOf codes_of, const Pieces& pieces, int32_t pre
     NCZ_SHARED(InHand, name##_in_hand, 1);         \
     const Packing name = {name##_words, name##_widths, name##_scratch, name##_in_hand}
 
-// A FIXED frame of `source`, with this predictor; or with that of `choice`, if FIXED is what it says.
+// A FIXED frame of what `source_of` gives, with this predictor; or with that of `choice`, if FIXED is what it says.
 template <class SourceOf>
 NCZ_DEVICE void encode_fixed(SourceOf source_of, const Pieces& pieces, int32_t predictor, int is_chosen,
                              const Writing& writing, const Packing& shared) {
