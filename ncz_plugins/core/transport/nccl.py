@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..errors import FrameError, PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
+from ..runtime.worker import Worker
 from .base import Agreement, FrameStream, Transport, Work, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, keep_in_forks
@@ -177,14 +179,16 @@ class NcclTransport(Transport):
         for group in groups:
             group._set_default_timeout(_ABORT_WITHIN)  # from here on the time-out of aborting
         # Side by side: to abort one may wait for what runs on the GPU, the kernels of the others among it.
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups[1:]]
-        for thread in threads:
-            thread.start()
-        for group in groups[:1]:
+        workers: list[Worker] = []
+        with suppress(RuntimeError):  # an interpreter that ends starts no threads: then one after the other
+            for group in groups[1:]:
+                workers.append(Worker("ncz-abort"))
+                workers[-1].submit(partial(_abort, group))
+        for group in groups[:1] + groups[1 + len(workers) :]:
             _abort(group)
         deadline = time.monotonic() + _ABORT_WITHIN.total_seconds()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            worker.close(max(0.0, deadline - time.monotonic()))
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
         groups = self._groups
@@ -333,7 +337,8 @@ class _Rounds:
     """
 
     def __init__(self, groups: Callable[[], list[dist.ProcessGroup]], streams: int):
-        self._groups = groups
+        self._group = lambda: groups()[0]
+        self._gathers = StripedCollectives(groups)
         self._streams = streams
         self._filling: list[tuple[NcclStream, Tensor]] = []
         self.waiting: deque[list[tuple[NcclStream, Tensor]]] = deque()
@@ -364,7 +369,7 @@ class _Rounds:
     def _exchange(self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream], sizes: list[int]) -> None:
         frames = [torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in zip(receives, sizes)]
         works = start_exchange(
-            lambda: self._groups()[0],
+            self._group,
             [(stream.to, frame) for stream, frame in sends],
             [(stream.source, frame) for stream, frame in zip(receives, frames)],
             _FRAME_TAG,
@@ -376,8 +381,7 @@ class _Rounds:
 
     def _is_gather(self, sends: list[tuple[NcclStream, Tensor]], sizes: list[int]) -> bool:
         """Whether every rank sends one frame to all others, of about the same size. All ranks answer alike."""
-        others = self._groups()[0].size() - 1
-        if not sizes or len(sends) != others or any(frame is not sends[0][1] for _, frame in sends):
+        if not sizes or len(sends) != self._group().size() - 1 or any(frame is not sends[0][1] for _, frame in sends):
             return False
         every = [sends[0][1].numel(), *sizes]
         return len(every) * max(every) <= _MOST_PADDING * sum(every)
@@ -387,13 +391,13 @@ class _Rounds:
 
         NCCL has more channels for it than for sends and receives: over sockets it takes two thirds of the time.
         """
-        group, own = self._groups()[0], sends[0][1]
+        group, own = self._group(), sends[0][1]
         length = -(-max(own.numel(), *sizes) // _ALIGNMENT) * _ALIGNMENT
         gathered = own.new_empty(group.size() * length)
         mine = gathered[group.rank() * length :][:length]
         mine[: own.numel()] = own
         mine[own.numel() :] = 0  # not what was in that memory before
-        work = StripedCollectives(self._groups).all_gather_into_tensor(gathered, mine)
+        work = self._gathers.all_gather_into_tensor(gathered, mine)
         for stream, _ in sends:
             stream.sent(work, mine)
         for stream, size in zip(receives, sizes):

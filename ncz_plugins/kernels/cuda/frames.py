@@ -164,11 +164,9 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
         if inputs:
             opened = reader.opened(inputs)
-            arguments = *opened, integer(coding.predictor), *writer.shared
-            writer.launch_values("sum_fixed", dtype, pieces, noise, *arguments, most=writer.resident)
+            writer.launch_fixed("sum_fixed", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.shared)
         else:
-            arguments = integer(coding.predictor), *writer.unchosen
-            writer.launch_values("encode_fixed", dtype, pieces, noise, *arguments, most=writer.resident)
+            writer.launch_fixed("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
         return
     codes = writer.room_for_codes()
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
@@ -201,8 +199,7 @@ def encode_codes(launcher: Launcher, codes: Tensor, coding: Coding, frame: Tenso
     writer = _Writer(launcher, coding, [codes.numel()], size)
     pieces = writer.pieces([(None, None, codes, frame, 0)])
     if is_one_pass(coding):
-        arguments = integer(coding.predictor), *writer.unchosen
-        writer.launch("encode_fixed_codes", _ANY, pieces, *arguments, most=writer.resident)
+        writer.launch_fixed("encode_fixed_codes", _ANY, pieces, None, integer(coding.predictor), *writer.unchosen)
     else:
         writer.encode(pieces)
     return size
@@ -262,7 +259,7 @@ class _Batch:
     def launch(
         self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=THREADS, most=None
     ) -> None:
-        """Launch a kernel, with a block for so many elements of a frame, or `most` blocks."""
+        """Launch a kernel, with a block for so many elements of a frame, but with at most `most` blocks in all."""
         blocks = max(1, -(-max(self._counts) // elements))
         if most is not None:
             blocks = min(blocks, max(1, most // len(self._counts)))
@@ -290,7 +287,6 @@ class _Writer(_Batch):
         shared: the arguments that tell kernels where frames and sizes go.
         unchosen: the same of kernels that may have to look at a choice, where there is none.
         noted: those of kernels that write nothing but spoiled frames.
-        resident: blocks that run at the same time, at the most. Those that write FIXED frames take chunk after chunk.
     """
 
     def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
@@ -305,7 +301,11 @@ class _Writer(_Batch):
         self.shared = written, places, sizes
         self.unchosen = integer(False), *self.shared
         self.noted = written, sizes
-        self.resident = BLOCKS_PER_MULTIPROCESSOR * launcher.multiprocessors(sizes.device)
+
+    def launch_fixed(self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments) -> None:
+        """As `launch_values`, with as many blocks as the GPU holds, which write chunk after chunk of FIXED frames."""
+        most = BLOCKS_PER_MULTIPROCESSOR * self._launcher.multiprocessors(self._device)
+        self.launch_values(kernel, dtype, pieces, noise, *arguments, most=most)
 
     def room_for_codes(self) -> list[Tensor]:
         """Working memory for the codes of each frame."""
@@ -325,9 +325,9 @@ class _Writer(_Batch):
         if coder in (Coder.FIXED, Coder.AUTO):
             chosen = integer(self._coding.predictor), integer(True), *self.shared
             if dtype is None:
-                self.launch("encode_fixed_codes", _ANY, pieces, *chosen, most=self.resident)
+                self.launch_fixed("encode_fixed_codes", _ANY, pieces, None, *chosen)
             else:
-                self.launch_values("encode_fixed", dtype, pieces, noise, *chosen, most=self.resident)
+                self.launch_fixed("encode_fixed", dtype, pieces, noise, *chosen)
         if coder == Coder.FIXED:
             return
         if dtype is None:

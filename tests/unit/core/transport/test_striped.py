@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.transport import nccl
 from ncz_plugins.core.transport.nccl import NcclTransport
 from ncz_plugins.core.transport.striped import MOST_GROUPS, StripedCollectives
 
@@ -106,6 +107,19 @@ def test_groups_are_aborted_side_by_side():
     transport = NcclTransport(Connected(), groups, torch.device("cpu"))
     transport.abort(RuntimeError())
     transport.abort(RuntimeError())  # once
+    assert [group.ended for group in groups] == ["aborted"] * 3
+
+
+def test_groups_are_aborted_in_turn_where_no_thread_can_start(monkeypatch):
+    """As when the interpreter ends, from Python 3.12 on."""
+
+    def worker(name):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(nccl, "Worker", worker)
+    groups = [Group() for _ in range(3)]
+    Group.together = threading.Barrier(1)
+    NcclTransport(Connected(), groups, torch.device("cpu")).abort(RuntimeError())
     assert [group.ended for group in groups] == ["aborted"] * 3
 
 
