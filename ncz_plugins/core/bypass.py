@@ -92,9 +92,13 @@ def by_policy(policy: Policy) -> Bypass | None:
     return Bypass.POLICY if policy.action == "skip" else None
 
 
-def by_size(nbytes: int, config: Config, on_gpu: bool = False) -> Bypass | None:
-    """Small tensors go plain, as latency is what they cost. `config` is a resolved one."""
-    least = config.min_bytes_in_effect(on_gpu)
+def by_size(nbytes: int, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
+    """Small tensors go plain, as latency is what they cost. `config` is a resolved one.
+
+    Args:
+        ranks: how many there are; None: more than two, or nobody knows.
+    """
+    least = config.min_bytes_in_effect(on_gpu, ranks)
     if least == "never":
         return Bypass.FAST_LINK
     return Bypass.TOO_SMALL if nbytes < max(least, 1) else None

@@ -29,6 +29,15 @@ _PLAIN_BYTES = {
 }
 
 COLLECTIVES = tuple(_PLAIN_BYTES)
+OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
+
+
+def place_of(value: object, values: Sequence) -> int:
+    """The place of the first that is or equals `value`; behind all of them if none does."""
+    for at, each in enumerate(values):
+        if each is value:  # as nearly always, and to ask torch whether two of its things are equal takes longer
+            return at
+    return next((at for at, each in enumerate(values) if each == value), len(values))
 
 
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
@@ -67,6 +76,13 @@ class Request:
     baseline: Baseline | None = None
     joined: Joined | None = None
     together: int = 0
+
+    @property
+    def kind(self) -> tuple:
+        """What requests must have in common for ranks to tell the same of them, and often to serve them alike."""
+        larger, op = self.larger, None if self.op is None else place_of(self.op, OPS)
+        tensors = self.input.dtype, self.output.dtype, larger.numel(), larger.is_cuda
+        return self.collective, self.role, op, tensors, self.root, self.scale, self.together
 
     @property
     def memory(self) -> list[Tensor]:

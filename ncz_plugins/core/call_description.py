@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import COLLECTIVES, Request
+from .call import COLLECTIVES, OPS, Request, place_of
 from .config import Config
 from .errors import MismatchError, UnsupportedError
 from .transport.comparison import Extremes, RankComparison
@@ -28,8 +28,7 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
-_BITWISE = _OPS[-3:]
+_BITWISE = OPS[-3:]
 _BYPASSES = tuple(Bypass)
 # What "transfer" is besides the place of a bypass.
 _COMPRESSED, _AS_CHANGES, _MEASURING = 0, 1 + len(_BYPASSES), 2 + len(_BYPASSES)
@@ -46,19 +45,42 @@ def described(
         configuration: a checksum of the settings of a call that is compressed.
         uncompared: a checksum of the calls before it that ranks did not compare.
     """
+    return numbered(kind_described(request), request, number, bypass, configuration, uncompared)
+
+
+def kind_described(request: Request) -> dict[str, int]:
+    """The same of all requests of a kind. `numbered` says the rest of each."""
     return {
-        "call number": number,
+        "call number": 0,
         "collective": COLLECTIVES.index(request.collective),
-        "dtype": _place(DTYPES, request.input.dtype),
+        "dtype": place_of(request.input.dtype, DTYPES),
         "elements": request.larger.numel(),
-        "reduce op": 0 if request.op is None else 1 + _place(_OPS, request.op),
+        "reduce op": 0 if request.op is None else 1 + place_of(request.op, OPS),
         "scale": 0 if request.scale == 1 else zlib.crc32(repr(float(request.scale)).encode()),
         "source rank": request.root,
+        "transfer": 0,
+        "configuration": 0,
+        "calls on GPUs before it": 0,
+        "list of tensors": request.together,
+        "refusal": 0,
+    }
+
+
+def numbered(
+    kind: Mapping[str, int],
+    request: Request,
+    number: int,
+    bypass: Bypass | None,
+    configuration: int = 0,
+    uncompared: int = 0,
+) -> dict[str, int]:
+    """What `described` returns, of a request of which `kind_described` has told the `kind`."""
+    return {
+        **kind,
+        "call number": number,
         "transfer": _transfer(request, bypass),
         "configuration": configuration,
         "calls on GPUs before it": uncompared,
-        "list of tensors": request.together,
-        "refusal": 0,
     }
 
 
@@ -78,13 +100,13 @@ def require_plain(request: Request) -> None:
         raise UnsupportedError(f"{what}: dtype {dtype}: neither gloo nor NCCL carries it; convert it to one of {known}")
     if request.op is None:
         return
-    if request.op not in _OPS:
+    if request.op not in OPS:
         raise UnsupportedError(f"{what}: reduce op {request.op}: not supported; use one of torch.distributed's own")
     if request.op == dist.ReduceOp.AVG and not dtype.is_floating_point:
         raise UnsupportedError(f"{what}: reduce op AVG of {dtype}: only floats can be averaged; use SUM and divide")
     if request.op in _BITWISE and dtype.is_floating_point:
         raise UnsupportedError(
-            f"{what}: reduce op {_named(_OPS, _place(_OPS, request.op))} of {dtype}: floats have none"
+            f"{what}: reduce op {_named(OPS, place_of(request.op, OPS))} of {dtype}: floats have none"
         )
 
 
@@ -140,14 +162,6 @@ def _in_words(name: str, ends: Extremes, ranks: Sequence[int]) -> str:
     return f"{name} {words(ends.highest)} on rank {high}, {words(ends.lowest)} on rank {low}"
 
 
-def _place(values: Sequence, value: object) -> int:
-    """The place of the first that equals `value`; behind all of them if none does."""
-    for at, each in enumerate(values):
-        if each == value:
-            return at
-    return len(values)
-
-
 def _named(values: Sequence, number: int) -> str:
     """What a number stands for. It comes from a peer, so it may be any."""
     return str(values[number]).rpartition(".")[2] if 0 <= number < len(values) else f"unknown ({number})"
@@ -164,6 +178,6 @@ _TRANSFERS = {
 _WORDS: dict[str, Callable[[int], str]] = {
     "collective": lambda number: _named(COLLECTIVES, number),
     "dtype": lambda number: _named(DTYPES, number),
-    "reduce op": lambda number: "none" if number == 0 else _named(_OPS, number - 1),
+    "reduce op": lambda number: "none" if number == 0 else _named(OPS, number - 1),
     "transfer": lambda number: _TRANSFERS.get(number) or f"plain ({_named(_REASONS, number - 1)})",
 }

@@ -15,7 +15,16 @@ from torch import Tensor
 from ..kernels.backend import Backend, GpuBackend
 from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call, PlainCall, Request, plain_wire_bytes
-from .call_description import bypassing, checksum_of, described, measuring, refusal, require_plain, require_same
+from .call_description import (
+    bypassing,
+    checksum_of,
+    kind_described,
+    measuring,
+    numbered,
+    refusal,
+    require_plain,
+    require_same,
+)
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, equal_rows
 from .codec.layout import Layout, Window
@@ -51,6 +60,7 @@ from .transport.topology import Nodes
 _NO_VERSION = -1  # in place of a checksum
 SMALL_BYTES = 8 << 20  # of a tensor: to measure it takes less time than one more message
 _WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
+_MOST_KINDS = 1000  # of requests that are remembered
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
@@ -64,6 +74,18 @@ class Decision(NamedTuple):
 
     config: Config
     bypass: Bypass | None
+
+
+class _Kind(NamedTuple):
+    """What is known of all requests of a kind, see `Request.kind`. To find out takes longer than small calls travel.
+
+    Attributes:
+        bypass: why they go plain, if that is sure before it is looked at what their parts are.
+        described: what ranks compare of each of them, see `kind_described`.
+    """
+
+    bypass: Bypass | None
+    described: Mapping[str, int]
 
 
 class Collectives:
@@ -99,6 +121,7 @@ class Collectives:
         self._exact_calls = 0  # plain ones and those without loss, which draw no random numbers
         self._checksum = checksum_of(config)
         self._config_on_gpus, self._checksum_on_gpus = config, self._checksum
+        self._kinds: dict[tuple, _Kind] = {}
         self._uncompared = 0  # a checksum of calls on GPUs that no host waits for
 
     @property
@@ -123,6 +146,7 @@ class Collectives:
         if self.nodes is None and self._schedule_of_frames() == "direct":  # in others no rank gathers frames
             use_fastest_groups(config, device, transport, where)
         self._config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
+        self._kinds.clear()
 
     # ---------------------------------------------------------------- before a call
 
@@ -135,12 +159,8 @@ class Collectives:
         for tensor in (request.input,) if request.output is request.input else (request.input, request.output):
             require_tensor(tensor)
             require_kernels(tensor.device)
-        dtypes, on_gpu = (request.input.dtype, request.output.dtype), request.input.is_cuda
-        config = self._config_on_gpus if on_gpu else self.config
-        if bypass := before_call(config, self.world_size, request.role, request.op, dtypes):
-            require_plain(request)
-            return Decision(config, bypass)
-        if bypass := by_size(request.larger.nbytes, config, on_gpu):  # before all that takes time
+        config = self._config_on_gpus if request.input.is_cuda else self.config
+        if bypass := self._kind_of(request).bypass:
             return Decision(config, bypass)
         dtype = request.input.dtype
         alike = self.training.grouped(request.parts, dtype, request.role, self.ranks)
@@ -161,6 +181,24 @@ class Collectives:
                     "name=, names= or parts=, or set it to false"
                 )
         return Decision(config, bypass)
+
+    def _kind_of(self, request: Request) -> _Kind:
+        """What is known of requests like this one. Raises UnsupportedError for dtypes that can't be served."""
+        key = request.kind
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) == _MOST_KINDS:
+                self._kinds.clear()
+            kind = self._kinds[key] = _Kind(self._bypass_of_kind(request), kind_described(request))
+        return kind
+
+    def _bypass_of_kind(self, request: Request) -> Bypass | None:
+        dtypes, on_gpu = (request.input.dtype, request.output.dtype), request.input.is_cuda
+        config = self._config_on_gpus if on_gpu else self.config
+        if bypass := before_call(config, self.world_size, request.role, request.op, dtypes):
+            require_plain(request)
+            return bypass
+        return by_size(request.larger.nbytes, config, on_gpu, self.world_size)
 
     def prepare_plain(self, request: Request, bypass: Bypass) -> PlainCall:
         """The uncompressed call that serves a request, numbered."""
@@ -192,8 +230,8 @@ class Collectives:
         self._uncompared = zlib.crc32(repr(numbers).encode())
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
-        number = self.state.calls + self._exact_calls
-        return described(request, number, bypass, self._checksum_of(config), self._uncompared)
+        kind, number = self._kind_of(request).described, self.state.calls + self._exact_calls
+        return numbered(kind, request, number, bypass, self._checksum_of(config), self._uncompared)
 
     def _checksum_of(self, config: Config | None) -> int:
         """Of the settings of a call; 0 for none. To look up that of other settings than the usual ones takes longer."""

@@ -349,9 +349,9 @@ class Communicator:
         self, tensors: list[Tensor], op, parts: list[Sequence[ParameterSlice]], role: str | None
     ) -> list[Request]:
         """One for each dtype and treatment, in the order in which they come first."""
+        if len(tensors) == 1 and len(parts[0]) == 1:  # at once, as small calls are over before all below would be
+            return [Request("all_reduce", tensors[0], tensors[0], op, role=role, parts=parts[0])]
         request = partial(Request, "all_reduce", op=op, role=role)
-        if len(tensors) == 1 and len(parts[0]) == 1:
-            return [request(tensors[0], tensors[0], parts=parts[0])]
         together = checksum_of_list(tensors) if len(tensors) > 1 else 0
         by_dtype: dict[torch.dtype, list[int]] = {}
         for at, tensor in enumerate(tensors):
@@ -380,13 +380,12 @@ class Communicator:
 
         The first one on a GPU measures what connects the GPUs, where that is open: it waits for the other ranks.
         """
-        decision, where = self._collectives.decide(request), request.input.device
-        config = self._open_on_gpus
-        if config is None or where.type != "cuda" or is_captured(where):
+        decision, config = self._collectives.decide(request), self._open_on_gpus
+        if config is None or not request.input.is_cuda or is_captured(request.input):
             return decision
         if decision.bypass not in (None, Bypass.TOO_SMALL):
             return decision
-        self._open_on_gpus = None
+        self._open_on_gpus, where = None, request.input.device
         measure = partial(self._collectives.measure_gpus, request.collective, config=config, where=where)
         self._queue.submit(request.collective, where, measure).wait()
         return self._collectives.decide(request)
@@ -396,7 +395,7 @@ class Communicator:
         config, bypass = decision
         if bypass is not None:
             return self._start_plain(request, bypass, async_op)
-        captured = is_captured(request.input.device)
+        captured = is_captured(request.input)
         if captured:
             require_capturable(request.collective, config.quantizer)
         call = self._collectives.prepare(request, config)
@@ -472,7 +471,7 @@ class Communicator:
         stream = queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext()
         if request.joined is not None:
             stream = request.joined.filled()  # on the current stream
-            if not is_captured(device):
+            if not is_captured(request.input):
                 self._follow_calls_on_gpus()
         with stream, peer_errors(f"the plain {request.collective}"):
             handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
@@ -481,7 +480,7 @@ class Communicator:
         if self.world_size > 1:  # while the data travel, as all below
             self._collectives.note_uncompared(request, bypass)
         self._collectives.count_plain(request, bypass)
-        if request.input.is_cuda and not is_captured(device):
+        if request.input.is_cuda and not is_captured(request.input):
             self._plain_on_gpu = handle
         return handle.giving(request.output) if async_op else handle.wait() and None
 

@@ -40,6 +40,7 @@ from .format import (
     HEADER,
     HEADER_BYTES,
     Coding,
+    Combination,
     Noise,
     Rows,
     SelectorCosts,
@@ -280,6 +281,14 @@ class HostBackend(Backend):
 
     core/codec/quantize.py does so for all other blocks, and says what the numbers mean.
     """
+
+    @abstractmethod
+    def combine(self, values: Sequence[Tensor], combination: Combination, out: Tensor, divisor: int = 1) -> None:
+        """Combine what several ranks have, element by element and in their order, and divide floats by `divisor`.
+
+        All tensors have one of `format.COMBINED_DTYPES`. The half types are combined and divided as float32, integers
+        wrap, and NaN is lower and higher than anything. `out` may be one of `values`.
+        """
 
     @abstractmethod
     def root_mean_squares(self, x: Tensor, most: float, out: Tensor) -> None:

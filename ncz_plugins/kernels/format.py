@@ -43,6 +43,7 @@ RANS_BITS = 12  # of a probability
 RANS_LOWEST = 1 << 16  # state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+COMBINED_DTYPES = (*DTYPES, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)  # see HostBackend.combine
 
 
 class Coder(IntEnum):
@@ -54,6 +55,15 @@ class Coder(IntEnum):
     RANS = 3
     SPLIT = 4  # floats, not codes: see lossless.py
     AUTO = 255
+
+
+class Combination(IntEnum):
+    """What becomes of the values of several ranks, see HostBackend.combine."""
+
+    ADD = 0
+    MULTIPLY = 1
+    LOWEST = 2
+    HIGHEST = 3
 
 
 class Predictor(IntEnum):

@@ -14,10 +14,10 @@ CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 
 KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
-# MiB for each Gbit/s of the link from which on compression pays. On two cores, calls of 2 ranks break even at less than
-# this, and so do those of 4 ranks (docs/results/performance.md). On a GPU a call costs 2 to 3 ms, one at a fixed rate 1
-# (docs/results/gpus.md).
+# MiB for each Gbit/s of the link from which on compression pays. On two cores, calls break even at less than this
+# (docs/results/performance.md). On a GPU a call costs 2 to 3 ms, one at a fixed rate 1 (docs/results/gpus.md).
 HOST_MIB, GPU_MIB, GPU_FIXED_RATE_MIB = 1.0, 0.3, 0.1
+TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB  # of 2 ranks, in host memory, on a link slower than FAST_GBPS
 FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores rather than for the link: docs/results/performance.md
 FAST_FRAME_BYTES = 8 * MiB  # there, where little is gained by coding a frame while another one travels
 GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
@@ -103,17 +103,21 @@ BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40
 FLAG = Allowed("true, false")
 
 
-def min_bytes_for(link_gbps: float | None, each: float = HOST_MIB) -> int:
+def min_bytes_for(link_gbps: float | None, each: float = HOST_MIB, ranks: int | None = None) -> int:
     """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
 
     There are few different sizes, so that what is measured of a link leads to the same calls the next time.
 
     Args:
         each: MiB for each Gbit/s.
+        ranks: how many there are, if their tensors are in host memory; None: any number.
     """
     if link_gbps is None:
         return MIN_BYTES
-    return max(MIN_BYTES, round(MiB * 2.0 ** math.ceil(math.log2(each * link_gbps))))
+    least = MIN_BYTES
+    if ranks == 2 and link_gbps < FAST_GBPS:
+        each, least = TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES
+    return max(least, round(MiB * 2.0 ** math.ceil(math.log2(each * link_gbps))))
 
 
 def format_size(size: int) -> str:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
-from .fields import GPU_FIXED_RATE_MIB, GPU_MIB, HOST_MIB, Allowed, Role, format_size, min_bytes_for
+from .fields import GPU_FIXED_RATE_MIB, GPU_MIB, Allowed, Role, format_size, min_bytes_for
 from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
@@ -139,15 +139,17 @@ class Config(Section):
         """Whether the least size of what is compressed is to follow from a link whose speed nobody says or measures."""
         return self.transport.link_gbps is None and self.transport.min_bytes is None and not self.needs_measuring
 
-    def min_bytes_in_effect(self, on_gpu: bool = False) -> int | str:
-        """`transport.min_bytes`, or what follows from `transport.link_gbps` where it is null."""
+    def min_bytes_in_effect(self, on_gpu: bool = False, ranks: int | None = None) -> int | str:
+        """`transport.min_bytes`, or what follows from `transport.link_gbps` where it is null.
+
+        Args:
+            ranks: how many there are; None: more than two, or nobody knows.
+        """
         if self.transport.min_bytes is not None:
             return self.transport.min_bytes
         if not on_gpu:
-            each = HOST_MIB
-        else:
-            each = GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB
-        return min_bytes_for(self.transport.link_gbps, each)
+            return min_bytes_for(self.transport.link_gbps, ranks=ranks)
+        return min_bytes_for(self.transport.link_gbps, GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB)
 
     def resolved(
         self,

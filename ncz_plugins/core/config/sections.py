@@ -214,7 +214,8 @@ class TransportConfig(Section):
         default=None,
         description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
         "Gbit/s of the link, on a GPU 0.3 MiB, or 0.1 MiB at a fixed rate, up to the next power of two, at least "
-        "128 KiB; 128 KiB where the link is not known; auto: the measured choice; never: nothing is compressed, which "
+        "128 KiB; between two ranks in host memory, on a link of less than 2.5 Gbit/s, half of that, at least 32 KiB; "
+        "128 KiB where the link is not known; auto: the measured choice; never: nothing is compressed, which "
         "auto chooses where the link is too fast.",
     )
     hierarchy: Hierarchy = Field(

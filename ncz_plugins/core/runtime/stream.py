@@ -80,9 +80,9 @@ class StreamHandle(Handle):
         return future
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph that uses this tensor is being captured on the current stream."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def require_capturable(collective: str, quantizer: QuantizerConfig) -> None:

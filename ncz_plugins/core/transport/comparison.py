@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
+from functools import lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -37,8 +38,8 @@ class RankComparison:
         self._numbers = numbers
         self._rank = rank
         self._world_size = world_size
-        self._format = f"<{len(numbers)}q"
-        self.told = struct.pack(self._format, *numbers.values())
+        self._format = _format(len(numbers))
+        self.told = self._format.pack(*numbers.values())
         self._heard: list[tuple[int, bytes]] = []  # what other ranks have told
         self._tensor: Tensor | None = None
 
@@ -74,7 +75,7 @@ class RankComparison:
     def _in_words(self) -> dict[str, Extremes]:
         ranks, told = zip(*sorted([(self._rank, self.told), *self._heard]))
         found = {}
-        for name, *numbers in zip(self._numbers, *(struct.unpack(self._format, each) for each in told)):
+        for name, *numbers in zip(self._numbers, *map(self._format.unpack, told)):
             lowest, highest = min(numbers), max(numbers)
             found[name] = Extremes(lowest, ranks[numbers.index(lowest)], highest, ranks[numbers.index(highest)])
         return found
@@ -85,3 +86,9 @@ class RankComparison:
             name: Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
             for name, high, low in zip(self._numbers, highest, highest[len(self._numbers) :])
         }
+
+
+@lru_cache
+def _format(count: int) -> Struct:
+    """Of so many numbers as bytes."""
+    return Struct(f"<{count}q")

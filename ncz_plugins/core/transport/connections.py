@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import Enum
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -125,28 +124,19 @@ class Connections:
         if self.mesh is None:
             return self.start_max(comparison.tensor, counters)
         values = _NOTHING if values is None else values
-        opening = self.open(comparison, [memory_of(values)] * self.world_size)
+        opening = self.open(comparison, [memory_of(values)] * self.world_size).receive()
         counters.wire_bytes += (len(comparison.told) + values.nbytes) * (self.world_size - 1)
         return OpeningAgreement(opening, values, counters)
 
-    def open(
-        self,
-        comparison: RankComparison,
-        outgoing: Sequence[memoryview],
-        places: Sequence[memoryview | None] | None = None,
-    ) -> Opening:
+    def open(self, comparison: RankComparison, outgoing: Sequence[memoryview]) -> Opening:
         """Start to send each rank what a call begins with, and behind it some values in the same message.
 
         Args:
             comparison: with which the call begins.
             outgoing: for each rank the values that it gets, at most `opening_bytes`.
-            places: for each rank where its values go, if it makes the same call; None: into new memory.
         """
-        told = comparison.told
-        messages = [[told, values] for values in outgoing]
-        into = [None if place is None else Place(told, place) for place in places or ()]
-        exchange = self.mesh.start(messages, len(told), len(told) + self.opening_bytes, into)
-        return Opening(comparison, exchange)
+        exchange = self.mesh.tell([[comparison.told, values] for values in outgoing])
+        return Opening(comparison, exchange, self.opening_bytes)
 
     def start_gather(self, parts: Sequence[memoryview]) -> Gather:
         """Start to send all ranks this one's part, and to receive each one's own into its place.
@@ -214,32 +204,44 @@ class Opening:
 
     Args:
         comparison: with which they begin.
+        most: bytes of values that may come from each rank.
     """
 
-    def __init__(self, comparison: RankComparison, exchange: Exchange):
+    def __init__(self, comparison: RankComparison, exchange: Exchange, most: int):
         self._comparison = comparison
         self._exchange = exchange
         self._head = len(comparison.told)
+        self._most = most
 
-    def compare(self, nbytes: int = 0) -> list[np.ndarray]:
+    def receive(self, places: Sequence[memoryview | None] = ()) -> Opening:
+        """Start to receive, while what this rank sends is on its way already. Called once. Returns this object.
+
+        Args:
+            places: for each rank where its values go, if it makes the same call; None: into new memory.
+        """
+        into = [None if place is None else Place(self._comparison.told, place) for place in places]
+        self._exchange.receive(self._head, self._head + self._most, into)
+        return self
+
+    def compare(self, nbytes: int = 0) -> list[memoryview]:
         """Let `comparison` hear of all ranks, and return what `reach` does, as soon as that would."""
         received = self._exchange.reach(self._head + nbytes)
         for rank, message in zip(self._exchange.ranks, received):
             self._comparison.hear(rank, message[: self._head].tobytes())
         return self._values(received)
 
-    def reach(self, nbytes: int) -> list[np.ndarray]:
-        """What came from the other ranks, in order, uint8, once so many bytes of it are there, and as many have left.
+    def reach(self, nbytes: int) -> list[memoryview]:
+        """What came from the other ranks and not to its place, in order, once so many bytes are there and have left.
 
         They are not what this rank expects if the ranks differ.
         """
         return self._values(self._exchange.reach(self._head + nbytes))
 
-    def wait(self) -> list[np.ndarray]:
-        """The same, once all has come, but what went to its place. This rank's messages have left by then."""
+    def wait(self) -> list[memoryview]:
+        """The same, once all has come. This rank's messages have left by then."""
         return self._values(self._exchange.wait())
 
-    def _values(self, received: list[np.ndarray]) -> list[np.ndarray]:
+    def _values(self, received: list[memoryview]) -> list[memoryview]:
         return [message[self._head :] for message in received]
 
 
@@ -256,7 +258,7 @@ class Gather:
         require_placed(self._exchange.wait())
 
 
-def require_placed(received: Iterable[np.ndarray]) -> None:
+def require_placed(received: Iterable[memoryview]) -> None:
     """Raise PeerError if something was left over that did not go to its place."""
     if any(message.nbytes for message in received):
         raise PeerError("other ranks sent parts of other sizes: all ranks must run the same version of ncz_plugins")
@@ -470,10 +472,10 @@ class PartedAgreement(Agreement):
             Gather(self._mesh, self._rank, list(map(memory_of, self._parts))).wait()
 
 
-def _take_maximum(tensor: Tensor, received: Iterable[np.ndarray]) -> None:
+def _take_maximum(tensor: Tensor, received: Iterable[memoryview]) -> None:
     """Replace `tensor` by the element-wise maximum with the messages."""
     for message in received if tensor.numel() else ():
-        torch.maximum(tensor, torch.from_numpy(message).view(tensor.dtype).view_as(tensor), out=tensor)
+        torch.maximum(tensor, torch.frombuffer(message, dtype=tensor.dtype).view_as(tensor), out=tensor)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -140,19 +140,27 @@ class Mesh:
     def start(
         self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
     ) -> Exchange:
-        """Start to send a message to each other rank through channel 0, and to receive one from each. It never waits.
+        """`tell`, and `Exchange.receive`: what these take."""
+        exchange = self.tell(messages)
+        exchange.receive(least, most, places)
+        return exchange
+
+    def tell(self, messages: Sequence[Sequence[Memory]]) -> Exchange:
+        """Start to send a message to each other rank through channel 0, of which one is to be received. It never waits.
 
         Args:
             messages: for each rank the bytes that its message consists of, in parts. The one for this rank is ignored.
                 They must not change before they have left, see `Exchange`.
-            least, most: bytes that a peer's message may have.
-            places: for each rank where its message goes, if it fits there; None: into new memory.
         """
         with self._lock:
             self._require_open()
-            outgoing = [peer.send(messages[peer.rank]) for peer in self._next_first]
-            incoming = [peer.receive(least, most, places[peer.rank] if places else None) for peer in self._first]
-            return Exchange(self, outgoing, incoming)
+            return Exchange(self, [peer.send(messages[peer.rank]) for peer in self._next_first])
+
+    def expect(self, least: int, most: int, places: Sequence[Place | None] | None) -> list[Incoming]:
+        """Start to receive a message of each other rank through channel 0: see `Exchange.receive`."""
+        with self._lock:
+            self._require_open()
+            return [peer.receive(least, most, places[peer.rank] if places else None) for peer in self._first]
 
     def send(self, to: int, message: Memory, channel: int = 0) -> Outgoing:
         """Start to send a message to one rank, which receives it by `receive`. It never waits.
@@ -253,7 +261,7 @@ class Place(NamedTuple):
     """Memory for a message that begins as expected.
 
     Attributes:
-        head: what it must begin with.
+        head: what it must begin with; no longer than the shortest message that is possible.
         rest: where what it must have behind that goes. Nobody else may use it meanwhile.
     """
 
@@ -262,27 +270,39 @@ class Place(NamedTuple):
 
 
 class Exchange:
-    """One message to each other rank and one from each, under way.
+    """One message to each other rank, under way, and one from each.
 
     Attributes:
         ranks: the other ranks, in order.
     """
 
-    def __init__(self, mesh: Mesh, outgoing: list[Outgoing], incoming: list[Incoming]):
-        self.ranks = [message.peer.rank for message in incoming]
+    def __init__(self, mesh: Mesh, outgoing: list[Outgoing]):
         self._mesh = mesh
         self._outgoing = outgoing
-        self._incoming = incoming
+        self._incoming: list[Incoming] = []
 
-    def wait(self) -> list[np.ndarray]:
-        """What `ranks` sent, uint8. This rank's own messages have left by then.
+    def receive(self, least: int, most: int, places: Sequence[Place | None] | None = None) -> None:
+        """Start to receive. Called once, before any other exchange begins. It never waits.
+
+        Args:
+            least, most: bytes that a peer's message may have.
+            places: for each rank where its message goes, if it fits there; None: into new memory.
+        """
+        self._incoming = self._mesh.expect(least, most, places)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [message.peer.rank for message in self._incoming]
+
+    def wait(self) -> list[memoryview]:
+        """What `ranks` sent, as bytes. This rank's own messages have left by then.
 
         Raises PeerError.
         """
         self._mesh.finish([*self._outgoing, *self._incoming])
         return [message.values for message in self._incoming]
 
-    def reach(self, nbytes: int) -> list[np.ndarray]:
+    def reach(self, nbytes: int) -> list[memoryview]:
         """The same, as soon as so many bytes of each message have come and left, or all if it has fewer.
 
         So who sends a tensor and receives what is added to it can replace these bytes of it by the sum.
@@ -325,7 +345,7 @@ class Incoming:
     """A message that is being received.
 
     Attributes:
-        values: what came, uint8; only the head, if the rest went to its place. None as long as its length is not known.
+        values: what came, as bytes; only the head, if the rest went to its place. None as long as that is not known.
         ended: when all of it was there, in seconds of `time.perf_counter`; None before.
     """
 
@@ -333,14 +353,15 @@ class Incoming:
         self.peer = peer
         self._parts = self._memory(least, most, place)
         self._left = next(self._parts)
-        self.values: np.ndarray | None = None
+        self._arrived = -_LENGTH.size
+        self.values: memoryview | None = None
         self.ended: float | None = None
 
     def has(self, nbytes: int | None) -> bool:
-        """Whether so many bytes of it are in `values`, or it is over; None: whether it is over."""
+        """Whether so many bytes of it are where they belong, or it is over; None: whether it is over."""
         if self.ended is not None:
             return True
-        return nbytes is not None and self.values is not None and self.values.nbytes - self._left.nbytes >= nbytes
+        return nbytes is not None and self.values is not None and self._arrived >= nbytes
 
     def advance(self, source: socket.socket) -> None:
         """Receive what is there. Raises PeerError."""
@@ -350,6 +371,7 @@ class Incoming:
             if not received:
                 raise PeerError(_gone(self.peer.rank))
             self._left = self._left[received:]
+            self._arrived += received
             if received < wanted:
                 return  # to ask for more would say that there is none
             # Empty parts are passed over, as to receive nothing looks as if the connection had ended.
@@ -359,25 +381,23 @@ class Incoming:
 
     def _memory(self, least: int, most: int, place: Place | None) -> Iterator[memoryview]:
         """What is to be filled, one part after the other."""
-        length, head = bytearray(_LENGTH.size), bytearray()
-        yield memoryview(length)
-        (nbytes,) = _LENGTH.unpack(length)
+        head = b"" if place is None else place.head
+        begun = memoryview(bytearray(_LENGTH.size + min(least, len(head))))  # what is sure to come
+        yield begun
+        (nbytes,) = _LENGTH.unpack_from(begun)
+        begun = begun[_LENGTH.size :]
         if not least <= nbytes <= most:
             raise PeerError(
                 f"rank {self.peer.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
                 "All ranks must run the same version of ncz_plugins."
             )
-        if place is not None and nbytes == len(place.head) + place.rest.nbytes:
-            head = bytearray(len(place.head))
-            yield memoryview(head)
-            if head == place.head:
-                self.values = np.frombuffer(head, np.uint8)
-                yield place.rest
-                return
-        self.values = np.empty(nbytes, np.uint8)
-        memory = memoryview(self.values)
-        memory[: len(head)] = head
-        yield memory[len(head) :]
+        if place is not None and nbytes == len(head) + place.rest.nbytes and begun == head:
+            self.values = begun
+            yield place.rest
+            return
+        self.values = memoryview(np.empty(nbytes, np.uint8))
+        self.values[: begun.nbytes] = begun
+        yield self.values[begun.nbytes :]
 
 
 class _Peer:

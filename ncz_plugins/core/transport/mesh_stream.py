@@ -60,7 +60,7 @@ class MeshStream(FrameStream):
         frame_bytes(message.values, self.source, nbytes, nbytes)  # the network is not believed before
         record(f"receiving from rank {self.source}", "frame", self._since, message.ended, nbytes)
         self._since = message.ended
-        return torch.from_numpy(message.values)
+        return torch.frombuffer(message.values, dtype=torch.uint8)
 
     def finish(self) -> None:
         left = sum(nbytes for message, _, nbytes in self._sending if message.ended is None)

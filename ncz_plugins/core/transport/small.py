@@ -6,14 +6,16 @@ error on all of them, at no cost: a collective of gloo's would end the process o
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ... import kernels
+from ...kernels.format import COMBINED_DTYPES, Combination
+from ...kernels.scratch import Scratch
 from .base import SmallCollectives, SmallWork
 from .comparison import RankComparison
 from .connections import Connections, Opening, require_placed
@@ -29,15 +31,19 @@ _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its
 # Of a sum, how much is combined at once, while the rest is on its way: what a link carries in half a millisecond. Each
 # piece takes some of the cores' time, which counts for more than the link's time where that is fast.
 _LEAST_PIECE_BYTES, _PIECE_BYTES, _FAST_GBPS = 64 << 10, 2 << 20, 4.0
-_BLOCK_BYTES = 256 << 10  # of a piece, that stays in a core's cache while what all ranks sent is added to it
-# Of numpy, since these begin in half the time of torch's, which tells in small calls.
-_OPERATORS: dict[dist.ReduceOp, np.ufunc] = {
-    dist.ReduceOp.SUM: np.add,
-    dist.ReduceOp.AVG: np.add,
-    dist.ReduceOp.PRODUCT: np.multiply,
-    dist.ReduceOp.MIN: np.minimum,
-    dist.ReduceOp.MAX: np.maximum,
-}
+_COMBINATIONS = (  # and whether the result is divided by the number of ranks
+    (dist.ReduceOp.SUM, Combination.ADD, False),
+    (dist.ReduceOp.AVG, Combination.ADD, True),
+    (dist.ReduceOp.PRODUCT, Combination.MULTIPLY, False),
+    (dist.ReduceOp.MIN, Combination.LOWEST, False),
+    (dist.ReduceOp.MAX, Combination.HIGHEST, False),
+)
+# Such calls come seldom, in a training, and between them the caches are filled with other things. Then the first use of
+# any function of torch or numpy takes 5 to 30 us, and what Python itself needs all the time next to nothing.
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_WRITABLE = 0x200  # PyBUF_WRITE
 
 
 class MeshSmallCollectives(SmallCollectives):
@@ -50,6 +56,8 @@ class MeshSmallCollectives(SmallCollectives):
         self._connections = connections
         self._rank = connections.rank
         self._world_size = connections.world_size
+        self._backend = kernels.cpu_backend()
+        self._scratch = Scratch()  # for what other ranks send
 
     def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
         n, in_two_rounds = self._world_size, self._in_two_rounds(collective, input)
@@ -64,7 +72,7 @@ class MeshSmallCollectives(SmallCollectives):
             self._connections.mesh is not None
             and nbytes <= self._connections.opening_bytes
             and nbytes * (n - 1) <= most
-            and (op is None or op in _OPERATORS)
+            and (op is None or (_combination_of(op) is not None and input.dtype in COMBINED_DTYPES))
         )
 
     def start(
@@ -78,30 +86,41 @@ class MeshSmallCollectives(SmallCollectives):
         link_gbps: float | None = None,
     ) -> SmallWork:
         n, rank = self._world_size, self._rank
-        own = _values(input)
-        out = own if output is input else _values(output)
+        own = _flat(input)
+        out = own if output is input else _flat(output)
         if collective == "broadcast":
             values = [_memory(own if rank == root else own[:0])] * n
             places = [_memory(out) if peer == root else None for peer in range(n)]
-            return _Placed(self._connections.open(comparison, values, places), lambda: None)
+            return _Placed(self._connections.open(comparison, values).receive(places), lambda: None)
         if collective == "all_gather_into_tensor":
-            parts = np.split(out, n)
-            own = own.copy() if _is_elsewhere_in(own, out, parts[rank]) else own
-            opening = self._connections.open(comparison, [_memory(own)] * n, list(map(_memory, parts)))
-            return _Placed(opening, partial(np.copyto, parts[rank], own))  # they may be there already
-        combine = partial(_combine, dtype=input.dtype, op=op, rank=rank)
+            parts = out.tensor_split(n)
+            own = own.clone() if _is_elsewhere_in(own, out, parts[rank]) else own
+            opening = self._connections.open(comparison, [_memory(own)] * n).receive(list(map(_memory, parts)))
+            return _Placed(opening, partial(parts[rank].copy_, own))  # they may be there already
         if collective == "reduce_scatter_tensor":
-            contributions, outputs = np.split(own, n), [out]
+            contributions, outputs = own.tensor_split(n), [out]
         elif self._in_two_rounds(collective, input):
-            contributions, outputs = np.array_split(own, n), np.array_split(out, n)
+            contributions, outputs = own.tensor_split(n), out.tensor_split(n)
         else:
             contributions, outputs = [own] * n, [out]
         opening = self._connections.open(comparison, list(map(_memory, contributions)))
-        return _Sum(self._connections, opening, contributions[rank], outputs, combine, _piece_bytes(link_gbps))
+        of_ranks = self._with_room_for_others(contributions[rank])  # as all below, while the values travel
+        opening.receive(list(map(_memory, of_ranks)))
+        combination, is_average = _combination_of(op)
+        combine = partial(self._backend.combine, combination=combination, divisor=n if is_average else 1)
+        return _Sum(self._connections, opening, of_ranks, outputs, combine, _piece_bytes(link_gbps))
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         n = self._world_size
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _ONE_ROUND_BYTES
+
+    def _with_room_for_others(self, own: Tensor) -> list[Tensor]:
+        """This rank's values, and before and behind them memory for those of each other rank, until the next call."""
+        n = self._world_size
+        received = self._scratch.of("received", (n - 1) * own.numel(), own.dtype)
+        of_ranks = [received] if n == 2 else list(received.tensor_split(n - 1))
+        of_ranks.insert(self._rank, own)
+        return of_ranks
 
 
 class _Placed(SmallWork):
@@ -127,9 +146,9 @@ class _Sum(SmallWork):
     In the former case each piece is told to the other ranks while the next one is on its way.
 
     Args:
-        own: what this rank contributes to its part.
+        of_ranks: what each rank contributes to this rank's part: this rank's own, and where that of others arrives.
         parts: of the result.
-        combine: takes the values of all ranks, in order, and where the result goes, see `_combine`.
+        combine: takes the values of all ranks, and where the result goes as `out`.
         piece_bytes: of a piece, about.
     """
 
@@ -137,31 +156,28 @@ class _Sum(SmallWork):
         self,
         connections: Connections,
         opening: Opening,
-        own: np.ndarray,
-        parts: Sequence[np.ndarray],
-        combine: Callable[[Sequence[np.ndarray], np.ndarray], None],
+        of_ranks: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        combine: Callable[..., None],
         piece_bytes: int,
     ):
         self._connections = connections
         self._opening = opening
         self._combine = combine
         count = parts[0].nbytes // piece_bytes  # the same on all ranks, which have parts of two sizes
-        self._own = _cut(own, count)
+        self._of_ranks = [_cut(each, count) for each in of_ranks]
         self._parts = [_cut(part, count) for part in parts]
 
     def finish(self, check: Callable[[], None]) -> None:
-        rank = self._connections.rank
-        received = _compare(self._opening, check, self._own[0].nbytes)
-        gathers, stop = [], 0
-        for at, (mine, output) in enumerate(zip(self._own, self._parts[rank % len(self._parts)])):
-            start, stop = stop, stop + mine.nbytes
+        own = self._parts[self._connections.rank % len(self._parts)]
+        stop = own[0].nbytes
+        require_placed(_compare(self._opening, check, stop))
+        gathers = []
+        for at, (output, *values) in enumerate(zip(own, *self._of_ranks)):
             if at > 0:
-                received = self._opening.reach(stop)
-            values = [message[start:stop].view(mine.dtype) for message in received]
-            values.insert(rank, mine)
-            blocks = mine.nbytes // _BLOCK_BYTES
-            for out, *of_ranks in zip(*[_cut(each, blocks) for each in (output, *values)]):
-                self._combine(of_ranks, out)
+                stop += output.nbytes
+                self._opening.reach(stop)
+            self._combine(values, out=output)
             if len(self._parts) > 1:
                 gathers.append(self._connections.start_gather([_memory(pieces[at]) for pieces in self._parts]))
         self._opening.wait()
@@ -169,8 +185,8 @@ class _Sum(SmallWork):
             gather.wait()
 
 
-def _compare(opening: Opening, check: Callable[[], None], nbytes: int = 0) -> list[np.ndarray]:
-    """Compare calls. Returns what came from each other rank, once so many bytes of it are there.
+def _compare(opening: Opening, check: Callable[[], None], nbytes: int = 0) -> list[memoryview]:
+    """Compare calls. Returns what came from each other rank and not to its place, once so many bytes are there.
 
     Raises what `check` raises.
     """
@@ -183,46 +199,31 @@ def _compare(opening: Opening, check: Callable[[], None], nbytes: int = 0) -> li
     return received
 
 
-def _combine(
-    values: Sequence[np.ndarray], output: np.ndarray, dtype: torch.dtype, op: dist.ReduceOp, rank: int
-) -> None:
-    """Replace `output`, which may be the values of `rank`, by the result. The other ranks' values are overwritten.
-
-    Args:
-        values: of each rank, see `_values`; `output` likewise.
-        dtype: of the tensors.
-    """
-    combine, n, result = _OPERATORS[op], len(values), output
-    if dtype in (torch.float16, torch.bfloat16):
-        values = [torch.from_numpy(each).view(dtype).float().numpy() for each in values]
-        result = values[0]
-    *before, last = values
-    received = values[1 if rank == 0 else 0]
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever scales the loss counts on gradients that overflow
-        total = reduce(lambda a, b: combine(a, b, out=received), before)
-        combine(total, last, out=result)
-    if op == dist.ReduceOp.AVG:
-        result /= n
-    if result is not output:
-        torch.from_numpy(output).view(dtype).copy_(torch.from_numpy(result))
+def _combination_of(op: dist.ReduceOp) -> tuple[Combination, bool] | None:
+    """How values are combined, and whether they are averaged; None: that is left to gloo."""
+    for each, *how in _COMBINATIONS:
+        if each is op:  # as nearly always, and to ask torch whether two of its things are equal takes longer
+            return tuple(how)
+    return next((tuple(how) for each, *how in _COMBINATIONS if each == op), None)
 
 
-def _values(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor, flat; that of bfloat16, which numpy does not have, as int16.
+def _flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension.
 
     Without autograd, which refuses to write to a parameter; gloo's collectives ignore it as well.
     """
-    flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
-    return (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-def _memory(values: np.ndarray) -> memoryview:
-    return values.view(np.uint8).data
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, which must outlive them."""
+    nbytes = tensor.nbytes
+    return _memory_at(tensor.data_ptr(), nbytes, _WRITABLE) if nbytes else memoryview(b"")
 
 
-def _cut(values: np.ndarray, count: int) -> Sequence[np.ndarray]:
+def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
     """So many pieces, one at least."""
-    return [values] if count <= 1 else np.array_split(values, count)
+    return [tensor] if count <= 1 else tensor.tensor_split(count)
 
 
 def _piece_bytes(link_gbps: float | None) -> int:
@@ -231,6 +232,7 @@ def _piece_bytes(link_gbps: float | None) -> int:
     return max(round(link_gbps * _LEAST_PIECE_BYTES), _LEAST_PIECE_BYTES)
 
 
-def _is_elsewhere_in(values: np.ndarray, output: np.ndarray, place: np.ndarray) -> bool:
+def _is_elsewhere_in(values: Tensor, output: Tensor, place: Tensor) -> bool:
     """Whether values lie in the memory of an output, but not in their place there, where nothing is overwritten."""
-    return np.may_share_memory(values, output) and values.ctypes.data != place.ctypes.data
+    offset = values.data_ptr() - output.data_ptr()
+    return -values.nbytes < offset < output.nbytes and values.data_ptr() != place.data_ptr()

@@ -188,7 +188,8 @@ def measure_link(subject: TorchRanks) -> Config:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
         if transport.channels > 1:
             words += f" over {transport.channels} connections with each rank"
-        words += f"; tensors of {format_size(config.min_bytes_in_effect())} and more are compressed"
+        least = format_size(config.min_bytes_in_effect(ranks=subject.world_size))
+        words += f"; tensors of {least} and more are compressed"
         if costs is not None:
             words += f"; ranks share cores, so that coding takes {times:.1f} times as long"
         print(f"ncz_plugins: {words}", file=sys.stderr, flush=True)

@@ -14,11 +14,21 @@ from torch import Tensor
 
 from .. import damage
 from ..backend import HostBackend, require_seals
-from ..format import DTYPES, HEADER_BYTES, Coding, Noise, Rows, SelectorCosts, StepRule, blocks_of, packed_bytes
+from ..format import (
+    COMBINED_DTYPES,
+    HEADER_BYTES,
+    Coding,
+    Noise,
+    Rows,
+    SelectorCosts,
+    StepRule,
+    blocks_of,
+    packed_bytes,
+)
 from ..scratch import Scratch
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 6  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 7  # ncz::ABI_VERSION in common/format.h
 _FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
@@ -46,6 +56,7 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     ),
     "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # these two in differences.h
     "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
+    "combine": (None, (_POINTER, _INT32, _INT32, _INT64, _INT32, _INT32, _POINTER)),  # in combine.h
     "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # from here on in fixed_rate.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
     "add_packed": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
@@ -53,7 +64,7 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # these two in scales.h
     "steps_of": (ctypes.c_double, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
 }
-_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+_DTYPE = {dtype: number for number, dtype in enumerate(COMBINED_DTYPES)}
 
 # Measured together by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The
 # prices of RANS come from data of 0.3 and of 3 bits per value.
@@ -176,6 +187,11 @@ class CpuBackend(HostBackend):
     def add_differences(self, codes, base, out):
         count, dtype = out.numel(), _DTYPE[out.dtype]
         self._add_differences(codes.data_ptr(), base.data_ptr(), count, out.data_ptr(), dtype)
+
+    def combine(self, values, combination, out, divisor=1):
+        pointers = (_POINTER * len(values))(*[each.data_ptr() for each in values])
+        dtype = _DTYPE[out.dtype]
+        self._combine(pointers, len(values), dtype, out.numel(), combination, divisor, out.data_ptr())
 
     def root_mean_squares(self, x, most, out):
         self._root_mean_squares(x.data_ptr(), _DTYPE[x.dtype], x.numel(), most, out.data_ptr())

@@ -873,6 +873,7 @@ NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const v
     });
 }
 
+#include "combine.h"
 #include "fixed_rate.h"
 #include "differences.h"
 #include "scales.h"

@@ -12,6 +12,7 @@ first widened to float32, which is exact.
     differences    what floats are less other floats
     fixed_rate    codes of equally many bits, without frames
     scales    from the values of blocks to their quantization steps
+    combine    sums of uncompressed values
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from ..backend import HostBackend
-from . import differences, fixed_rate, frames, scales, values
+from . import combine, differences, fixed_rate, frames, scales, values
 
 
 class ReferenceBackend(HostBackend):
@@ -77,6 +78,10 @@ class ReferenceBackend(HostBackend):
     def steps_of(self, agreed, rule):
         inverse_steps, of_codes, spread = scales.steps_of(_bits(agreed), rule)
         return torch.from_numpy(inverse_steps), torch.from_numpy(of_codes), spread
+
+    def combine(self, values, combination, out, divisor=1):
+        together = [_values(each) if out.is_floating_point() else each.numpy() for each in values]
+        out.copy_(torch.from_numpy(combine.combined(together, combination, divisor)))
 
     def block_magnitudes(self, x, rows, magnitudes):
         _bits(magnitudes)[:] = fixed_rate.block_magnitudes(_values(x), rows)

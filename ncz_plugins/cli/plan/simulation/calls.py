@@ -114,7 +114,7 @@ def compressed(
         nbytes: of the whole tensor.
         ratio: see `sizes_for`.
     """
-    if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu"):
+    if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu", group.ranks):
         return plain(group, collective, nbytes, itemsize)
     if config.quantizer.bits:
         group = replace(group, costs=group.costs.at_a_fixed_rate)

@@ -367,6 +367,17 @@ def test_the_least_size_follows_from_the_link(gbps, least):
     assert Config().leaves_link_open and named.leaves_link_open == (gbps is None)
 
 
+@pytest.mark.parametrize(
+    ("gbps", "least"),
+    [(None, 128 * KiB), (0.01, 32 * KiB), (0.095, 64 * KiB), (0.94, 512 * KiB), (2.4, 2 * MiB), (2.5, 4 * MiB)],
+)
+def test_two_ranks_compress_smaller_tensors_on_slow_links(gbps, least):
+    config = Config(transport={"link_gbps": gbps})
+    assert config.min_bytes_in_effect(ranks=2) == least <= config.min_bytes_in_effect(ranks=3)
+    assert config.min_bytes_in_effect(on_gpu=True, ranks=2) == config.min_bytes_in_effect(on_gpu=True)
+    assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).min_bytes_in_effect(ranks=2) == 5
+
+
 @pytest.mark.parametrize(("gbps", "nbytes"), [(None, 4 * MiB), (2.49, 4 * MiB), (2.5, 8 * MiB), (400, 8 * MiB)])
 def test_the_size_of_frames_follows_from_the_link_and_the_device(gbps, nbytes):
     transport = Config().resolved(link_gbps=gbps).transport

@@ -7,7 +7,6 @@ import time
 import warnings
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -299,7 +298,7 @@ def test_a_call_that_opens_with_values_meets_one_that_only_compares():
             transport.start_comparison(comparison, Counters()).wait()
         else:
             values = torch.ones(transport._connections.opening_bytes, dtype=torch.uint8)
-            opening = transport._connections.open(comparison, [memory_of(values)] * 2)
+            opening = transport._connections.open(comparison, [memory_of(values)] * 2).receive()
             opening.compare()
             opening.wait()
         return comparison.differing()
@@ -311,8 +310,8 @@ def test_values_reach_the_ranks_that_they_are_for():
     def body(transport):
         outgoing = [memory_of(torch.full((to + 1,), 10.0 * transport.rank + to)) for to in range(3)]
         comparison = RankComparison({"call": 7}, transport.rank, 3)
-        received = transport._connections.open(comparison, outgoing).wait()
-        return [message.view(np.float32).tolist() for message in received]
+        received = transport._connections.open(comparison, outgoing).receive().wait()
+        return [message.cast("f").tolist() for message in received]
 
     wanted = [[[10.0], [20.0]], [[1.0] * 2, [21.0] * 2], [[2.0] * 3, [12.0] * 3]]
     assert play(3, body) == wanted

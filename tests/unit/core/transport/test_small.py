@@ -132,10 +132,7 @@ def test_pieces_are_what_a_link_carries_in_half_a_millisecond(gbps, nbytes):
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_in_pieces_are_those_of_the_whole(world_size, op, dtype, monkeypatch):
-    """To the bit, in place or not, also where ranks have parts of different lengths, one piece more or less.
-
-    Pieces consist of several blocks.
-    """
+    """To the bit, in place or not, also where ranks have parts of different lengths, one piece more or less."""
 
     def body(transport):
         results = []
@@ -152,7 +149,6 @@ def test_sums_in_pieces_are_those_of_the_whole(world_size, op, dtype, monkeypatc
     monkeypatch.setattr(small, "_ONE_ROUND_BYTES", 256)
     whole = play(world_size, body, reuse=True)
     monkeypatch.setattr(small, "_PIECE_BYTES", 512)
-    monkeypatch.setattr(small, "_BLOCK_BYTES", 128)
     for in_pieces, before in zip(play(world_size, body, reuse=True), whole):
         assert all(map(torch.equal, in_pieces, before))
 

@@ -1,0 +1,24 @@
+"""What uncompressed reductions do with the values of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+
+from ..format import Combination
+
+_OPERATORS: dict[Combination, np.ufunc] = {
+    Combination.ADD: np.add,
+    Combination.MULTIPLY: np.multiply,
+    Combination.LOWEST: np.minimum,
+    Combination.HIGHEST: np.maximum,
+}
+
+
+def combined(values: Sequence[np.ndarray], combination: Combination, divisor: int) -> np.ndarray:
+    """The values of all ranks combined in their order, then divided if they are floats."""
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever scales the loss counts on gradients that overflow
+        total = reduce(_OPERATORS[combination], values)
+    return total if divisor == 1 else total / total.dtype.type(divisor)
