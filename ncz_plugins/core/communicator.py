@@ -498,6 +498,9 @@ class Communicator:
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)
         require_tensor(part)
+        if whole.device != part.device:
+            where = f"{whole.device} and {part.device}"
+            raise UnsupportedError(f"{collective}: tensors on {where}: pass both on one device")
         if whole.numel() != part.numel() * self.world_size:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"

@@ -1,7 +1,8 @@
 """Kernels: quantize, select a coder, and code. Every backend produces the same bytes.
 
-`reference` (numpy) is the specification. `cpu` (C++) normally runs on host tensors, `cuda` on tensors of a GPU. The
-folder `common` holds the C++ headers that both include. This package imports nothing of `ncz_plugins.core`.
+`reference` (numpy) is the specification. `cpu` (C++) normally runs on host tensors, where it forms plain sums as well,
+`cuda` on tensors of a GPU. The folder `common` holds the C++ headers that both include. This package imports nothing of
+`ncz_plugins.core`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import functools
 import os
 import warnings
 
-from .backend import Backend
+from .backend import GpuBackend, HostBackend
 
 ENVIRONMENT = "NCZ_CPU_KERNELS"  # auto (default) | avx2 | portable | reference
 _CHOICES = ("avx2", "portable", "reference")
 
 
-def load(name: str) -> Backend:
+def load(name: str) -> HostBackend:
     """The CPU backend called `name`: avx2, portable or reference. Raises ImportError if it can't run here."""
     if name == "reference":
         from .reference import ReferenceBackend
@@ -42,7 +43,7 @@ def statuses() -> dict[str, str]:
 
 
 @functools.cache
-def cuda_backend() -> Backend:
+def cuda_backend() -> GpuBackend:
     """The backend for tensors on CUDA devices. Raises ImportError that says why there is none, and what to install."""
     import torch
 
@@ -72,7 +73,7 @@ def cuda_status() -> str:
 
 
 @functools.cache
-def cpu_backend() -> Backend:
+def cpu_backend() -> HostBackend:
     """The fastest backend for host tensors on this machine, or the one named in NCZ_CPU_KERNELS."""
     wanted = os.environ.get(ENVIRONMENT) or "auto"
     if wanted != "auto":

@@ -18,9 +18,10 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
     Args:
         config: what it asks for under our key.
     """
-    least = config.min_bytes_in_effect(on_gpu=True)  # in host memory it is more, if anything
+    least = config.min_bytes_in_effect(on_gpu=True)
     if not isinstance(least, int) or least == 0:  # measured at the start, or nothing is compressed
         return None
+    least = min(least, config.min_bytes_in_effect(ranks=2))  # in host memory it is more, but for these
     zero = document.get("zero_optimization") or {}
     size = zero.get("reduce_bucket_size", _DEFAULT) if isinstance(zero, Mapping) else _DEFAULT
     itemsize = _itemsize(document)

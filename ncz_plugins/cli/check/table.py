@@ -81,10 +81,10 @@ def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Ite
             yield f"Warning: policies[{at}] decides nothing, as those before it take all that it fits."
     bypasses = {row.treatment.bypass for row in rows if row.treatment}
     if Bypass.TOO_SMALL in bypasses:
-        least = format_size(config.min_bytes_in_effect())
+        least, of_two = (format_size(config.min_bytes_in_effect(ranks=ranks)) for ranks in (None, 2))
         yield (
             "Too small: parameters that are treated alike are reduced together, and all of these come to less than "
-            f"transport.min_bytes, {least}."
+            f"transport.min_bytes, {least}" + (f" (two ranks: {of_two})." if of_two != least else ".")
         )
     if Bypass.FAST_LINK in bypasses:
         yield "Link too fast: transport.min_bytes is never, so nothing is compressed."

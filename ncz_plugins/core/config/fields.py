@@ -103,20 +103,17 @@ BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40
 FLAG = Allowed("true, false")
 
 
-def min_bytes_for(link_gbps: float | None, each: float = HOST_MIB, ranks: int | None = None) -> int:
+def min_bytes_for(link_gbps: float | None, each: float = HOST_MIB, least: int = MIN_BYTES) -> int:
     """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
 
     There are few different sizes, so that what is measured of a link leads to the same calls the next time.
 
     Args:
         each: MiB for each Gbit/s.
-        ranks: how many there are, if their tensors are in host memory; None: any number.
+        least: of a link that somebody knows.
     """
     if link_gbps is None:
         return MIN_BYTES
-    least = MIN_BYTES
-    if ranks == 2 and link_gbps < FAST_GBPS:
-        each, least = TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES
     return max(least, round(MiB * 2.0 ** math.ceil(math.log2(each * link_gbps))))
 
 

@@ -13,7 +13,16 @@ from pydantic import Field, field_validator, model_validator
 from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
-from .fields import GPU_FIXED_RATE_MIB, GPU_MIB, Allowed, Role, format_size, min_bytes_for
+from .fields import (
+    GPU_FIXED_RATE_MIB,
+    GPU_MIB,
+    TWO_RANKS_MIB,
+    TWO_RANKS_MIN_BYTES,
+    Allowed,
+    Role,
+    format_size,
+    min_bytes_for,
+)
 from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
@@ -147,9 +156,12 @@ class Config(Section):
         """
         if self.transport.min_bytes is not None:
             return self.transport.min_bytes
-        if not on_gpu:
-            return min_bytes_for(self.transport.link_gbps, ranks=ranks)
-        return min_bytes_for(self.transport.link_gbps, GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB)
+        link_gbps = self.transport.link_gbps
+        if on_gpu:
+            return min_bytes_for(link_gbps, GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB)
+        if ranks == 2 and not self.transport.has_fast_link:
+            return min_bytes_for(link_gbps, TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES)
+        return min_bytes_for(link_gbps)
 
     def resolved(
         self,

@@ -296,7 +296,7 @@ class Transport(FrameTransport):
         """
 
 
-def frame_bytes(frame: np.ndarray, source: int, least: int, most: int) -> int:
+def frame_bytes(frame: np.ndarray | memoryview, source: int, least: int, most: int) -> int:
     """The bytes of a frame that came from rank `source`, as its header says, of which `frame` has all.
 
     Raises FrameError unless it is the header of a frame, of `least` to `most` bytes.

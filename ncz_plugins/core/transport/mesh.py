@@ -168,7 +168,7 @@ class Mesh:
         What has come meanwhile is taken in, so that those who send it can go on.
 
         Args:
-            message: as one part of `start`.
+            message: bytes that must not change before they have left.
         """
         with self._lock:
             self._require_open()
@@ -351,7 +351,10 @@ class Incoming:
 
     def __init__(self, peer: _Peer, least: int, most: int, place: Place | None = None):
         self.peer = peer
-        self._parts = self._memory(least, most, place)
+        self._possible = least, most
+        # What is sure to come, and tells where the rest goes.
+        self._begun = memoryview(bytearray(_LENGTH.size + (len(place.head) if place else 0)))
+        self._parts = self._memory(place)
         self._left = next(self._parts)
         self._arrived = -_LENGTH.size
         self.values: memoryview | None = None
@@ -373,31 +376,36 @@ class Incoming:
             self._left = self._left[received:]
             self._arrived += received
             if received < wanted:
+                if self.values is None and self._arrived >= 0:
+                    self._length()  # nothing more may come of a message that is too short
                 return  # to ask for more would say that there is none
             # Empty parts are passed over, as to receive nothing looks as if the connection had ended.
             self._left = next((part for part in self._parts if part.nbytes), None)
             if self._left is None:
                 self.ended = time.perf_counter()
 
-    def _memory(self, least: int, most: int, place: Place | None) -> Iterator[memoryview]:
+    def _memory(self, place: Place | None) -> Iterator[memoryview]:
         """What is to be filled, one part after the other."""
-        head = b"" if place is None else place.head
-        begun = memoryview(bytearray(_LENGTH.size + min(least, len(head))))  # what is sure to come
-        yield begun
-        (nbytes,) = _LENGTH.unpack_from(begun)
-        begun = begun[_LENGTH.size :]
-        if not least <= nbytes <= most:
-            raise PeerError(
-                f"rank {self.peer.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
-                "All ranks must run the same version of ncz_plugins."
-            )
-        if place is not None and nbytes == len(head) + place.rest.nbytes and begun == head:
+        yield self._begun
+        nbytes, begun = self._length(), self._begun[_LENGTH.size :]
+        if place is not None and nbytes == len(place.head) + place.rest.nbytes and begun == place.head:
             self.values = begun
             yield place.rest
             return
         self.values = memoryview(np.empty(nbytes, np.uint8))
         self.values[: begun.nbytes] = begun
         yield self.values[begun.nbytes :]
+
+    def _length(self) -> int:
+        """The bytes of the message, as it says. Raises PeerError if it can't be."""
+        least, most = self._possible
+        (nbytes,) = _LENGTH.unpack_from(self._begun)
+        if not least <= nbytes <= most:
+            raise PeerError(
+                f"rank {self.peer.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
+                "All ranks must run the same version of ncz_plugins."
+            )
+        return nbytes
 
 
 class _Peer:

@@ -16,6 +16,7 @@ from .. import damage
 from ..backend import HostBackend, require_seals
 from ..format import (
     COMBINED_DTYPES,
+    DTYPES,
     HEADER_BYTES,
     Coding,
     Noise,
@@ -64,7 +65,8 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # these two in scales.h
     "steps_of": (ctypes.c_double, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
 }
-_DTYPE = {dtype: number for number, dtype in enumerate(COMBINED_DTYPES)}
+_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+_COMBINED_DTYPE = {dtype: number for number, dtype in enumerate(COMBINED_DTYPES)}
 
 # Measured together by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The
 # prices of RANS come from data of 0.3 and of 3 bits per value.
@@ -190,7 +192,7 @@ class CpuBackend(HostBackend):
 
     def combine(self, values, combination, out, divisor=1):
         pointers = (_POINTER * len(values))(*[each.data_ptr() for each in values])
-        dtype = _DTYPE[out.dtype]
+        dtype = _COMBINED_DTYPE[out.dtype]
         self._combine(pointers, len(values), dtype, out.numel(), combination, divisor, out.data_ptr())
 
     def root_mean_squares(self, x, most, out):

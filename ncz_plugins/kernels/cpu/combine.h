@@ -7,12 +7,17 @@ namespace {
 enum Combination : int32_t { ADD = 0, MULTIPLY = 1, LOWEST = 2, HIGHEST = 3 };              // as in ../format.py
 enum OtherDtype : int32_t { INT64 = 4, INT32 = 5, INT8 = 6, UINT8 = 7, BOOL = 8 };  // the rest of COMBINED_DTYPES
 
+struct Boolean {
+    uint8_t byte;  // not 0: true
+};
+
+inline bool widen(Boolean x) { return x.byte != 0; }
 inline int64_t widen(int64_t x) { return x; }
 inline int32_t widen(int32_t x) { return x; }
 inline int8_t widen(int8_t x) { return x; }
 inline uint8_t widen(uint8_t x) { return x; }
-inline bool widen(bool x) { return x; }
 
+inline void narrow(bool value, Boolean& out) { out.byte = value; }
 template <class T>
 void narrow(T value, T& out) {
     out = value;
@@ -79,7 +84,7 @@ NCZ_EXPORT void NCZ_NAME(combine)(const void* const* values, int32_t ranks, int3
         case INT32: return with_values(static_cast<int32_t*>(out));
         case INT8: return with_values(static_cast<int8_t*>(out));
         case UINT8: return with_values(static_cast<uint8_t*>(out));
-        case BOOL: return with_values(static_cast<bool*>(out));
+        case BOOL: return with_values(static_cast<Boolean*>(out));
         default: return with_types(out, nullptr, dtype, [&](auto* out, auto*) { return with_values(out); });
     }
 }

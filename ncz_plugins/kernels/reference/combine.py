@@ -21,4 +21,4 @@ def combined(values: Sequence[np.ndarray], combination: Combination, divisor: in
     """The values of all ranks combined in their order, then divided if they are floats."""
     with np.errstate(over="ignore", invalid="ignore"):  # whoever scales the loss counts on gradients that overflow
         total = reduce(_OPERATORS[combination], values)
-    return total if divisor == 1 else total / total.dtype.type(divisor)
+    return total / total.dtype.type(divisor) if divisor != 1 and total.dtype.kind == "f" else total

@@ -36,6 +36,13 @@ def test_all_backends_combine_as_the_reference(backend, dtype, combination, rank
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+def test_any_byte_but_zero_is_true(any_backend):
+    """torch takes them so, and they come from tensors of bytes that are viewed as bool."""
+    values = [torch.tensor(each, dtype=torch.uint8).view(torch.bool) for each in ([0, 1, 2, 255], [0, 2, 1, 4])]
+    for combination in Combination:
+        assert combined(any_backend, values, combination).view(torch.uint8).tolist() == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_result_may_replace_the_values_of_any_rank(any_backend, place):
     values = [torch.arange(3000.0) + rank for rank in range(3)]

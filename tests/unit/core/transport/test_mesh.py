@@ -301,6 +301,23 @@ def test_a_length_that_makes_no_sense_takes_no_memory(nbytes):
     play(2, body)
 
 
+@pytest.mark.parametrize("nbytes", [-1, 1, 1 << 62])
+def test_such_a_length_is_refused_at_once_although_a_head_is_expected_behind_it(nbytes):
+    refused = threading.Event()
+
+    def body(rank, opened):
+        if rank == 1:
+            opened._peers[0].socket.send(struct.pack("<q", nbytes))
+            assert refused.wait(20)
+            return
+        place = mesh.Place(b"head", memoryview(bytearray(9)))
+        with pytest.raises(PeerError, match=f"sent a message of {nbytes} bytes; 4 to {MOST} are possible"):
+            opened.start([[b"head"]] * 2, 4, MOST, [None, place]).wait()
+        refused.set()
+
+    play(2, body)
+
+
 def test_another_thread_may_close_while_one_waits():
     def body(rank, opened):
         if rank == 1:

@@ -112,6 +112,16 @@ def test_what_goes_in_may_be_part_of_what_comes_out():
     play(3, body)
 
 
+def test_what_goes_in_may_overlap_what_comes_out():
+    def body(transport):
+        memory = torch.arange(10_001.0)
+        run(transport, "reduce_scatter_tensor", memory[:10_000], memory[1:5001], dist.ReduceOp.SUM)
+        return memory[1:5001]
+
+    first, second = play(2, body)
+    assert torch.equal(first, 2 * torch.arange(5000.0)) and torch.equal(second, 2 * torch.arange(5000.0, 10_000))
+
+
 def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     def body(transport):
         gathered = torch.full((3, 10), float(transport.rank))
