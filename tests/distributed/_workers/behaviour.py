@@ -202,6 +202,9 @@ def any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(group):
         raises(UnsupportedError, lambda: communicator.all_reduce(torch.empty(9, device="meta")), "meta", "CPU")
         raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(3), torch.empty(4)), "4 elements")
         raises(UnsupportedError, lambda: communicator.broadcast(cube, 99), "src=99")
+        parts, elsewhere = torch.ones(world_size), torch.empty(1, device="meta")
+        refused = lambda: communicator.reduce_scatter_tensor(elsewhere, parts)  # noqa: E731
+        raises(UnsupportedError, refused, "cpu and meta", "one device")
 
 
 @check
