@@ -27,7 +27,7 @@ damage shows only on decoding: what the output holds is then undefined. On a CUD
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -283,11 +283,19 @@ class HostBackend(Backend):
     """
 
     @abstractmethod
-    def combine(self, values: Sequence[Tensor], combination: Combination, out: Tensor, divisor: int = 1) -> None:
-        """Combine what several ranks have, element by element and in their order, and divide floats by `divisor`.
+    def combination(
+        self, values: Sequence[Tensor], how: Combination, out: Tensor, divisor: int = 1
+    ) -> Callable[[], None]:
+        """A function that combines what several ranks have, element by element and in their order, into `out`.
 
-        All tensors have one of `format.COMBINED_DTYPES`. The half types are combined and divided as float32, integers
-        wrap, and NaN is lower and higher than anything. `out` may be one of `values`.
+        To prepare it takes as long as to combine some thousand values, and can be done before these are there.
+
+        All tensors have one of `format.COMBINED_DTYPES`. Whoever calls this must keep them until the function has been
+        called. The half types are combined as float32, integers wrap, and NaN is lower and higher than anything. `out`
+        may be one of `values`.
+
+        Args:
+            divisor: of the result, if that is of floats.
         """
 
     @abstractmethod

@@ -43,7 +43,7 @@ RANS_BITS = 12  # of a probability
 RANS_LOWEST = 1 << 16  # state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-COMBINED_DTYPES = (*DTYPES, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)  # see HostBackend.combine
+COMBINED_DTYPES = (*DTYPES, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)  # of uncompressed sums
 
 
 class Coder(IntEnum):
@@ -58,7 +58,7 @@ class Coder(IntEnum):
 
 
 class Combination(IntEnum):
-    """What becomes of the values of several ranks, see HostBackend.combine."""
+    """What becomes of the values of several ranks, see HostBackend.combination."""
 
     ADD = 0
     MULTIPLY = 1

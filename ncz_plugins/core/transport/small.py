@@ -109,9 +109,9 @@ class MeshSmallCollectives(SmallCollectives):
         own = own.clone() if _is_elsewhere_in(own, outputs[rank % len(outputs)]) else own
         of_ranks = self._with_room_for_others(own)
         opening.receive(list(map(_memory, of_ranks)))
-        combination, is_average = _combination_of(op)
-        combine = partial(self._backend.combine, combination=combination, divisor=n if is_average else 1)
-        return _Sum(self._connections, opening, of_ranks, outputs, combine, _piece_bytes(link_gbps))
+        how, is_average = _combination_of(op)
+        combination = partial(self._backend.combination, how=how, divisor=n if is_average else 1)
+        return _Sum(self._connections, opening, of_ranks, outputs, combination, _piece_bytes(link_gbps))
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         n = self._world_size
@@ -151,7 +151,7 @@ class _Sum(SmallWork):
     Args:
         of_ranks: what each rank contributes to this rank's part: this rank's own, and where that of others arrives.
         parts: of the result.
-        combine: takes the values of all ranks, and where the result goes as `out`.
+        combination: see `HostBackend.combination`; takes the values of all ranks, and where the result goes as `out`.
         piece_bytes: of a piece, about.
     """
 
@@ -161,26 +161,27 @@ class _Sum(SmallWork):
         opening: Opening,
         of_ranks: Sequence[Tensor],
         parts: Sequence[Tensor],
-        combine: Callable[..., None],
+        combination: Callable[..., Callable[[], None]],
         piece_bytes: int,
     ):
         self._connections = connections
         self._opening = opening
-        self._combine = combine
+        self._kept = of_ranks  # which the combinations do not keep
         count = parts[0].nbytes // piece_bytes  # the same on all ranks, which have parts of two sizes
-        self._of_ranks = [_cut(each, count) for each in of_ranks]
         self._parts = [_cut(part, count) for part in parts]
+        self._own = self._parts[connections.rank % len(parts)]
+        pieces = zip(self._own, *[_cut(each, count) for each in of_ranks])
+        self._combinations = [combination(values, out=output) for output, *values in pieces]
 
     def finish(self, check: Callable[[], None]) -> None:
-        own = self._parts[self._connections.rank % len(self._parts)]
-        stop = own[0].nbytes
+        stop = self._own[0].nbytes
         require_placed(_compare(self._opening, check, stop))
         gathers = []
-        for at, (output, *values) in enumerate(zip(own, *self._of_ranks)):
+        for at, combine in enumerate(self._combinations):
             if at > 0:
-                stop += output.nbytes
+                stop += self._own[at].nbytes
                 self._opening.reach(stop)
-            self._combine(values, out=output)
+            combine()
             if len(self._parts) > 1:
                 gathers.append(self._connections.start_gather([_memory(pieces[at]) for pieces in self._parts]))
         self._opening.wait()

@@ -190,10 +190,10 @@ class CpuBackend(HostBackend):
         count, dtype = out.numel(), _DTYPE[out.dtype]
         self._add_differences(codes.data_ptr(), base.data_ptr(), count, out.data_ptr(), dtype)
 
-    def combine(self, values, combination, out, divisor=1):
+    def combination(self, values, how, out, divisor=1):
         pointers = (_POINTER * len(values))(*[each.data_ptr() for each in values])
-        dtype = _COMBINED_DTYPE[out.dtype]
-        self._combine(pointers, len(values), dtype, out.numel(), combination, divisor, out.data_ptr())
+        result = _COMBINED_DTYPE[out.dtype], out.numel(), int(how), divisor, out.data_ptr()
+        return functools.partial(self._combine, pointers, len(values), *result)
 
     def root_mean_squares(self, x, most, out):
         self._root_mean_squares(x.data_ptr(), _DTYPE[x.dtype], x.numel(), most, out.data_ptr())

@@ -79,9 +79,12 @@ class ReferenceBackend(HostBackend):
         inverse_steps, of_codes, spread = scales.steps_of(_bits(agreed), rule)
         return torch.from_numpy(inverse_steps), torch.from_numpy(of_codes), spread
 
-    def combine(self, values, combination, out, divisor=1):
-        together = [_values(each) if out.is_floating_point() else each.numpy() for each in values]
-        out.copy_(torch.from_numpy(combine.combined(together, combination, divisor)))
+    def combination(self, values, how, out, divisor=1):
+        def combine_them() -> None:
+            together = [_values(each) if out.is_floating_point() else each.numpy() for each in values]
+            out.copy_(torch.from_numpy(combine.combined(together, how, divisor)))
+
+        return combine_them
 
     def block_magnitudes(self, x, rows, magnitudes):
         _bits(magnitudes)[:] = fixed_rate.block_magnitudes(_values(x), rows)

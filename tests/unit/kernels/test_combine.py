@@ -21,7 +21,7 @@ def any_values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 def combined(backend, values: list[torch.Tensor], combination: Combination, divisor: int = 1) -> torch.Tensor:
     out = torch.empty_like(values[0])
-    backend.combine(values, combination, out, divisor)
+    backend.combination(values, combination, out, divisor)()
     return out
 
 
@@ -47,7 +47,7 @@ def test_any_byte_but_zero_is_true(any_backend):
 def test_the_result_may_replace_the_values_of_any_rank(any_backend, place):
     values = [torch.arange(3000.0) + rank for rank in range(3)]
     wanted = combined(REFERENCE, values, Combination.ADD)
-    any_backend.combine(values, Combination.ADD, values[place])
+    any_backend.combination(values, Combination.ADD, values[place])()
     assert torch.equal(values[place], wanted)
 
 
