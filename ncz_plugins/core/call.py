@@ -20,6 +20,7 @@ from .training.baseline import Baseline
 from .training.error_feedback import Feedback
 from .training.policy import ParameterSlice
 from .transport.base import PlainCollectives
+from .transport.comparison import place_of
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
 _PLAIN_BYTES = {
@@ -31,14 +32,6 @@ _PLAIN_BYTES = {
 
 COLLECTIVES = tuple(_PLAIN_BYTES)
 OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
-
-
-def place_of(value: object, values: Sequence) -> int:
-    """The place of the first that is or equals `value`; behind all of them if none does."""
-    for at, each in enumerate(values):
-        if each is value:  # as nearly always, and to ask torch whether two of its things are equal takes longer
-            return at
-    return next((at for at, each in enumerate(values) if each == value), len(values))
 
 
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:

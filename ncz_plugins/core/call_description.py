@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import COLLECTIVES, OPS, Request, place_of
+from .call import COLLECTIVES, OPS, Request
 from .config import Config
 from .errors import MismatchError, UnsupportedError
-from .transport.comparison import Extremes, RankComparison
+from .transport.comparison import Extremes, RankComparison, place_of
 
 # The dtypes that gloo and NCCL carry.
 DTYPES = (

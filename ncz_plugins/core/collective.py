@@ -80,11 +80,11 @@ class _Kind(NamedTuple):
     """What is known of all requests of a kind, see `Request.kind`. To find out takes longer than small calls travel.
 
     Attributes:
-        bypass: why they go plain, if that is sure before it is looked at what their parts are.
+        decision: what is sure before it is looked at what their parts are.
         described: what ranks compare of each of them, see `kind_described`.
     """
 
-    bypass: Bypass | None
+    decision: Decision
     described: Mapping[str, int]
 
 
@@ -159,9 +159,9 @@ class Collectives:
         for tensor in (request.input,) if request.output is request.input else (request.input, request.output):
             require_tensor(tensor)
             require_kernels(tensor.device)
-        config = self._config_on_gpus if request.input.is_cuda else self.config
-        if bypass := self._kind_of(request).bypass:
-            return Decision(config, bypass)
+        decision = self._kind_of(request).decision
+        if decision.bypass:
+            return decision
         dtype = request.input.dtype
         alike = self.training.grouped(request.parts, dtype, request.role, self.ranks)
         if len(alike) > 1:
@@ -172,7 +172,7 @@ class Collectives:
         treatment, _ = alike[0]
         if request.baseline is not None:
             treatment = treatment.without_loss()
-        config = treatment.settings(config)
+        config = treatment.settings(decision.config)
         bypass = treatment.bypass or by_rate(dtype, config)
         if bypass is None and _feeds_back(request, config):
             if all(part.name is None for part in _residual_parts(request)):
@@ -189,16 +189,16 @@ class Collectives:
         if kind is None:
             if len(self._kinds) == _MOST_KINDS:
                 self._kinds.clear()
-            kind = self._kinds[key] = _Kind(self._bypass_of_kind(request), kind_described(request))
+            kind = self._kinds[key] = _Kind(self._decide_by_kind(request), kind_described(request))
         return kind
 
-    def _bypass_of_kind(self, request: Request) -> Bypass | None:
+    def _decide_by_kind(self, request: Request) -> Decision:
         dtypes, on_gpu = (request.input.dtype, request.output.dtype), request.input.is_cuda
         config = self._config_on_gpus if on_gpu else self.config
-        if bypass := before_call(config, self.world_size, request.role, request.op, dtypes):
+        bypass = before_call(config, self.world_size, request.role, request.op, dtypes)
+        if bypass:
             require_plain(request)
-            return bypass
-        return by_size(request.larger.nbytes, config, on_gpu, self.world_size)
+        return Decision(config, bypass or by_size(request.larger.nbytes, config, on_gpu, self.world_size))
 
     def prepare_plain(self, request: Request, bypass: Bypass) -> PlainCall:
         """The uncompressed call that serves a request, numbered."""

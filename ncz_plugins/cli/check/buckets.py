@@ -21,7 +21,7 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
     least = config.min_bytes_in_effect(on_gpu=True)
     if not isinstance(least, int) or least == 0:  # measured at the start, or nothing is compressed
         return None
-    least = min(least, config.min_bytes_in_effect(ranks=2))  # in host memory it is more, but for these
+    least = min(least, config.min_bytes_in_effect(ranks=2))  # which may compress even smaller ones in host memory
     zero = document.get("zero_optimization") or {}
     size = zero.get("reduce_bucket_size", _DEFAULT) if isinstance(zero, Mapping) else _DEFAULT
     itemsize = _itemsize(document)

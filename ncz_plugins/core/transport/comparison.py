@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -86,6 +86,14 @@ class RankComparison:
             name: Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
             for name, high, low in zip(self._numbers, highest, highest[len(self._numbers) :])
         }
+
+
+def place_of(value: object, values: Sequence) -> int:
+    """The place of the first that is or equals `value`; behind all of them if none does."""
+    for at, each in enumerate(values):
+        if each is value:  # as nearly always, and to ask torch whether two of its things are equal takes longer
+            return at
+    return next((at for at, each in enumerate(values) if each == value), len(values))
 
 
 @lru_cache

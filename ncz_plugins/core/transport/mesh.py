@@ -140,7 +140,7 @@ class Mesh:
     def start(
         self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
     ) -> Exchange:
-        """`tell`, and `Exchange.receive`: what these take."""
+        """Both `tell` and `Exchange.receive`, with their arguments."""
         exchange = self.tell(messages)
         exchange.receive(least, most, places)
         return exchange

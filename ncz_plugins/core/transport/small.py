@@ -17,7 +17,7 @@ from ... import kernels
 from ...kernels.format import COMBINED_DTYPES, Combination
 from ...kernels.scratch import Scratch
 from .base import SmallCollectives, SmallWork
-from .comparison import RankComparison
+from .comparison import RankComparison, place_of
 from .connections import Connections, Opening, require_placed
 
 # Up to here each rank sends all of a tensor to all others at once. Larger ones are summed in two rounds, in which each
@@ -31,13 +31,8 @@ _MOST_BROADCAST_BYTES = 256 << 10  # which gloo passes on from rank to rank: its
 # Of a sum, how much is combined at once, while the rest is on its way: what a link carries in half a millisecond. Each
 # piece takes some of the cores' time, which counts for more than the link's time where that is fast.
 _LEAST_PIECE_BYTES, _PIECE_BYTES, _FAST_GBPS = 64 << 10, 2 << 20, 4.0
-_COMBINATIONS = (  # and whether the result is divided by the number of ranks
-    (dist.ReduceOp.SUM, Combination.ADD, False),
-    (dist.ReduceOp.AVG, Combination.ADD, True),
-    (dist.ReduceOp.PRODUCT, Combination.MULTIPLY, False),
-    (dist.ReduceOp.MIN, Combination.LOWEST, False),
-    (dist.ReduceOp.MAX, Combination.HIGHEST, False),
-)
+_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+_COMBINATIONS = (Combination.ADD, Combination.ADD, Combination.MULTIPLY, Combination.LOWEST, Combination.HIGHEST)
 # Such calls come seldom, in a training, and between them the caches are filled with other things. Then the first use of
 # any function of torch or numpy takes 5 to 30 us, and what Python itself needs all the time next to nothing.
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -73,7 +68,7 @@ class MeshSmallCollectives(SmallCollectives):
             self._connections.mesh is not None
             and nbytes <= self._connections.opening_bytes
             and nbytes * (n - 1) <= most
-            and (op is None or (_combination_of(op) is not None and input.dtype in COMBINED_DTYPES))
+            and (op is None or (place_of(op, _OPS) < len(_OPS) and input.dtype in COMBINED_DTYPES))
         )
 
     def start(
@@ -109,8 +104,9 @@ class MeshSmallCollectives(SmallCollectives):
         own = own.clone() if _is_elsewhere_in(own, outputs[rank % len(outputs)]) else own
         of_ranks = self._with_room_for_others(own)
         opening.receive(list(map(_memory, of_ranks)))
-        how, is_average = _combination_of(op)
-        combination = partial(self._backend.combination, how=how, divisor=n if is_average else 1)
+        at = place_of(op, _OPS)
+        divisor = n if _OPS[at] is dist.ReduceOp.AVG else 1
+        combination = partial(self._backend.combination, how=_COMBINATIONS[at], divisor=divisor)
         return _Sum(self._connections, opening, of_ranks, outputs, combination, _piece_bytes(link_gbps))
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
@@ -201,14 +197,6 @@ def _compare(opening: Opening, check: Callable[[], None], nbytes: int = 0) -> li
         opening.wait()  # so that nothing is left of it in the connections
         raise
     return received
-
-
-def _combination_of(op: dist.ReduceOp) -> tuple[Combination, bool] | None:
-    """How values are combined, and whether they are averaged; None: that is left to gloo."""
-    for each, *how in _COMBINATIONS:
-        if each is op:  # as nearly always, and to ask torch whether two of its things are equal takes longer
-            return tuple(how)
-    return next((tuple(how) for each, *how in _COMBINATIONS if each == op), None)
 
 
 def _flat(tensor: Tensor) -> Tensor:
