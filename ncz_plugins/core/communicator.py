@@ -35,7 +35,7 @@ from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.routes import Routes
-from .transport.topology import Nodes, find_hosts, find_nodes
+from .transport.topology import Nodes, find_nodes, find_places
 from .tuning.decisions import MOST_CONNECTIONS
 from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
@@ -116,7 +116,7 @@ class Communicator:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
         store = meet(self.ranks, "communicator") if store is None else store
         self.config = self._compared(config, training, store)
-        hosts = find_hosts(store, self.rank, self.world_size)
+        hosts, machines = find_places(store, self.rank, self.world_size)
         self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
@@ -135,7 +135,7 @@ class Communicator:
         if self.config.needs_measuring:
             self.config = measure_open_settings(self.measured_ranks(), on_gpus)
         elif measures_link:
-            self.config = measure_link(self.measured_ranks())
+            self.config = measure_link(self.measured_ranks(), machines)
 
     # ---------------------------------------------------------------- collectives
 

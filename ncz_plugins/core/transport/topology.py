@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Which ranks share a node, and which a machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -80,16 +81,30 @@ class Between(FrameTransport):
         return self._transport.streams(pairs, incoming, frame_capacity, counters)
 
 
-def find_hosts(store: dist.Store, rank: int, world_size: int) -> list[list[int]]:
-    """The ranks of each host. All ranks that share `store` must call this.
+class Places(NamedTuple):
+    """Where ranks run. All are in the order of their first ranks.
+
+    Attributes:
+        hosts: the ranks of each host.
+        machines: the ranks of each machine, which may have several hosts, such as containers; they share its cores.
+    """
+
+    hosts: list[list[int]]
+    machines: list[list[int]]
+
+
+def find_places(store: dist.Store, rank: int, world_size: int) -> Places:
+    """Where the ranks that share `store` run. All of them must call this.
 
     Raises PeerError if a rank does not say in time where it runs.
     """
     with peer_errors("finding out which ranks share a host"):
         store.set(f"host {rank}", json.dumps(_this_host()))
         if rank == 0:
-            store.set("hosts", json.dumps(_by_host(_hosts(store, world_size))))
-        return json.loads(store.get("hosts"))
+            hosts = _hosts(store, world_size)
+            machines = [host["machine"] for host in hosts]
+            store.set("places", json.dumps([_alike(list(map(json.dumps, hosts))), _alike(machines)]))
+        return Places(*json.loads(store.get("places")))
 
 
 def find_nodes(
@@ -98,7 +113,7 @@ def find_nodes(
     """The nodes that `transport.hierarchy` asks for; None where every rank stands for itself.
 
     Args:
-        hosts: what `find_hosts` found, in the same store.
+        hosts: what `find_places` found, in the same store.
 
     Raises ConfigError on all ranks if the number of ranks per node is impossible.
     """
@@ -129,12 +144,12 @@ def _hosts(store: dist.Store, world_size: int) -> list[dict[str, str]]:
     return [json.loads(store.get(f"host {rank}")) for rank in range(world_size)]
 
 
-def _by_host(hosts: list[dict[str, str]]) -> list[list[int]]:
-    """The ranks of each host; hosts are in the order of their first ranks."""
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(json.dumps(host), []).append(rank)
-    return list(nodes.values())
+def _alike(of_each: list[str]) -> list[list[int]]:
+    """The ranks of which the same is said, in the order of their first ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, said in enumerate(of_each):
+        ranks.setdefault(said, []).append(rank)
+    return list(ranks.values())
 
 
 def _consecutive(size: int, world_size: int) -> list[list[int]]:

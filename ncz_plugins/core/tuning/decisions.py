@@ -6,6 +6,7 @@ All ranks pass the same numbers to these functions, so that all decide alike. No
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median_high
 
 from ..config import MIN_BYTES
 from .tuning_file import SpeedComparison, Trial
@@ -58,6 +59,19 @@ def connections_to_use(carried: Callable[[int], float]) -> tuple[int, float]:
             break
         chosen, most = count, found
     return chosen, most
+
+
+def ranks_on_a_core(cores: Sequence[float], machines: Sequence[Sequence[int]]) -> float:
+    """How many ranks share a core; 1/2 where each rank has two cores.
+
+    Of a machine it is the mean, as its ranks share all of its cores, and in a short while some have more of them than
+    others. Of machines it is the median over ranks, as one may be busy with other work; of two, that of the slower one.
+
+    Args:
+        cores: that each rank has had.
+        machines: the ranks of each.
+    """
+    return median_high(len(ranks) / sum(cores[rank] for rank in ranks) for ranks in machines for _ in ranks)
 
 
 def rans_costs(costs: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:

@@ -8,12 +8,13 @@ GPT do.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from statistics import median_high, median_low
+from statistics import median_low
 
 import numpy as np
 import torch
@@ -35,12 +36,14 @@ from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
 from ..transport.topology import Nodes
-from .decisions import SHARED, SPARE, best, connections_to_use, crossover, rans_costs
+from .decisions import SHARED, SPARE, best, connections_to_use, crossover, ranks_on_a_core, rans_costs
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
+_GATHERING_SECONDS = 0.1  # of coding, at the most, until all ranks do
 _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
+_LATE_SECONDS = 0.02  # of coding after that, as ranks are not told at once that all code
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -161,13 +164,16 @@ class TorchRanks(Subject):
             self._queue.submit(request.collective, tensor.device, run).wait()
 
 
-def measure_link(subject: TorchRanks) -> Config:
+def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Config:
     """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
 
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
     has no second core, it decodes on the thread that does all else.
     Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
+
+    Args:
+        machines: the ranks of each, which share its cores.
     """
     backend, transport = subject.host.backend, subject.transport
 
@@ -179,7 +185,8 @@ def measure_link(subject: TorchRanks) -> Config:
         transport.channels, gbps = connections_to_use(carried)
     else:
         gbps = carried(transport.channels)
-    times = _ranks_on_a_core(subject, backend)  # as long as by itself that coding takes, if it is more than 1
+    # As long as by itself that coding takes, if it is more than 1.
+    times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
     if 1 / times < SPARE:
         subject.host.use_one_thread()
     costs = None if times < SHARED else _costs_of(backend, times)
@@ -305,26 +312,37 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 
-def _ranks_on_a_core(subject: Subject, backend: Backend) -> float:
-    """How many ranks share a core while all of them code in two threads; 1/2 where each rank has two cores.
-
-    The median over ranks, as one may be busy with other work; of two, that of the slower one.
-    """
+def _cores_of_each(subject: Subject, backend: Backend) -> list[float]:
+    """How many cores each rank has while all of them code in two threads, [ranks]; more than 0."""
     x = torch.linspace(-1, 1, _TILE)
     steps = torch.ones(blocks_of(_TILE))
+    both = torch.empty(2, _TILE, dtype=torch.int32)
+    all_code = threading.Event()
 
-    def share_of_a_core(codes: Tensor) -> float:
+    def code_until_all_do(codes: Tensor) -> None:
+        started = time.perf_counter()
+        while not all_code.is_set() and time.perf_counter() - started < _GATHERING_SECONDS:
+            backend.quantize(x, steps, codes)
+
+    def share_of_a_core(codes: Tensor, seconds: float) -> float:
         started, worked = time.perf_counter(), time.thread_time()
-        while (taken := time.perf_counter() - started) < _BURST_SECONDS:
+        while (taken := time.perf_counter() - started) < seconds:
             backend.quantize(x, steps, codes)
         return (time.thread_time() - worked) / taken
 
-    subject.highest([0.0])  # begin together
     with ThreadPoolExecutor(2) as threads:
-        shares = threads.map(share_of_a_core, torch.empty(2, _TILE, dtype=torch.int32))
-    of_all = [0.0] * subject.world_size
-    of_all[subject.rank] = 1 / max(sum(shares), 1e-9)
-    return median_high(subject.highest(of_all))
+        for codes in both:
+            threads.submit(code_until_all_do, codes)
+        try:
+            subject.highest([0.0])
+        finally:
+            all_code.set()
+        shares = list(threads.map(partial(share_of_a_core, seconds=_BURST_SECONDS), both))
+        for codes in both:  # while others still measure
+            threads.submit(share_of_a_core, codes, _LATE_SECONDS)
+        cores = [0.0] * subject.world_size
+        cores[subject.rank] = max(sum(shares), 1e-9)
+        return subject.highest(cores)
 
 
 def _costs_of(backend: Backend, times: float) -> CoderCosts:

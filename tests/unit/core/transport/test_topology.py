@@ -1,5 +1,6 @@
 """Which ranks share a node."""
 
+import json
 import warnings
 
 import pytest
@@ -7,16 +8,27 @@ import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.transport.topology import Nodes, _by_host, _warn_of_several_machines, find_hosts, find_nodes
+from ncz_plugins.core.transport import topology
+from ncz_plugins.core.transport.topology import Nodes, Places, _warn_of_several_machines, find_nodes, find_places
 
 
 def host(name: str, network: str = "net:[1]") -> dict[str, str]:
     return {"name": name, "machine": f"boot of {name}", "network": network}
 
 
-def test_ranks_of_one_host_are_found_in_any_order():
-    assert _by_host([host("a"), host("b"), host("a"), host("b")]) == [[0, 2], [1, 3]]
-    assert _by_host([host("a"), host("a", "net:[2]"), host("a")]) == [[0, 2], [1]]
+@pytest.mark.parametrize(
+    ("ranks", "places"),
+    [
+        ([host("a"), host("b"), host("a"), host("b")], Places([[0, 2], [1, 3]], [[0, 2], [1, 3]])),
+        ([host("a"), host("a", "net:[2]"), host("a")], Places([[0, 2], [1]], [[0, 1, 2]])),
+    ],
+)
+def test_ranks_of_one_host_and_of_one_machine_are_found_in_any_order(ranks, places, monkeypatch):
+    store = dist.HashStore()
+    for rank, host_of_it in enumerate(ranks):
+        store.set(f"host {rank}", json.dumps(host_of_it))
+    monkeypatch.setattr(topology, "_this_host", lambda: ranks[0])
+    assert find_places(store, 0, len(ranks)) == places
 
 
 def test_a_node_on_several_machines_is_warned_of():
@@ -31,8 +43,8 @@ def found(setting, world_size: int) -> list[Nodes | None]:
     store = dist.HashStore()
 
     def find(transport) -> Nodes | None:
-        hosts = find_hosts(store, transport.rank, world_size)
-        return find_nodes(setting, hosts, store, transport.rank, world_size)
+        places = find_places(store, transport.rank, world_size)
+        return find_nodes(setting, places.hosts, store, transport.rank, world_size)
 
     return play(world_size, find)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ncz_plugins.core.config import MIN_BYTES
-from ncz_plugins.core.tuning.decisions import best, connections_to_use, crossover, rans_costs
+from ncz_plugins.core.tuning.decisions import best, connections_to_use, crossover, ranks_on_a_core, rans_costs
 from ncz_plugins.core.tuning.tuning_file import SpeedComparison, Trial
 
 
@@ -60,3 +60,17 @@ def test_costs_are_never_negative():
 )
 def test_connections_are_added_as_long_as_they_carry_more(each, together, used):
     assert connections_to_use(lambda count: min(count * each, together)) == (used, min(used * each, together))
+
+
+@pytest.mark.parametrize(
+    ("cores", "machines", "ranks"),
+    [
+        ([1.9, 0.1], [[0, 1]], 1),  # of two cores, which one rank has had for longer than the other one
+        ([1.9, 0.1], [[0], [1]], 10),
+        ([0.3, 0.9, 0.2, 0.6], [[0, 1, 2, 3]], 2),
+        ([2, 2, 2, 0.1], [[0], [1], [2], [3]], 0.5),  # one is busy with other work
+        ([2, 0.5, 0.4, 0.6], [[0], [1, 2, 3]], 2),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores_evenly(cores, machines, ranks):
+    assert ranks_on_a_core(cores, machines) == pytest.approx(ranks)
