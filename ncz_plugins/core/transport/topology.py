@@ -102,8 +102,8 @@ def find_places(store: dist.Store, rank: int, world_size: int) -> Places:
         store.set(f"host {rank}", json.dumps(_this_host()))
         if rank == 0:
             hosts = _hosts(store, world_size)
-            machines = [host["machine"] for host in hosts]
-            store.set("places", json.dumps([_alike(list(map(json.dumps, hosts))), _alike(machines)]))
+            of_hosts, of_machines = [json.dumps(host) for host in hosts], [host["machine"] for host in hosts]
+            store.set("places", json.dumps([_alike(of_hosts), _alike(of_machines)]))
         return Places(*json.loads(store.get("places")))
 
 

@@ -41,9 +41,8 @@ from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
-_GATHERING_SECONDS = 0.1  # of coding, at the most, until all ranks do
 _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
-_LATE_SECONDS = 0.02  # of coding after that, as ranks are not told at once that all code
+_WAITING_SECONDS = 0.2  # of coding before that until all ranks code, and after it until all have measured, at the most
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -170,7 +169,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
     has no second core, it decodes on the thread that does all else.
-    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
+    Takes 0.4 to 0.7 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
 
     Args:
         machines: the ranks of each, which share its cores.
@@ -317,32 +316,30 @@ def _cores_of_each(subject: Subject, backend: Backend) -> list[float]:
     x = torch.linspace(-1, 1, _TILE)
     steps = torch.ones(blocks_of(_TILE))
     both = torch.empty(2, _TILE, dtype=torch.int32)
-    all_code = threading.Event()
+    all_code, all_have_measured = threading.Event(), threading.Event()
 
-    def code_until_all_do(codes: Tensor) -> None:
-        started = time.perf_counter()
-        while not all_code.is_set() and time.perf_counter() - started < _GATHERING_SECONDS:
-            backend.quantize(x, steps, codes)
-
-    def share_of_a_core(codes: Tensor, seconds: float) -> float:
+    def share_of_a_core(codes: Tensor, seconds: float, until: threading.Event | None = None) -> float:
         started, worked = time.perf_counter(), time.thread_time()
-        while (taken := time.perf_counter() - started) < seconds:
+        while (taken := time.perf_counter() - started) < seconds and not (until and until.is_set()):
             backend.quantize(x, steps, codes)
         return (time.thread_time() - worked) / taken
 
     with ThreadPoolExecutor(2) as threads:
         for codes in both:
-            threads.submit(code_until_all_do, codes)
+            threads.submit(share_of_a_core, codes, _WAITING_SECONDS, until=all_code)
         try:
             subject.highest([0.0])
         finally:
             all_code.set()
         shares = list(threads.map(partial(share_of_a_core, seconds=_BURST_SECONDS), both))
-        for codes in both:  # while others still measure
-            threads.submit(share_of_a_core, codes, _LATE_SECONDS)
+        for codes in both:
+            threads.submit(share_of_a_core, codes, _WAITING_SECONDS, until=all_have_measured)
         cores = [0.0] * subject.world_size
         cores[subject.rank] = max(sum(shares), 1e-9)
-        return subject.highest(cores)
+        try:
+            return subject.highest(cores)
+        finally:
+            all_have_measured.set()
 
 
 def _costs_of(backend: Backend, times: float) -> CoderCosts:

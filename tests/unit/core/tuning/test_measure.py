@@ -92,8 +92,7 @@ def test_several_connections_are_used_where_they_carry_more(
     subject = OverLink(connections, opened, 100, together)
     monkeypatch.setattr(module, "time", subject)
     subject.passes = 1e-9
-    for name in ("_BURST_SECONDS", "_LATE_SECONDS"):
-        monkeypatch.setattr(module, name, 0)  # as hardly any time passes in coding
+    monkeypatch.setattr(module, "_BURST_SECONDS", 0)  # as hardly any time passes in coding
     found = measure_link(subject, [[0, 1]]).transport
     assert subject.transport.channels == used
     assert 1000 * found.link_gbps == pytest.approx(megabits) and found.min_bytes is None
