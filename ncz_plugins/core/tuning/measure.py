@@ -40,7 +40,8 @@ from .decisions import SHARED, SPARE, best, connections_to_use, crossover, ranks
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
-_LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link, at the least
+_LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link
+_ENOUGH = 0.75  # of them
 _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
 _WAITING_SECONDS = 0.2  # of coding before that until all ranks code, and after it until all have measured, at the most
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
@@ -169,21 +170,24 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
     has no second core, it decodes on the thread that does all else.
-    Takes 0.4 to 0.7 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
+    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1 second at 50 ms there and back.
 
     Args:
         machines: the ranks of each, which share its cores.
     """
     backend, transport = subject.host.backend, subject.transport
+    gbps = 0.0
 
     def carried(count: int) -> float:
+        nonlocal gbps
         transport.channels = count
-        return _link_gbps(subject, backend, _LINK_SECONDS, times=count)
+        gbps = _link_gbps(subject, backend, _LINK_SECONDS, times=count, expected=gbps)
+        return gbps
 
     if transport.channels > 1 and subject.config.transport.connections == "auto":
         transport.channels, gbps = connections_to_use(carried)
     else:
-        gbps = carried(transport.channels)
+        carried(transport.channels)
     # As long as by itself that coding takes, if it is more than 1.
     times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
     if 1 / times < SPARE:
@@ -290,24 +294,32 @@ def _latency(subject: Subject) -> float:
     return joined
 
 
-def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 1) -> float:
+def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 1, expected: float = 0.0) -> float:
     """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each.
 
     Args:
         times: so many frames at once, which may take as many connections.
+        expected: Gbit/s, from which follows the size to begin with.
 
     What passes at once after a pause, as through a token bucket, is spent by the exchanges that find the size.
     """
     exchange = partial(subject.exchange, times=times)
-    codes = torch.full((_EXCHANGED_BYTES // _ITEMSIZE // times,), 2**30, dtype=torch.int32)  # as wide in the frame
+    most = _EXCHANGED_BYTES // times
+    codes = torch.full((most // _ITEMSIZE,), 2**30, dtype=torch.int32)  # as wide in the frame
     buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
-    count, taken = _LEAST_BYTES // _ITEMSIZE, 0.0
-    while taken < seconds and count < codes.numel():
-        count *= 2
-        frame = buffer[: backend.encode_codes(codes[:count], Coding(Coder.RAW, Predictor.NONE), buffer)]
-        (taken,) = _interleaved(subject, [exchange], frame, seconds=0, least=1)
+    sends = times * len(subject.peers)
+
+    def frame_of(nbytes: int) -> Tensor:
+        return buffer[: backend.encode_codes(codes[: nbytes // _ITEMSIZE], Coding(Coder.RAW, Predictor.NONE), buffer)]
+
+    nbytes = min(max(2 * _LEAST_BYTES, int(expected * 1e9 / 8 * seconds / sends)), most)
+    (taken,) = _interleaved(subject, [exchange], frame_of(nbytes), seconds=0, least=1)
+    while taken < _ENOUGH * seconds and nbytes < most:
+        nbytes = min(int(nbytes * min(seconds / taken, _GROWTH)), most)
+        (taken,) = _interleaved(subject, [exchange], frame_of(nbytes), seconds=0, least=1)
+    frame = frame_of(nbytes)
     (taken,) = _interleaved(subject, [exchange], frame, seconds=0)
-    gbps = 8e-9 * frame.numel() * times * len(subject.peers) / taken
+    gbps = 8e-9 * frame.numel() * sends / taken
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 
