@@ -3,8 +3,9 @@
     sudo .venv/bin/python benchmarks/connections.py [--json FILE]
 
 Two ranks in network namespaces, whose packets pass through a relay of this program: it limits each flow, that is each
-TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long way does. All-reduces with 1, 2, 4
-and 8 connections, and with as many as the ranks choose, take turns. Wants root, and /dev/net/tun.
+TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long way does. Pairs of all-reduces with
+1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. The second one counts, as in a training
+calls follow each other, while connections that were idle for long begin anew. Wants root, and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -36,30 +37,41 @@ from rich.console import Console
 from rich.table import Table
 
 import ncz_plugins
+from ncz_plugins import Config
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import emitter, run
 from ncz_plugins.cli.perf.link import Node, _ip, _namespace
 
 CONNECTIONS = (1, 2, 4, 8, "auto")
 SIZES = (16 << 20, 256 << 20)
-ROUNDS = 3
+ROUNDS = 5
 MTU = 9000
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x400454CA, 0x0001, 0x1000, 0x4000
+_TUNSETOFFLOAD, _TUN_F_CSUM, _TUN_F_TSO4 = 0x400454D0, 0x01, 0x02
+_HEADER, _LARGEST = 10, 1 << 16  # bytes: what the kernel puts before a packet, which says where to cut it; a packet
 _CLONE_NEWNET = 0x40000000
 _QUEUE_SECONDS = 0.1  # of a limited flow; more is dropped, and TCP slows down
 
 
 class Way(NamedTuple):
-    """What the relay does to packets: bits per second of each flow, 0 without a limit, and seconds on the way."""
+    """What the relay does to packets, and how closely values are sent.
+
+    Attributes:
+        flow: bits per second of each flow, 0 without a limit.
+        delay: seconds on the way.
+        value: the bound, as `quantizer.value`.
+    """
 
     name: str
     flow: float
     delay: float
+    value: float = Config().quantizer.value
 
 
 WAYS = (
     Way("100 Mbit/s each", 100e6, 0.0),
     Way("50 ms there and back", 0.0, 0.025),
+    Way("50 ms there and back, rms:0.01", 0.0, 0.025, 0.01),
     Way("200 ms there and back", 0.0, 0.1),
 )
 
@@ -86,14 +98,18 @@ def relayed(way: Way) -> Iterator[list[Node]]:
 
 
 def _tunnel(pid: int) -> int:
-    """An interface in the network of that process, whose packets this process reads and writes."""
+    """An interface in the network of that process, whose packets this process reads and writes.
+
+    As with network cards, up to 64 KiB pass as one packet, so that the relay takes less of the cores.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     if libc.setns(network, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
     os.close(network)
     tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH", b"ncz0", _IFF_TUN | _IFF_NO_PI))
+    fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH", b"ncz0", _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(tunnel, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return tunnel
 
 
@@ -110,12 +126,12 @@ def _relay(pids: list[int], way: Way, ready) -> None:
         for end in readable:
             for _ in range(64):
                 try:
-                    packet = os.read(end, MTU + 100)
+                    packet = os.read(end, _HEADER + _LARGEST)
                 except BlockingIOError:
                     break
                 leaves = now = time.perf_counter()
                 if way.flow:
-                    flow = packet[12:24]  # addresses and ports
+                    flow = packet[_HEADER + 12 : _HEADER + 24]  # addresses and ports
                     leaves = max(now, free[flow]) + 8 * len(packet) / way.flow
                     if leaves - now > _QUEUE_SECONDS:
                         continue
@@ -132,13 +148,13 @@ def _relay(pids: list[int], way: Way, ready) -> None:
 # ------------------------------------------------------------------ the ranks
 
 
-def worker() -> None:
+def worker(value: float) -> None:
     """One rank: seconds of all-reduces of each size with each number of connections."""
     emit = emitter()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     communicators = {
-        count: ncz_plugins.Communicator({"transport": {"connections": count}} if count != "auto" else "ncclz")
+        count: ncz_plugins.Communicator({"quantizer": {"value": value}, "transport": {"connections": count}})
         for count in CONNECTIONS
     }
     tile = torch.from_numpy(np.random.default_rng(rank).laplace(size=1 << 18).astype(np.float32))
@@ -147,10 +163,10 @@ def worker() -> None:
         seconds: dict[int, list[float]] = {count: [] for count in CONNECTIONS}
         for _ in range(ROUNDS):
             for count, communicator in communicators.items():
-                tensor = source.clone()
-                dist.barrier()
-                started = time.perf_counter()
-                communicator.all_reduce(tensor)
+                for _ in range(2):
+                    tensor = source.clone()
+                    started = _begun_together()
+                    communicator.all_reduce(tensor)
                 taken = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
                 seconds[count].append(taken.item())
@@ -162,23 +178,31 @@ def worker() -> None:
     dist.destroy_process_group()
 
 
+def _begun_together() -> float:
+    """Seconds of `time.perf_counter`, which has one zero on a machine. A barrier ends a trip later on one rank."""
+    begin = torch.tensor([time.perf_counter() + 2 * max(way.delay for way in WAYS)], dtype=torch.float64)
+    dist.all_reduce(begin, dist.ReduceOp.MAX)
+    time.sleep(max(0.0, begin.item() - time.perf_counter()))
+    return begin.item()
+
+
 # ------------------------------------------------------------------ what came out
 
 
 def measured(way: Way) -> list[dict]:
     records: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, relayed(way) as nodes:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.value)]
         run(command, 2, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=200)
     return [{"way": way.name} | record for record in records]
 
 
 def table(records: list[dict]) -> Table:
-    found = Table("connections:", "size", *map(str, CONNECTIONS), "auto chose", "4 beside 1")
+    found = Table("connections:", "size", *map(str, CONNECTIONS), "auto chose", "auto beside 1")
     for record in records:
         taken = record["seconds"]
         cells = [f"{1e3 * taken[str(count)]:.0f} ms" for count in CONNECTIONS]
-        gain = f"{taken['1'] / taken['4']:.1f} x"
+        gain = f"{taken['1'] / taken['auto']:.1f} x"
         found.add_row(record["way"], f"{record['bytes'] >> 20} MiB", *cells, str(record["auto"]), gain)
     return found
 
@@ -186,10 +210,10 @@ def table(records: list[dict]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=float, metavar="VALUE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker()
+    if arguments.worker is not None:
+        worker(arguments.worker)
         return
     records = [record for way in WAYS for record in measured(way)]
     Console().print(table(records))

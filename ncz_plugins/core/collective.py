@@ -34,6 +34,7 @@ from .codec.quantize import (
     derived_on_gpu,
     measure,
     measure_on_gpu,
+    measured_bytes,
     most_summable,
     step_rule,
 )
@@ -58,7 +59,6 @@ from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.topology import Nodes
 
 _NO_VERSION = -1  # in place of a checksum
-SMALL_BYTES = 8 << 20  # of a tensor: to measure it takes less time than one more message
 _WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
 _MOST_KINDS = 1000  # of requests that are remembered
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
@@ -529,13 +529,13 @@ def _agree(
     call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
 ) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
-    # Whether all ranks make the same call is asked first: the vector after it has a length that depends on the call.
-    # The answer travels while the tensor is being measured. A small one is measured before, and one message says both.
+    # One message says what the call is and what was measured, if that is little. Else whether all ranks make the same
+    # call is asked first, as the length of what was measured depends on it. The answer travels while they measure.
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
     source, scales, values = call.source, None, None
-    if _is_small(call, device, transport):
+    if _says_both(call, device, transport):
         source, scales = _measured(call, source, device, transport, counters)
-        values = scales.hand_over_first(transport.opening_bytes)
+        values = scales.hand_over_first()
     same_call = transport.start_comparison(comparison, counters, values)
     if call.config.quantizer.bits is not None:
         same_call.wait()
@@ -571,18 +571,26 @@ def _agree(
     )
 
 
-def _is_small(call: Call, device: Device, transport: Transport) -> bool:
-    """Whether what ranks must agree on is to travel in the message that compares their calls, if it fits."""
+def _says_both(call: Call, device: Device, transport: Transport) -> bool:
+    """Whether what ranks must agree on first travels in the message that compares their calls."""
     quantizer = call.config.quantizer
     return (
-        transport.opening_bytes > 0
-        and call.source.data.nbytes <= SMALL_BYTES
-        and call.within_node is None
+        call.within_node is None
         and call.baseline is None
         and quantizer.kind != "lossless"
         and quantizer.bits is None
         and not device.in_batches
+        and 0
+        < measured_bytes(call.layout, _pieces(call, transport)[0], quantizer, call.source.data.dtype)
+        <= transport.opening_bytes
     )
+
+
+def _pieces(call: Call, transport: Transport) -> list[range]:
+    """In which the tensor of a call is measured, as frames of every segment."""
+    if not (call.in_pieces and transport.overlaps):
+        return [range(call.layout.frames)]
+    return pieces_of(call.layout, call.config, transport.trip_seconds)
 
 
 def _versions(call: Call, baseline: Baseline, backend: Backend) -> dict[str, int]:
@@ -661,7 +669,7 @@ def _measured(
     def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
         return scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor, device.backend)
 
-    pieces = pieces_of(layout, call.config) if call.in_pieces and transport.overlaps else [range(layout.frames)]
+    pieces = _pieces(call, transport)
     return source, PiecewiseAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)
 
 

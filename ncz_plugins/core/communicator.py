@@ -16,7 +16,7 @@ from .bypass import Bypass
 from .call import Call, Request
 from .call_description import checksum_of_list
 from .call_queue import CallQueue, Job
-from .collective import SMALL_BYTES, Collectives, Decision
+from .collective import Collectives, Decision
 from .config import Config
 from .errors import MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
 from .joined import Joined, slices_of
@@ -39,6 +39,8 @@ from .transport.topology import Nodes, find_nodes, find_places
 from .tuning.decisions import MOST_CONNECTIONS
 from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
+
+_QUICK_BYTES = 8 << 20  # of a tensor in host memory, whose call runs on the thread that makes it
 
 
 class Communicator:
@@ -406,7 +408,7 @@ class Communicator:
         self._follow_calls_on_gpus()
         run = _on_pieces(request, partial(self._collectives.run, call))
         # To hand a call over to the other thread takes as long as a small one, or as some kernels of a GPU.
-        is_quick = call.source.data.nbytes <= SMALL_BYTES or request.input.is_cuda
+        is_quick = call.source.data.nbytes <= _QUICK_BYTES or request.input.is_cuda
         if is_quick and not async_op and call.verify_as is None:
             return self._queue.run(request.collective, request.input.device, run)
         handle = self._queue.submit(request.collective, request.input.device, run)

@@ -180,6 +180,16 @@ def measure(
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
 
 
+def measured_bytes(layout: Layout, frames: range, quantizer: QuantizerConfig, dtype: torch.dtype) -> int:
+    """The bytes of what `measure` returns of some frames."""
+    block = quantizer.block_in_effect
+    blocks = sum(-(-length // block) for length in layout.cut(frames).lengths) if block else 1
+    if mode_of(quantizer, dtype) == "rms only":
+        return blocks * torch.bfloat16.itemsize
+    kinds = 2 if quantizer.mode in ("rms", "range") else 1
+    return blocks * kinds * work_dtype(dtype)().nbytes
+
+
 def joined(pieces: list[tuple[range, Tensor]], layout: Layout, block: int) -> Tensor:
     """What `measure` would return of the whole layout, from what it did of some frames each: (frames, measured)."""
     if len(pieces) == 1:

@@ -20,19 +20,25 @@ from .layout import Layout
 from .quantize import Scales, joined
 
 _FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
+_FIRST_FRAMES_FAR = 8  # as one agreement more takes longer there than to measure them
+_FAR_SECONDS = 0.005  # of a message
 
 
-def pieces_of(layout: Layout, config: Config) -> list[range]:
+def pieces_of(layout: Layout, config: Config, trip_seconds: float = 0.0) -> list[range]:
     """The pieces that a tensor is measured in, as frames of every segment. One piece if scales are not per block.
 
     Each piece is as long as all before it, and the last one may be longer. Measuring is a few times as fast as a slow
     link, so the link has enough to carry meanwhile.
+
+    Args:
+        trip_seconds: see `Transport.trip_seconds`.
     """
     frames, block = layout.frames, config.quantizer.block_in_effect
+    first = _FIRST_FRAMES_FAR if trip_seconds > _FAR_SECONDS else _FIRST_FRAMES
     # On a fast link ranks wait for each other, once more for every piece, and not for the link.
-    if config.transport.has_fast_link or not block or _FIRST_FRAMES * layout.frame_elements % block:
+    if config.transport.has_fast_link or not block or first * layout.frame_elements % block:
         return [range(frames)]
-    starts, next = [0], _FIRST_FRAMES
+    starts, next = [0], first
     while 2 * next <= frames:  # a shorter piece at the end would cost the time that it saves
         starts.append(next)
         next *= 2
@@ -118,16 +124,10 @@ class PiecewiseAgreement(ScaleAgreement):
         if not self.complete and frames > self._pieces[self._agreed - 1].start + 1:
             self._begin()
 
-    def hand_over_first(self, most: int) -> Tensor | None:
-        """What this rank measured of the first piece, for the caller to replace by its maximum over ranks.
-
-        Returns None where that takes more than `most` bytes, and hands over nothing.
-        """
-        first = self._measured[0]
-        if first.nbytes > most:
-            return None
+    def hand_over_first(self) -> Tensor:
+        """What this rank measured of the first piece, for the caller to replace by its maximum over ranks."""
         self._agreements.append(lambda: None)
-        return first
+        return self._measured[0]
 
     def _begin(self) -> None:
         """Begin to agree on the next piece, unless that was begun."""

@@ -243,6 +243,7 @@ class Transport(FrameTransport):
         link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states it; else None.
         overlaps: whether frames travel while others are coded.
         opening_bytes: of values that may travel in the same message as a comparison.
+        trip_seconds: what a short message takes to the other ranks, the same on all; 0 where nobody has measured it.
         plain: the uncompressed collectives.
         small: those of small tensors, which compare the ranks' calls as well; None where there are none.
     """
@@ -250,6 +251,7 @@ class Transport(FrameTransport):
     link_gbps: float | None
     overlaps: bool = True
     opening_bytes: int = 0
+    trip_seconds: float = 0.0
     plain: PlainCollectives
     small: SmallCollectives | None = None
 

@@ -46,6 +46,7 @@ _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: severa
 _WAITING_SECONDS = 0.2  # of coding before that until all ranks code, and after it until all have measured, at the most
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
+_TRIPS = 3  # of a message, from which the shortest is taken
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
 _LARGEST_BYTES = 64 * MiB
 _EXCHANGED_BYTES = 16 * MiB  # at once, to find the link's speed
@@ -188,6 +189,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         transport.channels, gbps = connections_to_use(carried)
     else:
         carried(transport.channels)
+    transport.trip_seconds = _trip_seconds(subject)
     # As long as by itself that coding takes, if it is more than 1.
     times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
     if 1 / times < SPARE:
@@ -292,6 +294,13 @@ def _latency(subject: Subject) -> float:
         seconds.append(time.perf_counter() - started)
     (joined,) = subject.highest([median_low(seconds)])
     return joined
+
+
+def _trip_seconds(subject: Subject) -> float:
+    """What a short message takes to the other ranks, at the least."""
+    taken = [_timed(subject, partial(subject.highest, [0.0])) for _ in range(_TRIPS)]
+    (seconds,) = subject.highest([min(taken)])
+    return seconds
 
 
 def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 1, expected: float = 0.0) -> float:

@@ -9,13 +9,14 @@ import torch
 
 from ....core.bypass import by_size
 from ....core.codec.layout import Layout
+from ....core.codec.quantize import measured_bytes
 from ....core.codec.scale_agreement import pieces_of
-from ....core.collective import SMALL_BYTES, adds_up_whole, layout_of_parts, layout_of_sum
+from ....core.collective import adds_up_whole, layout_of_parts, layout_of_sum
 from ....core.config import Config
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
 from ....core.schedules.choice import schedule_for
-from ....core.transport.connections import WayToAgree, rounds_of, way_to_agree
+from ....core.transport.connections import WayToAgree, opening_bytes, rounds_of, way_to_agree
 from ....core.transport.mesh import MOST_RANKS
 from .codec import TimedCodec
 from .costs import Costs
@@ -138,7 +139,7 @@ def compressed(
         layout = layout.part(range(fleet.world_size))
         _inside(fleet, group, nbytes)
     fleet.work(1e-6 * group.costs.call_us)
-    scales = _Scales(fleet, layout, config, itemsize, counters)
+    scales = _Scales(fleet, layout, config, dtype, counters)
     codec = TimedCodec(fleet, layout, sizes, scales.require)
     getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
     codec.finish()
@@ -150,19 +151,22 @@ def compressed(
 class _Scales:
     """The agreement on quantization steps, in the pieces and the order that a real call has."""
 
-    def __init__(self, fleet: Fleet, layout: Layout, config: Config, itemsize: int, counters: Counters):
+    def __init__(self, fleet: Fleet, layout: Layout, config: Config, dtype: torch.dtype, counters: Counters):
         self._fleet = fleet
         self._layout = layout
         self._counters = counters
-        self._block = config.quantizer.block_in_effect
-        pieces = pieces_of(layout, config) if fleet.costs.kind == "cpu" else [range(layout.frames)]
+        self._quantizer = config.quantizer
+        self._dtype = dtype
+        on_gpu = fleet.costs.kind == "gpu"
+        pieces = [range(layout.frames)] if on_gpu else pieces_of(layout, config, fleet.latency)
         self._left = list(pieces)
         self._is_measured = True  # the first of these
         self._last_start = 0  # the first frame of the last piece that is agreed on
         self._measure(pieces[0])
-        if itemsize * layout.numel <= SMALL_BYTES and fleet.costs.kind == "cpu":
-            self._agree(pieces[0], _COMPARED_BYTES)
-            self._left.clear()
+        most = opening_bytes(fleet.world_size) if fleet.world_size <= MOST_RANKS and not on_gpu else 0
+        if self._measured_bytes(pieces[0]) <= most:
+            self._agree(self._left.pop(0), _COMPARED_BYTES)
+            self._is_measured = False
         else:
             _exchange(fleet, _COMPARED_BYTES)
 
@@ -188,8 +192,10 @@ class _Scales:
         self._fleet.work(1e-12 * self._fleet.costs.measure_ps * self._values(frames))
 
     def _agree(self, frames: range, more: int) -> None:
-        nbytes = more + 2 * (self._values(frames) / self._block if self._block else 2)
-        self._counters.wire_bytes += int(_exchange(self._fleet, nbytes))
+        self._counters.wire_bytes += int(_exchange(self._fleet, more + self._measured_bytes(frames)))
+
+    def _measured_bytes(self, frames: range) -> int:
+        return measured_bytes(self._layout, frames, self._quantizer, self._dtype)
 
 
 def _exchange(fleet: Fleet, nbytes: float) -> float:

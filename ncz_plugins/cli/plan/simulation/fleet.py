@@ -60,6 +60,7 @@ class Fleet:
         thread: when each rank's thread is free.
         busy: seconds of work of each rank so far.
         bytes_per_second: of payload that each rank's link carries, each way.
+        latency: that of `link`.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Fleet:
         flow = np.inf if link.flow_gbps is None else link.flow_gbps
         self._flow_bytes_per_second = 1.25e8 * costs.link_share * flow * link.connections
         self._one_flow = np.minimum(self.bytes_per_second, self._flow_bytes_per_second)
-        self._latency = link.latency
+        self.latency = link.latency
         self._most_gathered = link.burst / self.bytes_per_second
         self.thread: Times = np.zeros(width) + (0.0 if late is None else np.asarray(late, float))
         self._decoder = np.zeros(width)
@@ -135,7 +136,7 @@ class Fleet:
         """
         left = self._leave(nbytes / self.bytes_per_second)
         flow_free = np.maximum(self.thread, flow_free) + nbytes / self._flow_bytes_per_second
-        arrival = self.by_receiver(np.maximum(left, flow_free) + self._latency, to)
+        arrival = self.by_receiver(np.maximum(left, flow_free) + self.latency, to)
         # What several ranks send to one at the same time queues in front of its link.
         taken = self.by_receiver(nbytes, to) / self.bytes_per_second
         self._incoming = np.maximum(self._incoming, arrival - taken - self._most_gathered) + taken
@@ -166,14 +167,14 @@ class Fleet:
         others = self.world_size - 1
         self.work(others * (1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes))
         left = self._leave(others * nbytes / self.bytes_per_second)
-        self.thread = np.maximum(self.thread, left.max() + self._latency)
+        self.thread = np.maximum(self.thread, left.max() + self.latency)
 
     def tell_neighbors(self, rounds: int, nbytes: float, distance: int = 1) -> None:
         """In each round every rank sends so many bytes to one rank, and waits for what another one sends."""
         for _ in range(rounds):
             self.work(1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes)
             left = self._leave(nbytes / self._one_flow)
-            self.wait_until(np.roll(left, distance) + self._latency)
+            self.wait_until(np.roll(left, distance) + self.latency)
 
     def pass_on(self, nbytes: float, message_seconds: float, seconds: float) -> None:
         """Every rank sends so many bytes to its right neighbor in pieces, and works on what comes from the left.
@@ -184,4 +185,4 @@ class Fleet:
         left = self._leave(nbytes / self._one_flow)
         self.handle(message_seconds)
         self.work(seconds)
-        self.wait_until(np.roll(left, 1) + self._latency)
+        self.wait_until(np.roll(left, 1) + self.latency)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ncz_plugins import BoundError, compress, decompress, kernels
 from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.codec.quantize import Scales, measure, most_summable, smallest_value
+from ncz_plugins.core.codec.quantize import Scales, measure, measured_bytes, most_summable, smallest_value
 from ncz_plugins.core.codec.tensor_codec import noise_for
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, Noise, blocks_of
@@ -410,6 +410,18 @@ def test_of_small_blocks_ranks_agree_on_a_root_mean_square_in_16_bits(numel):
     exact = torch.stack([part.double().square().mean().sqrt() for part in tensor.split(SCALE_BLOCK)])
     assert measured.dtype == torch.bfloat16
     assert (measured.double() <= exact).all() and (measured.double() > exact / (1 + 2**-7)).all()
+
+
+@pytest.mark.parametrize("numel", [1, 3 * CHUNK + 7])
+@pytest.mark.parametrize("block", [0, SCALE_BLOCK, 2 * CHUNK])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_ranks_agree_on_takes_as_many_bytes_as_is_known_before(mode, dtype, block, numel):
+    quantizer = QuantizerConfig(mode=mode, block=block if mode != "abs" else 0)
+    layout = Layout.split(numel, 2, CHUNK, quantizer.block_in_effect)
+    for frames in {range(layout.frames), range(min(2, layout.frames))}:
+        measured = measure(BACKEND, Window(torch.ones(numel, dtype=dtype)), layout, range(2), quantizer, frames)
+        assert measured_bytes(layout, frames, quantizer, dtype) == measured.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

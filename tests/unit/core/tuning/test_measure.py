@@ -95,6 +95,7 @@ def test_several_connections_are_used_where_they_carry_more(
     monkeypatch.setattr(module, "_BURST_SECONDS", 0)  # as hardly any time passes in coding
     found = measure_link(subject, [[0, 1]]).transport
     assert subject.transport.channels == used
+    assert subject.transport.trip_seconds == pytest.approx(subject.passes)
     assert 1000 * found.link_gbps == pytest.approx(megabits) and found.min_bytes is None
     said = capsys.readouterr().err
     assert f"the link carries {found.link_gbps:g} Gbit/s" in said
