@@ -148,7 +148,7 @@ def _relay(pids: list[int], way: Way, ready) -> None:
 # ------------------------------------------------------------------ the ranks
 
 
-def worker(value: float) -> None:
+def worker(delay: float, value: float) -> None:
     """One rank: seconds of all-reduces of each size with each number of connections."""
     emit = emitter()
     dist.init_process_group("gloo")
@@ -165,7 +165,7 @@ def worker(value: float) -> None:
             for count, communicator in communicators.items():
                 for _ in range(2):
                     tensor = source.clone()
-                    started = _begun_together()
+                    started = _begun_together(delay)
                     communicator.all_reduce(tensor)
                 taken = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
@@ -178,11 +178,14 @@ def worker(value: float) -> None:
     dist.destroy_process_group()
 
 
-def _begun_together() -> float:
+def _begun_together(delay: float) -> float:
     """Seconds of `time.perf_counter`, which has one zero on a machine. A barrier ends a trip later on one rank."""
-    begin = torch.tensor([time.perf_counter() + 2 * max(way.delay for way in WAYS)], dtype=torch.float64)
+    begin = torch.tensor([time.perf_counter() + 0.05 + 4 * delay], dtype=torch.float64)  # gloo's sum takes three trips
     dist.all_reduce(begin, dist.ReduceOp.MAX)
-    time.sleep(max(0.0, begin.item() - time.perf_counter()))
+    left = begin.item() - time.perf_counter()
+    if left < 0:
+        raise RuntimeError(f"the ranks learned {-left:.3f} s too late when to begin")
+    time.sleep(left)
     return begin.item()
 
 
@@ -192,7 +195,7 @@ def _begun_together() -> float:
 def measured(way: Way) -> list[dict]:
     records: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, relayed(way) as nodes:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.value)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.delay), str(way.value)]
         run(command, 2, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=200)
     return [{"way": way.name} | record for record in records]
 
@@ -210,10 +213,10 @@ def table(records: list[dict]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
-    parser.add_argument("--worker", type=float, metavar="VALUE", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=float, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker is not None:
-        worker(arguments.worker)
+    if arguments.worker:
+        worker(*arguments.worker)
         return
     records = [record for way in WAYS for record in measured(way)]
     Console().print(table(records))

@@ -582,7 +582,7 @@ def _says_both(call: Call, device: Device, transport: Transport) -> bool:
         and not device.in_batches
         and 0
         < measured_bytes(call.layout, _pieces(call, transport)[0], quantizer, call.source.data.dtype)
-        <= transport.opening_bytes
+        <= transport.most_with_comparison
     )
 
 

@@ -242,7 +242,7 @@ class Transport(FrameTransport):
     Attributes:
         link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states it; else None.
         overlaps: whether frames travel while others are coded.
-        opening_bytes: of values that may travel in the same message as a comparison.
+        most_with_comparison: bytes of values that may travel in the same message as a comparison.
         trip_seconds: what a short message takes to the other ranks, the same on all; 0 where nobody has measured it.
         plain: the uncompressed collectives.
         small: those of small tensors, which compare the ranks' calls as well; None where there are none.
@@ -250,7 +250,7 @@ class Transport(FrameTransport):
 
     link_gbps: float | None
     overlaps: bool = True
-    opening_bytes: int = 0
+    most_with_comparison: int = 0
     trip_seconds: float = 0.0
     plain: PlainCollectives
     small: SmallCollectives | None = None
@@ -270,8 +270,8 @@ class Transport(FrameTransport):
         """Begin to compare what every call begins with. Then `comparison` knows whether the ranks differ.
 
         Args:
-            values: at most `opening_bytes` that are replaced by their maximum, too. What becomes of them means nothing
-                if the comparison shows that ranks differ.
+            values: at most `most_with_comparison` that are replaced by their maximum, too. What becomes of them means
+                nothing if the comparison shows that ranks differ.
         """
         return self.start_max(comparison.tensor, counters)
 

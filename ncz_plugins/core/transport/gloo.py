@@ -18,7 +18,7 @@ from ..runtime.statistics import Counters
 from ..runtime.trace import span, transfer
 from .base import Agreement, FrameStream, Transport, Work, frame_bytes, peer_errors
 from .comparison import RankComparison
-from .connections import Connections, opening_bytes
+from .connections import Connections, most_with_comparison
 from .link_speed import gloo_link_gbps
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
@@ -44,7 +44,7 @@ class GlooTransport(Transport):
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
         if connections.mesh is not None:
-            self.opening_bytes = opening_bytes(self.world_size)
+            self.most_with_comparison = most_with_comparison(self.world_size)
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
         self.small = MeshSmallCollectives(connections)
         self._buffers: list[Tensor] = []  # what receives were posted with, for the next call: fresh pages cost time

@@ -42,6 +42,7 @@ from .tuning_file import SpeedComparison, Trial, Tuning
 OPENING_SECONDS = 2.0
 _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link
 _ENOUGH = 0.75  # of them
+_LEAST_SECONDS = 1e-6  # that an exchange takes beyond a trip, as clocks and trips vary
 _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
 _WAITING_SECONDS = 0.2  # of coding before that until all ranks code, and after it until all have measured, at the most
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
@@ -177,19 +178,19 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         machines: the ranks of each, which share its cores.
     """
     backend, transport = subject.host.backend, subject.transport
+    trip = transport.trip_seconds = _trip_seconds(subject)
     gbps = 0.0
 
     def carried(count: int) -> float:
         nonlocal gbps
         transport.channels = count
-        gbps = _link_gbps(subject, backend, _LINK_SECONDS, times=count, expected=gbps)
+        gbps = _link_gbps(subject, backend, _LINK_SECONDS, trip, times=count, expected=gbps)
         return gbps
 
     if transport.channels > 1 and subject.config.transport.connections == "auto":
         transport.channels, gbps = connections_to_use(carried)
     else:
         carried(transport.channels)
-    transport.trip_seconds = _trip_seconds(subject)
     # As long as by itself that coding takes, if it is more than 1.
     times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
     if 1 / times < SPARE:
@@ -235,7 +236,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     tell("link")
     latency = _latency(subject)
     backend = Host().backend
-    link_gbps = _link_gbps(subject, backend, seconds / 100)
+    link_gbps = _link_gbps(subject, backend, seconds / 100, latency)
     tell("coders")
     costs = _costs(subject, backend)
     config = subject.config.resolved(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
@@ -303,10 +304,13 @@ def _trip_seconds(subject: Subject) -> float:
     return seconds
 
 
-def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 1, expected: float = 0.0) -> float:
+def _link_gbps(
+    subject: Subject, backend: Backend, seconds: float, trip: float, times: int = 1, expected: float = 0.0
+) -> float:
     """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each.
 
     Args:
+        trip: seconds of a short message, which are no part of the others.
         times: so many frames at once, which may take as many connections.
         expected: Gbit/s, from which follows the size to begin with.
 
@@ -323,8 +327,8 @@ def _link_gbps(subject: Subject, backend: Backend, seconds: float, times: int = 
 
     nbytes = min(max(2 * _LEAST_BYTES, int(expected * 1e9 / 8 * seconds / sends)), most)
     (taken,) = _interleaved(subject, [exchange], frame_of(nbytes), seconds=0, least=1)
-    while taken < _ENOUGH * seconds and nbytes < most:
-        nbytes = min(int(nbytes * min(seconds / taken, _GROWTH)), most)
+    while (carrying := max(taken - trip, _LEAST_SECONDS)) < _ENOUGH * seconds and nbytes < most:
+        nbytes = min(int(nbytes * min(seconds / carrying, _GROWTH)), most)
         (taken,) = _interleaved(subject, [exchange], frame_of(nbytes), seconds=0, least=1)
     frame = frame_of(nbytes)
     (taken,) = _interleaved(subject, [exchange], frame, seconds=0)

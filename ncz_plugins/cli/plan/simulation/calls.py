@@ -16,7 +16,7 @@ from ....core.config import Config
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
 from ....core.schedules.choice import schedule_for
-from ....core.transport.connections import WayToAgree, opening_bytes, rounds_of, way_to_agree
+from ....core.transport.connections import WayToAgree, most_with_comparison, rounds_of, way_to_agree
 from ....core.transport.mesh import MOST_RANKS
 from .codec import TimedCodec
 from .costs import Costs
@@ -139,7 +139,10 @@ def compressed(
         layout = layout.part(range(fleet.world_size))
         _inside(fleet, group, nbytes)
     fleet.work(1e-6 * group.costs.call_us)
-    scales = _Scales(fleet, layout, config, dtype, counters)
+    whole = on_gpu or hierarchical
+    pieces = [range(layout.frames)] if whole else pieces_of(layout, config, fleet.latency)
+    compares_first = on_gpu or (hierarchical and collective != "all_gather")  # as nodes add up before they measure
+    scales = _Scales(fleet, layout, config, dtype, counters, pieces, compares_first)
     codec = TimedCodec(fleet, layout, sizes, scales.require)
     getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
     codec.finish()
@@ -149,21 +152,36 @@ def compressed(
 
 
 class _Scales:
-    """The agreement on quantization steps, in the pieces and the order that a real call has."""
+    """The agreement on quantization steps, in the pieces and the order that a real call has.
 
-    def __init__(self, fleet: Fleet, layout: Layout, config: Config, dtype: torch.dtype, counters: Counters):
+    Args:
+        pieces: that are measured one after the other, as frames of every segment.
+        compares_first: whether ranks compare their calls in a message of its own, however little they measure.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        layout: Layout,
+        config: Config,
+        dtype: torch.dtype,
+        counters: Counters,
+        pieces: list[range],
+        compares_first: bool,
+    ):
         self._fleet = fleet
         self._layout = layout
         self._counters = counters
         self._quantizer = config.quantizer
         self._dtype = dtype
-        on_gpu = fleet.costs.kind == "gpu"
-        pieces = [range(layout.frames)] if on_gpu else pieces_of(layout, config, fleet.latency)
         self._left = list(pieces)
         self._is_measured = True  # the first of these
         self._last_start = 0  # the first frame of the last piece that is agreed on
         self._measure(pieces[0])
-        most = opening_bytes(fleet.world_size) if fleet.world_size <= MOST_RANKS and not on_gpu else 0
+        if compares_first or fleet.world_size > MOST_RANKS:
+            most = 0
+        else:
+            most = most_with_comparison(fleet.world_size)
         if self._measured_bytes(pieces[0]) <= most:
             self._agree(self._left.pop(0), _COMPARED_BYTES)
             self._is_measured = False

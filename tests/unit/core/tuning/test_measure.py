@@ -52,6 +52,7 @@ class OverLink(Instant):
     """Two ranks behind a link that limits each connection, and all of them together, and the time that passes there."""
 
     passes = 0.0  # whenever somebody looks at the clock
+    trip = 0.0  # of each message
     of_a_core = 1.0  # that each of two threads has, from the time that passes while both work
 
     def __init__(self, connections, opened: int, megabits_each: float, megabits: float):
@@ -69,11 +70,12 @@ class OverLink(Instant):
         return self.of_a_core * self.now
 
     def highest(self, numbers):
+        self.now += self.trip
         return [max(numbers)] * len(numbers)  # the other rank has as many cores
 
     def exchange(self, frame, times=1):
         in_use = min(times, self.transport.channels)
-        self.now += frame.numel() * times / min(self._each * in_use, self._together)
+        self.now += self.trip + frame.numel() * times / min(self._each * in_use, self._together)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,17 @@ def test_several_connections_are_used_where_they_carry_more(
     assert f"the link carries {found.link_gbps:g} Gbit/s" in said
     assert (f"over {used} connections" in said) == (used > 1)
     assert "share cores" not in said
+
+
+@pytest.mark.parametrize("trip", [0.001, 0.017, 0.1])
+def test_on_a_long_way_an_exchange_takes_more_than_its_trip(trip, monkeypatch):
+    subject = OverLink(1, 1, 1000, 1000)
+    subject.passes, subject.trip = 1e-9, trip
+    monkeypatch.setattr(module, "time", subject)
+    monkeypatch.setattr(module, "_BURST_SECONDS", 0)
+    found = measure_link(subject, [[0, 1]]).transport
+    assert subject.transport.trip_seconds == pytest.approx(trip)
+    assert 1 >= found.link_gbps >= 0.99 * 0.015 / (0.015 + trip)
 
 
 class OneOfFour(OverLink):
