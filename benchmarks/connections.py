@@ -196,7 +196,7 @@ def measured(way: Way) -> list[dict]:
     records: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, relayed(way) as nodes:
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.delay), str(way.value)]
-        run(command, 2, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=200)
+        run(command, 2, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=400)
     return [{"way": way.name} | record for record in records]
 
 
