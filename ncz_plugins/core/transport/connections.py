@@ -360,8 +360,14 @@ def told_bytes(world_size: int) -> int:
     return _MOST_TOLD_BYTES // max(1, world_size - 1)
 
 
-def most_with_comparison(world_size: int) -> int:
-    """Up to how many bytes that ranks agree on travel with a comparison: as many as take one round anyway."""
+def most_with_comparison(world_size: int, meshed: bool) -> int:
+    """Up to how many bytes that ranks agree on travel with a comparison: as many as take one round anyway.
+
+    Args:
+        meshed: see `way_to_agree`.
+    """
+    if not meshed:
+        return 0
     return _OPENING_BYTES if world_size <= 2 else told_bytes(world_size)
 
 

@@ -43,8 +43,7 @@ class GlooTransport(Transport):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.link_gbps = gloo_link_gbps()
-        if connections.mesh is not None:
-            self.most_with_comparison = most_with_comparison(self.world_size)
+        self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
         self.small = MeshSmallCollectives(connections)
         self._buffers: list[Tensor] = []  # what receives were posted with, for the next call: fresh pages cost time

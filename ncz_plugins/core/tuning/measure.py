@@ -47,7 +47,6 @@ _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: severa
 _WAITING_SECONDS = 0.2  # of coding before that until all ranks code, and after it until all have measured, at the most
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
-_TRIPS = 3  # of a message, from which the shortest is taken
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
 _LARGEST_BYTES = 64 * MiB
 _EXCHANGED_BYTES = 16 * MiB  # at once, to find the link's speed
@@ -178,7 +177,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         machines: the ranks of each, which share its cores.
     """
     backend, transport = subject.host.backend, subject.transport
-    trip = transport.trip_seconds = _trip_seconds(subject)
+    trip = transport.trip_seconds = _latency(subject, 3, min)
     gbps = 0.0
 
     def carried(count: int) -> float:
@@ -190,7 +189,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     if transport.channels > 1 and subject.config.transport.connections == "auto":
         transport.channels, gbps = connections_to_use(carried)
     else:
-        carried(transport.channels)
+        gbps = carried(transport.channels)
     # As long as by itself that coding takes, if it is more than 1.
     times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
     if 1 / times < SPARE:
@@ -234,7 +233,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     """
     clock = _Clock(subject, seconds)
     tell("link")
-    latency = _latency(subject)
+    latency = _latency(subject, 21, median_low)
     backend = Host().backend
     link_gbps = _link_gbps(subject, backend, seconds / 100, latency)
     tell("coders")
@@ -286,22 +285,15 @@ class _Data:
         return self._tile.repeat(-(-count // _TILE))[:count]
 
 
-def _latency(subject: Subject) -> float:
-    """Seconds of the smallest all-reduce."""
+def _latency(subject: Subject, rounds: int, choose: Callable[[Sequence[float]], float]) -> float:
+    """Seconds of the smallest all-reduce: what `choose` takes from those of so many rounds."""
     seconds = []
-    for _ in range(21):
+    for _ in range(rounds):
         started = time.perf_counter()
         subject.highest([0.0])
         seconds.append(time.perf_counter() - started)
-    (joined,) = subject.highest([median_low(seconds)])
+    (joined,) = subject.highest([choose(seconds)])
     return joined
-
-
-def _trip_seconds(subject: Subject) -> float:
-    """What a short message takes to the other ranks, at the least."""
-    taken = [_timed(subject, partial(subject.highest, [0.0])) for _ in range(_TRIPS)]
-    (seconds,) = subject.highest([min(taken)])
-    return seconds
 
 
 def _link_gbps(
@@ -322,15 +314,15 @@ def _link_gbps(
     buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
     sends = times * len(subject.peers)
 
-    def frame_of(nbytes: int) -> Tensor:
-        return buffer[: backend.encode_codes(codes[: nbytes // _ITEMSIZE], Coding(Coder.RAW, Predictor.NONE), buffer)]
-
     nbytes = min(max(2 * _LEAST_BYTES, int(expected * 1e9 / 8 * seconds / sends)), most)
-    (taken,) = _interleaved(subject, [exchange], frame_of(nbytes), seconds=0, least=1)
-    while (carrying := max(taken - trip, _LEAST_SECONDS)) < _ENOUGH * seconds and nbytes < most:
+    while True:
+        values = codes[: nbytes // _ITEMSIZE]
+        frame = buffer[: backend.encode_codes(values, Coding(Coder.RAW, Predictor.NONE), buffer)]
+        (taken,) = _interleaved(subject, [exchange], frame, seconds=0, least=1)
+        carrying = max(taken - trip, _LEAST_SECONDS)
+        if carrying >= _ENOUGH * seconds or nbytes == most:
+            break
         nbytes = min(int(nbytes * min(seconds / carrying, _GROWTH)), most)
-        (taken,) = _interleaved(subject, [exchange], frame_of(nbytes), seconds=0, least=1)
-    frame = frame_of(nbytes)
     (taken,) = _interleaved(subject, [exchange], frame, seconds=0)
     gbps = 8e-9 * frame.numel() * sends / taken
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows

@@ -178,11 +178,8 @@ class _Scales:
         self._is_measured = True  # the first of these
         self._last_start = 0  # the first frame of the last piece that is agreed on
         self._measure(pieces[0])
-        if compares_first or fleet.world_size > MOST_RANKS:
-            most = 0
-        else:
-            most = most_with_comparison(fleet.world_size)
-        if self._measured_bytes(pieces[0]) <= most:
+        n = fleet.world_size
+        if not compares_first and self._measured_bytes(pieces[0]) <= most_with_comparison(n, n <= MOST_RANKS):
             self._agree(self._left.pop(0), _COMPARED_BYTES)
             self._is_measured = False
         else:
