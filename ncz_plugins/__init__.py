@@ -1,4 +1,4 @@
-"""Compressed collectives for DeepSpeed and Horovod, with an error bound you choose.
+"""Compressed collectives for DeepSpeed, Horovod and PyTorch, with an error bound you choose.
 
     import ncz_plugins
     communicator = ncz_plugins.Communicator(ncz_plugins.Config.load("ncclz"))
@@ -48,7 +48,6 @@ _LAZY = {
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
-    "Part": ".core.training.policy",  # the old name of ParameterSlice
     "Training": ".core.training.state",
     "WeightPublisher": ".core.weight_sync",
     "WeightSubscriber": ".core.weight_sync",

@@ -31,7 +31,7 @@ DTYPES = (
 _BITWISE = OPS[-3:]
 _BYPASSES = tuple(Bypass)
 # What "transfer" is besides the place of a bypass.
-_COMPRESSED, _AS_CHANGES, _MEASURING = 0, 1 + len(_BYPASSES), 2 + len(_BYPASSES)
+_COMPRESSED, _AS_CHANGES, _MEASURING, _CONNECTING = 0, *(len(_BYPASSES) + i for i in (1, 2, 3))
 
 
 def described(
@@ -121,6 +121,11 @@ def measuring(number: int) -> dict[str, int]:
     return refusal(number) | {"refusal": 0, "transfer": _MEASURING}
 
 
+def connecting(number: int) -> dict[str, int]:
+    """In place of what `described` returns, where ranks are to connect their GPUs before a call."""
+    return refusal(number) | {"refusal": 0, "transfer": _CONNECTING}
+
+
 def bypassing(numbers: Mapping[str, int], bypass: Bypass) -> dict[str, int]:
     """What `described` returned for a compressed call, now that it goes plain at once."""
     return {**numbers, "transfer": 1 + _BYPASSES.index(bypass)}
@@ -130,7 +135,8 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
     """Raise MismatchError if ranks described different calls.
 
     Args:
-        comparison: of what `described`, `refusal` and `measuring` returned; its tensor is the maximum over ranks.
+        comparison: of what `described`, `refusal`, `measuring` and `connecting` returned; its tensor is the maximum
+            over ranks.
         ranks: their global ranks, for the message.
     """
     differing = comparison.differing()
@@ -174,6 +180,7 @@ _TRANSFERS = {
     _COMPRESSED: "compressed",
     _AS_CHANGES: "compressed, as changes from a baseline",
     _MEASURING: "being measured (the first call of a tensor on a GPU)",
+    _CONNECTING: "connecting GPUs (the first compressed call of a tensor on a GPU)",
 }
 _WORDS: dict[str, Callable[[int], str]] = {
     "collective": lambda number: _named(COLLECTIVES, number),

@@ -136,6 +136,8 @@ class CallQueue:
                 route, transport = self.routes.of(device)
                 with route.after(asked), memory_errors(collective):
                     job(route, transport)
+                if self.error is not None:
+                    raise self.error  # what it waited for may have ended without being there
             except BaseException as error:
                 self._fail(collective, error)
                 raise

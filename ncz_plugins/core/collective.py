@@ -18,6 +18,7 @@ from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import (
     bypassing,
     checksum_of,
+    connecting,
     kind_described,
     measuring,
     numbered,
@@ -128,6 +129,17 @@ class Collectives:
     def state(self) -> GroupState:
         """What the ranks have in common from call to call."""
         return self.training.of_group(self.ranks)
+
+    def await_gpus(self, collective: str, device: Device, transport: Transport) -> None:
+        """Wait until all ranks are about to connect their GPUs: NCCL would wait without a limit for one that is not.
+
+        Raises MismatchError on every rank unless all are, before `collective`, and PeerError.
+
+        Args:
+            device, transport: those of tensors in host memory.
+        """
+        numbers = connecting(self.state.calls + self._exact_calls)
+        _require_same_call(collective, numbers, transport, Counters(), self.ranks)
 
     def measure_gpus(
         self, collective: str, device: Device, transport: Transport, *, config: Config, where: torch.device
@@ -516,6 +528,7 @@ def _run_compressed(
     codec.finish()
     if call.baseline is not None and len(call.measured):
         call.baseline.keep(call.source.data)
+        device.synchronize()  # who changes it once the call is over does so on another stream
     if codec.bypass:
         counters.coders.clear()  # of frames that were for nothing
     elif call.feedback:

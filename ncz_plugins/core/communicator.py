@@ -21,7 +21,7 @@ from .config import Config
 from .errors import MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
 from .joined import Joined, slices_of
 from .runtime.device import require_tensor
-from .runtime.handle import Handles
+from .runtime.handle import Handle, Handles
 from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .runtime.statistics import Counters, Statistics
 from .runtime.stream import CallStream, StreamHandle, is_captured, require_capturable
@@ -109,8 +109,9 @@ class Communicator:
             self.config = self._prepared(config, training)
         else:
             self._connect(config, training, store)
-        self._plain_on_gpu: WorkHandle | None = None  # the last of each kind that GPUs do without the host
+        self._plain_on_gpu: Handle | None = None  # the last of each kind that GPUs do without the host
         self._queued_on_gpu: StreamHandle | None = None
+        self._gpus: set[torch.device] = set()  # those that are connected, or about to be
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
         self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
 
@@ -388,6 +389,7 @@ class Communicator:
         if decision.bypass not in (None, Bypass.TOO_SMALL):
             return decision
         self._open_on_gpus, where = None, request.input.device
+        self._await_gpus(request)
         measure = partial(self._collectives.measure_gpus, request.collective, config=config, where=where)
         self._queue.submit(request.collective, where, measure).wait()
         return self._collectives.decide(request)
@@ -400,6 +402,7 @@ class Communicator:
         captured = is_captured(request.input)
         if captured:
             require_capturable(request.collective, config.quantizer)
+        self._await_gpus(request)
         call = self._collectives.prepare(request, config)
         if captured:
             call = replace(call, verify_as=None)  # which the host would have to look at
@@ -415,6 +418,15 @@ class Communicator:
         if call.verify_as is not None:
             self._collectives.state.wait_at_end_of_step(handle)
         return handle.giving(request.output) if async_op else handle.wait() and None
+
+    def _await_gpus(self, request: Request) -> None:
+        """Before the first compressed call on a GPU, which connects it, wait for the other ranks to make it as well."""
+        where = request.input.device
+        if not request.input.is_cuda or where in self._gpus or is_captured(request.input):
+            return
+        self._gpus.add(where)
+        await_gpus = partial(self._collectives.await_gpus, request.collective)
+        self._queue.run(request.collective, torch.device("cpu"), await_gpus)
 
     def _follow_calls_on_gpus(self) -> None:
         """Let the current stream wait for the calls before that no host waits for."""
@@ -479,6 +491,8 @@ class Communicator:
             handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
             if request.joined is not None:
                 handle.wait()
+        if request.joined is not None and request.input.is_cuda and not is_captured(request.input):
+            handle = StreamHandle.of_current(device)  # with the copies back to the pieces, which come after
         if self.world_size > 1:  # while the data travel, as all below
             self._collectives.note_uncompared(request, bypass)
         self._collectives.count_plain(request, bypass)

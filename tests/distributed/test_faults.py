@@ -61,6 +61,14 @@ def test_different_calls_are_refused_on_every_rank(case, words, finished):
         assert f"{words} " in outcome[0]["message"] and "on rank 3" in outcome[0]["message"]
 
 
+def test_a_rank_that_does_not_connect_its_gpu_is_told(finished, request):
+    if "cuda" not in request.node.callspec.id:
+        pytest.skip("is about GPUs")
+    for outcome in outcomes(finished, "another device", range(4)):
+        check_broken(outcome, {"MismatchError"})
+        assert "connecting GPUs" in outcome[0]["message"] and "on rank 3" in outcome[0]["message"]
+
+
 @pytest.mark.parametrize("case", ["damaged on the ring", "damaged, direct"])
 def test_damage_breaks_the_communicator_on_every_rank_at_once(case, finished):
     found = outcomes(finished, case, range(4))

@@ -10,7 +10,7 @@ All numbers are little endian. The head:
 | 6 | 1 | kind | 0 error_bound, 1 stochastic, 2 lossless |
 | 7 | 1 | dimensions | |
 | 8 | 4 | frame elements | in each frame but the last: a multiple of 4,096 |
-| 12 | 8 | block | elements that share a scale: a multiple of 4,096; 0 all of them, or kind is lossless |
+| 12 | 8 | block | elements that share a scale: a multiple of 128; 0 all of them, or kind is lossless |
 | 20 | 4 | checksum | of the head, as in a frame |
 | 24 | 8 per dimension | shape | |
 | | 4 or 8 per block | scales | float64 if dtype is, else float32; none if kind is lossless |

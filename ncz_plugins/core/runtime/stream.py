@@ -60,6 +60,12 @@ class StreamHandle(Handle):
         self._done = done
         self._device = device
 
+    @classmethod
+    def of_current(cls, device: torch.device) -> StreamHandle:
+        """The handle of all that the current stream of `device` has been given so far."""
+        stream = torch.cuda.current_stream(device)
+        return cls(stream, stream.record_event(), device)
+
     def wait(self, timeout=None) -> bool:
         torch.cuda.current_stream(self._device).wait_event(self._done)
         return True

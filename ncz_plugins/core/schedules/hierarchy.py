@@ -73,8 +73,8 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
         buffer = _buffer("part", call.source.data, nodes.count * by_rank.shape[1])
 
         def part(local_rank: int) -> Tensor:
-            ranks = torch.tensor(_having(nodes, local_rank), device=buffer.device)
-            return torch.index_select(by_rank, 0, ranks, out=buffer.view(nodes.count, -1)).view(-1)
+            rows = [by_rank[rank] for rank in _having(nodes, local_rank)]
+            return torch.stack(rows, out=buffer.view(nodes.count, -1)).view(-1)
 
         return _node_sum(call, nodes, transport, part, counters)
 
@@ -101,11 +101,11 @@ def _all_gather(call: Call, nodes: Nodes) -> Call:
         if codec.bypass:
             return
         by_rank = call.output.data.view(nodes.count * nodes.size, -1)
-        by_rank[_having(nodes, nodes.local_rank)] = mine.view(nodes.count, -1)
+        _put(mine, by_rank, _having(nodes, nodes.local_rank))
         ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
         for to, source in _turns(nodes):
             exchange(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
-            by_rank[_having(nodes, source)] = received.view(nodes.count, -1)
+            _put(received, by_rank, _having(nodes, source))
 
     source = Window(call.source.data, call.layout.segment(segment).start)
     measured = range(segment, segment + 1)
@@ -145,6 +145,12 @@ def _pieces(nodes: Nodes) -> list[range]:
 def _having(nodes: Nodes, local_rank: int) -> list[int]:
     """The ranks with this local rank, one of each node."""
     return [ranks[local_rank] for ranks in nodes.ranks]
+
+
+def _put(parts: Tensor, by_rank: Tensor, ranks: list[int]) -> None:
+    """Copy equal parts to the rows of these ranks. Indices in a tensor would cross to a GPU, which the host waits for."""
+    for rank, part in zip(ranks, parts.view(len(ranks), -1)):
+        by_rank[rank].copy_(part)
 
 
 def _between(

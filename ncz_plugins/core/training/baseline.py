@@ -38,5 +38,5 @@ class Baseline:
             self._sent.copy_(sent)
 
     def forget(self) -> None:
-        """The next call sends all. Ranks that call it must not all do so."""
+        """The next call sends all. Not every rank has to call it."""
         self._sent = None

@@ -136,7 +136,7 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a step's record by name, for tools that draw curves: "ncz/ratio", "ncz/bypasses/size" ...
+    """The numbers of a step's record by name, for tools that draw curves: "ncz/ratio", "ncz/bypasses/too small" ...
 
     The guard's findings become the largest error, the lowest cosine, and the number of alarms.
     """

@@ -40,9 +40,6 @@ class ParameterSlice(NamedTuple):
         return self.start + self.length if self.numel is None else self.numel
 
 
-Part = ParameterSlice  # its old name, for programs that import it
-
-
 class Treatment(NamedTuple):
     """What is done with a part.
 

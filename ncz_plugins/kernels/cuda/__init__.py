@@ -36,6 +36,7 @@ _REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
 _MOST_CHECKSUM_BLOCKS = 1024
 _BLOCKS_THAT_PAD = 32  # of a frame
+_MOST_MEASURED = 1 << 31  # elements of a piece, whose number has 32 bits
 _BLOCKS_PER_WARP = 4  # that ncz_block_statistics looks at: REDUCED_TOGETHER of values.cuh
 
 
@@ -94,6 +95,7 @@ class CudaBackend(GpuBackend):
         return self.statistics_of([x]).unbind()
 
     def statistics_of(self, tensors):
+        tensors = [part for x in tensors for part in x.split(_MOST_MEASURED)]
         first_blocks = list(accumulate((blocks_of(x.numel()) for x in tensors), initial=0))
         device, dtype = tensors[0].device, tensors[0].dtype
         results = torch.empty(3, first_blocks[-1], dtype=torch.float64, device=device)

@@ -46,13 +46,14 @@ def refused_at_the_start(case: str, config: dict, culprit: int = 1, **disguise) 
     dist.barrier()
 
 
-def broken(case: str, size: int, config: dict, misbehave, elements: int = 300_000) -> None:
-    """After one call that works, the last rank of the first `size` misbehaves; two more calls fail."""
+def broken(case: str, size: int, config: dict, misbehave, elements: int = 300_000, at_first: bool = False) -> None:
+    """After one call that works, unless `at_first`, the last rank of the first `size` misbehaves; two more calls fail."""
     if rank >= size:
         return
     communicator = Communicator(config, groups[size])
     tensor = values(rank, elements).to(device)
-    communicator.all_reduce(tensor)
+    if not at_first:
+        communicator.all_reduce(tensor)
     if rank == size - 1:
         tensor = misbehave(communicator, tensor)
         tensor = values(rank, elements).to(device) if tensor is None else tensor
@@ -120,6 +121,9 @@ for case, misbehave in {
 }.items():
     schedule = "ring" if case == "damaged on the ring" else "direct"
     broken(case, 4, settings(LONG, schedule=schedule), misbehave)
+    dist.barrier()
+if on_gpu:  # others are about to connect theirs, and NCCL would wait without a limit
+    broken("another device", 4, settings(LONG), lambda communicator, tensor: tensor.cpu(), at_first=True)
     dist.barrier()
 in_a_node = die if on_gpu else die_before_neighbors_have_read  # GPUs don't read each other's memory
 broken("killed in a node", 4, settings(LONG, hierarchy=2), in_a_node)

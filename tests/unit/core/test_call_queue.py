@@ -144,6 +144,17 @@ def test_a_failure_ends_all_calls_after_it(raised, further, on_the_callers_threa
     play(1, body)
 
 
+def test_a_call_that_is_given_up_meanwhile_fails_even_if_it_comes_to_its_end():
+    """What it waited for may have ended without being there."""
+
+    def body(transport):
+        queue = queue_of(transport)
+        with pytest.raises(PeerError, match="aborted"):
+            queue.run("all_reduce", HOST, lambda device, transport: queue.abort(PeerError("aborted")))
+
+    play(1, body)
+
+
 def test_running_out_of_memory_has_a_type_of_its_own():
     def body(transport):
         queue = queue_of(transport)

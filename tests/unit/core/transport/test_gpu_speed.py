@@ -132,6 +132,21 @@ def test_a_rank_that_makes_another_call_is_told():
     play(2, body)
 
 
+def test_a_rank_that_does_not_connect_its_gpu_is_told():
+    """NCCL would wait for it without a limit."""
+    config = Config().resolved()
+
+    def body(transport):
+        ours = Collectives(Training(config), config, range(2), transport.rank)
+        with pytest.raises(MismatchError, match="transfer connecting GPUs .* on rank 0, plain .* on rank 1"):
+            if transport.rank == 0:
+                ours.await_gpus("all_reduce", Host(), transport)
+            else:
+                ours.run_plain(ours.prepare_plain(all_reduce(1 << 16), Bypass.TOO_SMALL), Host(), transport)
+
+    play(2, body)
+
+
 def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     config = Config().resolved()
     ours = Collectives(Training(config), config, range(2), 0)
