@@ -19,8 +19,9 @@ from .threads import start_thread
 class FutureHandle(Handle):
     """The handle of a job that the background thread runs."""
 
-    def __init__(self, future: concurrent.futures.Future):
+    def __init__(self, future: concurrent.futures.Future, callbacks: Callbacks):
         self._future = future
+        self._callbacks = callbacks
 
     def wait(self, timeout=None) -> bool:
         try:
@@ -43,14 +44,42 @@ class FutureHandle(Handle):
     def get_future(self) -> Future[list[Tensor]]:
         future = self._new_future()
 
-        def complete(done: concurrent.futures.Future) -> None:  # on a GPU, too, the result is in place by now
-            if (error := done.exception()) is not None:
+        def complete() -> None:  # on a GPU, too, the result is in place by now
+            if (error := self.exception()) is not None:
                 future.set_exception(error)
             else:
                 future.set_result(list(self.outputs))
 
-        self._future.add_done_callback(complete)
+        self._future.add_done_callback(lambda _: self._callbacks.run(complete))
         return future
+
+
+class Callbacks:
+    """Runs what others have asked to be told, on threads of their own.
+
+    A callback may wait for further calls, or for another callback: it must hold up neither. So there are as many
+    threads as callbacks that have not returned, and those that have nothing to do are used again.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._idle: list[Worker] = []
+
+    def run(self, callback: Callable[[], None]) -> None:
+        def job() -> None:
+            try:
+                callback()
+            finally:
+                self._idle.append(worker)
+
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            try:
+                worker = Worker(self._name)
+            except RuntimeError:  # an interpreter that ends starts no threads
+                return callback()
+        worker.submit(job)
 
 
 class Worker:
@@ -61,6 +90,7 @@ class Worker:
 
     def __init__(self, name: str):
         self._process = os.getpid()
+        self._callbacks = Callbacks(f"{name}-callbacks")
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = start_thread(_run, self._jobs, name)
 
@@ -69,7 +99,7 @@ class Worker:
         self.require_own_process()
         future: concurrent.futures.Future = concurrent.futures.Future()
         self._jobs.put((job, future))
-        return FutureHandle(future)
+        return FutureHandle(future, self._callbacks)
 
     def require_own_process(self) -> None:
         """Raise UnsupportedError in a fork of the process that this belongs to: there a job would never run."""

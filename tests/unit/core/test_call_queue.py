@@ -155,6 +155,29 @@ def test_a_call_that_is_given_up_meanwhile_fails_even_if_it_comes_to_its_end():
     play(1, body)
 
 
+@pytest.mark.parametrize("waits_for", ["a new call", "an earlier one", "a future"])
+def test_a_callback_may_wait_for_further_calls(waits_for):
+    """As those of torch's PowerSGD hook do."""
+
+    def body(transport):
+        queue, jobs = queue_of(transport), Jobs()
+        go_on = threading.Event()
+        first = submit(queue, lambda device, transport: go_on.wait(10) and None)
+        second = submit(queue, jobs.job(1))
+
+        def callback(done):
+            if waits_for == "an earlier one":
+                return second.wait(10)
+            call = submit(queue, jobs.job(2)).giving(torch.zeros(1))
+            return call.wait(10) if waits_for == "a new call" else call.get_future().wait() is not None
+
+        future = first.giving(torch.zeros(1)).get_future().then(callback)
+        go_on.set()
+        assert future.wait() is True
+
+    play(1, body)
+
+
 def test_running_out_of_memory_has_a_type_of_its_own():
     def body(transport):
         queue = queue_of(transport)
