@@ -194,7 +194,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
     if 1 / times < SPARE:
         subject.host.use_one_thread()
-    costs = None if times < SHARED else _costs_of(backend, times)
+    costs = None if times < SHARED else _costs_of(subject, backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
     if subject.rank == 0:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
@@ -359,10 +359,10 @@ def _cores_of_each(subject: Subject, backend: Backend) -> list[float]:
             all_have_measured.set()
 
 
-def _costs_of(backend: Backend, times: float) -> CoderCosts:
-    """What coders cost where they take so many times as long."""
-    known = backend.costs._asdict()
-    return CoderCosts(**{name: round(times * known[name]) for name in CoderCosts.model_fields})
+def _costs_of(subject: Subject, backend: Backend, times: float) -> CoderCosts:
+    """What coders cost where they take so many times as long, with the slowest kernels that a rank has."""
+    names, known = list(CoderCosts.model_fields), backend.costs._asdict()
+    return CoderCosts(**dict(zip(names, map(round, subject.highest([times * known[name] for name in names])))))
 
 
 def _costs(subject: Subject, backend: Backend) -> CoderCosts:

@@ -53,6 +53,7 @@ class OverLink(Instant):
 
     passes = 0.0  # whenever somebody looks at the clock
     trip = 0.0  # of each message
+    slower = 1  # times as much as this rank's as coding costs on the other one
     of_a_core = 1.0  # that each of two threads has, from the time that passes while both work
 
     def __init__(self, connections, opened: int, megabits_each: float, megabits: float):
@@ -71,7 +72,9 @@ class OverLink(Instant):
 
     def highest(self, numbers):
         self.now += self.trip
-        return [max(numbers)] * len(numbers)  # the other rank has as many cores
+        if len(numbers) == self.world_size:
+            return [max(numbers)] * len(numbers)  # the other rank has as many cores
+        return [number * self.slower for number in numbers]
 
     def exchange(self, frame, times=1):
         in_use = min(times, self.transport.channels)
@@ -123,7 +126,7 @@ class OneOfFour(OverLink):
     others = ()
 
     def highest(self, numbers):
-        return list(numbers) if len(numbers) < 4 else [*numbers[:1], *self.others]
+        return list(numbers) if len(numbers) != 4 else [*numbers[:1], *self.others]
 
 
 @pytest.mark.parametrize(("others", "are_shared"), [((1, 1, 1), False), ((1, 1, 0.5), True), ((1, 0.5, 0.5), True)])
@@ -132,6 +135,15 @@ def test_one_rank_that_is_busy_with_other_work_changes_nothing(others, are_share
     subject.passes, subject.of_a_core, subject.others = 1e-3, 0.15, others
     monkeypatch.setattr(module, "time", subject)
     assert (measure_link(subject, [[0], [1], [2], [3]]).entropy.costs is not None) == are_shared
+
+
+def test_coders_cost_as_much_as_on_the_slowest_rank(monkeypatch):
+    """Ranks whose processors need other kernels have the same settings all the same."""
+    subject = OverLink(1, 1, 100, 100)
+    subject.passes, subject.of_a_core, subject.slower = 1e-3, 0.25, 3
+    monkeypatch.setattr(module, "time", subject)
+    costs = measure_link(subject, [[0], [1]]).entropy.costs
+    assert costs.fixed == pytest.approx(3 * 2 * cpu_backend().costs.fixed, rel=0.1)
 
 
 @pytest.mark.parametrize("megabits", [100, 5000])
