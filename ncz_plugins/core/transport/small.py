@@ -100,6 +100,9 @@ class MeshSmallCollectives(SmallCollectives):
         else:
             contributions, outputs = [own] * n, [out]
         opening = self._connections.open(comparison, list(map(_memory, contributions)))
+        piece_bytes = _piece_bytes(link_gbps)
+        if any(_is_elsewhere_in(each, out) for each in contributions):
+            piece_bytes = out.nbytes + 1  # one piece, so that all of them have left before it is written
         own = contributions[rank]  # from here on, all is done while the values travel
         own = own.clone() if _is_elsewhere_in(own, outputs[rank % len(outputs)]) else own
         of_ranks = self._with_room_for_others(own)
@@ -107,7 +110,7 @@ class MeshSmallCollectives(SmallCollectives):
         at = place_of(op, _OPS)
         divisor = n if _OPS[at] is dist.ReduceOp.AVG else 1
         combination = partial(self._backend.combination, how=_COMBINATIONS[at], divisor=divisor)
-        return _Sum(self._connections, opening, of_ranks, outputs, combination, _piece_bytes(link_gbps))
+        return _Sum(self._connections, opening, of_ranks, outputs, combination, piece_bytes)
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         n = self._world_size
@@ -227,7 +230,7 @@ def _piece_bytes(link_gbps: float | None) -> int:
 def _is_elsewhere_in(values: Tensor, output: Tensor, place: Tensor | None = None) -> bool:
     """Whether values lie in the memory of an output, but not in their place there, which is its beginning unless told.
 
-    So they would be overwritten before they are used.
+    So they would be overwritten before they are used, or before they have left.
     """
     start, at = output.data_ptr(), values.data_ptr()
     return -values.nbytes < at - start < output.nbytes and at != (start if place is None else place.data_ptr())

@@ -131,6 +131,19 @@ def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
 
 
+@pytest.mark.parametrize(("world_size", "length"), [(2, 3 << 20), (3, 1 << 20)])
+def test_a_part_may_be_formed_where_those_of_other_ranks_still_have_to_leave(world_size, length):
+
+    def body(transport):
+        tensor = values(transport.rank, length * world_size)
+        part = tensor[length // 2 :][:length]
+        run(transport, "reduce_scatter_tensor", tensor, part, dist.ReduceOp.SUM)
+        return part
+
+    whole = exact(dist.ReduceOp.SUM, [values(rank, length * world_size) for rank in range(world_size)])
+    torch.testing.assert_close(torch.cat(play(world_size, body)), whole.float())
+
+
 @pytest.mark.parametrize(
     ("gbps", "nbytes"), [(None, 2 << 20), (0.001, 64 << 10), (0.94, 64 << 10), (2.5, 160 << 10), (100, 2 << 20)]
 )
