@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -34,6 +34,7 @@ MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, 
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
+_ANSWER = b"\n"  # what the other one says to that
 _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
 # Nothing is to be joined to the end of a message. Else Linux may hold that end back until what is before it has left
@@ -77,10 +78,18 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
         sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
         expected = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
         try:
-            for peer in range(rank):
-                for channel in range(channels):
-                    connection = _connected(met[peer], rank, channel, deadline)
-                    sockets[peer, channel] = opened.enter_context(connection)
+
+            def called(peer: int, channel: int) -> socket.socket:
+                return opened.enter_context(_called(met[peer], rank, channel, deadline))
+
+            # Answers are awaited when all have been called, as each takes a round trip.
+            waiting = [(peer, channel) for peer in range(rank) for channel in range(channels)]
+            calling = {where: called(*where) for where in waiting}
+            for where in waiting:
+                while not _is_answered(calling[where], deadline):
+                    calling[where].close()
+                    calling[where] = called(*where)
+                sockets[where] = calling[where]
             while len(sockets) < (world_size - 1) * channels:
                 where, connection = _accepted(listener, secret, expected, deadline)
                 sockets[where] = opened.enter_context(connection)
@@ -105,7 +114,7 @@ class Mesh:
 
     Args:
         peers: the channels to the other ranks, in the order of these.
-        timeout: how long to wait for them in each exchange.
+        timeout: how long to wait for one of them that neither sends nor takes anything.
     """
 
     def __init__(self, peers: list[_Peer], timeout: timedelta):
@@ -221,8 +230,10 @@ class Mesh:
     def _go_on_until(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
         """Send and receive, whatever there is, until all of these messages have come as far, or are over."""
         with self._lock:
-            deadline = time.monotonic() + self._timeout
             ready, awaited = self._in_use, _awaited(messages, nbytes)
+            begun = time.monotonic()
+            for peer in awaited:
+                peer.heard = begun
             while awaited:
                 for peer in ready:
                     peer.advance()
@@ -231,10 +242,10 @@ class Mesh:
                     self._require_open()  # first, as peers seem to have closed what another thread closed
                     for peer in awaited:
                         peer.require_reachable()
-                    ready = self._wait_for(awaited, deadline)
+                    ready = self._wait_for(awaited)
 
-    def _wait_for(self, awaited: Iterable[_Peer], deadline: float) -> list[_Peer]:
-        """Wait until a peer has sent something or takes more, or for a while. PeerError if there is no time left.
+    def _wait_for(self, awaited: Sequence[_Peer]) -> list[_Peer]:
+        """Wait until a peer has sent something or takes more, or for a while. PeerError if one was silent for too long.
 
         Not only until one of those that are awaited has: what others send must not fill the buffers.
 
@@ -242,14 +253,19 @@ class Mesh:
         """
         for peer in self._in_use:
             peer.be_watched(self._poll)
-        left = deadline - time.monotonic()
+        silent_since = min(peer.heard for peer in awaited)
+        left = silent_since + self._timeout - time.monotonic()
         if left <= 0:
-            names = ", ".join(map(str, sorted({peer.rank for peer in awaited})))
+            names = ", ".join(map(str, sorted({peer.rank for peer in awaited if peer.heard == silent_since})))
             raise PeerError(
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        return [self._by_socket[number] for number, _ in self._poll.poll(1000 * min(left, _POLL_SECONDS))]
+        ready = [self._by_socket[number] for number, _ in self._poll.poll(1000 * min(left, _POLL_SECONDS))]
+        heard = time.monotonic()
+        for peer in ready:
+            peer.heard = heard
+        return ready
 
 
 def _awaited(messages: Sequence[Outgoing | Incoming], nbytes: int | None) -> list[_Peer]:
@@ -418,6 +434,7 @@ class _Peer:
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
         self._watched = 0  # the events that are polled for
+        self.heard = 0.0  # when it last sent or took something, or somebody began to wait for it
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -499,8 +516,8 @@ def _listener(address: str | None) -> socket.socket | None:
     return None
 
 
-def _connected(said: str, rank: int, channel: int, deadline: float) -> socket.socket:
-    """A connection with the rank that said so at the store."""
+def _called(said: str, rank: int, channel: int, deadline: float) -> socket.socket:
+    """A connection with the rank that said so at the store, to which this one has said hello."""
     host, port, secret = said.split()
     connection = socket.create_connection((host, int(port)), timeout=_left(deadline))
     try:
@@ -511,16 +528,36 @@ def _connected(said: str, rank: int, channel: int, deadline: float) -> socket.so
     return connection
 
 
+def _is_answered(connection: socket.socket, deadline: float) -> bool:
+    """Whether the other rank has answered; False if it has closed the connection, say, as the hello came too late.
+
+    Raises TimeoutError.
+    """
+    while True:
+        connection.settimeout(_left(deadline))
+        try:
+            return connection.recv(len(_ANSWER)) == _ANSWER
+        except TimeoutError:
+            continue  # which `_left` raises if there is no time left
+        except OSError:
+            return False
+
+
 def _accepted(
     listener: socket.socket, secret: bytes, expected: Sequence[tuple[int, int]], deadline: float
 ) -> tuple[tuple[int, int], socket.socket]:
     """The next of these, rank and channel, that connects. Whoever else does is turned away."""
     while True:
         listener.settimeout(_left(deadline))
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue  # which `_left` raises if there is no time left
         who = _greeted(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
         if who in expected:
-            return who, connection
+            with suppress(OSError):
+                connection.sendall(_ANSWER)
+                return who, connection
         connection.close()
 
 
@@ -540,11 +577,11 @@ def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> tuple
 
 
 def _left(deadline: float) -> float:
-    """Seconds. Raises TimeoutError if there are none."""
+    """Seconds, no more than a socket can wait. Raises TimeoutError if there are none."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
-    return left
+    return min(left, _POLL_SECONDS)
 
 
 def _drop_all() -> None:

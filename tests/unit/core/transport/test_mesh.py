@@ -156,6 +156,34 @@ def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
     assert play(2, body) == [32 << 20] * 2
 
 
+def test_a_peer_that_takes_what_it_can_is_not_silent(monkeypatch):
+    """However long that takes: only who neither sends nor takes anything runs out of time."""
+
+    class Slow:
+        def __init__(self, connection):
+            self.connection = connection
+
+        def recv_into(self, memory):
+            time.sleep(0.01)
+            return self.connection.recv_into(memory[: 1 << 16])
+
+    advance = mesh.Incoming.advance
+    monkeypatch.setattr(mesh.Incoming, "advance", lambda message, source: advance(message, Slow(source)))
+    sent = np.arange(MOST, dtype=np.uint8)
+
+    def body(rank, opened):
+        started = time.monotonic()
+        if rank == 0:
+            opened.finish([opened.send(1, memoryview(sent))])
+            return time.monotonic() - started
+        received = opened.receive(0, 0, MOST)
+        opened.finish([received])
+        return bytes(received.values) == sent.tobytes()
+
+    seconds, is_right = play(2, body, seconds=0.5)
+    assert is_right and seconds > 0.5
+
+
 def test_the_longest_time_out_is_none_too_long():
     def body(rank, opened):
         time.sleep(0.2 * rank)
@@ -415,6 +443,34 @@ def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
     assert play(2, lambda rank, opened: lists(opened.start([message(rank)] * 2, 1, 1).wait())) == [[[1]], [[0]]]
     for visitor in visitors:
         visitor.close()
+
+
+def late(monkeypatch, before: float = 0, after: float = 0) -> None:
+    """The first connection is made after so many seconds, and says hello after some more."""
+    connect, calls = socket.create_connection, []
+
+    def slowly(*arguments, **more):
+        calls.append(1)
+        is_first = len(calls) == 1
+        time.sleep(before if is_first else 0)
+        connection = connect(*arguments, **more)
+        time.sleep(after if is_first else 0)
+        return connection
+
+    monkeypatch.setattr(mesh.socket, "create_connection", slowly)
+
+
+def test_who_says_hello_too_late_is_let_in_when_it_comes_again(monkeypatch):
+    """As a process that was stopped for a moment, or swapped out."""
+    monkeypatch.setattr(mesh, "_HELLO_SECONDS", 0.1)
+    late(monkeypatch, after=0.5)
+    assert play(2, lambda rank, opened: lists(opened.start([message(rank)] * 2, 1, 1).wait())) == [[[1]], [[0]]]
+
+
+def test_a_time_out_that_a_socket_could_not_count_is_none_too_long(monkeypatch):
+    late(monkeypatch, before=1.5)
+    wrapped = 2**32 / 1000 + 1  # modulo 2^32 milliseconds, a second
+    assert len(play(2, lambda rank, opened: rank, seconds=wrapped)) == 2
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_time_out():
