@@ -101,6 +101,7 @@ class Collectives:
         ranks: global ranks of the group; `rank` is this one's number among them.
         nodes: which of them share a node; None where every rank stands for itself.
         auto_schedule: the schedule that `transport.schedule: auto` means; None: by the number of ranks.
+        communicator: see `Training.new_communicator`.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Collectives:
         rank: int,
         nodes: Nodes | None = None,
         auto_schedule: str | None = None,
+        communicator: int = 0,
     ):
         self.training = training
         self.config = config
@@ -119,6 +121,7 @@ class Collectives:
         self.world_size = len(ranks)
         self.nodes = nodes
         self._auto_schedule = auto_schedule
+        self._communicator = communicator
         self._exact_calls = 0  # plain ones and those without loss, which draw no random numbers
         self._checksum = checksum_of(config)
         self._config_on_gpus, self._checksum_on_gpus = config, self._checksum
@@ -329,7 +332,7 @@ class Collectives:
         Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
         """
         contribution = None if call.verify_as is None else call.source.data.clone()
-        done = run(call, device, transport, self.state.backoff, self.ranks)
+        done = run(call, device, transport, self.state.backoff(self._communicator), self.ranks)
         self._count(done, call.role)
         if contribution is not None and done.compressed_calls:
             self._verify(call, contribution, device, transport)

@@ -113,7 +113,10 @@ class Communicator:
         self._queued_on_gpu: StreamHandle | None = None
         self._gpus: set[torch.device] = set()  # those that are connected, or about to be
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
-        self._collectives = Collectives(self.training, self.config, self.ranks, self.rank, self.nodes)
+        number = self.training.new_communicator(self.ranks)
+        self._collectives = Collectives(
+            self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number
+        )
 
     def _connect(self, config, training: Training | None, store: dist.Store | None) -> None:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import horovod.torch as hvd
 import torch
 
-from ..core.bypass import Bypass, BypassBackoff
+from ..core.bypass import Bypass
 from ..core.call import Call, Request
 from ..core.call_description import checksum_of
 from ..core.collective import Collectives, bypassed
@@ -265,7 +265,7 @@ class _Progress:
         self._training = compressor.training
         self._state: GroupState = compressor.training.of_group(process_set.ranks)
         state, guard = self._state, self._state.guard.state_dict()
-        backoff = zlib.crc32(repr(state.backoff.state_dict()).encode())
+        backoff = zlib.crc32(repr(state.remembers).encode())
         halvings = round(-math.log2(guard["tightening"]))
         numbers = [self._training.step, guard["calls"], halvings, state.calls, state.sums, backoff, -backoff]
         self.tensor = torch.tensor(numbers)
@@ -275,7 +275,7 @@ class _Progress:
         self._training.step, calls, halvings, self._state.calls, self._state.sums, *backoff = self.tensor.tolist()
         self._state.guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
         if sum(backoff):  # ranks remember different calls, and would not go plain alike
-            self._state.backoff = BypassBackoff()
+            self._state.remembers = []
 
 
 def _differences(job: Job, tensors: list[PendingTensor]) -> str:

@@ -148,7 +148,7 @@ def _having(nodes: Nodes, local_rank: int) -> list[int]:
 
 
 def _put(parts: Tensor, by_rank: Tensor, ranks: list[int]) -> None:
-    """Copy equal parts to the rows of these ranks. Indices in a tensor would cross to a GPU, which the host waits for."""
+    """Copy equal parts to the rows of these ranks. A host waits for a GPU to take a list of them as index."""
     for rank, part in zip(ranks, parts.view(len(ranks), -1)):
         by_rank[rank].copy_(part)
 

@@ -14,17 +14,40 @@ class GroupState:
     Attributes:
         calls: compressed collectives asked for so far. It numbers them, and says where the next one's random numbers
             begin.
-        backoff: which kinds of calls go plain without being measured.
         guard: verifies sums.
         sums: those among the calls of this step that are compressed sums.
     """
 
     def __init__(self, config: GuardConfig):
         self.calls = 0
-        self.backoff = BypassBackoff()
+        self._backoffs: list[BypassBackoff] = []
         self.guard = Guard(config)
         self.sums = 0
         self._pending: list[Handle] = []
+
+    def backoff(self, communicator: int = 0) -> BypassBackoff:
+        """Which kinds of calls go plain without being measured.
+
+        Each communicator has its own: calls of several run side by side, and what is learned from one must not come now
+        before and now behind a call of another.
+
+        Args:
+            communicator: see `Training.new_communicator`.
+        """
+        while len(self._backoffs) <= communicator:
+            self._backoffs.append(BypassBackoff())
+        return self._backoffs[communicator]
+
+    @property
+    def remembers(self) -> list[dict]:
+        """What all of them know, as numbers and strings."""
+        return [each.state_dict() for each in self._backoffs]
+
+    @remembers.setter
+    def remembers(self, states: list[dict]) -> None:
+        self._backoffs = []
+        for communicator, state in enumerate(states):
+            self.backoff(communicator).load_state_dict(state)
 
     def picks(self, step: int) -> bool:
         """Whether the compressed sum that is asked for now is to be verified. Asked once for each."""
@@ -45,10 +68,10 @@ class GroupState:
 
     def state_dict(self) -> dict:
         """Numbers, strings and mappings, for a checkpoint."""
-        return {"calls": self.calls, "patience": self.backoff.state_dict(), "guard": self.guard.state_dict()}
+        return {"calls": self.calls, "patience": self.remembers, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what `state_dict` gave."""
         self.calls = state["calls"]
-        self.backoff.load_state_dict(state["patience"])
+        self.remembers = state["patience"]
         self.guard.load_state_dict(state["guard"])

@@ -22,7 +22,7 @@ from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
 from .report import CompressionReport
 
-_FORMAT = 1  # of state_dict
+_FORMAT = 2  # of state_dict
 
 
 class Training:
@@ -50,6 +50,7 @@ class Training:
         self._report = CompressionReport(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
+        self._communicators: dict[tuple[int, ...], int] = {}
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
 
@@ -79,9 +80,19 @@ class Training:
                 group.load_state_dict(self._loaded.pop(key))
         return self._groups[key]
 
+    def new_communicator(self, ranks: Sequence[int]) -> int:
+        """The number of one more communicator between these global ranks: 0 for the first, 1 for the second ...
+
+        By it a communicator finds what its like has left in a checkpoint. All ranks make them in the same order.
+        """
+        key = tuple(ranks)
+        number = self._communicators[key] = self._communicators.get(key, -1) + 1
+        return number
+
     def forget_groups(self) -> None:
         """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
         self._groups.clear()
+        self._communicators.clear()
 
     # ---------------------------------------------------------------- deciding
 

@@ -47,7 +47,7 @@ def refused_at_the_start(case: str, config: dict, culprit: int = 1, **disguise) 
 
 
 def broken(case: str, size: int, config: dict, misbehave, elements: int = 300_000, at_first: bool = False) -> None:
-    """After one call that works, unless `at_first`, the last rank of the first `size` misbehaves; two more calls fail."""
+    """After one call, unless `at_first`, the last rank of the first `size` misbehaves; two more calls fail."""
     if rank >= size:
         return
     communicator = Communicator(config, groups[size])

@@ -137,12 +137,25 @@ def test_values_that_are_not_finite_go_plain_on_all_ranks_alike():
     assert bypasses == {"non-finite": 1}
 
 
+def test_each_communicator_of_a_training_learns_from_its_own_calls():
+    """Calls of several run side by side, so their order differs between ranks."""
+    training = Training(Config.load({"transport": {"min_bytes": 0}}))
+    numbers = [training.new_communicator(RANKS), training.new_communicator(RANKS), training.new_communicator((0, 1, 2))]
+    assert numbers == [0, 1, 0]
+    state = training.of_group(RANKS)
+    state.backoff(0).learn("kind", Bypass.NOT_WORTH)
+    resumed = Training(training.config)
+    resumed.load_state_dict(training.state_dict())
+    for each in (state, resumed.of_group(RANKS)):
+        assert each.backoff(1).next("kind") is None and each.backoff(0).next("kind") is Bypass.NOT_WORTH
+
+
 def test_hopeless_calls_are_no_longer_measured():
     def body(transport):
         chosen = collectives(transport.rank, quantizer={"mode": "abs", "value": 1e-12})
         for _ in range(3):
             reduce(chosen, transport, values(transport.rank, 1000))
-        return [counters.calls for counters in [chosen.training.stats.total]], chosen.state.backoff.state_dict()
+        return [counters.calls for counters in [chosen.training.stats.total]], chosen.state.backoff().state_dict()
 
     (_, backoff), (_, other) = play(2, body)
     assert backoff == other
