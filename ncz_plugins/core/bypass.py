@@ -37,6 +37,7 @@ class Bypass(str, Enum):
     NON_FINITE = "non-finite"  # a value is, or a result could become so
     CODE_OVERFLOW = "code overflow"
     NOT_WORTH = "not worth it"
+    SPARSE = "sparse"
     JOINED = "a rank has joined"  # by hvd.join: it is out of data, and contributes zeros
 
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from .codec.quantize import (
 from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
 from .codec.tensor_codec import UpdatingCodec, codec_for, coding_for, noise_for
 from .config import Config
+from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
 from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
@@ -62,6 +63,7 @@ from .transport.topology import Nodes
 _NO_VERSION = -1  # in place of a checksum
 _WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
 _MOST_KINDS = 1000  # of requests that are remembered
+_ROLES = (*get_args(Role), None)
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 
 
@@ -208,6 +210,9 @@ class Collectives:
         return kind
 
     def _decide_by_kind(self, request: Request) -> Decision:
+        if request.role not in _ROLES:
+            known = ", ".join(map(repr, _ROLES[:-1]))
+            raise ValueError(f"{request.collective}: role={request.role!r} is none; pass one of {known}, or None")
         dtypes, on_gpu = (request.input.dtype, request.output.dtype), request.input.is_cuda
         config = self._config_on_gpus if on_gpu else self.config
         bypass = before_call(config, self.world_size, request.role, request.op, dtypes)
@@ -258,7 +263,9 @@ class Collectives:
 
     def prepare(self, request: Request, config: Config) -> Call:
         """The call that serves a request, numbered, with the settings that `decide` returned."""
-        feedback = Feedback(self.training.residuals, _residual_parts(request)) if _feeds_back(request, config) else None
+        feedback = None
+        if _feeds_back(request, config):
+            feedback = Feedback(self.training.residuals, self._own_names(_residual_parts(request)))
         state = self.state
         if config.quantizer.kind == "lossless":  # so that weights sent as changes leave gradients as they are
             self._exact_calls += 1
@@ -268,6 +275,13 @@ class Collectives:
         if self.nodes is None or call.baseline is not None:  # what ranks hold of it would not pass through nodes
             return call
         return in_nodes(call, self.nodes, config.quantizer.block_in_effect)
+
+    def _own_names(self, parts: Sequence[ParameterSlice]) -> Sequence[ParameterSlice]:
+        """Parts by names of this communicator: another one of the training may carry another model."""
+        if self._communicator == 0:
+            return parts
+        prefix = f"communicator {self._communicator + 1}/"
+        return [part if part.name is None else part._replace(name=prefix + part.name) for part in parts]
 
     def _call(self, request: Request, config: Config, number: int, feedback: Feedback | None) -> Call:
         n, rank = self.world_size, self.rank

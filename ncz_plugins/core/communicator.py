@@ -18,7 +18,7 @@ from .call_description import checksum_of_list
 from .call_queue import CallQueue, Job
 from .collective import Collectives, Decision
 from .config import Config
-from .errors import MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
+from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
 from .joined import Joined, slices_of
 from .runtime.device import require_tensor
 from .runtime.handle import Handle, Handles
@@ -94,7 +94,7 @@ class Communicator:
         training: Training | None = None,
         store: dist.Store | None = None,
     ):
-        self.group = dist.group.WORLD if group is None else group
+        self.group = _require_group(group) if store is None else group
         self.rank = self.group.rank()
         self.world_size = self.group.size()
         if store is None:
@@ -319,6 +319,8 @@ class Communicator:
     def _prepared(self, source, training: Training | None) -> Config:
         """The configuration with what its tuning file says. From here on there is a training, with its files open."""
         config = training.config if source is None and training is not None else Config.load(source)
+        if training is not None:
+            _require_settings_of(training, config)
         self.training = Training(config) if training is None else training
         if self.world_size > 1:
             config = apply_tuning_file(config, self.world_size)
@@ -523,6 +525,36 @@ class Communicator:
         if whole.numel() != part.numel() * self.world_size:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
+            )
+
+
+def _require_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group that was passed, or the default one. Raises UnsupportedError if it is none of this process."""
+    if group is None and not dist.is_initialized():
+        raise UnsupportedError(
+            "Communicator: torch.distributed has no process group yet: call torch.distributed.init_process_group first"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError(
+            f"Communicator: rank {dist.get_rank()} is not in the group that was passed: make the communicator on the "
+            "ranks of the group only"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedError(
+            f"Communicator: group={group!r} is no process group: pass what torch.distributed.new_group returns, or "
+            "get_group() of a DeviceMesh"
+        )
+    return group
+
+
+def _require_settings_of(training: Training, config: Config) -> None:
+    """Raise ConfigError if settings that belong to the training differ: its own would count."""
+    for section in ("quantizer", "policies", "steps", "guard"):
+        if getattr(config, section) != getattr(training.config, section):
+            raise ConfigError(
+                f"{section}: config and training differ here, and the training's would count: pass config=None, or "
+                "make the Training with this configuration"
             )
 
 

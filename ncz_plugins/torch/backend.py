@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..core.communicator import Communicator
+from ..core.config import Config
+from ..core.errors import ConfigError
+from ..core.runtime.handle import Handle
 
 NAME = "ncz"
 ENVIRONMENT = "NCZ_CONFIG"
@@ -36,6 +39,7 @@ class CompressedBackend(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
         self.communicator: Communicator | None = None
+        self._config = _configured()
         self._store = store
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
         kinds = dist.ProcessGroup.BackendType
@@ -55,16 +59,14 @@ class CompressedBackend(dist.ProcessGroup):
         op = opts.reduceOp.op
         if len(tensors) != 1 or not _reduces_gradients(tensors[0], op):
             return self._plain.allreduce(tensors, opts)
-        handle = self._connected().all_reduce(tensors[0], op, async_op=True, role="gradient")
-        return _HandleWork(handle)
+        return _HandleWork(self._reduced(tensors, op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         op = opts.reduceOp.op
         if not all(_reduces_gradients(tensor, op) for tensor in tensors):
             return self._plain.allreduce_coalesced(tensors, opts)
-        handle = self._connected().all_reduce_coalesced(tensors, op, async_op=True, role="gradient")
-        return _HandleWork(handle)
+        return _HandleWork(self._reduced(tensors, op))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -86,9 +88,18 @@ class CompressedBackend(dist.ProcessGroup):
 
     def _connected(self) -> Communicator:
         if self.communicator is None:
-            config = os.environ.get(ENVIRONMENT, "ncclz")
-            self.communicator = Communicator(config, self._plain, store=dist.PrefixStore("ncz", self._store))
+            self.communicator = Communicator(self._config, self._plain, store=dist.PrefixStore("ncz", self._store))
         return self.communicator
+
+    def _reduced(self, tensors: list[Tensor], op) -> Handle:
+        """The handle of an all-reduce of these. One of tensors that are not contiguous is over when this returns."""
+        contiguous = [tensor.contiguous() for tensor in tensors]
+        handle = self._connected().all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
+        for tensor, summed in zip(tensors, contiguous):
+            if tensor is not summed:
+                handle.wait()
+                tensor.copy_(summed)
+        return handle.giving(*tensors)
 
 
 def _forwarded(name: str):
@@ -146,9 +157,20 @@ class _HandleWork(dist.Work):
         return self._handle.get_future()
 
 
+def _configured() -> Config:
+    """The settings that the environment names. Raises ConfigError."""
+    source = os.environ.get(ENVIRONMENT) or "ncclz"
+    try:
+        return Config.load(source)
+    except ConfigError as error:
+        raise ConfigError(f"{ENVIRONMENT}={source}: {error}") from error
+
+
 def _reduces_gradients(tensor: Tensor, op) -> bool:
     """Whether a reduction is taken for one of gradients."""
-    return tensor.is_floating_point() and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    return (
+        tensor.is_floating_point() and tensor.layout is torch.strided and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    )
 
 
 if NAME.upper() not in dist.Backend._plugins:  # `ncz enable` has done it otherwise

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, if it made this one."""
+    return getattr(model, "_orig_mod", model)
 
 
 class ModelCompression:

@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.bypass import Bypass
 from ..core.communicator import Communicator
 from ..core.errors import UnsupportedError
+from ..core.runtime.handle import Handle
+from ..core.runtime.statistics import Counters
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
-from .compression import ModelCompression
+from .compression import ModelCompression, uncompiled
 
 
 class Compression(ModelCompression):
@@ -54,6 +57,7 @@ class Compression(ModelCompression):
         super().__init__(self.communicator.training)
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
+        self._last: Handle | None = None  # of the calls of this pass
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Become the communication hook of `model`."""
@@ -71,9 +75,27 @@ class Compression(ModelCompression):
         """
         self._require_initial_divisor()
         tensor = bucket.buffer()
-        parts = [ParameterSlice(self._names.get(id(each)), each.numel()) for each in bucket.parameters()]
+        if tensor.layout is not torch.strided:
+            return self._average_sparse(tensor, bucket.is_last())
+        parts = [ParameterSlice(self._names.get(id(each)), _floats_of(each)) for each in bucket.parameters()]
         handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
+        self._last = handle
         return handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
+
+    def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
+        """As `average`, uncompressed and at once, of a sparse gradient. It has a bucket of its own."""
+        n, bypass = self.communicator.world_size, Bypass.SPARSE.value
+        dist.all_reduce(gradient, group=self.communicator.group)
+        gradient /= n
+        nbytes = gradient._indices().nbytes + gradient._values().nbytes
+        self.training.stats.record(Counters(calls=1, bytes_in=nbytes, bypasses={bypass: 1}))
+        if is_last:
+            if self._last is not None:
+                self._last.wait()  # and with it all calls before
+            self.communicator.end_step()
+        future = Future()
+        future.set_result(gradient)
+        return future
 
     def _end_step(self, done: Future) -> Tensor:
         result = _result_of(done)  # calls run in order, so all others of this pass are over as well
@@ -107,7 +129,7 @@ def compress(
     """Have a model's gradients averaged by compressed all-reduces from now on. Every rank must call this.
 
     Args:
-        model: one that has no communication hook yet.
+        model: one that has no communication hook yet; compiled or not.
         config: see `Compression`.
         group: the process group; None is the model's own.
         training: see `Compression`.
@@ -116,6 +138,7 @@ def compress(
 
     Raises UnsupportedError for a model that can't be served, and what `Compression` raises.
     """
+    model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
             f"ddp.compress takes a DistributedDataParallel, got {type(model).__name__}: wrap the model first"
@@ -132,6 +155,11 @@ def compress(
     state = Compression(config, group, model.module.named_parameters(), training)
     state.attach(model)
     return state
+
+
+def _floats_of(parameter: Tensor) -> int:
+    """How many floats a bucket has for a parameter: two for a complex number."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _result_of(done: Future) -> Tensor:

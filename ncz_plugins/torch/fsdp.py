@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +25,7 @@ from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.training.baseline import Baseline
 from ..core.training.state import Training
-from .compression import ModelCompression
+from .compression import ModelCompression, uncompiled
 
 
 class Compression(ModelCompression):
@@ -34,12 +35,16 @@ class Compression(ModelCompression):
         communicators: one for each group that shards gradients, by its `group_name`.
         replicas: the one between ranks that hold the same shard; None where there is one replica.
         training: what they share.
+        config: theirs.
     """
 
-    def __init__(self, communicators: dict[str, Communicator], replicas: Communicator | None, training: Training):
+    def __init__(
+        self, communicators: dict[str, Communicator], replicas: Communicator | None, training: Training, config
+    ):
         super().__init__(training)
         self._communicators = communicators
         self._replicas = replicas
+        self._config = config
         self._under_way = False  # a backward pass, which has reduced something
 
     def close(self) -> None:
@@ -55,7 +60,10 @@ class Compression(ModelCompression):
 
     def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
         """The weights of one module, without loss: see `Communicator.all_gather_into_tensor`."""
-        communicator = self._communicators[group.group_name]
+        communicator = self._communicators.get(group.group_name)
+        if communicator is None:  # fully_shard(reshard_after_forward=n) gathers among so many ranks
+            communicator = Communicator(self._config, group, self.training)
+            self._communicators[group.group_name] = communicator
         communicator.all_gather_into_tensor(output, input, role="parameter", name=name, baseline=baseline)
 
     def average_replicas(self, name: str, gradient: Tensor) -> None:
@@ -151,6 +159,7 @@ def compress(
         raise UnsupportedError(
             f"torch {torch.__version__}: FSDP lets others reduce gradients from 2.9 on; update torch"
         )
+    model = uncompiled(model)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
@@ -158,6 +167,11 @@ def compress(
         raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     for mesh in meshes:
+        if mesh.ndim != 1 and not any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
+            raise UnsupportedError(
+                f"fully_shard over {mesh}, a dimension of which splits the tensors themselves (tensor parallelism): "
+                "that can't be compressed"
+            )
         if mesh.ndim != 1:
             raise UnsupportedError(
                 f"fully_shard over {mesh}: FSDP averages replicas by itself there, and lets nobody else do so. Use the "
@@ -174,15 +188,32 @@ def compress(
             'replicas is compressed here; set roles to ["gradient"]'
         )
     if replicas is not None:
-        compression = Compression({}, Communicator(config, replicas, training), training)
+        _require_one_in_common(replicas, [mesh.get_group() for mesh in meshes])
+        compression = Compression({}, Communicator(config, replicas, training), training, config)
         for name, module in modules.items():
             module.set_all_reduce_hook(partial(compression.average_replicas, name or "model"))
     else:
         groups = [mesh.get_group() for mesh in meshes]
         communicators = {group.group_name: Communicator(config, group, training) for group in groups}
-        compression = Compression(communicators, None, training)
+        compression = Compression(communicators, None, training, config)
         for name, module in modules.items():
             module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
             if sends_weights:
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
     return compression
+
+
+def _shards_over(mesh: DeviceMesh, model: torch.nn.Module) -> list[DTensor]:
+    """The parameters that are sharded over a mesh."""
+    return [each for each in model.parameters() if isinstance(each, DTensor) and each.device_mesh == mesh]
+
+
+def _require_one_in_common(replicas: dist.ProcessGroup, shards: list[dist.ProcessGroup]) -> None:
+    """Raise UnsupportedError where a rank would average its shard with another shard of the same replica."""
+    of_replicas = set(dist.get_process_group_ranks(replicas))
+    for group in shards:
+        if len(both := of_replicas.intersection(dist.get_process_group_ranks(group))) > 1:
+            raise UnsupportedError(
+                f"replicas: ranks {sorted(both)} are in that group and hold different shards of one replica; pass the "
+                'group of the ranks that hold the same shard, such as mesh["replicate"].get_group()'
+            )

@@ -39,6 +39,7 @@ ADVICE = {
     "non-finite": "Gradients held NaN or infinity. If that goes on after the first steps, lower the loss scale or the "
     "learning rate.",
     "code overflow": "The bound is too fine for the data: raise quantizer.value, or take mode rms or rel.",
+    "sparse": "Sparse gradients are reduced as they are: dense ones (sparse=False) can be compressed.",
     "a rank has joined": "A rank had called hvd.join: give every rank the same number of steps.",
     "not worth it": "With this bound the data would hardly shrink: raise quantizer.value, or skip such tensors by a "
     "policy.",

@@ -21,6 +21,7 @@ _REMEDIES = {
     Bypass.FAST_LINK: "compression was measured to lose time on this link: nothing to do, or name transport.min_bytes",
     Bypass.NON_FINITE: "a value is NaN or infinite: look at the loss and its scale",
     Bypass.CODE_OVERFLOW: "the bound is too fine for these values: use a larger quantizer.value, or kind: lossless",
+    Bypass.SPARSE: "a sparse gradient is reduced as it is: use dense ones (sparse=False) to compress it",
     Bypass.JOINED: "compression needs all ranks: give every rank the same number of steps",
     Bypass.NOT_WORTH: "the bound is so fine that nothing would be saved: use a larger quantizer.value",
 }

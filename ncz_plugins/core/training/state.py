@@ -6,7 +6,7 @@ Adapters own a `Training` and hand it to their communicators; a communicator by 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class Training:
         self.rank: int | None = None
         self.world_size: int | None = None
         self._communicators: dict[tuple[int, ...], int] = {}
+        self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
 
@@ -164,12 +165,16 @@ class Training:
             print(line, flush=True)
 
     def _my_rank(self) -> int:
-        return self.rank if self.rank is not None else dist.get_rank() if dist.is_initialized() else 0
+        return self.rank if self.rank is not None else self._place()[0]
 
     def _ranks(self) -> int:
-        if self.world_size is not None:
-            return self.world_size
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return self.world_size if self.world_size is not None else self._place()[1]
+
+    def _place(self) -> tuple[int, int]:
+        """The rank and the number of ranks in torch.distributed."""
+        if dist.is_initialized():
+            self._seen = dist.get_rank(), dist.get_world_size()
+        return self._seen
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -192,31 +197,43 @@ class Training:
     def load_state_dict(self, state: dict) -> None:
         """Take over what `state_dict` gave to the same rank of a run before.
 
-        If that run had another number of ranks, what each rank had yet to contribute has no rank to go to: residuals
-        start at zero, and one line on stderr of rank 0 says so. It is the same with the state of another rank. The step
-        and what the guard has tightened are kept.
+        Of the state of another rank, all is taken over but what that rank had yet to contribute: residuals start at
+        zero. If that run had another number of ranks, it is the same, and random numbers begin anew. A line on stderr
+        says so. The step and what the guard has tightened are kept in any case.
 
         Raises ConfigError if `state` is none of this version's.
         """
-        if state.get("format") != _FORMAT:
+        found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        if found != _FORMAT:
             raise ConfigError(
-                f"state of ncz_plugins: format {state.get('format')!r} is not one that {__version__} reads; "
+                f"state of ncz_plugins: format {found!r} is not one that {__version__} reads; "
                 f"allowed: {_FORMAT}, what Training.state_dict returns"
             )
+        if missing := [key for key in ("rank", "world_size", "step", "residuals", "groups") if key not in state]:
+            raise ConfigError(
+                f"state of ncz_plugins: it has no {', '.join(missing)}; pass what Training.state_dict returns"
+            )
+        if not isinstance(state["step"], int):
+            raise ConfigError(f"state of ncz_plugins: step {state['step']!r} is not allowed; allowed: an integer")
         loaded = {tuple(map(int, key.split())): each for key, each in state["groups"].items()}
         self.step = state["step"]
         self.residuals = Residuals()
         self._groups.clear()
         self._loaded = {}
         self._tightening = min((each["guard"]["tightening"] for each in loaded.values()), default=1.0)
-        if (state["rank"], state["world_size"]) == (self._my_rank(), self._ranks()):
+        rank, ranks, lost = self._my_rank(), self._ranks(), []
+        if state["world_size"] == ranks:
+            self._loaded = loaded  # which all ranks of a group have alike
+        else:
+            lost.append("random numbers begin anew")
+        if (state["rank"], state["world_size"]) == (rank, ranks):
             self.residuals.by_name.update(state["residuals"])
-            self._loaded = loaded
-        elif state["world_size"] == self._ranks() or self._my_rank() == 0:
-            lost = ": what error feedback has kept starts at zero" if state["residuals"] else ""
+        elif state["residuals"]:
+            lost.insert(0, "what error feedback has kept starts at zero")
+        if lost and (state["world_size"] == ranks or rank == 0):
             print(
                 f"ncz_plugins: this state was saved by rank {state['rank']} of {state['world_size']} and is loaded by "
-                f"rank {self._my_rank()} of {self._ranks()}{lost}; random numbers begin anew",
+                f"rank {rank} of {ranks}: {'; '.join(lost)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ from ...version import __version__
 from ..config import Config
 from ..errors import MismatchError, NczError, PeerError
 
+_READ_WITHIN = timedelta(seconds=5)
 _ADDRESS_BYTES = 512  # a host's name has 253 at most
 
 
@@ -75,9 +77,18 @@ def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config 
     except RuntimeError as error:
         raise PeerError(f"rank 0 of {world_size} did not compare configurations in time: {error}") from error
     if verdict.startswith("differ"):
+        _await_readers(store, world_size)
         raise MismatchError(f"ranks {verdict}. All must run the same ncz_plugins with the same configuration")
     if verdict:
         raise PeerError(verdict)
+
+
+def _await_readers(store: dist.Store, world_size: int) -> None:
+    """Wait for a moment until all ranks have read the verdict: the store ends with the rank that serves it."""
+    with suppress(RuntimeError):
+        if store.add("readers", 1) == world_size:
+            store.set("read", "")
+        store.wait(["read"], _READ_WITHIN)
 
 
 def described(config: Config | NczError | None) -> dict[str, object]:

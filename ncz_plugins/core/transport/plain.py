@@ -6,6 +6,7 @@ register, such as our own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -110,21 +111,28 @@ class _Divided:
         self._work = work
         self._tensor = tensor
         self._divisor = divisor
+        self._lock = threading.Lock()
 
     def wait(self, *timeout) -> bool:
         self._work.wait(*timeout)
-        if self._divisor != 1:
-            self._tensor.div_(self._divisor)
-            self._divisor = 1
-        return True
+        return self._divide()
 
     def get_future(self) -> Future:
         """As that of torch.distributed's works, but for its value."""
-        return self._work.get_future().then(lambda done: (done.value(), self.wait()))
+        # Not `wait`: a work may count as complete only when its future's callbacks have returned.
+        return self._work.get_future().then(lambda done: (done.value(), self._divide()))
 
     def is_completed(self) -> bool:
         # Only sums in host memory are divided here, and waiting for one that is complete takes no time.
         return self._work.is_completed() and (self._divisor == 1 or self.wait())
+
+    def _divide(self) -> bool:
+        """Once, whichever thread comes first."""
+        with self._lock:
+            if self._divisor != 1:
+                self._tensor.div_(self._divisor)
+                self._divisor = 1
+        return True
 
 
 class WorkHandle(Handle):

@@ -5,12 +5,14 @@ import sys
 
 import torch
 import torch.distributed as dist
-from checks import check, run_checks, same_on_all_ranks
+from checks import check, raises, run_checks, same_on_all_ranks
 from common import digest
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ncz_plugins.torch.backend  # noqa: F401
+from ncz_plugins import ConfigError
 
 device = torch.device(sys.argv[1])
 torch.set_num_threads(1)
@@ -85,6 +87,33 @@ def reduce_scatters_are_compressed(group):
 
 
 @check
+def tensors_of_any_layout_are_reduced(group):
+    whole = values[:100_000].clone().view(200, 500)
+    expected = gathered(whole).sum(0)[:, ::2]
+    strided = whole[:, ::2]
+    dist.all_reduce(strided, group=group)
+    error = (strided - expected).norm() / expected.norm()
+    assert 0.01 < error < 0.3, error
+    assert group.communicator.stats.total.compressed_calls == 1
+    if device.type == "cpu":  # NCCL has no sums of sparse tensors
+        sparse = torch.eye(5).to_sparse()
+        dist.all_reduce(sparse, group=group)
+        assert torch.equal(sparse.to_dense(), world_size * torch.eye(5))
+
+
+@check
+def hooks_may_wait_for_collectives_in_callbacks(group):
+    """As torch's PowerSGD does."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(600, 600).to(device), process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        model(torch.randn(4, 600, generator=generator).to(device)).square().mean().backward()
+    same_on_all_ranks(digest(model.module.weight.grad.cpu()), group)
+
+
+@check
 def all_else_is_exact(group):
     copy = values.clone()
     dist.broadcast(copy, world_size - 1, group=group)
@@ -156,8 +185,16 @@ def the_environment_names_the_configuration(group):
     with open(os.environ["NCZ_CONFIG"], "w") as file:
         file.write("quantizer: {kind: lossless}\n")
     result = values.clone()
-    dist.all_reduce(result, group=group)
+    dist.all_reduce(result, group=dist.new_group())
     torch.testing.assert_close(result, gathered(values).sum(0))
+    file = os.environ["NCZ_CONFIG"]
+    try:
+        os.environ["NCZ_CONFIG"] = "missing.yaml"
+        raises(ConfigError, dist.new_group, "NCZ_CONFIG=missing.yaml", "no such file")
+        os.environ["NCZ_CONFIG"] = ""  # as if it were not set
+        dist.new_group()
+    finally:
+        os.environ["NCZ_CONFIG"] = file
 
 
 run_checks()

@@ -208,6 +208,10 @@ def compiled_models(group):
     near(train(torch.compile(ours, backend="aot_eager"), 2), train(plain, 2))
     same_replicas(ours, group)
     assert compression.training.step == 2
+    before = torch.compile(wrapped(group, bucket_cap_mb=2), backend="aot_eager")
+    compression = ddp.compress(before, LOSSLESS)
+    near(train(before, 2), train(wrapped(group, bucket_cap_mb=2), 2))
+    assert compression.training.step == 2
 
 
 @check
@@ -250,6 +254,47 @@ def the_guard_ends_a_training(group):
     guard = {"every": 1, "max_relative_error": 1e-6, "on_alarm": "stop"}
     ddp.compress(model, SMALL | {"guard": guard})
     raises(RuntimeError, lambda: train(model, 1), "AccuracyError", "relative error")
+
+
+@check
+def a_group_of_one_rank_trains(group):
+    alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
+    model = wrapped(alone, bucket_cap_mb=0.02)
+    compression = ddp.compress(model, SMALL)
+    train(model, 20)
+    assert compression.training.step == 20 and compression.stats.total.bypasses.keys() == {"one rank"}
+
+
+class Sparse(nn.Module):
+    """Gradients that are sparse, complex and ordinary."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 16, sparse=True)
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.last = nn.Linear(16, 7)
+
+    def forward(self, tokens):
+        return self.last((self.embedding(tokens).mean(1) * self.turn).real)
+
+
+@check
+def sparse_and_complex_gradients(group):
+    if device.type == "cuda":
+        return  # NCCL has no sums of sparse tensors
+    gradients = []
+    for config in (None, LOSSLESS):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Sparse(), process_group=group)
+        compression = config and ddp.compress(model, config)
+        tokens = torch.randint(0, 1000, (8, 4), generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            model.zero_grad()
+            model(tokens).square().sum().backward()
+        gradients.append([each.grad.to_dense() for each in model.parameters()])
+    for mine, expected in zip(*gradients):
+        torch.testing.assert_close(mine, expected)
+    assert compression.training.step == 2 and compression.stats.total.bypasses == {"sparse": 2}
 
 
 @check

@@ -173,12 +173,26 @@ def policies_and_error_feedback_know_modules_by_name(group):
 
 
 @check
+def weights_may_be_gathered_among_some_ranks(group):
+    """In the backward pass, with `reshard_after_forward` a number."""
+    if world_size < 4:
+        return
+    torch.manual_seed(0)
+    model, plain = (fully_shard(nn.Linear(64, 7).to(device), mesh=flat, reshard_after_forward=2) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    compression = fsdp.compress(model, LOSSLESS | {"roles": ["gradient", "parameter"]})
+    near(train(model, 2), train(plain, 2))
+    assert compression.training.step == 2 and not compression.stats.total.bypasses
+
+
+@check
 def what_can_not_be_served_is_refused(group):
     raises(UnsupportedError, lambda: fsdp.compress(nn.Linear(3, 3)), "Linear", "fully_shard")
     if device.type == "cpu":
         old = FullyShardedDataParallel(nn.Linear(3, 3), device_id=device)
         raises(UnsupportedError, lambda: fsdp.compress(old), "FSDP1", "fully_shard")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(square)), "replicas=")
+    raises(UnsupportedError, lambda: fsdp.compress(sharded(), replicas=dist.group.WORLD), "different shards")
     raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
     kept = FSDPModule.set_custom_reduce_scatter
     del FSDPModule.set_custom_reduce_scatter  # as in torch 2.8

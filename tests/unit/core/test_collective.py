@@ -150,6 +150,29 @@ def test_each_communicator_of_a_training_learns_from_its_own_calls():
         assert each.backoff(1).next("kind") is None and each.backoff(0).next("kind") is Bypass.NOT_WORTH
 
 
+def test_each_communicator_of_a_training_keeps_what_its_own_calls_lose():
+    """The parameters of two models may have the same names."""
+    config = Config.load({"transport": {"min_bytes": 0}, "quantizer": {"error_feedback": True}}).resolved()
+
+    def body(transport):
+        training, kept = Training(config), []
+        for number in range(2):
+            ours = Collectives(training, config, RANKS, transport.rank, communicator=number)
+            request = summed(values(transport.rank, 1000 + number), "weight")
+            ours.run(ours.prepare(request, config), Host(), transport)
+            kept.append({name: residual.numel() for name, residual in training.residuals.by_name.items()})
+        return kept
+
+    assert play(2, body) == [[{"weight": 1000}, {"weight": 1000, "communicator 2/weight": 1001}]] * 2
+
+
+def test_a_role_that_nobody_knows_is_none():
+    request = summed(torch.zeros(4))
+    request.role = "grad"
+    with pytest.raises(ValueError, match="role='grad' is none; pass one of 'gradient'"):
+        collectives().decide(request)
+
+
 def test_hopeless_calls_are_no_longer_measured():
     def body(transport):
         chosen = collectives(transport.rank, quantizer={"mode": "abs", "value": 1e-12})

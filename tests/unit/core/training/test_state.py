@@ -98,9 +98,26 @@ def test_the_state_of_another_rank_gives_no_residuals(rank, world_size, capsys):
     )
 
 
-def test_a_foreign_state_is_refused():
-    with pytest.raises(ConfigError, match="format None is not one that"):
-        Training().load_state_dict({"step": 3})
+def test_what_all_ranks_have_alike_is_taken_from_the_state_of_any():
+    """As where one rank's state is loaded by all: they would number their calls differently."""
+    training = Training()
+    training.rank, training.world_size = 1, 2
+    training.load_state_dict(saved(of_a_run()))
+    assert training.of_group(RANKS).calls == 17
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"step": 3}, "format None is not one that"),
+        (None, "format 'NoneType' is not one that"),
+        ({"format": 2, "step": 3}, "it has no rank, world_size, residuals, groups"),
+        (of_a_run().state_dict() | {"step": "3"}, "step '3' is not allowed"),
+    ],
+)
+def test_a_foreign_state_is_refused(state, words):
+    with pytest.raises(ConfigError, match=words):
+        Training().load_state_dict(state)
 
 
 def test_a_configuration_may_be_replaced_between_steps():
