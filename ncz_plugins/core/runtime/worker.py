@@ -50,7 +50,15 @@ class FutureHandle(Handle):
             else:
                 future.set_result(list(self.outputs))
 
-        self._future.add_done_callback(lambda _: self._callbacks.run(complete))
+        asking = threading.get_ident()
+
+        def when_done(_: concurrent.futures.Future) -> None:
+            if threading.get_ident() == asking:
+                complete()  # it is over already: then its future is, too, as torchft expects
+            else:
+                self._callbacks.run(complete)
+
+        self._future.add_done_callback(when_done)
         return future
 
 

@@ -178,6 +178,17 @@ def test_a_callback_may_wait_for_further_calls(waits_for):
     play(1, body)
 
 
+def test_the_future_of_a_call_that_is_over_is_complete():
+    """Whoever asks for it may rely on that, as torchft does."""
+
+    def body(transport):
+        handle = submit(queue_of(transport), Jobs().job(1)).giving(torch.zeros(1))
+        handle.wait()
+        assert handle.get_future().done()
+
+    play(1, body)
+
+
 def test_running_out_of_memory_has_a_type_of_its_own():
     def body(transport):
         queue = queue_of(transport)
