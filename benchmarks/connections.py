@@ -3,9 +3,9 @@
     sudo .venv/bin/python benchmarks/connections.py [--json FILE]
 
 Two ranks in network namespaces, whose packets pass through a relay of this program: it limits each flow, that is each
-TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long way does. Pairs of all-reduces with
-1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. The second one counts, as in a training
-calls follow each other, while connections that were idle for long begin anew. Wants root, and /dev/net/tun.
+TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long distance does. Pairs of
+all-reduces with 1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. The second one counts, as in a
+training calls follow each other, while connections that were idle for long begin anew. Wants root, and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Way(NamedTuple):
 
 WAYS = (
     Way("100 Mbit/s each", 100e6, 0.0),
-    Way("50 ms there and back", 0.0, 0.025),
-    Way("50 ms there and back, rms:0.01", 0.0, 0.025, 0.01),
-    Way("200 ms there and back", 0.0, 0.1),
+    Way("round trip of 50 ms", 0.0, 0.025),
+    Way("round trip of 50 ms, rms:0.01", 0.0, 0.025, 0.01),
+    Way("round trip of 200 ms", 0.0, 0.1),
 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 try:
     from torchft.process_group import ProcessGroupGloo, ProcessGroupWrapper, create_store_client
 except ImportError as error:
-    raise ImportError("ncz_plugins.torch.torchft needs torchft: pip install torchft") from error
+    raise ImportError("ncz_plugins.torch.torchft needs torchft: pip install 'ncz_plugins[torchft]'") from error
 
 from ..core.communicator import Communicator
 from ..core.config import Config, StepsConfig

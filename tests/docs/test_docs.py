@@ -36,11 +36,12 @@ from repository import FORKED_RANKS, ROOT
 from ncz_plugins import Config
 from ncz_plugins.cli import main as cli
 from ncz_plugins.cli.perf.launch import free_port
+from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import find_in_deepspeed, is_deepspeed
 
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FRAMEWORKS = "deepspeed", "horovod"
 IMPORTS = {name: f"ncz_plugins.{name}" for name in FRAMEWORKS} | {
     "ddp": "ncz_plugins.torch.ddp",
@@ -140,7 +141,7 @@ def test_links_and_pictures_lead_somewhere(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.is_file(), f"{target}: no such file"
-        if page != README:
+        if page.parent != ROOT:
             assert not path or (ROOT / "docs") in file.parents, f"{target} leads out of docs, where the site ends"
         assert not anchor or anchor in anchors(file), f"{target}: {file.name} has no such heading"
 
@@ -152,6 +153,8 @@ def test_every_page_is_in_the_navigation_of_the_site():
     site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
     listed = set(re.findall(r"[\w/-]+\.md", json.dumps(site["nav"])))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked == listed - {"index.md"}
 
 
 def test_every_page_that_is_named_elsewhere_exists():
@@ -176,6 +179,18 @@ def test_files_that_a_page_names_exist(page):
     if page.parent.name == "results":
         for name in re.findall(r"`([\w-]+\.json)`", prose(page)):
             assert (ROOT / "benchmarks" / "results" / name).is_file(), name
+
+
+def test_tests_that_a_page_names_exist():
+    there = {file.name for file in (ROOT / "tests").rglob("*.py")}
+    for page in PAGES:
+        assert {*re.findall(r"\btest_\w+\.py\b", prose(page))} <= there, page
+
+
+def test_every_reason_to_go_plain_is_explained():
+    table = (ROOT / "docs" / "guides" / "metrics.md").read_text().partition("## Troubleshooting")[2]
+    for bypass in Bypass:
+        assert f"`{bypass.value}`" in table, bypass
 
 
 def test_the_readme_is_short():

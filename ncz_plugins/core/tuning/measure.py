@@ -171,7 +171,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
     has no second core, it decodes on the thread that does all else.
-    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s and on long ways, 1.9 at 50 ms there and back.
+    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s, and with a long round trip: 1.9 with one of 50 ms.
 
     Args:
         machines: the ranks of each, which share its cores.
