@@ -4,8 +4,9 @@
 
 Two ranks in network namespaces, whose packets pass through a relay of this program: it limits each flow, that is each
 TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long distance does. Pairs of
-all-reduces with 1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. The second one counts, as in a
-training calls follow each other, while connections that were idle for long begin anew. Wants root, and /dev/net/tun.
+all-reduces with 1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. The second one counts:
+in a training calls follow each other, while connections that were idle for long begin anew. Wants root, and
+/dev/net/tun.
 """
 
 from __future__ import annotations

@@ -159,7 +159,17 @@ class Communicator:
 
         Parts that are treated differently are reduced in one call for each treatment, from and to memory of their own.
 
+        Args:
+            tensor: contiguous, of any shape, the same number of elements on all ranks. Floats of 16, 32 and 64 bits are
+                compressed; integers and bool go plain.
+            op: of torch.distributed. Sums and averages are compressed, others go plain.
+            role, name, parts: see the class.
+
         Returns: a handle if `async_op`, else None.
+
+        Raises ValueError for a role or parts that can't be, UnsupportedError for a tensor that can't be served,
+        MismatchError on every rank where ranks make different calls, PeerError, FrameError, OutOfMemoryError; with
+        `async_op` the last four when the handle is waited for. So do all collectives here.
         """
         with _Beginning(self, "all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
@@ -204,9 +214,15 @@ class Communicator:
     ):
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
 
-        `parts` are those of `input`. Raises UnsupportedError if they are not all treated alike.
+        Args:
+            output: contiguous, [n] elements in any shape, on the device of `input` and of its dtype.
+            input: contiguous, [world_size * n] elements in any shape; dtypes as of `all_reduce`.
+            parts: those of `input`, all of which must be treated alike.
 
         Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does; ValueError for other sizes, UnsupportedError for parts that are treated
+        differently.
         """
         with _Beginning(self, "reduce_scatter_tensor"):
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
@@ -230,10 +246,15 @@ class Communicator:
         A rank's own part comes out with the same loss as on its peers, so that all ranks agree.
 
         Args:
+            output: contiguous, [world_size * n] elements in any shape, on the device of `input` and of its dtype.
+            input: contiguous, [n] elements in any shape; dtypes as of `all_reduce`. It may be this rank's part of
+                `output`.
             baseline: send what has changed since the last call with the same baseline, without loss. `output` still
                 holds that call's result, but for what this rank has changed in its own part.
 
         Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does, and ValueError for other sizes.
         """
         with _Beginning(self, "all_gather_into_tensor"):
             self._check_sizes("all_gather_into_tensor", whole=output, part=input)
@@ -257,9 +278,12 @@ class Communicator:
         It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
 
         Args:
+            tensor: contiguous, of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
             baseline: as in `all_gather_into_tensor`.
 
         Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does, and UnsupportedError if `src` is no rank of the group.
         """
         with _Beginning(self, "broadcast"):
             if src not in self.ranks:

@@ -246,8 +246,9 @@ class TransportConfig(Section):
         description="Speed of the link between ranks in Gbit/s, for coder auto, since the slower the link, the more "
         "time coding may take, and for min_bytes. null: measured if min_bytes is null too: when ranks of several "
         "hosts connect over gloo, which takes 0.2 to 0.5 seconds, more with a long round trip, and over NCCL in the "
-        "first call of a tensor on a GPU; else coder auto takes what Linux states for the network interface that gloo uses, else "
-        "1. From 2.5 on, large tensors in host memory are also measured as a whole before their first frame is sent.",
+        "first call of a tensor on a GPU; else coder auto takes what Linux states for the network interface that gloo "
+        "uses, else 1. From 2.5 on, large tensors in host memory are also measured as a whole before their first frame "
+        "is sent.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e7)] | None,
