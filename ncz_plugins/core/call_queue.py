@@ -137,7 +137,7 @@ class CallQueue:
                 with route.after(asked), memory_errors(collective):
                     job(route, transport)
                 if self.error is not None:
-                    raise self.error  # what it waited for may have ended without being there
+                    raise self.error  # an aborted wait ends as one that was successful does
             except BaseException as error:
                 self._fail(collective, error)
                 raise

@@ -94,7 +94,7 @@ class Communicator:
         training: Training | None = None,
         store: dist.Store | None = None,
     ):
-        self.group = _require_group(group) if store is None else group
+        self.group = require_group(group) if store is None or group is None else group
         self.rank = self.group.rank()
         self.world_size = self.group.size()
         if store is None:
@@ -113,7 +113,7 @@ class Communicator:
         self._queued_on_gpu: StreamHandle | None = None
         self._gpus: set[torch.device] = set()  # those that are connected, or about to be
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
-        number = self.training.new_communicator(self.ranks)
+        number = self.training.number_of(self)
         self._collectives = Collectives(
             self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number
         )
@@ -342,6 +342,8 @@ class Communicator:
 
     def _prepared(self, source, training: Training | None) -> Config:
         """The configuration with what its tuning file says. From here on there is a training, with its files open."""
+        if training is not None and not isinstance(training, Training):
+            raise ConfigError(f"training={training!r} is no Training: pass one, or the settings as config")
         config = training.config if source is None and training is not None else Config.load(source)
         if training is not None:
             _require_settings_of(training, config)
@@ -449,13 +451,13 @@ class Communicator:
         return handle.giving(request.output) if async_op else handle.wait() and None
 
     def _await_gpus(self, request: Request) -> None:
-        """Before the first compressed call on a GPU, which connects it, wait for the other ranks to make it as well."""
+        """Let the first compressed call on a GPU, which connects it, wait until the other ranks make it as well."""
         where = request.input.device
         if not request.input.is_cuda or where in self._gpus or is_captured(request.input):
             return
         self._gpus.add(where)
         await_gpus = partial(self._collectives.await_gpus, request.collective)
-        self._queue.run(request.collective, torch.device("cpu"), await_gpus)
+        self._queue.submit(request.collective, torch.device("cpu"), await_gpus)
 
     def _follow_calls_on_gpus(self) -> None:
         """Let the current stream wait for the calls before that no host waits for."""
@@ -470,6 +472,7 @@ class Communicator:
             captured: by a CUDA graph, which can't wait for what came before it, nor be waited for by what comes after.
         """
         self._queue.drain()
+        self._queue.require_open()
         stream, transport = self._on_streams(request.input.device)
         self._collectives.note_uncompared(request, None, call.config)
 
@@ -552,7 +555,7 @@ class Communicator:
             )
 
 
-def _require_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def require_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The process group that was passed, or the default one. Raises UnsupportedError if it is none of this process."""
     if group is None and not dist.is_initialized():
         raise UnsupportedError(

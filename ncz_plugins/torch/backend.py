@@ -24,6 +24,7 @@ from ..core.communicator import Communicator
 from ..core.config import Config
 from ..core.errors import ConfigError
 from ..core.runtime.handle import Handle
+from ..core.runtime.stream import StreamHandle
 
 NAME = "ncz"
 ENVIRONMENT = "NCZ_CONFIG"
@@ -39,7 +40,6 @@ class CompressedBackend(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
         self.communicator: Communicator | None = None
-        self._config = _configured()
         self._store = store
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
         kinds = dist.ProcessGroup.BackendType
@@ -47,6 +47,7 @@ class CompressedBackend(dist.ProcessGroup):
         for group in (self, self._plain):
             group._set_default_backend(kinds.GLOO)
             group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        self._config = _configured()  # when ranks have met: those that wait for one that fails here notice that it ends
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -92,13 +93,16 @@ class CompressedBackend(dist.ProcessGroup):
         return self.communicator
 
     def _reduced(self, tensors: list[Tensor], op) -> Handle:
-        """The handle of an all-reduce of these. One of tensors that are not contiguous is over when this returns."""
+        """The handle of an all-reduce of these. Those that are not contiguous are copied there and back, at once."""
         contiguous = [tensor.contiguous() for tensor in tensors]
         handle = self._connected().all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
-        for tensor, summed in zip(tensors, contiguous):
-            if tensor is not summed:
-                handle.wait()
-                tensor.copy_(summed)
+        copied = [(tensor, summed) for tensor, summed in zip(tensors, contiguous) if tensor is not summed]
+        if copied:
+            handle.wait()
+            for tensor, summed in copied:
+                tensor.detach().copy_(summed)
+            if tensors[0].is_cuda:
+                handle = StreamHandle.of_current(tensors[0].device)
         return handle.giving(*tensors)
 
 

@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.bypass import Bypass
+from ..core.call import plain_wire_bytes
 from ..core.communicator import Communicator
 from ..core.errors import UnsupportedError
 from ..core.runtime.handle import Handle
@@ -88,12 +89,14 @@ class Compression(ModelCompression):
         dist.all_reduce(gradient, group=self.communicator.group)
         gradient /= n
         nbytes = gradient._indices().nbytes + gradient._values().nbytes
-        self.training.stats.record(Counters(calls=1, bytes_in=nbytes, bypasses={bypass: 1}))
+        sent = plain_wire_bytes("all_reduce", nbytes, n)
+        why = {"bypasses": {bypass: 1}, "bypassed_bytes": {bypass: sent}}
+        self.training.stats.record(Counters(calls=1, bytes_in=nbytes, plain_bytes=sent, wire_bytes=sent, **why))
         if is_last:
             if self._last is not None:
                 self._last.wait()  # and with it all calls before
             self.communicator.end_step()
-        future = Future()
+        future = Future(devices=[gradient.device] if gradient.is_cuda else None)
         future.set_result(gradient)
         return future
 

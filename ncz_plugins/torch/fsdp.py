@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ..core.communicator import Communicator
+from ..core.communicator import Communicator, require_group
 from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.training.baseline import Baseline
@@ -35,7 +35,7 @@ class Compression(ModelCompression):
         communicators: one for each group that shards gradients, by its `group_name`.
         replicas: the one between ranks that hold the same shard; None where there is one replica.
         training: what they share.
-        config: theirs.
+        config: theirs; None is that of `training`.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ def compress(
                 f"fully_shard over {mesh}: FSDP averages replicas by itself there, and lets nobody else do so. Use the "
                 'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
             )
-    training = Training(config) if training is None else training
+    if training is None:
+        training, config = Training(config), None  # which is the training's own from here on
     roles = (training.config if config is None else Config.load(config)).roles
     sends_weights = "parameter" in roles
     if keep_weights and not sends_weights:
@@ -188,7 +189,7 @@ def compress(
             'replicas is compressed here; set roles to ["gradient"]'
         )
     if replicas is not None:
-        _require_one_in_common(replicas, [mesh.get_group() for mesh in meshes])
+        _require_one_in_common(require_group(replicas), [mesh.get_group() for mesh in meshes])
         compression = Compression({}, Communicator(config, replicas, training), training, config)
         for name, module in modules.items():
             module.set_all_reduce_hook(partial(compression.average_replicas, name or "model"))

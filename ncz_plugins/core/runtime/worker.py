@@ -72,6 +72,7 @@ class Callbacks:
     def __init__(self, name: str):
         self._name = name
         self._idle: list[Worker] = []
+        self._is_closed = False
 
     def run(self, callback: Callable[[], None]) -> None:
         def job() -> None:
@@ -79,6 +80,8 @@ class Callbacks:
                 callback()
             finally:
                 self._idle.append(worker)
+                if self._is_closed:
+                    self.close()
 
         try:
             worker = self._idle.pop()
@@ -88,6 +91,12 @@ class Callbacks:
             except RuntimeError:  # an interpreter that ends starts no threads
                 return callback()
         worker.submit(job)
+
+    def close(self) -> None:
+        """End the threads, those that run a callback after that."""
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop().close(0)
 
 
 class Worker:
@@ -124,6 +133,7 @@ class Worker:
     def close(self, timeout: float) -> bool:
         """End the thread after the jobs submitted so far. Returns False if that takes longer than `timeout` seconds."""
         self._jobs.put(None)
+        self._callbacks.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         return not self._thread.is_alive()

@@ -32,7 +32,7 @@ class GroupState:
         before and now behind a call of another.
 
         Args:
-            communicator: see `Training.new_communicator`.
+            communicator: see `Training.number_of`.
         """
         while len(self._backoffs) <= communicator:
             self._backoffs.append(BypassBackoff())

@@ -6,7 +6,9 @@ Adapters own a `Training` and hand it to their communicators; a communicator by 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
 from .report import CompressionReport
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
 
 _FORMAT = 2  # of state_dict
 
@@ -50,7 +55,7 @@ class Training:
         self._report = CompressionReport(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
-        self._communicators: dict[tuple[int, ...], int] = {}
+        self._communicators: dict[tuple[int, ...], list[weakref.ref]] = {}
         self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
@@ -81,19 +86,23 @@ class Training:
                 group.load_state_dict(self._loaded.pop(key))
         return self._groups[key]
 
-    def new_communicator(self, ranks: Sequence[int]) -> int:
-        """The number of one more communicator between these global ranks: 0 for the first, 1 for the second ...
+    def number_of(self, communicator: Communicator) -> int:
+        """The number of a new communicator among those between its ranks: the lowest that none in use has.
 
-        By it a communicator finds what its like has left in a checkpoint. All ranks make them in the same order.
+        So one that takes the place of another, in this run or in one that goes on from a checkpoint, finds what that
+        one has kept. All ranks make and close their communicators in the same order.
         """
-        key = tuple(ranks)
-        number = self._communicators[key] = self._communicators.get(key, -1) + 1
-        return number
+        known = self._communicators.setdefault(tuple(communicator.ranks), [])
+        for number, other in enumerate(known):
+            if other() is None or other().error is not None:
+                known[number] = weakref.ref(communicator)
+                return number
+        known.append(weakref.ref(communicator))
+        return len(known) - 1
 
     def forget_groups(self) -> None:
         """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
         self._groups.clear()
-        self._communicators.clear()
 
     # ---------------------------------------------------------------- deciding
 

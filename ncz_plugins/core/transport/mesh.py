@@ -34,6 +34,7 @@ MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, 
 _LENGTH = struct.Struct("<q")  # goes before each message: its bytes
 _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
 _HELLO_SECONDS = 5.0
+_CALL_AGAIN_SECONDS = 0.1
 _ANSWER = b"\n"  # what the other one says to that
 _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
@@ -76,18 +77,24 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
         if not all(met):
             return None
         sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
+        unreached: set[int] = set()  # the rank that is being called
         expected = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
         try:
 
             def called(peer: int, channel: int) -> socket.socket:
-                return opened.enter_context(_called(met[peer], rank, channel, deadline))
+                nonlocal unreached
+                unreached = {peer}
+                connection = opened.enter_context(_called(met[peer], rank, channel, deadline))
+                unreached = set()
+                return connection
 
-            # Answers are awaited when all have been called, as each takes a round trip.
+            # All are called before the first answer is awaited, so that not each of them costs a round trip of its own.
             waiting = [(peer, channel) for peer in range(rank) for channel in range(channels)]
             calling = {where: called(*where) for where in waiting}
             for where in waiting:
                 while not _is_answered(calling[where], deadline):
                     calling[where].close()
+                    time.sleep(_CALL_AGAIN_SECONDS)
                     calling[where] = called(*where)
                 sockets[where] = calling[where]
             while len(sockets) < (world_size - 1) * channels:
@@ -95,7 +102,7 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
                 sockets[where] = opened.enter_context(connection)
         except OSError as error:
             there = {peer for peer, channel in sockets if channel == channels - 1}
-            missing = ", ".join(str(peer) for peer in range(world_size) if peer != rank and peer not in there)
+            missing = ", ".join(map(str, sorted(unreached or {*range(world_size)} - there - {rank})))
             raise PeerError(
                 f"connecting to rank {missing} failed: {error}. It has died, or nothing can reach it at the address of "
                 "its interface: look at its log, and see GLOO_SOCKET_IFNAME"

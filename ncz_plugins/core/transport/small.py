@@ -101,7 +101,7 @@ class MeshSmallCollectives(SmallCollectives):
             contributions, outputs = [own] * n, [out]
         opening = self._connections.open(comparison, list(map(_memory, contributions)))
         piece_bytes = _piece_bytes(link_gbps)
-        if any(_is_elsewhere_in(each, out) for each in contributions):
+        if len(outputs) == 1 and any(_is_elsewhere_in(each, out) for each in contributions):
             piece_bytes = out.nbytes + 1  # one piece, so that all of them have left before it is written
         own = contributions[rank]  # from here on, all is done while the values travel
         own = own.clone() if _is_elsewhere_in(own, outputs[rank % len(outputs)]) else own

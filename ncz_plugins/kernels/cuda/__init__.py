@@ -36,7 +36,7 @@ _REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
 _MOST_CHECKSUM_BLOCKS = 1024
 _BLOCKS_THAT_PAD = 32  # of a frame
-_MOST_MEASURED = 1 << 31  # elements of a piece, whose number has 32 bits
+_MOST_MEASURED = 1 << 31  # elements: Piece.count has 32 bits
 _BLOCKS_PER_WARP = 4  # that ncz_block_statistics looks at: REDUCED_TOGETHER of values.cuh
 
 

@@ -140,14 +140,31 @@ def test_values_that_are_not_finite_go_plain_on_all_ranks_alike():
 def test_each_communicator_of_a_training_learns_from_its_own_calls():
     """Calls of several run side by side, so their order differs between ranks."""
     training = Training(Config.load({"transport": {"min_bytes": 0}}))
-    numbers = [training.new_communicator(RANKS), training.new_communicator(RANKS), training.new_communicator((0, 1, 2))]
-    assert numbers == [0, 1, 0]
     state = training.of_group(RANKS)
     state.backoff(0).learn("kind", Bypass.NOT_WORTH)
     resumed = Training(training.config)
     resumed.load_state_dict(training.state_dict())
     for each in (state, resumed.of_group(RANKS)):
         assert each.backoff(1).next("kind") is None and each.backoff(0).next("kind") is Bypass.NOT_WORTH
+
+
+def test_a_communicator_that_takes_the_place_of_another_has_its_number():
+    training = Training()
+
+    class Open:
+        error = None
+
+        def __init__(self, ranks=RANKS):
+            self.ranks = ranks
+            self.number = training.number_of(self)
+
+    first, second, other = Open(), Open(), Open((0, 1, 2))
+    assert [first.number, second.number, other.number] == [0, 1, 0]
+    first.error = MismatchError("broken, or closed")
+    third = Open()
+    assert third.number == 0
+    del second
+    assert [Open().number, third.number] == [1, 0]
 
 
 def test_each_communicator_of_a_training_keeps_what_its_own_calls_lose():

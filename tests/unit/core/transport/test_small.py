@@ -131,6 +131,20 @@ def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
 
 
+def test_sums_in_place_are_formed_in_pieces():
+    """Each is told to the others while the next one is on its way."""
+
+    def body(transport):
+        tensor = values(transport.rank, 1 << 18)
+        comparison = RankComparison({"call": 1}, transport.rank, transport.world_size)
+        how = "all_reduce", tensor, tensor, dist.ReduceOp.SUM, 0, comparison
+        under_way = transport.small.start(*how, link_gbps=1.0)
+        under_way.finish(lambda: None)
+        return len(under_way._combinations)
+
+    assert play(4, body) == [4] * 4
+
+
 @pytest.mark.parametrize(("world_size", "length"), [(2, 3 << 20), (3, 1 << 20)])
 def test_a_part_may_be_formed_where_those_of_other_ranks_still_have_to_leave(world_size, length):
 
