@@ -135,16 +135,21 @@ class Collectives:
         """What the ranks have in common from call to call."""
         return self.training.of_group(self.ranks)
 
-    def await_gpus(self, collective: str, device: Device, transport: Transport) -> None:
+    @property
+    def calls(self) -> int:
+        """How many calls were asked for so far."""
+        return self.state.calls + self._exact_calls
+
+    def await_gpus(self, collective: str, number: int, device: Device, transport: Transport) -> None:
         """Wait until all ranks are about to connect their GPUs: NCCL would wait without a limit for one that is not.
 
         Raises MismatchError on every rank unless all are, before `collective`, and PeerError.
 
         Args:
+            number: of `calls` before it.
             device, transport: those of tensors in host memory.
         """
-        numbers = connecting(self.state.calls + self._exact_calls)
-        _require_same_call(collective, numbers, transport, Counters(), self.ranks)
+        _require_same_call(collective, connecting(number), transport, Counters(), self.ranks)
 
     def measure_gpus(
         self, collective: str, device: Device, transport: Transport, *, config: Config, where: torch.device
@@ -157,7 +162,7 @@ class Collectives:
             config: the settings, which leave the speed of the link open.
             where: this rank's GPU.
         """
-        numbers = measuring(self.state.calls + self._exact_calls)
+        numbers = measuring(self.calls)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
         config = measured_on_gpus(config, device, transport, where)
         if self.nodes is None and self._schedule_of_frames() == "direct":  # in others no rank gathers frames
@@ -250,8 +255,8 @@ class Collectives:
         self._uncompared = zlib.crc32(repr(numbers).encode())
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
-        kind, number = self._kind_of(request).described, self.state.calls + self._exact_calls
-        return numbered(kind, request, number, bypass, self._checksum_of(config), self._uncompared)
+        kind = self._kind_of(request).described
+        return numbered(kind, request, self.calls, bypass, self._checksum_of(config), self._uncompared)
 
     def _checksum_of(self, config: Config | None) -> int:
         """Of the settings of a call; 0 for none. To look up that of other settings than the usual ones takes longer."""
@@ -393,7 +398,7 @@ class Collectives:
 
         Raises MismatchError unless all refuse it, and PeerError.
         """
-        numbers = refusal(self.state.calls + self._exact_calls)
+        numbers = refusal(self.calls)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
 
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:

@@ -456,7 +456,7 @@ class Communicator:
         if not request.input.is_cuda or where in self._gpus or is_captured(request.input):
             return
         self._gpus.add(where)
-        await_gpus = partial(self._collectives.await_gpus, request.collective)
+        await_gpus = partial(self._collectives.await_gpus, request.collective, self._collectives.calls)
         self._queue.submit(request.collective, torch.device("cpu"), await_gpus)
 
     def _follow_calls_on_gpus(self) -> None:

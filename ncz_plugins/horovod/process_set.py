@@ -32,7 +32,7 @@ from .compressor import NCZ, OptimizerCompressor
 from .connections import OwnConnections
 from .fusion import copy_back, flattened, fused
 from .pending import TORCH_OPS, UNNAMED, PendingTensor
-from .readiness import Streams
+from .streams import Streams
 from .transport import HorovodCollectives, HorovodTransport, result_of
 
 _OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}

@@ -140,7 +140,7 @@ def test_a_rank_that_does_not_connect_its_gpu_is_told():
         ours = Collectives(Training(config), config, range(2), transport.rank)
         with pytest.raises(MismatchError, match="transfer connecting GPUs .* on rank 0, plain .* on rank 1"):
             if transport.rank == 0:
-                ours.await_gpus("all_reduce", Host(), transport)
+                ours.await_gpus("all_reduce", ours.calls, Host(), transport)
             else:
                 ours.run_plain(ours.prepare_plain(all_reduce(1 << 16), Bypass.TOO_SMALL), Host(), transport)
 
