@@ -24,7 +24,7 @@ class AfterImport:
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:  # a folder of that name has none
             execute = spec.loader.exec_module
 
             def exec_module(module):

@@ -102,8 +102,12 @@ def _write(file: str, data: bytes) -> None:
     path = Path(file)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
+        with partial.open("xb") as opened:  # never through a link that somebody else has put there
+            try:
+                opened.write(data)
+                os.replace(partial, path)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UnsupportedError(f"{file}: cannot be written: {error.strerror or error}") from None

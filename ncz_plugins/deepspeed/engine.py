@@ -10,7 +10,11 @@ import inspect
 import os
 import sys
 
+from deepspeed.comm import comm
+from deepspeed.comm.torch import TorchBackend
+
 from ..core.config import DEEPSPEED_KEY
+from ..core.errors import UnsupportedError
 from . import checkpoint
 from .compression import configured, describe
 
@@ -39,6 +43,8 @@ def configure_engine(original):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         compression = configured(arguments["config_class"])  # first, because the rest takes long
         original(self, *args, **kwargs)
+        if compression is not None:
+            require_replaced(comm.cdb)
         setattr(self, ATTRIBUTE, compression)
         if self.global_rank == 0:
             _compressed.append(compression is not None)
@@ -53,6 +59,16 @@ def configure_engine(original):
                 print(describe(compression, self.zero_optimization_stage()), flush=True)
 
     return __init__
+
+
+def require_replaced(backend) -> None:
+    """Raise UnsupportedError if DeepSpeed reduces gradients past what the plugin has replaced: they would go plain."""
+    if type(backend).all_reduce is not TorchBackend.all_reduce:
+        raise UnsupportedError(
+            f"DeepSpeed communicates by {type(backend).__name__}, which reduces gradients by itself: they can't be "
+            "compressed there. Uninstall oneccl_bindings_for_pytorch, or take communication_compression out of the "
+            "configuration"
+        )
 
 
 def end_step(original):
@@ -101,7 +117,9 @@ def load_compression(original):
             given.apply_defaults()
             options = given.arguments
             if options["load_optimizer_states"] and not options["load_module_only"]:
-                checkpoint.load(compression.training, os.path.join(options["load_dir"], options["tag"]), self.device)
+                checkpoint.load(
+                    compression.training, os.path.join(options["load_dir"], str(options["tag"])), self.device
+                )
         return result
 
     return _load_checkpoint

@@ -112,15 +112,16 @@ def group_by_settings(original):
         compression, parts = reduction
         ranks, dtype = compression.communicator(group).ranks, tensors[0].dtype
         n, rank = len(ranks), torch.distributed.get_rank(group)
-        partitions = [None] * len(tensors)
+        partitions = [tensor.view(-1)[:0] for tensor in tensors]
+        places = [at for at, tensor in enumerate(tensors) if tensor.numel()]  # an empty one is no part of anything
         for _, members in compression.training.grouped(parts, dtype, "gradient", ranks):
-            padded = [_padded(tensors[i], n) for i in members]
+            padded = [_padded(tensors[places[i]], n) for i in members]
             with _reducing_gradients(_Reduction(compression, rank_major([parts[i] for i in members], n))):
                 reduced = original(padded, group)
             for i, partition in zip(members, reduced):
                 # The last ranks' partitions are shorter once the padding is cut off.
-                left = max(0, tensors[i].numel() - rank * partition.numel())
-                partitions[i] = partition[:left]
+                left = max(0, tensors[places[i]].numel() - rank * partition.numel())
+                partitions[places[i]] = partition[:left]
         return partitions
 
     return reduce_scatter_coalesced

@@ -55,6 +55,16 @@ class BucketPlan:
         """Reduce nothing more before the end of this step."""
         self.stopped = True
 
+    def bucket_of(self, pending: PendingTensor) -> int:
+        """The number of the bucket that has one of the tensors that it covers."""
+        return self._bucket_of[pending.key]
+
+    def join(self) -> None:
+        """Make one bucket of all, and reduce nothing more before the end of this step."""
+        self._bucket_of = dict.fromkeys(self._bucket_of, 0)
+        self._sizes = [len(self._bucket_of)]
+        self.stop()
+
     def wait(self) -> None:
         """Return once nothing is under way. Raises what went wrong first; what came after it was left."""
         try:

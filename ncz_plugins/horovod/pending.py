@@ -119,6 +119,9 @@ class Pending:
         self.compressor = compressor
         self.owner = owner
         self.process_set = process_set
+        label = owner.label
+        if owner is compressor and process_set.process_set_id != 0:  # whose single tensors may have the same names
+            label += f"ranks {' '.join(map(str, process_set.ranks))}/"
         self.name = f"{UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
         self.tensors = [
             PendingTensor(
@@ -127,7 +130,7 @@ class Pending:
                 index,
                 tensor,
                 ParameterSlice(name, tensor.numel()),
-                ParameterSlice(name and owner.label + name, tensor.numel()),
+                ParameterSlice(name and label + name, tensor.numel()),
                 record_event(tensor.device),
             )
             for index, (tensor, name) in enumerate(zip(tensors, names))

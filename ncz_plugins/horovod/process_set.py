@@ -38,6 +38,7 @@ from .transport import HorovodCollectives, HorovodTransport, result_of
 _OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
 _COUNT = "number of tensors to reduce"
 _BLOCKING = "whether the program waits for them"
+_DIVISION = "buckets"
 # Horovod lets ranks that have called hvd.join take part with zeros. So what ranks compare is made larger than that.
 _ABOVE_ZERO = 1 << 50
 
@@ -222,6 +223,7 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
             _COUNT: len(tensors),
             "tensors to reduce": zlib.crc32(repr(tensors_in_common).encode()),
             _BLOCKING: int(blocking),
+            _DIVISION: zlib.crc32(repr([job.plan.bucket_of(each) for each in tensors]).encode()) if blocking else 0,
         },
         process_set.rank(),
         process_set.size(),
@@ -237,6 +239,11 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
     differing = comparison.differing()
     if differing and (not blocking or _BLOCKING in differing):
         return Readiness.DIFFERENT
+    if differing.keys() == {_DIVISION}:
+        # Ranks were told names in orders of their own, say of a set, so all of them do without orders from now on.
+        job.plan.join()
+        job.owner.positions = {}
+        differing = {}
     if differing and some_joined:  # which can't take part in saying more
         raise MismatchError(
             f"ranks differ: {' and '.join(differing)}, and a rank has called hvd.join. On rank {hvd.rank()}, "

@@ -10,7 +10,16 @@ pytestmark = [pytest.mark.slow, needs_horovod]
 STEPS = 4
 SOON = 60.0
 # Of what the ranks exchange, only the order in time differs: each must give what a step gives that runs nothing ahead.
-SAME = ["ahead", "as it comes", "on the ring", "a metric beside", "another process set", "two models", "dropped"]
+SAME = [
+    "ahead",
+    "as it comes",
+    "on the ring",
+    "named in other orders",
+    "a metric beside",
+    "another process set",
+    "two models",
+    "dropped",
+]
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def _own() -> Catalogue:
 
 def _checked(document: object, file: str) -> Catalogue:
     try:
-        return Catalogue(**document)
+        return Catalogue.model_validate(document)
     except ValidationError as error:
         raise ConfigError(f"{file}: {first_problem(error)}") from None
 

@@ -20,6 +20,7 @@ from .strategy import STRATEGIES, sendings
 from .workload import ITEMSIZES, Interval, Workload, compute_from_tokens, from_run
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kMBT]?)", re.ASCII)
+_MOST_COUNT = 1e15
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _POSITIVE = (
     "nodes",
@@ -172,10 +173,8 @@ def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, conf
     link = Link(place.gbps, 1e-6 * latency, place.flow_gbps, connections)
     cores = None if costs.kind == "gpu" else options.cores
     group = Group(options.nodes, place.ranks_per_node, link, costs, cores)
-    if group.ranks < 2:
-        raise ConfigError(
-            "--nodes 1: one rank has nothing to send: plan with 2 nodes or more, or several ranks per node"
-        )
+    if group.nodes < 2:
+        raise ConfigError("--nodes 1: nothing crosses the network between nodes: plan with 2 nodes or more")
     price = None if place.price is None else place.price * options.nodes
     return Setup(workload, sendings(options.strategy, workload, options.every), group, config, price)
 
@@ -196,7 +195,7 @@ def _workload(options: argparse.Namespace, place: Place) -> Workload:
         from ..check.model import load_model
 
         name, model = load_model(options.model)
-        parameters = sum(each.numel() for each in model.parameters())
+        parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
         sizes = {each.dtype.itemsize for each in model.parameters()}
         itemsize = itemsize if options.dtype else max(2, min(4, max(sizes, default=4)))
     if bool(options.compute_seconds) == bool(options.tokens):
@@ -213,7 +212,8 @@ def _workload(options: argparse.Namespace, place: Place) -> Workload:
 
 def _count(option: str, text: str) -> int:
     match = _COUNT.fullmatch(text)
-    count = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    number = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    count = round(number) if number < _MOST_COUNT else 0
     if count < 1:
         raise ConfigError(f"{option} {text}: allowed: a number such as 124M, 7B or 1e9")
     return count

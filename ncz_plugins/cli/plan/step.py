@@ -100,7 +100,7 @@ class _Calls:
         return self._known[sending]
 
     def _timed(self, sending: Sending) -> Timed:
-        group, itemsize = self.setup.group, self.setup.workload.itemsize
+        group, itemsize = self.setup.group, sending.itemsize or self.setup.workload.itemsize
         nbytes = sending.nbytes
         if sending.inside:
             size = group.ranks_per_node
@@ -109,7 +109,7 @@ class _Calls:
             group, nbytes = replace(group, ranks_per_node=1, link=link, cores=cores), nbytes // size
         if sending.role == "parameter":
             return self._weights(group, sending, nbytes)
-        if self.kind == "compressed":
+        if self.kind == "compressed" and "gradient" in self.setup.config.roles:
             config = resolved(self.setup.config, group)
             return calls.compressed(group, sending.collective, nbytes, config, itemsize, self.setup.workload.ratio)
         return calls.plain(group, sending.collective, nbytes, itemsize, cast=self.kind == "bfloat16")

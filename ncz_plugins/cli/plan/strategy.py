@@ -26,6 +26,7 @@ class Sending(NamedTuple):
         role: gradient or parameter.
         steps: in how many steps they happen once.
         inside: whether all of a node's ranks hold parts of it and only nodes exchange it (HSDP).
+        itemsize: bytes of a value; None: those of a gradient.
     """
 
     collective: str
@@ -35,6 +36,7 @@ class Sending(NamedTuple):
     role: str
     steps: int = 1
     inside: bool = False
+    itemsize: int | None = None
 
 
 def _buckets(collective: str, nbytes: int, bucket: int, phase: Phase) -> Iterator[Sending]:
@@ -87,7 +89,7 @@ def _hsdp(workload: Workload, every: int) -> Iterator[Sending]:
 
 def _diloco(workload: Workload, every: int) -> Iterator[Sending]:
     """DiLoCo: every so many steps the replicas average what they have moved by, in float32."""
-    yield Sending("all_reduce", 4 * workload.parameters, 1, "after", "gradient", steps=every)
+    yield Sending("all_reduce", 4 * workload.parameters, 1, "after", "gradient", steps=every, itemsize=4)
 
 
 STRATEGIES: dict[str, Callable[[Workload, int], Iterator[Sending]]] = {

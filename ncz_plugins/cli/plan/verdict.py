@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ...core.config import Config
 from ...core.tuning.decisions import WORTH
 from ..loss import describe
 from .simulation.costs import CodingCosts
 from .simulation.fleet import Link
-from .step import Setup, Step, predict
+from .step import Setup, Step, predict, resolved
 from .workload import Interval
 
 _MOST_RANKS = 512  # that are looked at for the break-even
@@ -48,7 +49,7 @@ def judge(setup: Setup, steps: list[Step]) -> Verdict:
     return Verdict(
         pays=_pays(ours, best),
         against=best.kind,
-        speed_up=best.seconds.middle / ours.seconds.middle,
+        speed_up=best.seconds.middle / ours.seconds.middle if ours.seconds.middle else 1.0,
         limits=_limits(setup, ours),
         break_even_gbps=_break_even_link(setup),
         paying_ranks=_paying_ranks(setup),
@@ -97,7 +98,7 @@ def _limits(setup: Setup, ours: Step) -> dict[str, float]:
     fast = Link(1e6, group.link.latency)
     without = {
         "computing": replace(setup, workload=replace(setup.workload, compute=setup.workload.compute.times(_NOTHING))),
-        "the link": replace(setup, group=replace(group, link=fast)),
+        "the link": replace(setup, config=_decided(setup), group=replace(group, link=fast)),
         "coding": _with_costs(setup, coders=free, measure_ps=0),
         "messages and latency": _with_costs(
             replace(setup, group=replace(group, link=replace(group.link, latency=0))),
@@ -107,6 +108,17 @@ def _limits(setup: Setup, ours: Step) -> dict[str, float]:
     }  # fmt: skip
     saved = {name: ours.seconds.middle - predict(other, "compressed").seconds.middle for name, other in without.items()}
     return dict(sorted(((name, max(0.0, each)) for name, each in saved.items()), key=lambda item: -item[1]))
+
+
+def _decided(setup: Setup) -> Config:
+    """The settings with what follows from the link, so that it does not change where the link costs nothing."""
+    group = setup.group
+    config, on_gpu = resolved(setup.config, group), group.costs.kind == "gpu"
+    decided = {
+        "min_bytes": config.min_bytes_in_effect(on_gpu, group.ranks),
+        "frame_bytes": config.transport.frame_bytes_in_effect(on_gpu),
+    }
+    return config.model_copy(update={"transport": config.transport.model_copy(update=decided)})
 
 
 def _with_costs(setup: Setup, **changes) -> Setup:

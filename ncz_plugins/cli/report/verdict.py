@@ -5,6 +5,7 @@ Every figure is rank 0's, and one that a sentence rests on stands in the sentenc
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ...core.config import QuantizerConfig
@@ -232,7 +233,9 @@ def _of_loss(summary: Summary, config: Settings) -> Conclusion:
         return Conclusion("loss", "unknown", "Unknown: another version of ncz_plugins wrote these settings.")
     limit = loss.worst_class(quantizer)
     words = f"{quantizer.describe()}: {loss.describe(quantizer)}."
-    error, harmless = summary.guard and summary.guard.relative_error, loss.largest_harmless_error(quantizer)
+    error, harmless = None, loss.largest_harmless_error(quantizer)
+    if summary.guard:
+        error = math.inf if summary.guard.relative_error is None else summary.guard.relative_error
     if error is not None and harmless is not None and error > _ABOUT * harmless:
         limit = "harmful" if limit == "harmful" else "outside"
         words += (

@@ -207,6 +207,8 @@ def _check(entry: Entry, has_base: bool) -> None:
     """Raise FrameError for what no patch says, before memory is taken for it."""
     if entry.dtype not in _DTYPES:
         raise FrameError(f"{entry.name}: dtype {entry.dtype} is unknown")
+    if math.prod(max(1, size) for size in entry.shape) >= 1 << 62:  # torch multiplies sizes of empty tensors, too
+        raise FrameError(f"{entry.name}: shape {entry.shape} is impossible")
     dtype, held = _DTYPES[entry.dtype], sum(entry.frames)
     is_float = dtype in DTYPES
     expected = 0 if entry.kind == "same" else -(-entry.numel // _FRAME) if is_float else 1

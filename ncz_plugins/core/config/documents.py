@@ -41,7 +41,11 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds {shorten(document)}, not a mapping of settings")
-    if any("\ud800" <= character <= "\udfff" for character in json.dumps(document, ensure_ascii=False, default=str)):
+    try:
+        text = json.dumps(document, ensure_ascii=False, default=str)
+    except (TypeError, ValueError) as error:  # a date as a key, or a number of thousands of digits
+        raise ConfigError(f"{path}: {error}") from None
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{path}: holds half of a surrogate pair, \\ud800 to \\udfff, which is no character")
     return document
 

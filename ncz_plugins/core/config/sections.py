@@ -119,7 +119,7 @@ class QuantizerConfig(Section):
             return self
         if self.bits is None:
             return self.changed(value=self.value * factor)
-        levels = (2 ** (self.bits - 1) - 1) / factor
+        levels = (2 ** (self.bits - 1) - 1) / max(factor, 2.0**-MOST_BITS)  # which takes the most bits from any
         bits = next((b for b in range(LEAST_BITS, MOST_BITS) if 2 ** (b - 1) - 1 >= levels), MOST_BITS)
         return self.changed(value=bits)
 

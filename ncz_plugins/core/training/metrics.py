@@ -8,6 +8,7 @@ is an error at the start; what fails later is reported once on stderr, and then 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import weakref
@@ -143,7 +144,8 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in record.items():
         if key == "guard":
             for name, choose in (("relative_error", max), ("cosine", min), ("alarm", sum)):
-                found = [finding[name] for finding in value if finding[name] is not None]
+                # What is not finite is null in records: an error without a limit.
+                found = [math.inf if finding[name] is None else finding[name] for finding in value]
                 if found:
                     yield f"ncz/guard/{name}", float(choose(found))
         elif isinstance(value, Mapping):

@@ -107,8 +107,13 @@ class Tuning(Section):
         text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
         partial = f"{os.fspath(path)}.{os.getpid()}"
         with open(partial, "x", encoding="utf-8") as file:  # never through a link that somebody else has put there
-            file.write(text)
-        os.replace(partial, path)  # whoever reads it finds all of it, or what stood there before
+            try:
+                file.write(text)
+                file.flush()
+                os.replace(partial, path)  # whoever reads it finds all of it, or what stood there before
+            except OSError:
+                os.unlink(partial)
+                raise
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> Tuning:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import horovod.torch as hvd
+import torch
 from horovod_common import hide_the_end_of_the_last_rank, loss_of, new_model, own_values, save, sha256, wrapped
 
 import ncz_plugins.horovod
@@ -68,6 +69,15 @@ def never_ahead(branches=("ab",)) -> dict:
     optimizer, beside = wrapped(model, compressor), wrapped(other, compressor, "other.")
     assert not compressor.may_run_ahead and beside is not optimizer
     return train(compressor, optimizer, model, branches=branches[rank % len(branches)])
+
+
+def named_in_other_orders() -> dict:
+    """As where the modules of a model come from a set: Horovod matches gradients by their names."""
+    compressor, model = NCZ(CONFIG), new_model()
+    names = list(model.named_parameters())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(sgd, names[rank:] + names[:rank], compression=compressor)
+    return train(compressor, optimizer, model)
 
 
 @contextmanager
@@ -167,6 +177,7 @@ else:
         "another order on each rank": partial(alone, branches=orders),
         "a gradient that only some ranks have": partial(alone, branches=missing),
         "a gradient that only some ranks have, never ahead": partial(never_ahead, branches=missing),
+        "named in other orders": named_in_other_orders,
         "a metric beside": metric_beside,
         "another process set": in_another_process_set,
         "two models": two_models,

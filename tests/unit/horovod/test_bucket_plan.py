@@ -77,6 +77,16 @@ def test_tensors_that_it_was_not_made_for():
     assert list(made.complete(others[-1:])) == []
 
 
+def test_buckets_that_ranks_would_divide_differently_become_one():
+    mine, plan = tensors(), BucketPlan(tensors(), POSITIONS)
+    assert len({plan.bucket_of(each) for each in mine}) > 1
+    plan.join()
+    assert [number for number, _ in plan.buckets(mine)] == [0] and plan.stopped
+    plan.begin()
+    [(number, together)] = plan.complete(mine)
+    assert number == 0 and len(together) == len(mine)
+
+
 def test_without_positions_all_is_one_bucket():
     mine = tensors()
     assert [len(some) for _, some in BucketPlan(mine, {}).buckets(mine)] == [len(mine)]
