@@ -144,8 +144,10 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in record.items():
         if key == "guard":
             for name, choose in (("relative_error", max), ("cosine", min), ("alarm", sum)):
-                # What is not finite is null in records: an error without a limit.
-                found = [math.inf if finding[name] is None else finding[name] for finding in value]
+                found = [finding[name] for finding in value if finding[name] is not None]
+                # What is not finite is null in records: an alarm without a figure is an error without a limit.
+                if name == "relative_error" and any(each["alarm"] and each[name] is None for each in value):
+                    found.append(math.inf)
                 if found:
                     yield f"ncz/guard/{name}", float(choose(found))
         elif isinstance(value, Mapping):

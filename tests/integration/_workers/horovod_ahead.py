@@ -77,7 +77,11 @@ def named_in_other_orders() -> dict:
     names = list(model.named_parameters())
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = hvd.DistributedOptimizer(sgd, names[rank:] + names[:rank], compression=compressor)
-    return train(compressor, optimizer, model)
+    found, alike = train(compressor, optimizer, model), new_model()
+    reference = NCZ(CONFIG)
+    train(reference, wrapped(alike, reference), alike)
+    apart = [(a - b).abs().max().item() for a, b in zip(model.parameters(), alike.parameters())]
+    return {**found, "apart": max(apart)}
 
 
 @contextmanager

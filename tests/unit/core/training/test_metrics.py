@@ -189,6 +189,8 @@ def test_scalars_are_the_numbers_of_a_record_and_the_worst_of_the_guards():
     }
     unknown = [{"name": "a", "relative_error": None, "cosine": None, "alarm": False}]
     assert dict(scalars({"step": 1, "guard": unknown})) == {"ncz/guard/alarm": 0}
+    infinite = [{"name": "a", "relative_error": None, "cosine": 0.0, "alarm": True}]
+    assert dict(scalars({"step": 1, "guard": infinite}))["ncz/guard/relative_error"] == math.inf
 
 
 @pytest.mark.processes
