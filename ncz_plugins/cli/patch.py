@@ -105,6 +105,7 @@ def _write(file: str, data: bytes) -> None:
         with partial.open("xb") as opened:  # never through a link that somebody else has put there
             try:
                 opened.write(data)
+                opened.flush()
                 os.replace(partial, path)
             except OSError:
                 partial.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ class Collectives:
         ranks: global ranks of the group; `rank` is this one's number among them.
         nodes: which of them share a node; None where every rank stands for itself.
         auto_schedule: the schedule that `transport.schedule: auto` means; None: by the number of ranks.
-        communicator: see `Training.number_of`.
+        communicator: its number, see `Training.free_number`.
     """
 
     def __init__(

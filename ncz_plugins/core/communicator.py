@@ -113,7 +113,7 @@ class Communicator:
         self._queued_on_gpu: StreamHandle | None = None
         self._gpus: set[torch.device] = set()  # those that are connected, or about to be
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
-        number = self.training.number_of(self)
+        number = self._numbered()
         self._collectives = Collectives(
             self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number
         )
@@ -339,6 +339,14 @@ class Communicator:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _numbered(self) -> int:
+        """The number of this communicator among those of the training between its ranks, on all of them the same."""
+        number = torch.tensor([self.training.free_number(self.ranks)])
+        if self.world_size > 1:
+            self.transport.start_max(number, Counters()).wait()
+        self.training.number(self, int(number))
+        return int(number)
 
     def _prepared(self, source, training: Training | None) -> Config:
         """The configuration with what its tuning file says. From here on there is a training, with its files open."""

@@ -52,7 +52,8 @@ class GradientCompression:
         group = dist.group.WORLD if group is None else group
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._communicators:
-            self._communicators[ranks] = Communicator(self.config, group, self.training)
+            # Without a configuration: the settings of the training, which may have been replaced.
+            self._communicators[ranks] = Communicator(None, group, self.training)
         return self._communicators[ranks]
 
     @property

@@ -191,11 +191,13 @@ def _workload(options: argparse.Namespace, place: Place) -> Workload:
         return workload if options.ratio is None else replace(workload, ratio=options.ratio)
     if options.parameters:
         name, parameters = options.parameters, _count("--parameters", options.parameters)
+        computed = parameters
     else:
         from ..check.model import load_model
 
         name, model = load_model(options.model)
         parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        computed = sum(each.numel() for each in model.parameters())
         sizes = {each.dtype.itemsize for each in model.parameters()}
         itemsize = itemsize if options.dtype else max(2, min(4, max(sizes, default=4)))
     if bool(options.compute_seconds) == bool(options.tokens):
@@ -206,7 +208,7 @@ def _workload(options: argparse.Namespace, place: Place) -> Workload:
         compute, how = _seconds(options.compute_seconds), "--compute-seconds"
     else:
         tokens = _count("--tokens", options.tokens)
-        compute, how = compute_from_tokens(parameters, tokens, place.tflops, options.efficiency)
+        compute, how = compute_from_tokens(computed, tokens, place.tflops, options.efficiency)
     return Workload(name, parameters, itemsize, compute, how, options.ratio)
 
 

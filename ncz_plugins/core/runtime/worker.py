@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 from torch.futures import Future
@@ -95,8 +96,9 @@ class Callbacks:
     def close(self) -> None:
         """End the threads, those that run a callback after that."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().close(0)
+        with suppress(IndexError):  # none is left; a thread that becomes idle ends the rest as well
+            while True:
+                self._idle.pop().close(0)
 
 
 class Worker:

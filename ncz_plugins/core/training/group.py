@@ -32,7 +32,7 @@ class GroupState:
         before and now behind a call of another.
 
         Args:
-            communicator: see `Training.number_of`.
+            communicator: its number, see `Training.free_number`.
         """
         while len(self._backoffs) <= communicator:
             self._backoffs.append(BypassBackoff())

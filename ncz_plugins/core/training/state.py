@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +55,7 @@ class Training:
         self._report = CompressionReport(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
-        self._communicators: dict[tuple[int, ...], list[weakref.ref]] = {}
+        self._communicators: dict[tuple[int, ...], list[Callable[[], Communicator | None]]] = {}
         self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
@@ -86,19 +86,21 @@ class Training:
                 group.load_state_dict(self._loaded.pop(key))
         return self._groups[key]
 
-    def number_of(self, communicator: Communicator) -> int:
-        """The number of a new communicator among those between its ranks: the lowest that none in use has.
+    def free_number(self, ranks: Sequence[int]) -> int:
+        """The lowest number that no communicator between these global ranks has that is in use.
 
         So one that takes the place of another, in this run or in one that goes on from a checkpoint, finds what that
-        one has kept. All ranks make and close their communicators in the same order.
+        one has kept. Ranks that have yet to collect one of their garbage find a higher number than others.
         """
+        known = self._communicators.get(tuple(ranks), [])
+        used = [other is not None and other.error is None for other in (each() for each in known)]
+        return used.index(False) if False in used else len(used)
+
+    def number(self, communicator: Communicator, number: int) -> None:
+        """Give a communicator a number among those between its ranks, on all of these ranks the same one."""
         known = self._communicators.setdefault(tuple(communicator.ranks), [])
-        for number, other in enumerate(known):
-            if other() is None or other().error is not None:
-                known[number] = weakref.ref(communicator)
-                return number
-        known.append(weakref.ref(communicator))
-        return len(known) - 1
+        known.extend([_no_communicator] * (number + 1 - len(known)))
+        known[number] = weakref.ref(communicator)
 
     def forget_groups(self) -> None:
         """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
@@ -246,6 +248,10 @@ class Training:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _no_communicator() -> None:
+    """In place of a weak reference."""
 
 
 def _text(ranks: tuple[int, ...]) -> str:

@@ -156,7 +156,8 @@ def test_a_communicator_that_takes_the_place_of_another_has_its_number():
 
         def __init__(self, ranks=RANKS):
             self.ranks = ranks
-            self.number = training.number_of(self)
+            self.number = training.free_number(ranks)
+            training.number(self, self.number)
 
     first, second, other = Open(), Open(), Open((0, 1, 2))
     assert [first.number, second.number, other.number] == [0, 1, 0]
@@ -165,6 +166,9 @@ def test_a_communicator_that_takes_the_place_of_another_has_its_number():
     assert third.number == 0
     del second
     assert [Open().number, third.number] == [1, 0]
+    later = Open((2, 3))
+    training.number(later, 2)  # as another rank has yet to forget two
+    assert training.free_number((2, 3)) == 1
 
 
 def test_each_communicator_of_a_training_keeps_what_its_own_calls_lose():
