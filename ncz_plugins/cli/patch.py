@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ..core.errors import UnsupportedError
+from ..core.whole_files import write_whole
 from .output import add_row, size, table, unbroken_console
 
 if TYPE_CHECKING:
@@ -99,16 +99,7 @@ def _bytes_of(file: str) -> bytes:
 
 def _write(file: str, data: bytes) -> None:
     """Write the whole file, or leave what was there."""
-    path = Path(file)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("xb") as opened:  # never through a link that somebody else has put there
-            try:
-                opened.write(data)
-                opened.flush()
-                os.replace(partial, path)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
+        write_whole(file, data)
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be written: {error.strerror or error}") from None

@@ -167,16 +167,17 @@ def compress(
         raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     for mesh in meshes:
-        if mesh.ndim != 1 and not any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
+        if mesh.ndim == 1:
+            continue
+        if not any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
             raise UnsupportedError(
                 f"fully_shard over {mesh}, a dimension of which splits the tensors themselves (tensor parallelism): "
                 "that can't be compressed"
             )
-        if mesh.ndim != 1:
-            raise UnsupportedError(
-                f"fully_shard over {mesh}: FSDP averages replicas by itself there, and lets nobody else do so. Use the "
-                'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
-            )
+        raise UnsupportedError(
+            f"fully_shard over {mesh}: FSDP averages replicas by itself there, and lets nobody else do so. Use the "
+            'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
+        )
     if training is None:
         training, config = Training(config), None  # which is the training's own from here on
     roles = (training.config if config is None else Config.load(config)).roles

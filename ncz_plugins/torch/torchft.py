@@ -61,9 +61,8 @@ class CompressedProcessGroup(ProcessGroupWrapper):
             )
         self.training = Training(config) if training is None else training
         _require_no_memory(self.training.config)
-        self._config = (
-            None if training is None else config
-        )  # which is the training's own then, and may be replaced there
+        # Of a training of our own, the settings are the training's, and may be replaced there.
+        self._config = None if training is None else config
         self._communicator: Communicator | None = None
 
     @property

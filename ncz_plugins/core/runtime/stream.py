@@ -39,7 +39,7 @@ class CallStream:
             for tensor in tensors:
                 tensor.record_stream(self._stream)
             work()
-            return StreamHandle(self._stream, self._stream.record_event(), self._device)
+            return StreamHandle.of_current(self._device)
 
     @contextmanager
     def following(self, stream: torch.cuda.Stream) -> Iterator[None]:

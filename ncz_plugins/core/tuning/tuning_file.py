@@ -26,6 +26,7 @@ from ..config import (
     size_type,
 )
 from ..errors import ConfigError
+from ..whole_files import write_whole
 
 FrameBytes = size_type(16 * KiB, 64 * MiB, (), "bytes from 16 KiB to 64 MiB")
 MinBytes = size_type(0, 1 << 50, ("never",), "never, or bytes from 0 to 2^50")
@@ -105,15 +106,7 @@ class Tuning(Section):
     def write(self, path: str | os.PathLike) -> None:
         """Write the file. Raises OSError."""
         text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
-        partial = f"{os.fspath(path)}.{os.getpid()}"
-        with open(partial, "x", encoding="utf-8") as file:  # never through a link that somebody else has put there
-            try:
-                file.write(text)
-                file.flush()
-                os.replace(partial, path)  # whoever reads it finds all of it, or what stood there before
-            except OSError:
-                os.unlink(partial)
-                raise
+        write_whole(path, text.encode())
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> Tuning:
