@@ -78,7 +78,7 @@ class Decoding(NamedTuple):
 
 
 class Backend(ABC):
-    """Kernels for one kind of device. All backends produce the same bytes and the same numbers."""
+    """Kernels for one kind of device. All produce the same numbers, and those for the same kind the same bytes."""
 
     name: str
     costs: SelectorCosts = SelectorCosts()  # of this backend; the caller sets the price of the link

@@ -12,6 +12,7 @@ import numpy as np
 from .format import (
     HEADER,
     HEADER_BYTES,
+    HUFFMAN32_PAGE,
     HUFFMAN_LANES,
     MAGIC,
     RANS_LANES,
@@ -50,6 +51,9 @@ _MESSAGES = {  # by cause
     25: "a RANS page is not what its frequencies allow, or does not end where it should",
     26: "it was made of a frame that was damaged; the error of the rank that got that one says how",
     27: "it has no checksum, and entropy.checksum asks for one",
+    28: "HUFFMAN32 payload has {value} bytes behind its code, its table of pages takes {pages32_table}",
+    29: "pages do not add up to the {value} bytes that the payload holds",
+    30: "a HUFFMAN32 page does not end where it should",
 }
 NO_CHECKSUM = 27
 _HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # their messages need a table of the frame
@@ -78,6 +82,7 @@ def error(
     facts = dict(zip(_HEADER_FIELDS, HEADER.unpack(header.ljust(HEADER_BYTES, b"\0"))))
     facts |= dict(value=value, count=count, bytes=frame_bytes, payload=payload, table=chunk_table)
     facts |= dict(chunk_bytes=payload - chunk_table, lane_table=lane_table)
+    facts |= dict(pages32_table=4 * -(-count // (2 * HUFFMAN32_PAGE)))
     facts |= dict(lanes=value - lane_table, pages=value - page_table)  # `value` includes the table
     if cause in _WITHOUT_TABLE and read is None:
         return DamagedFrame(_WITHOUT_TABLE[cause].format(**facts))

@@ -37,6 +37,11 @@ BITS_IN_TOKEN = 2  # of a larger symbol, besides its exponent: the bit below the
 TOKENS = DIRECT + (32 - 7 << BITS_IN_TOKEN)
 HUFFMAN_MAX_LENGTH = 11  # bits
 HUFFMAN_LANES = 4  # bit strings per chunk
+HUFFMAN32_PAGE, HUFFMAN32_ROW = 2 * CHUNK, 128  # codes that are written together, and those of all its lanes in turn
+HUFFMAN32_LANES = 32  # bit strings per page
+HUFFMAN32_MOST_WORDS = 96  # of 16 bits, of a lane
+ESCAPE = TOKENS  # stands in front of a token that has no code, in HUFFMAN32
+ESCAPED_BITS = 8  # of such a token
 RANS_LANES = 4  # states per page
 RANS_PAGE = 4 * CHUNK
 RANS_BITS = 12  # of a probability
@@ -54,6 +59,7 @@ class Coder(IntEnum):
     HUFFMAN = 2
     RANS = 3
     SPLIT = 4  # floats, not codes: see lossless.py
+    HUFFMAN32 = 5  # what HUFFMAN means on GPUs
     AUTO = 255
 
 

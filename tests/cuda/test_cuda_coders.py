@@ -1,4 +1,4 @@
-"""HUFFMAN, RANS and the selector on the emulator against the C++ ones: the data that are hard for them, and damage."""
+"""HUFFMAN, RANS and the selector on the emulator against the reference: the data that are hard for them, and damage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from test_cuda_kernels import (
-    FAST,
+    REFERENCE,
     SEEDS,
+    WRITTEN,
     assert_same,
     assert_same_frames,
     check,
@@ -24,17 +25,16 @@ from test_cuda_kernels import (
 from ncz_plugins.kernels.format import (
     CHUNK,
     HEADER_BYTES,
-    HUFFMAN_LANES,
+    HUFFMAN32_LANES,
+    HUFFMAN32_PAGE,
     RANS_PAGE,
     TOKENS,
     Coder,
     Coding,
     Predictor,
     SelectorCosts,
-    chunks_of,
 )
-from ncz_plugins.kernels.reference.huffman import lengths_of, table_bytes
-from ncz_plugins.kernels.reference.symbols import EXTRA_BITS, FIRST_SYMBOLS, predict, tokens_of
+from ncz_plugins.kernels.reference.symbols import EXTRA_BITS, FIRST_SYMBOLS, tokens_of
 
 CODINGS = [Coding(c, p) for c, p in itertools.product((Coder.HUFFMAN, Coder.RANS), (Predictor.NONE, Predictor.DELTA))]
 codings = pytest.mark.parametrize("coding", CODINGS, ids=coding_name)
@@ -98,12 +98,11 @@ def test_one_token(coding, code):
 
 @seeds
 def test_long_symbols(seed):
-    """Of many more bits than are fetched ahead, between short ones: HUFFMAN's decoder must ask for the rest."""
-    codes = codes_of_width(CHUNK + 300, 26, seed)
-    codes[::700] = 3
-    codes[1500:2500] = torch.arange(1000) % 5
+    """Of many bits, between short ones; and tokens that the sample does not have."""
+    codes = torch.arange(3 * HUFFMAN32_PAGE + 300, dtype=torch.int32) % 5
+    codes[1::97] = codes_of_width(len(codes[1::97]), 31, seed)
     coding = Coding(Coder.HUFFMAN, Predictor.NONE)
-    assert encode_codes(FAST, codes, coding)[5] == Coder.HUFFMAN
+    assert encode_codes(REFERENCE, codes, coding)[5] == Coder.HUFFMAN32
     assert_same_frames(cuda(seed), codes, coding)
 
 
@@ -149,7 +148,7 @@ def test_pages_with_wide_symbols(share):
     codes = torch.randint(-(2**31), 2**31, (count,), generator=generator)
     codes >>= torch.randint(0, 24, (count,), generator=generator)
     codes[torch.rand(count, generator=generator) >= share] = 3
-    frame = encode_codes(FAST, codes.to(torch.int32), Coding(Coder.RANS, Predictor.NONE))
+    frame = encode_codes(REFERENCE, codes.to(torch.int32), Coding(Coder.RANS, Predictor.NONE))
     assert frame[5] == Coder.RANS
     for coding in CODINGS:
         assert_same_frames(cuda(1), codes.to(torch.int32), coding)
@@ -168,23 +167,42 @@ def test_a_mode_that_the_sample_got_wrong(seed):
         assert_same_frames(cuda(seed), codes, coding)
 
 
-def test_huffman_gives_way_to_raw_late_and_early():
-    """Frames about as large as RAW's: what the bits take is known before the bytes of lanes."""
-    late = 0
+@seeds
+@pytest.mark.parametrize("predictor", [Predictor.NONE, Predictor.DELTA])
+def test_huffman_gives_way_to_fixed(seed, predictor):
+    """Where a lane has more words than it may: in the first page, in the last one, or in the middle, or by one word."""
+    coding = Coding(Coder.HUFFMAN, predictor)
     outcomes = set()
-    for zeros in range(60, 240, 6):
-        symbols = torch.randint(0, 256, (CHUNK + 40,), generator=torch.Generator().manual_seed(1))
-        symbols[:zeros] = 0
-        codes = codes_of(shuffled(symbols, zeros))
-        assert_same_frames(cuda(zeros % 3), codes, Coding(Coder.HUFFMAN, Predictor.NONE))
-        is_raw = int(encode_codes(FAST, codes, Coding(Coder.HUFFMAN, Predictor.NONE))[5]) == Coder.RAW
-        tokens, _ = tokens_of(predict(codes.numpy(), Predictor.NONE))
-        lengths = lengths_of(np.bincount(tokens, minlength=TOKENS))
-        bits = int((lengths + EXTRA_BITS)[tokens].sum())
-        least = table_bytes(lengths) + 2 * HUFFMAN_LANES * chunks_of(codes.numel()) + bits // 8
-        late += is_raw and least <= codes.numel()
-        outcomes.add(is_raw)
-    assert late and outcomes == {False, True}
+    for count, first in itertools.product((HUFFMAN32_PAGE - 1, 9 * HUFFMAN32_PAGE + 5), (0, 4, 8)):
+        for wide in (10, 50, 70, 200):
+            codes = (torch.arange(count, dtype=torch.int32) * 7 % 5).clone()
+            lane = (torch.arange(count) - first * HUFFMAN32_PAGE >= 0) & (torch.arange(count) // 4 % 32 == 9)
+            at = lane.nonzero()[:wide, 0]
+            codes[at] = codes_of_width(len(at), 31, seed)
+            assert_same_frames(cuda(seed), codes, coding)
+            outcomes.add(int(encode_codes(REFERENCE, codes, coding)[5]))
+    assert outcomes == {Coder.FIXED, Coder.HUFFMAN32}
+
+
+def test_huffman_gives_way_to_fixed_where_bytes_would_do():
+    outcomes = set()
+    for count in range(20, 400, 20):
+        codes = codes_of_width(count, 6)
+        assert_same_frames(cuda(1), codes, Coding(Coder.HUFFMAN, Predictor.NONE))
+        outcomes.add(int(encode_codes(REFERENCE, codes, Coding(Coder.HUFFMAN, Predictor.NONE))[5]))
+    assert outcomes == {Coder.FIXED, Coder.HUFFMAN32}
+
+
+@seeds
+def test_a_code_that_the_sample_got_wrong(seed):
+    """What is frequent does not occur in the sample, so that it has no code of its own, or hardly one."""
+    count = 4 * HUFFMAN32_PAGE
+    codes = torch.full((count,), 70, dtype=torch.int32)
+    pieces = count // 128
+    for i in range(64):
+        codes[128 * (i * (pieces - 1) // 63) :][:128] = torch.arange(128) % 7
+    for predictor in (Predictor.NONE, Predictor.DELTA):
+        assert_same_frames(cuda(seed), codes, Coding(Coder.HUFFMAN, predictor))
 
 
 def test_rans_gives_way_to_raw():
@@ -193,7 +211,7 @@ def test_rans_gives_way_to_raw():
         codes = torch.randint(-128, 128, (count,), generator=generator).to(torch.int32)
         frame = encode_codes(cuda(1), codes, Coding(Coder.RANS, Predictor.NONE))
         assert frame[5] == Coder.RAW
-        assert_same(frame, encode_codes(FAST, codes, Coding(Coder.RANS, Predictor.NONE)))
+        assert_same(frame, encode_codes(REFERENCE, codes, Coding(Coder.RANS, Predictor.NONE)))
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
@@ -231,12 +249,12 @@ LINKS = [
 ]
 
 
-@pytest.mark.parametrize("seed,count", [(0, 300), (1, 64 * 128 - 1), (2, 64 * 128 + 1), (3, 20000)])
+@pytest.mark.parametrize("seed,count", [(0, 700), (1, 64 * 128 - 1), (2, 64 * 128 + 1), (3, 20000)])
 def test_the_selector_decides_alike(seed, count):
     """For all kinds of data, prices, and counts about the size of the sample."""
     choices = set()
     for codes, costs in itertools.product(kinds_of_codes(count, seed), LINKS):
-        expected = encode_codes(FAST, codes, Coding(costs=costs))
+        expected = encode_codes(REFERENCE, codes, Coding(costs=costs))
         assert_same(encode_codes(cuda(seed % 3), codes, Coding(costs=costs)), expected)
         choices.add((int(expected[5]), int(expected[6])))
     assert len(choices) >= 5
@@ -249,7 +267,7 @@ def test_the_selector_changes_its_mind_at_the_same_price():
     for codes in kinds_of_codes(7000, 0) + kinds_of_codes(700, 1):
 
         @functools.cache
-        def choice(link, backend=FAST, codes=codes):
+        def choice(link, backend=REFERENCE, codes=codes):
             return tuple(encode_codes(backend, codes, Coding(costs=costs._replace(link=link)))[5:7].tolist())
 
         for exponent in range(4, 9):
@@ -278,15 +296,16 @@ def test_the_selector_decides_what_is_left(coding):
 
 
 DOES_NOT_END = {
-    Coder.HUFFMAN: "a HUFFMAN lane does not end where it should",
+    Coder.HUFFMAN: "a HUFFMAN32 page does not end where it should",
     Coder.RANS: "a RANS page is not what its frequencies allow, or does not end where it should",
 }
 
 
 @functools.cache
 def frame_of(count: int, coding: Coding) -> torch.Tensor:
-    frame = encode_codes(FAST, sparse_codes(count, 0.4), coding)
-    assert frame[5] == coding.coder
+    share = 0.4 if coding.coder == Coder.RANS else 0.2  # such as pay
+    frame = encode_codes(REFERENCE, sparse_codes(count, share), coding)
+    assert frame[5] == WRITTEN.get(coding.coder, coding.coder)
     return frame
 
 
@@ -300,9 +319,15 @@ def damaged(frame: torch.Tensor, generator: np.random.Generator) -> torch.Tensor
     return frame
 
 
-def lane_table(frame: torch.Tensor, count: int) -> tuple[int, int]:
-    """Where HUFFMAN's table of lanes begins, and its bytes."""
-    return HEADER_BYTES + 1 + (int(frame[HEADER_BYTES]) + 1) // 2, 2 * HUFFMAN_LANES * chunks_of(count)
+def huffman_page_table(frame: torch.Tensor, count: int) -> tuple[int, int]:
+    """Where HUFFMAN's table of pages begins, and its bytes but for those that fill it."""
+    return HEADER_BYTES + -(-(2 + int(frame[HEADER_BYTES]) // 2) // 4) * 4, 2 * -(-count // HUFFMAN32_PAGE)
+
+
+def first_page(frame: torch.Tensor, count: int) -> int:
+    """Where HUFFMAN's first page begins, with the words of each of its lanes."""
+    at, size = huffman_page_table(frame, count)
+    return at + -(-size // 4) * 4
 
 
 def page_table(frame: torch.Tensor, count: int) -> tuple[int, int]:
@@ -313,10 +338,15 @@ def page_table(frame: torch.Tensor, count: int) -> tuple[int, int]:
 
 
 def moved(frame: torch.Tensor, count: int, generator: np.random.Generator) -> torch.Tensor:
-    """A few bytes more for one lane or part of a page, and as many fewer for another: their sum is what it was."""
-    is_huffman = frame[5] == Coder.HUFFMAN
-    at, size = (lane_table if is_huffman else page_table)(frame, count)
-    sizes = frame[at : at + size].numpy().view("<u2").copy()
+    """A few words or bytes more for a part of a page, and as many fewer for another: their sum is what it was."""
+    if frame[5] == Coder.HUFFMAN32:
+        at = first_page(frame, count)
+        size, unit = (HUFFMAN32_LANES, "u1") if generator.integers(2) else (huffman_page_table(frame, count)[1], "<u2")
+        at = at if unit == "u1" else huffman_page_table(frame, count)[0]
+    else:
+        (at, size), unit = page_table(frame, count), "<u2"
+    sizes = frame[at : at + size].numpy().view(unit).copy()
+    is_huffman = frame[5] == Coder.HUFFMAN32
     units = np.ones_like(sizes) if is_huffman else np.tile(np.array([2, 1], dtype=sizes.dtype), len(sizes) // 2)
     one, other = generator.choice(len(sizes), 2, replace=False)
     step = generator.integers(1, 5)
@@ -331,7 +361,7 @@ def moved(frame: torch.Tensor, count: int, generator: np.random.Generator) -> to
 @codings
 def test_other_bytes(coding, sanitizer, rounds):
     refused = 0
-    for count in (300, CHUNK + 100, RANS_PAGE + 500):
+    for count in (900, CHUNK + 100, RANS_PAGE + 500):
         generator = np.random.default_rng(count)
         for i in range(rounds):
             verdict = check(cuda(i % 3, sanitizer), damaged(frame_of(count, coding), generator), count)
@@ -354,7 +384,7 @@ def test_other_sizes(coding, sanitizer, rounds):
 
 @codings
 def test_a_frame_with_more_or_less_behind_it(coding):
-    for count in (300, CHUNK + 100):
+    for count in (900, CHUNK + 100):
         whole = frame_of(count, coding)
         for size in (*range(-9, 0), *range(1, 9)):
             other = torch.cat([whole[: whole.numel() + min(0, size)], torch.zeros(max(0, size), dtype=torch.uint8)])
@@ -373,14 +403,16 @@ def with_length(frame: torch.Tensor, count: int | None = None) -> torch.Tensor:
 def test_what_fills_a_lane_must_be_zero():
     count = CHUNK + 100
     frame = frame_of(count, CODINGS[0])
-    at, size = lane_table(frame, count)
-    ends = at + size + frame[at : at + size].numpy().view("<u2").cumsum(dtype=np.int64)
+    at = first_page(frame, count)
+    sizes = frame[at : at + HUFFMAN32_LANES].numpy().astype(int)
+    has_word = np.arange(sizes.max())[:, None] < sizes
+    places = at + HUFFMAN32_LANES + 2 * (has_word.cumsum().reshape(has_word.shape) - 1)
     refused = 0
-    for end in ends:
+    for lane, words in enumerate(sizes):
         damaged = frame.clone()
-        damaged[end - 1] ^= 128  # part of a code if there is nothing to fill
+        damaged[places[words - 1, lane] + 1] ^= 128  # part of a code if there is nothing to fill
         refused += check(cuda(), damaged, count) == DOES_NOT_END[Coder.HUFFMAN]
-    assert refused >= len(ends) // 2
+    assert refused >= HUFFMAN32_LANES // 2
 
 
 def test_what_fills_extra_bits_must_be_zero():
@@ -396,7 +428,7 @@ def test_masks_end_with_the_elements():
     """A frame of a few codes more, as many as have masks, all of them other than the mode."""
     for count in (497, 500, 503):
         codes = torch.cat([sparse_codes(496, 0.4), torch.full((8,), 5, dtype=torch.int32)])
-        frame = with_length(encode_codes(FAST, codes, CODINGS[2]), count)
+        frame = with_length(encode_codes(REFERENCE, codes, CODINGS[2]), count)
         assert check(cuda(), frame, count) == DOES_NOT_END[Coder.RANS]
 
 

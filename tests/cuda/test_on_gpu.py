@@ -8,7 +8,7 @@ import torch
 from test_cuda_batches import *  # noqa: F403
 from test_cuda_coders import *  # noqa: F403
 from test_cuda_kernels import *  # noqa: F403
-from test_cuda_kernels import FAST, buffer, floats, steps_of
+from test_cuda_kernels import REFERENCE, buffer, floats, steps_of
 
 from ncz_plugins import kernels
 from ncz_plugins.kernels.cuda import CudaBackend
@@ -42,9 +42,9 @@ def test_everything_can_be_captured_in_a_graph(coding):
     values = floats(count, torch.float32).nan_to_num(0, 0, 0)
     inverse_steps, scales = steps_of(values, 6)
     expected, expected_sum, decoded = buffer(count), buffer(count), torch.empty(count)
-    length = FAST.encode(values, inverse_steps, coding, expected)
-    sum_length = FAST.reduce(expected[:length], values, inverse_steps, coding, expected_sum)
-    FAST.decode(expected[:length], scales, decoded)
+    length = REFERENCE.encode(values, inverse_steps, coding, expected)
+    sum_length = REFERENCE.reduce(expected[:length], values, inverse_steps, coding, expected_sum)
+    REFERENCE.decode(expected[:length], scales, decoded)
 
     x, inverse, scale = values.cuda(), inverse_steps.cuda(), scales.cuda()
     frame, summed, out = buffer(count).cuda(), buffer(count).cuda(), torch.empty(count).cuda()

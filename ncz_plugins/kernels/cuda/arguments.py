@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from ..format import Coding, Noise, Rows, StepRule
+from ..format import Coder, Coding, Noise, Rows, StepRule
 
 MOST_PIECES, MOST_INPUTS = 32, 64  # rows of the tables
 
@@ -50,7 +50,8 @@ def step_rule_argument(rule: StepRule) -> StepRuleArgument:
 
 @functools.lru_cache(maxsize=64)
 def coding_argument(coding: Coding) -> CodingArgument:
-    return CodingArgument(coding.coder, coding.predictor, tuple(coding.costs))
+    coder = Coder.HUFFMAN32 if coding.coder == Coder.HUFFMAN else coding.coder
+    return CodingArgument(coder, coding.predictor, tuple(coding.costs))
 
 
 @functools.cache

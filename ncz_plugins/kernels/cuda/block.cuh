@@ -215,3 +215,17 @@ NCZ_DEVICE void copy_to_global(uint8_t* to, const uint32_t* words, int bytes) {
     if (i >= head) i += tail - head;  // the bytes before and behind the whole words
     if (i < bytes) to[i] = uint8_t(words[i / 4] >> (8 * (i % 4)));
 }
+
+// Copies by a warp, from and to any address. Reads no word of 4 bytes without a byte that is copied.
+NCZ_DEVICE void copy_by_warp(uint8_t* to, const uint8_t* from, int bytes) {
+    int head = int(-reinterpret_cast<uintptr_t>(to) & 3);
+    head = head < bytes ? head : bytes;
+    int inner = (bytes - head) / 4, tail = head + 4 * inner;
+    int phase = int(reinterpret_cast<uintptr_t>(from + head) & 3);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(from + head - phase);
+    for (int i = lane(); i < inner; i += WARP)
+        reinterpret_cast<uint32_t*>(to + head)[i] =
+            phase ? __funnelshift_r(words[i], words[i + 1], unsigned(8 * phase)) : words[i];
+    int i = lane() < head ? lane() : tail + lane() - head;  // the bytes before and behind the whole words
+    if (i < bytes) to[i] = from[i];
+}

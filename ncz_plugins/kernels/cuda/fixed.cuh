@@ -275,7 +275,7 @@ NCZ_DEVICE void encode_fixed(SourceOf source_of, const Pieces& pieces, int32_t p
 // ------------------------------------------------------------------ reading
 
 // Frames that were opened: how they are, for each chunk of a FIXED frame how far behind the table it begins, and the
-// codes of HUFFMAN and RANS frames.
+// codes of HUFFMAN32 and RANS frames.
 struct Opened {
     const Status* statuses;
     const long long* offsets;
@@ -506,7 +506,7 @@ NCZ_KERNEL(ncz_encode_raw)(const __grid_constant__ Pieces pieces, const Written*
     sizes[f] = HEADER_BYTES + bytes;
 }
 
-// Of each piece the values of its only frame, which has its number.
+// Of each piece the values of its only frame, which has its number. ncz_decode_pages does it for HUFFMAN32.
 NCZ_KERNEL(ncz_decode)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, const Status* statuses,
  const long long* offsets, const int32_t* decoded) {
@@ -515,7 +515,7 @@ NCZ_KERNEL(ncz_decode)
     const Piece& piece = pieces.of[f];
     int64_t c = unit_number(pieces.n);
     int length = length_of(c, piece.count);
-    if (length <= 0 || statuses[f].result) return;
+    if (length <= 0 || statuses[f].result || statuses[f].header.coder == HUFFMAN32) return;
     Scale scales[OCTETS_PER_THREAD];  // asked for before the frame, so that they travel together
     load_scales(static_cast<const Scale*>(piece.steps) + c * STEPS_PER_CHUNK, length, scales);
     ThreadCodes codes = {};

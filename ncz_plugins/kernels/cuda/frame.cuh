@@ -104,6 +104,15 @@ NCZ_DEVICE int64_t add_up_sizes(int n, int first, Size size_of, int64_t* scratch
     return block_sum(before, scratch);
 }
 
+// Copies a damage to where the host looks, unless there is one already.
+NCZ_DEVICE void report_damage(const Status& status, Status* report) {
+    auto* result = reinterpret_cast<unsigned long long*>(&report->result);
+    if (!status.result || atomicCAS(result, 0ull, (unsigned long long)status.result)) return;
+    report->count = status.count;
+    report->bytes = status.bytes;
+    report->header = status.header;
+}
+
 // Whether kernels must not read some of a piece's frames.
 NCZ_DEVICE bool is_any_damaged(const Piece& piece, const Status* statuses) {
     bool is_any = false;

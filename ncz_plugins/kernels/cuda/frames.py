@@ -14,7 +14,19 @@ import torch
 from torch import Tensor
 
 from ..backend import Decoding, Sum
-from ..format import CHUNK, PIECE, RANS_PAGE, SAMPLE_PIECES, Coder, Coding, Noise, Predictor, chunks_of
+from ..format import (
+    CHUNK,
+    HUFFMAN32_PAGE,
+    HUFFMAN_MAX_LENGTH,
+    PIECE,
+    RANS_PAGE,
+    SAMPLE_PIECES,
+    Coder,
+    Coding,
+    Noise,
+    Predictor,
+    chunks_of,
+)
 from .arguments import (
     MOST_INPUTS,
     MOST_PIECES,
@@ -27,7 +39,8 @@ from .arguments import (
 )
 
 THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 4  # as in types.cuh
-_RANS_ENCODERS = 32  # threads of a block that encodes pages
+_RANS_ENCODERS = 32  # threads of a block that encodes pages of RANS
+_OF_PAGES = {"elements": 4 * HUFFMAN32_PAGE, "threads": 128}  # of a block that encodes or decodes those of HUFFMAN
 _ANY = torch.float32  # kernels for codes don't depend on the element type; the module for float32 has them
 
 # A larger batch goes in parts, so that working memory does not grow with it: up to 11 bytes for each element that is
@@ -36,8 +49,9 @@ MOST_ELEMENTS = 1 << 24
 MOST_ADDED_ELEMENTS = 1 << 27
 
 # Bytes of the structures of the same name.
-_WRITTEN, _STATUS = 24, 72
-_HUFFMAN_ENCODING, _RANS_ENCODING = 1840, 10256
+_WRITTEN, _STATUS = 32, 72
+_HUFFMAN_ENCODING, _RANS_ENCODING = 928, 10256
+_HUFFMAN_ENTRIES = 2 << HUFFMAN_MAX_LENGTH
 _RANS_PAGE = 7 * RANS_PAGE + 16
 
 _CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample looks at
@@ -80,24 +94,33 @@ class Reader(NamedTuple):
     sealed: bool = False
     padded: bool = False
 
-    def opened(self, frames: list[tuple[Tensor, int]]) -> tuple:
-        """Launch what verifies frames, and decodes HUFFMAN and RANS to working memory.
+    def opened(self, frames: list[tuple[Tensor, int]]) -> tuple[tuple, tuple]:
+        """Launch what verifies frames, and decodes RANS to working memory.
 
         Args:
             frames: each with the number of its codes.
 
-        Returns the arguments about frames to read, of all kernels that read some.
+        Returns the arguments about frames of all kernels that read some, and of those that read pages of HUFFMAN.
         """
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
         inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
-        device, chunks = self.report.device, first_chunks[-1]
-        (statuses,) = _sections(torch.zeros, device, _STATUS * len(frames))
-        offsets, decoded = _sections(torch.empty, device, 8 * chunks, 4 * CHUNK * chunks)
+        device, n, chunks = self.report.device, len(frames), first_chunks[-1]
+        (statuses,) = _sections(torch.zeros, device, _STATUS * n)
+        lengths = 8 * chunks, _HUFFMAN_ENTRIES * n, 4 * CHUNK * chunks
+        offsets, entries, decoded = _sections(torch.empty, device, *lengths)
         blocks = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
         how = integer(self.sealed), integer(self.padded)
-        arguments = inputs, *how, statuses, self.report, offsets, decoded
-        self.launcher.launch("ncz_open", _ANY, len(frames) * blocks, THREADS, *arguments)
-        return inputs, statuses, offsets, decoded
+        arguments = inputs, *how, statuses, self.report, offsets, entries, decoded
+        self.launcher.launch("ncz_open", _ANY, n * blocks, THREADS, *arguments)
+        return (inputs, statuses, offsets, decoded), (inputs, statuses, self.report, offsets, entries)
+
+    def decoded(self, frames: list[tuple[Tensor, int]]) -> tuple:
+        """As `opened`, and launch what decodes HUFFMAN to working memory, too. Returns the first of its results."""
+        opened, pages = self.opened(frames)
+        blocks = max(1, -(-max(count for _, count in frames) // _OF_PAGES["elements"]))
+        *_, decoded = opened
+        self.launcher.launch("ncz_read_pages", _ANY, len(frames) * blocks, _OF_PAGES["threads"], *pages, decoded)
+        return opened
 
 
 def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None) -> Tensor:
@@ -117,7 +140,9 @@ def decode(reader: Reader, frames: Sequence[Decoding]) -> None:
         rows = [(each.out, each.scales, None, None, 0) for each in frames[part]]
         inputs = [(each.frame, each.out.numel()) for each in frames[part]]
         pieces = batch.pieces(rows, [1] * len(rows))
-        batch.launch("decode", frames[0].out.dtype, pieces, *reader.opened(inputs))
+        opened, pages = reader.opened(inputs)
+        batch.launch("decode_pages", frames[0].out.dtype, pieces, *pages, **_OF_PAGES)
+        batch.launch("decode", frames[0].out.dtype, pieces, *opened)
 
 
 def decode_sums(reader: Reader, sums: Sequence[Sum], scales: Sequence[Tensor], noise: Noise | None) -> None:
@@ -150,7 +175,7 @@ def _add_up(
         each_with_its = list(zip(sums[part], results[part]))
         rows = [(each.x, each.inverse_steps, codes, None, each.first) for each, (codes, *_) in each_with_its]
         pieces = batch.pieces(rows, inputs[part], [values for _, (_, *values) in each_with_its])
-        opened = reader.opened([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
+        opened = reader.decoded([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
         batch.launch_values(kernel, sums[0].x.dtype, pieces, noise, *opened, *arguments)
 
 
@@ -163,7 +188,7 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
     if is_one_pass(coding) and len(inputs) <= at_once:
         pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
         if inputs:
-            opened = reader.opened(inputs)
+            opened = reader.decoded(inputs)
             writer.launch_fixed("sum_fixed", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.shared)
         else:
             writer.launch_fixed("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
@@ -175,11 +200,11 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         return
     # Only a sum of more frames than a launch takes, which then is the only one, takes several launches.
     shares = [len(each.frames) for each in sums] if len(inputs) <= at_once else [at_once]
-    opened = reader.opened(inputs[:at_once])
+    opened = reader.decoded(inputs[:at_once])
     writer.launch_values("sum_codes", dtype, writer.pieces(rows, shares), noise, *opened, *writer.noted)
     for start in range(at_once, len(inputs), at_once):
         more = inputs[start : start + at_once]
-        opened = reader.opened(more)
+        opened = reader.decoded(more)
         pieces = writer.pieces(rows, [len(more)])
         writer.launch("decode_codes", _ANY, pieces, *opened, *writer.noted, integer(True))
     writer.encode(writer.pieces(rows))
@@ -209,7 +234,7 @@ def decode_codes(reader: Reader, frame: Tensor, codes: Tensor, add: bool) -> Non
     """See `Backend.decode_codes`."""
     batch = _Batch(reader.launcher, [codes.numel()])
     pieces = batch.pieces([(None, None, codes, None, 0)], [1])
-    opened = reader.opened([(frame, codes.numel())])
+    opened = reader.decoded([(frame, codes.numel())])
     batch.launch("decode_codes", _ANY, pieces, *opened, None, None, integer(add))
 
 
@@ -266,13 +291,13 @@ class _Batch:
         self._launcher.launch(f"ncz_{kernel}", dtype, len(self._counts) * blocks, threads, pieces, *arguments)
 
     def launch_values(
-        self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments, most=None
+        self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments, **how
     ) -> None:
         """Launch a kernel that quantizes, or its twin that rounds at random."""
         if noise is None:
-            self.launch(kernel, dtype, pieces, *arguments, most=most)
+            self.launch(kernel, dtype, pieces, *arguments, **how)
         else:
-            self.launch(f"{kernel}_at_random", dtype, pieces, noise_argument(noise), *arguments, most=most)
+            self.launch(f"{kernel}_at_random", dtype, pieces, noise_argument(noise), *arguments, **how)
 
 
 class _Writer(_Batch):
@@ -322,21 +347,24 @@ class _Writer(_Batch):
         written, places, sizes = self.shared
         coder = self._coding.coder
         self._select(pieces, dtype, noise)
-        if coder in (Coder.FIXED, Coder.AUTO):
+        if coder in (Coder.HUFFMAN, Coder.AUTO):
+            shared = written, self._huffman, places, sizes
+            if dtype is None:
+                self.launch("encode_pages_of_codes", _ANY, pieces, *shared, **_OF_PAGES)
+            else:
+                self.launch_values("encode_pages", dtype, pieces, noise, *shared, **_OF_PAGES)
+        if coder in (Coder.FIXED, Coder.HUFFMAN, Coder.AUTO):  # HUFFMAN gives way to FIXED
             chosen = integer(self._coding.predictor), integer(True), *self.shared
             if dtype is None:
                 self.launch_fixed("encode_fixed_codes", _ANY, pieces, None, *chosen)
             else:
                 self.launch_fixed("encode_fixed", dtype, pieces, noise, *chosen)
-        if coder == Coder.FIXED:
+        if coder in (Coder.FIXED, Coder.HUFFMAN):
             return
         if dtype is None:
             self.launch("stage_codes", _ANY, pieces, written)
         else:
             self.launch_values("stage", dtype, pieces, noise, written)
-        if coder in (Coder.HUFFMAN, Coder.AUTO):
-            self.launch("huffman_count", _ANY, pieces, written, self._huffman)
-            self.launch("huffman_encode", _ANY, pieces, written, self._huffman, places, sizes)
         if coder in (Coder.RANS, Coder.AUTO):
             pages = self._first_chunks[-1] * CHUNK // RANS_PAGE + len(self._counts)
             room = torch.empty(_RANS_PAGE * pages, dtype=torch.uint8, device=self._device)
@@ -350,13 +378,14 @@ class _Writer(_Batch):
         written, *_ = self.shared
         coding, n, sampled = self._coding, len(self._counts), PIECE * SAMPLE_PIECES
         samples = None
-        if coding.predictor == Predictor.AUTO or coding.coder in (Coder.RANS, Coder.AUTO):
+        if coding.predictor == Predictor.AUTO or coding.coder in (Coder.HUFFMAN, Coder.RANS, Coder.AUTO):
             samples = torch.empty(n * sampled, dtype=torch.int32, device=self._device)
             kind = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
             arguments = pieces, noise_argument(noise), kind, samples
             self._launcher.launch("ncz_sample", dtype or _ANY, n * sampled // THREADS, THREADS, *arguments)
-        # Otherwise nothing is left to choose, not even a mode for RANS.
-        self._launcher.launch("ncz_select", _ANY, n, THREADS, pieces, samples, coding_argument(coding), written)
+        # Otherwise nothing is left to choose, no mode for RANS and no code for HUFFMAN.
+        arguments = pieces, samples, coding_argument(coding), written, self._huffman
+        self._launcher.launch("ncz_select", _ANY, n, THREADS, *arguments)
 
 
 def is_one_pass(coding: Coding) -> bool:

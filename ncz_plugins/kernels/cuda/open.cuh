@@ -1,4 +1,4 @@
-// What comes before any frame is read: the checks of all its bytes, and the decoding of HUFFMAN and RANS to codes.
+// What comes before any frame is read: the checks of all its bytes but the pages of HUFFMAN32, and the decoding of RANS.
 //
 // Blocks read headers and tables by themselves, so that one launch does for all frames, whatever their coders are. The last
 // block of each frame judges what all of them have found.
@@ -53,7 +53,7 @@ NCZ_DEVICE int64_t check_fixed(const Input& input, const Header& header, int par
 
 // What the header says about the payload, or 0.
 NCZ_DEVICE int64_t payload_damage(const Header& header) {
-    if (int64_t wrong = coder_damage(header)) return wrong;
+    if (int64_t wrong = coder_damage(header, HUFFMAN32)) return wrong;
     return header.coder == FIXED && header.payload_bytes < 2 * chunks_of(header.count) ? damaged(NO_TABLE) : 0;
 }
 
@@ -68,17 +68,8 @@ NCZ_DEVICE int64_t verdict(const Input& input, const Header& header, int must_be
     return of_chunk ? damaged(Damage(of_chunk & 0xff), int64_t(of_chunk >> 8 & 0xffff)) : 0;
 }
 
-// Copies a damage to where the host looks, unless there is one already.
-NCZ_DEVICE void report_damage(const Status& status, Status* report) {
-    auto* result = reinterpret_cast<unsigned long long*>(&report->result);
-    if (!status.result || atomicCAS(result, 0ull, (unsigned long long)status.result)) return;
-    report->count = status.count;
-    report->bytes = status.bytes;
-    report->header = status.header;
-}
-
 union OpeningMemory {
-    HuffmanDecoding huffman;
+    HuffmanOpening huffman;
     RansDecoding rans;
 };
 
@@ -92,18 +83,18 @@ NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
 NCZ_DEVICE int blocks_to_open(const Input& input, const Header& header, int units) {
     if (header.flags == HAS_CHECKSUM || header.coder == RANS) return units;
     int parts = int((chunks_of(input.count) + WARP - 1) / WARP);
-    return parts < 1 || header.coder == RAW ? 1 : parts < units ? parts : units;
+    return parts < 1 || header.coder != FIXED ? 1 : parts < units ? parts : units;
 }
 
-// Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets` and `decoded` have places
-// for the chunks and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
+// Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets`, `entries` and `decoded` have
+// places for the chunks, the codes of HUFFMAN32, and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
 // `is_padded`: whether there may be more bytes than a frame has. If there are fewer, it counts as damaged as well, but is
 // not reported.
 //
 // Of three blocks on a multiprocessor, not four: with 64 registers the decoders would spill.
 NCZ_KERNEL_OF(THREADS, 3, ncz_open)
 (const __grid_constant__ Inputs inputs, int must_be_sealed, int is_padded, Status* statuses, Status* report,
- long long* offsets, int32_t* decoded) {
+ long long* offsets, uint16_t* entries, int32_t* decoded) {
     NCZ_SHARED(OpeningMemory, memory, 1);
     NCZ_SHARED(Input, shared_input, 1);  // what it is about, which would take too many registers
     NCZ_SHARED(Header, shared_header, 1);
@@ -133,9 +124,9 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
         int coder = wrong ? RAW : header.coder;  // RAW needs no more checks
         if (coder == FIXED)
             wrong = check_fixed(input, header, unit, status, offsets + input.first_chunk, scratch);
-        else if (coder == HUFFMAN)
-            wrong = decode_huffman(input, header, unit, status, decoded + input.first_chunk * CHUNK, memory->huffman,
-                                   scratch);
+        else if (coder == HUFFMAN32)
+            wrong = open_pages(input, header, unit, offsets + input.first_chunk, entries + f * HUFFMAN_WHOLE,
+                               memory->huffman, scratch);
         else if (coder == RANS)
             wrong = decode_rans(input, header, unit, status, decoded + input.first_chunk * CHUNK, memory->rans, scratch);
         if (threadIdx.x == 0) record(status, wrong);
@@ -144,6 +135,7 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
     status.count = input.count;
     status.bytes = input.bytes;
     status.header = header;
+    atomicExch(&status.finished, 0u);  // for the next launch
     status.result = verdict(input, header, must_be_sealed, status);
     if (!is_padded || !is_cut_off(input, header)) report_damage(status, report);
 }

@@ -10,7 +10,6 @@
 // work on a page, before and after.
 #pragma once
 
-#include "huffman.cuh"
 #include "select.cuh"
 
 constexpr uint32_t RANS_WHOLE = 1u << RANS_BITS;
@@ -19,6 +18,8 @@ constexpr int STATE_BYTES = 4 * RANS_LANES;  // of a page
 constexpr int PAGE_WORDS = int(RANS_PAGE) + PAGE_MASKS;  // one at most for each value
 constexpr int MOST_EXTRA_BITS = 32 - 1 - BITS_IN_TOKEN;
 constexpr int EXTRA_WORDS = int(RANS_PAGE) * MOST_EXTRA_BITS / 32;
+
+NCZ_DEVICE int64_t raw_bytes(int64_t count, const Choice& choice) { return count * (raw_width_of(choice) / 8); }
 
 NCZ_DEVICE int length_of_page(int64_t page, int64_t count) {
     int64_t left = count - page * RANS_PAGE;
@@ -270,20 +271,6 @@ NCZ_DEVICE int put_values(const RansStep* steps, const uint32_t* values, int n, 
     return at;
 }
 
-// Copies by a warp, from and to any address. Reads no word of 4 bytes without a byte that is copied.
-NCZ_DEVICE void copy_by_warp(uint8_t* to, const uint8_t* from, int bytes) {
-    int head = int(-reinterpret_cast<uintptr_t>(to) & 3);
-    head = head < bytes ? head : bytes;
-    int inner = (bytes - head) / 4, tail = head + 4 * inner;
-    int phase = int(reinterpret_cast<uintptr_t>(from + head) & 3);
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(from + head - phase);
-    for (int i = lane(); i < inner; i += WARP)
-        reinterpret_cast<uint32_t*>(to + head)[i] =
-            phase ? __funnelshift_r(words[i], words[i + 1], unsigned(8 * phase)) : words[i];
-    int i = lane() < head ? lane() : tail + lane() - head;  // the bytes before and behind the whole words
-    if (i < bytes) to[i] = from[i];
-}
-
 constexpr int RANS_ENCODERS = WARP;  // threads of a block
 
 NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
@@ -340,6 +327,43 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
 }
 
 // ------------------------------------------------------------------ decoding
+
+// How many bytes there are from `at` on, below 0 behind the end; of very many, as many as nobody reads.
+NCZ_DEVICE int bytes_left(const uint8_t* at, const uint8_t* end) {
+    constexpr int64_t MANY = 1 << 30;
+    return int(end - at < MANY ? end - at : MANY);
+}
+
+// The 4 bytes at a multiple of 4, as far as there are so many left, and zeros behind.
+NCZ_DEVICE uint32_t load_word(const uint8_t* at, int left) {
+    if (left >= 4) return *reinterpret_cast<const uint32_t*>(at);
+    uint32_t word = 0;
+    for (int i = 0; i < left; ++i) word |= uint32_t(at[i]) << 8 * i;
+    return word;
+}
+
+struct alignas(16) FourCodes {
+    int32_t of[4];
+};
+
+// `n` codes of a chunk, four for each lane of the warp, of which the last may be too many. With DELTA, adds to each all
+// before it; `sum` is that of those before these, and then that of all.
+NCZ_DEVICE void store_codes(FourCodes four, int n, int32_t predictor, uint32_t& sum, int32_t* codes) {
+    if (predictor == DELTA) {
+        uint32_t residuals[4], own = 0;
+        for (int i = 0; i < 4; ++i) residuals[i] = own += uint32_t(four.of[i]);
+        uint32_t inclusive = warp_inclusive_sum(own), before = sum + inclusive - own;
+        for (int i = 0; i < 4; ++i) four.of[i] = int32_t(before + residuals[i]);
+        sum += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+    }
+    bool is_aligned = reinterpret_cast<uintptr_t>(codes) % sizeof(FourCodes) == 0;
+    if (n == 4 * WARP && is_aligned) {
+        reinterpret_cast<FourCodes*>(codes)[lane()] = four;
+        return;
+    }
+    for (int i = 0; i < 4; ++i)
+        if (4 * lane() + i < n) codes[4 * lane() + i] = four.of[i];
+}
 
 // Reads this thread's frequency of those that begin at `in`, which it moves behind them. Gives what is wrong with them,
 // the same to all threads: 0 if nothing. None at all are valid.

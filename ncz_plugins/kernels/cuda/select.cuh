@@ -115,9 +115,10 @@ NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_
     } else if (coder == RAW) {
         bits = int64_t(raw_width_of(bit_length(sums.symbols))) * n;
         picoseconds = costs.raw * count;
-    } else if (coder == HUFFMAN) {
+    } else if (coder == HUFFMAN32) {
+        constexpr int BYTES = 2 + 2 * HUFFMAN32_LANES;  // of a page besides its codes: half of each lane's last word is empty
         bits = int64_t(sums.huffman_bits);
-        bytes = 10 * chunks + code_bytes;
+        bytes = BYTES * huffman_pages_of(count) + code_bytes;
         picoseconds = costs.huffman * count;
     } else {
         // A small sample has less entropy than where it comes from.
@@ -131,12 +132,14 @@ NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_
 
 // The first wins at a draw.
 constexpr int CODERS = 4;
-NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? FIXED : place == 1 ? RAW : place == 2 ? HUFFMAN : RANS; }
+NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? FIXED : place == 1 ? RAW : place == 2 ? HUFFMAN32 : RANS; }
 
 // Sets all of the choice for each piece but the symbols, a block for each; none if its frame was written already.
-// `samples`: null where `coding` settles everything, also RANS's mode, which then is 0.
+// `samples`: null where `coding` settles everything, also RANS's mode, which then is 0. The sample of a HUFFMAN32 frame makes
+// its code.
 NCZ_KERNEL(ncz_select)
-(const __grid_constant__ Pieces pieces, const int32_t* samples, Coding coding, Written* written) {
+(const __grid_constant__ Pieces pieces, const int32_t* samples, Coding coding, Written* written,
+ HuffmanEncoding* encodings) {
     NCZ_SHARED(HuffmanTree, trees, PREDICTORS);
     NCZ_SHARED(uint32_t, masks, PREDICTORS * BYTE_VALUES);
     NCZ_SHARED(SampleSums, sums, PREDICTORS);
@@ -151,7 +154,7 @@ NCZ_KERNEL(ncz_select)
         return coding.predictor == AUTO_PREDICTOR || coding.predictor == predictor;
     };
     for (int p = 0; p < PREDICTORS; ++p) {
-        if (threadIdx.x < TOKENS) trees[p].counts[threadIdx.x] = 0;
+        if (threadIdx.x < LETTERS) trees[p].counts[threadIdx.x] = threadIdx.x == ESCAPE;
         masks[p * BYTE_VALUES + threadIdx.x] = 0;
         if (threadIdx.x == 0) sums[p] = SampleSums();
     }
@@ -173,10 +176,9 @@ NCZ_KERNEL(ncz_select)
         int place = int(threadIdx.x);
         if (place < CODERS)
             costs[place * PREDICTORS + p] = cost_of(coder_at(place), sums[p], sampled, trees[p].counts[sums[p].mode],
-                                                    code_bytes(stored), count, coding.costs);
+                                                    huffman_code_bytes(stored), count, coding.costs);
     }
     __syncthreads();
-    if (threadIdx.x) return;
     bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;
     int best = -1;
     for (int i = 0; i < CODERS * PREDICTORS; ++i) {
@@ -184,9 +186,14 @@ NCZ_KERNEL(ncz_select)
         if (coding.coder != AUTO_CODER && coding.coder != coder_at(i / PREDICTORS)) continue;
         if (best < 0 || (!is_settled && costs[i] < costs[best])) best = i;
     }
-    choice.coder = coder_at(best / PREDICTORS);
-    choice.predictor = best % PREDICTORS;
-    choice.mode = int32_t(sums[best % PREDICTORS].mode);
+    int32_t coder = coder_at(best / PREDICTORS), predictor = best % PREDICTORS;
+    if (coder == HUFFMAN32 && !count) coder = FIXED;
+    if (coder == HUFFMAN32)
+        pass_code(trees[predictor].lengths, encodings[f], reinterpret_cast<int*>(scratch));
+    if (threadIdx.x) return;
+    choice.coder = coder;
+    choice.predictor = predictor;
+    choice.mode = int32_t(sums[predictor].mode);
 }
 
 #define NCZ_SELECT_KERNELS(X) X(ncz_select)

@@ -96,9 +96,10 @@ constexpr int32_t NO_CODER = -1;  // the frame was written already
 // What the kernels of one frame that is being written tell each other. Zeroed before the first.
 struct Written {
     Choice choice;
-    uint32_t counted, taken;  // blocks that have counted, and the next number to take
+    uint32_t counted, taken;  // blocks that have done their part, and the next number to take
+    uint32_t misfits, unused;  // not 0 if some of the frame's pages don't fit
 };
-static_assert(sizeof(Written) == 24, "as frames.py has it");
+static_assert(sizeof(Written) == 32, "as frames.py has it");
 
 // How a frame that is being read is. Zeroed before the first kernel, and complete behind ncz_open. The host words the
 // damage from a copy of its first part.
@@ -109,7 +110,7 @@ struct Status {
     // What the blocks of ncz_open find, for the last of them to judge.
     unsigned long long payload_damage;  // as `result`: of the first block to find one
     unsigned long long chunk_damage;    // of the first damaged chunk of a FIXED frame; 0: none
-    uint32_t checksum, finished;        // blocks that have finished
+    uint32_t checksum, finished;        // blocks of a launch that have finished
 };
 static_assert(sizeof(Status) == 72, "as frames.py has it");
 

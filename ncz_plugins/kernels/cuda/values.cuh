@@ -32,6 +32,50 @@ struct alignas(16) Sixteen {
 
 NCZ_DEVICE bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Sixteen) == 0; }
 
+struct alignas(8) Eight {
+    uint32_t words[2];
+};
+
+// The largest of these that so many bytes are made of.
+template <int bytes>
+struct Unit {
+    typedef Sixteen Type;
+};
+template <>
+struct Unit<sizeof(Eight)> {
+    typedef Eight Type;
+};
+
+// `n` of a few consecutive numbers, zeros behind them. For lanes that lie side by side, as `store_run`.
+template <class T, int LENGTH>
+NCZ_DEVICE void load_run(const T* from, int n, T (&values)[LENGTH]) {
+    typedef typename Unit<int(sizeof values)>::Type Part;
+    if (n == LENGTH && reinterpret_cast<uintptr_t>(from) % sizeof(Part) == 0) {
+        Part parts[sizeof values / sizeof(Part)];
+#pragma unroll
+        for (int p = 0; p < int(sizeof values / sizeof(Part)); ++p) parts[p] = reinterpret_cast<const Part*>(from)[p];
+        memcpy(values, parts, sizeof values);
+    } else {
+#pragma unroll
+        for (int i = 0; i < LENGTH; ++i) values[i] = i < n ? from[i] : T{};
+    }
+}
+
+template <class T, int LENGTH>
+NCZ_DEVICE void store_run(T* to, int n, const T (&values)[LENGTH]) {
+    typedef typename Unit<int(sizeof values)>::Type Part;
+    if (n >= LENGTH && reinterpret_cast<uintptr_t>(to) % sizeof(Part) == 0) {
+        Part parts[sizeof values / sizeof(Part)];
+        memcpy(parts, values, sizeof values);
+#pragma unroll
+        for (int p = 0; p < int(sizeof values / sizeof(Part)); ++p) reinterpret_cast<Part*>(to)[p] = parts[p];
+    } else {
+#pragma unroll
+        for (int i = 0; i < LENGTH; ++i)
+            if (i < n) to[i] = values[i];
+    }
+}
+
 // `n` of 8 numbers, zeros behind them.
 template <class T>
 NCZ_DEVICE void load_octet(const T* from, int n, T (&values)[OCTET]) {
@@ -141,6 +185,15 @@ struct Floats {
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step);
     }
+
+    template <int LENGTH>
+    NCZ_DEVICE void run(int64_t element, int n, int32_t (&codes)[LENGTH]) const {
+        Scale inverse_step = inverse_steps[element / SCALE_BLOCK];
+        Element values[LENGTH];
+        load_run(x + element, n, values);
+#pragma unroll
+        for (int i = 0; i < LENGTH; ++i) codes[i] = code_of(values[i], inverse_step);
+    }
 };
 
 // Codes of floats, up or down at random.
@@ -163,6 +216,16 @@ struct RandomFloats {
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
     }
+
+    template <int LENGTH>
+    NCZ_DEVICE void run(int64_t element, int n, int32_t (&codes)[LENGTH]) const {
+        Scale inverse_step = inverse_steps[element / SCALE_BLOCK];
+        uint64_t number = noise.first + uint64_t(element);
+        Element values[LENGTH];
+        load_run(x + element, n, values);
+#pragma unroll
+        for (int i = 0; i < LENGTH; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
+    }
 };
 
 NCZ_DEVICE Floats floats_of(const Piece& piece) {
@@ -180,6 +243,10 @@ struct PlainCodes {
     NCZ_DEVICE int32_t code(int64_t element) const { return codes[element]; }
     NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&octet)[OCTET]) const {
         load_octet(codes + chunk * CHUNK + first, n, octet);
+    }
+    template <int LENGTH>
+    NCZ_DEVICE void run(int64_t element, int n, int32_t (&own)[LENGTH]) const {
+        load_run(codes + element, n, own);
     }
 };
 
@@ -378,9 +445,9 @@ NCZ_DEVICE void stage(const Source& source, const Piece& piece, int64_t c, Choic
     collect_symbols(own, length_of(c, piece.count), choice, scratch);
 }
 
-// Whether a block has to stage a chunk: there is one, and neither FIXED nor nothing was chosen.
+// Whether a block has to stage a chunk: there is one, and the coder that was chosen reads codes and not values.
 NCZ_DEVICE bool is_to_stage(const Piece& piece, int64_t c, const Choice& choice) {
-    return c < chunks_of(piece.count) && choice.coder != FIXED && choice.coder != NO_CODER;
+    return c < chunks_of(piece.count) && (choice.coder == RAW || choice.coder == RANS);
 }
 
 // A block per chunk, as the two below.

@@ -16,29 +16,34 @@ from ..format import (
     DamagedFrame,
     Predictor,
 )
-from . import fixed, huffman, rans
+from . import fixed, huffman, huffman32, rans
 from .select import select
 from .symbols import predict, unpredict
 
 
-def encode_codes(codes: np.ndarray, coding: Coding) -> bytes:
-    """One frame that holds `codes` (int32)."""
-    coder, predictor, mode = select(codes, coding)
+def encode_codes(codes: np.ndarray, coding: Coding, meant: Coder = Coder.HUFFMAN) -> bytes:
+    """One frame that holds `codes` (int32). `meant`: the coder that HUFFMAN means, HUFFMAN or HUFFMAN32."""
+    coder, predictor, mode, counts = select(codes, coding, meant)
     symbols = predict(codes, predictor)
     if coder == Coder.FIXED:
         payload = fixed.encode_fixed(symbols)
     elif coder == Coder.HUFFMAN:
         payload = huffman.encode(symbols)
+    elif coder == Coder.HUFFMAN32:
+        payload = huffman32.encode(symbols, huffman32.lengths_of(counts))
+        if payload is None:
+            coder, payload = Coder.FIXED, fixed.encode_fixed(symbols)
     elif coder == Coder.RANS:
         payload = rans.encode(symbols, mode)
-    if coder == Coder.RAW or coder != Coder.FIXED and len(payload) > symbols.size * fixed.raw_bits(symbols) // 8:
+    may_be_larger = coder in (Coder.HUFFMAN, Coder.RANS)
+    if coder == Coder.RAW or may_be_larger and len(payload) > symbols.size * fixed.raw_bits(symbols) // 8:
         coder, payload = Coder.RAW, fixed.encode_raw(symbols)
     width = fixed.raw_bits(symbols) if coder == Coder.RAW else 0
     return HEADER.pack(MAGIC, VERSION, coder, predictor, width, codes.size, len(payload), 0, 0) + payload
 
 
-def decode_codes(frame: bytes, count: int) -> np.ndarray:
-    """The `count` codes (int32) of one frame. Raises DamagedFrame unless every byte is valid."""
+def decode_codes(frame: bytes, count: int, meant: Coder = Coder.HUFFMAN) -> np.ndarray:
+    """The `count` codes (int32) of one frame. Raises DamagedFrame unless every byte is valid. `meant`: as above."""
     if len(frame) < HEADER_BYTES:
         raise DamagedFrame(f"{len(frame)} bytes are too few for a frame header of {HEADER_BYTES}")
     magic, version, coder, predictor, width, stored, payload_bytes, flags, stored_sum = HEADER.unpack_from(frame)
@@ -63,8 +68,9 @@ def decode_codes(frame: bytes, count: int) -> np.ndarray:
         symbols = fixed.decode_raw(payload, count, width)
     elif coder == Coder.FIXED and width == 0:
         symbols = fixed.decode_fixed(payload, count)
-    elif coder == Coder.HUFFMAN and width == 0:
-        symbols = huffman.decode(payload, count)
+    elif coder == meant and width == 0:
+        decode = huffman.decode if coder == Coder.HUFFMAN else huffman32.decode
+        symbols = decode(payload, count)
     elif coder == Coder.RANS and width == 0:
         symbols = rans.decode(payload, count)
     else:

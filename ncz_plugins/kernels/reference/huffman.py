@@ -17,7 +17,7 @@ def encode(symbols: np.ndarray) -> bytes:
     tokens, extra = tokens_of(symbols)
     lengths = lengths_of(np.bincount(tokens, minlength=TOKENS))
     widths = lengths[tokens] + EXTRA_BITS[tokens]
-    values = _codes(lengths)[tokens] | extra.astype(np.uint64) << lengths[tokens].astype(np.uint64)
+    values = codes_of(lengths)[tokens] | extra.astype(np.uint64) << lengths[tokens].astype(np.uint64)
     lanes = [
         bits.join(values[c : c + CHUNK][lane::HUFFMAN_LANES], widths[c : c + CHUNK][lane::HUFFMAN_LANES])
         for c in range(0, symbols.size, CHUNK)
@@ -37,7 +37,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
         raise DamagedFrame(f"lane sizes add up to {int(sizes.sum())} bytes, the payload holds {rest.size - table}")
     if count == 0:
         return np.zeros(0, dtype=np.uint32)
-    entries = _entries(lengths)
+    entries = entries_of(lengths)
     windows = bits.Windows(rest)
     ends = 8 * (table + np.cumsum(sizes))
     position = ends - 8 * sizes
@@ -64,7 +64,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
 
 def lengths_of(counts: np.ndarray) -> np.ndarray:
     """Bits of the code of each token (int64, 0 where `counts` is), as docs/reference/wire-format.md makes them."""
-    lengths = np.zeros(TOKENS, dtype=np.int64)
+    lengths = np.zeros(len(counts), dtype=np.int64)
     order = sorted(np.flatnonzero(counts).tolist(), key=lambda token: (counts[token], token))
     if len(order) == 1:
         order.append(1 if order[0] == 0 else 0)
@@ -100,9 +100,9 @@ def _limit(lengths: np.ndarray, order: list[int]) -> None:
                 lengths[token] -= 1
 
 
-def _codes(lengths: np.ndarray) -> np.ndarray:
+def codes_of(lengths: np.ndarray) -> np.ndarray:
     """The code of each token (uint64), its first bit lowest."""
-    codes = np.zeros(TOKENS, dtype=np.uint64)
+    codes = np.zeros(len(lengths), dtype=np.uint64)
     code = 0
     for length in range(1, HUFFMAN_MAX_LENGTH + 1):
         for token in np.flatnonzero(lengths == length):
@@ -112,10 +112,10 @@ def _codes(lengths: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _entries(lengths: np.ndarray) -> np.ndarray:
+def entries_of(lengths: np.ndarray) -> np.ndarray:
     """The token that each next 11 bits begin with."""
     entries = np.zeros(_WHOLE, dtype=np.int64)
-    codes = _codes(lengths)
+    codes = codes_of(lengths)
     for token in np.flatnonzero(lengths):
         entries[int(codes[token]) :: 1 << int(lengths[token])] = token
     return entries
@@ -123,9 +123,7 @@ def _entries(lengths: np.ndarray) -> np.ndarray:
 
 def _table(lengths: np.ndarray) -> bytes:
     stored = int(np.flatnonzero(lengths).max(initial=-1)) + 1
-    nibbles = np.zeros(stored + stored % 2, dtype=np.uint8)
-    nibbles[:stored] = lengths[:stored]
-    return bytes([stored]) + (nibbles[::2] | nibbles[1::2] << 4).tobytes()
+    return bytes([stored]) + nibbles_of(lengths[:stored])
 
 
 def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -134,15 +132,30 @@ def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     size = 1 + (stored + 1) // 2
     if stored > TOKENS or payload.size < size:
         raise DamagedFrame(f"HUFFMAN code has {stored} lengths in a payload of {payload.size} bytes")
-    pairs = payload[1:size]
-    nibbles = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1).astype(np.int64)
     lengths = np.zeros(TOKENS + 1, dtype=np.int64)  # one more: the filling of an odd number
-    lengths[: nibbles.size] = nibbles
-    used = int((_WHOLE >> lengths[lengths > 0]).sum())
-    last_occurs = stored and lengths[stored - 1]
-    if lengths.max() > HUFFMAN_MAX_LENGTH or lengths[stored:].any() or not last_occurs or used != _WHOLE:
+    found = lengths_in(payload[1:size])
+    lengths[: found.size] = found
+    if lengths[stored:].any() or not stored or not lengths[stored - 1]:
         raise DamagedFrame("HUFFMAN code is not complete")
+    check_complete(lengths)
     return lengths[:TOKENS], payload[size:]
+
+
+def check_complete(lengths: np.ndarray) -> None:
+    """Raise DamagedFrame unless there is a code of these lengths that leaves no bits without a meaning."""
+    if lengths.max() > HUFFMAN_MAX_LENGTH or int((_WHOLE >> lengths[lengths > 0]).sum()) != _WHOLE:
+        raise DamagedFrame("HUFFMAN code is not complete")
+
+
+def nibbles_of(lengths: list[int] | np.ndarray) -> bytes:
+    """Lengths of 4 bits each, the first in the low bits; zeros fill the last byte."""
+    nibbles = np.append(lengths, [0] * (len(lengths) % 2)).astype(np.uint8)
+    return (nibbles[::2] | nibbles[1::2] << 4).tobytes()
+
+
+def lengths_in(nibbles: np.ndarray) -> np.ndarray:
+    """Inverse of `nibbles_of`, with what fills the last byte."""
+    return np.stack([nibbles & 15, nibbles >> 4], axis=1).reshape(-1).astype(np.int64)
 
 
 def table_bytes(lengths: np.ndarray) -> int:

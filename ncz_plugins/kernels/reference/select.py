@@ -15,22 +15,28 @@ from ..format import (
     Predictor,
     chunks_of,
 )
+from . import huffman, huffman32
 from .fixed import packed_bytes, raw_bits
-from .huffman import lengths_of, table_bytes
 from .symbols import EXTRA_BITS, tokens_of, zigzag
 
-_CODERS = (Coder.FIXED, Coder.RAW, Coder.HUFFMAN, Coder.RANS)  # the first wins at a draw
 
+def select(codes: np.ndarray, coding: Coding, meant: Coder) -> tuple[Coder, Predictor, int, np.ndarray]:
+    """The coder and the predictor that `codes` get, the mode for RANS, and how often each token is in the sample.
 
-def select(codes: np.ndarray, coding: Coding) -> tuple[Coder, Predictor, int]:
-    """The coder, the predictor, and the mode for RANS that `codes` get."""
+    Args:
+        meant: the coder that HUFFMAN means, HUFFMAN or HUFFMAN32.
+    """
     pieces = sample(codes)
-    coders = _CODERS if coding.coder == Coder.AUTO else (coding.coder,)
+    if coding.coder == Coder.AUTO:
+        coders = Coder.FIXED, Coder.RAW, meant, Coder.RANS  # the first wins at a draw
+    else:
+        coders = (meant if coding.coder == Coder.HUFFMAN else coding.coder,)
     predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
     symbols = {p: [_symbols(piece, p) for piece in pieces] for p in predictors}
     cost = {p: _cost(symbols[p], codes.size, coding) for p in predictors}
     coder, predictor = min(((c, p) for c in coders for p in predictors), key=lambda pair: cost[pair[1]][pair[0]])
-    return coder, predictor, mode_of(_counts(symbols[predictor]))
+    counts = _counts(symbols[predictor])
+    return coder, predictor, mode_of(counts), counts
 
 
 def sample(codes: np.ndarray) -> list[np.ndarray]:
@@ -63,24 +69,25 @@ def _cost(pieces: list[np.ndarray], n: int, coding: Coding) -> dict[Coder, int]:
     m = max(1, symbols.size)
     counts = _counts(pieces)
     extra = int((counts * EXTRA_BITS).sum())
-    lengths = lengths_of(counts)
+    lengths, lengths32 = huffman.lengths_of(counts), huffman32.lengths_of(counts)
     mode = mode_of(counts)
     masks = np.bincount(np.packbits(symbols != mode, bitorder="little"), minlength=256)
     others = np.where(np.arange(TOKENS) == mode, 0, counts)
     rest = int(others.sum())
     rans = _entropy(masks) + 3 * max(0, np.count_nonzero(masks) - 1) // 4 + _entropy(others) + extra
     rans_tables = 66 + 2 * (np.count_nonzero(masks) + np.count_nonzero(others))
-    chunks, pages = chunks_of(n), -(-n // RANS_PAGE)
+    chunks, pages, pages32 = chunks_of(n), -(-n // RANS_PAGE), huffman32.pages_of(n)
 
     def cost(bits: int, bytes: int, picoseconds: int) -> int:
         return costs.link * (bits * n // (8 * m) + bytes) + picoseconds
 
     fixed = 8 * sum(packed_bytes(piece) for piece in pieces)
-    huffman = int((counts * lengths).sum()) + extra
+    in_code, in_code32 = int((counts * lengths).sum()) + extra, int((counts * lengths32[:TOKENS]).sum()) + extra
     return {
         Coder.FIXED: cost(fixed, 2 * chunks, costs.fixed * n),
         Coder.RAW: cost(raw_bits(symbols) * symbols.size, 0, costs.raw * n),
-        Coder.HUFFMAN: cost(huffman, 10 * chunks + table_bytes(lengths), costs.huffman * n),
+        Coder.HUFFMAN: cost(in_code, 10 * chunks + huffman.table_bytes(lengths), costs.huffman * n),
+        Coder.HUFFMAN32: cost(in_code32, 66 * pages32 + huffman32.table_bytes(lengths32), costs.huffman * n),
         Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
     }
 

@@ -1,0 +1,442 @@
+// The coder HUFFMAN32: pages of 64 rows of 128 codes. A warp writes or reads a page, and each of its lanes a bit string of its
+// own, of four consecutive codes in each row. docs/reference/wire-format.md specifies it; huffman.cuh makes the code.
+//
+//     ncz_encode_pages   pages from values or codes, in one pass: each in shared memory, then to its place
+//     ncz_decode_pages   from pages to values
+//     ncz_read_pages     from pages to codes, for kernels that add them up
+//
+// The rows of a page's 16-bit words alternate between lanes, so that a warp copies a page side by side and its lanes read words
+// from different banks of shared memory.
+#pragma once
+
+#include "fixed.cuh"
+
+constexpr int64_t PAGE = HUFFMAN32_PAGE;
+constexpr int ROW = HUFFMAN32_ROW, PAGE_ROWS = int(PAGE) / ROW;
+constexpr int RUN = ROW / WARP;  // consecutive codes of a lane
+constexpr int CHUNK_ROWS = int(CHUNK) / ROW;
+constexpr int MOST_WORDS = HUFFMAN32_MOST_WORDS;
+constexpr int SIZES_WORDS = WARP / 2;  // at the beginning of a page, a byte for each lane
+static_assert(HUFFMAN32_LANES == WARP, "a lane of the warp has a bit string");
+static_assert(ROW == SCALE_BLOCK, "a row has one step");
+
+constexpr int PAGE_WARPS = 4;  // of a block, each with a page at a time
+constexpr int PAGE_THREADS = PAGE_WARPS * WARP;
+constexpr int PAGE_BLOCKS = 7;  // on a multiprocessor: as many as have room for their pages on an H100
+
+constexpr unsigned LETTERS = TOKENS + 1;  // with ESCAPE
+constexpr unsigned HUFFMAN_WHOLE = 1u << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
+
+NCZ_DEVICE int64_t huffman_pages_of(int64_t count) { return (count + PAGE - 1) / PAGE; }
+
+// Blocks that a frame of so many codes takes.
+NCZ_DEVICE int64_t page_blocks_of(int64_t count) { return (huffman_pages_of(count) + PAGE_WARPS - 1) / PAGE_WARPS; }
+
+NCZ_DEVICE int length_of_huffman_page(int64_t page, int64_t count) {
+    int64_t left = count - page * PAGE;
+    return int(left < 0 ? 0 : left < PAGE ? left : PAGE);
+}
+
+// What is in front of the pages, in bytes: a code with the lengths of so many tokens, and the table of pages.
+NCZ_DEVICE int huffman_code_bytes(int stored) { return (1 + stored / 2 + 1 + 3) / 4 * 4; }
+
+// The letter at a place in the table of lengths: ESCAPE is the first.
+NCZ_DEVICE unsigned letter_at(int place) { return place ? unsigned(place) - 1 : ESCAPE; }
+
+NCZ_DEVICE int page_table_bytes(int pages) { return (pages + 1) / 2 * 4; }
+
+// Of a page whose lanes have so many words in all.
+NCZ_DEVICE int page_words_of(int words) { return (SIZES_WORDS + words + 1) / 2 * 2; }
+
+NCZ_DEVICE int least_of_warp(int value) {
+    for (int distance = WARP / 2; distance; distance /= 2) {
+        int other = __shfl_xor_sync(ALL_LANES, value, distance);
+        value = other < value ? other : value;
+    }
+    return value;
+}
+
+NCZ_DEVICE int most_of_warp(int value) { return -least_of_warp(-value); }
+
+// ------------------------------------------------------------------ encoding
+
+// What ncz_select tells the kernels that encode a frame.
+struct HuffmanEncoding {
+    uint32_t codes[LETTERS];  // with the length from bit 16 on; 0 for a letter that has none
+    int32_t stored;           // tokens with a length in the frame
+    uint32_t unused[2];
+};
+static_assert(sizeof(HuffmanEncoding) == 928, "as frames.py has it");
+
+// Appends to the bit string of a lane: to its words, one in each row. Of too many, counts alone.
+class LaneWriter {
+  public:
+    NCZ_DEVICE explicit LaneWriter(uint16_t* column) : column_(column) {}
+
+    NCZ_DEVICE void put(uint32_t bits, unsigned n) {  // at most 16
+        pending_ |= bits << filled_;
+        filled_ += n;
+        if (filled_ < 16) return;
+        store();
+        pending_ >>= 16;
+        filled_ -= 16;
+    }
+    NCZ_DEVICE void put_long(uint32_t bits, unsigned n) {
+        put(bits & 0xffffu, n < 16 ? n : 16);
+        if (n > 16) put(bits >> 16, n - 16);
+    }
+    NCZ_DEVICE void end() {
+        if (filled_) store();
+    }
+    NCZ_DEVICE int words() const { return words_; }
+
+  private:
+    NCZ_DEVICE void store() {
+        if (words_ < MOST_WORDS) column_[words_ * WARP] = uint16_t(pending_);
+        ++words_;
+    }
+
+    uint16_t* column_;
+    uint32_t pending_ = 0;
+    unsigned filled_ = 0;  // below 16 between calls
+    int words_ = 0;
+};
+
+NCZ_DEVICE void put_symbol(LaneWriter& lane, const uint32_t* codes, uint32_t symbol) {
+    uint32_t code = symbol < DIRECT ? codes[symbol] : 0;
+    if (code) return lane.put(code & 0xffffu, code >> 16);  // as nearly always
+    unsigned token = token_of(symbol);
+    code = codes[token];
+    if (code) {
+        lane.put(code & 0xffffu, code >> 16);
+    } else {
+        lane.put(codes[ESCAPE] & 0xffffu, codes[ESCAPE] >> 16);
+        lane.put(token, ESCAPED_BITS);
+    }
+    unsigned extra_bits = extra_bits_of(token);
+    if (extra_bits) lane.put_long(extra_of(symbol, extra_bits), extra_bits);
+}
+
+// A page that a warp writes or reads, in shared memory; with room for what readers ask for behind the last row.
+struct alignas(16) PageMemory {
+    uint32_t sizes[SIZES_WORDS / 2];
+    uint16_t rows[MOST_WORDS + 2][WARP];
+};
+
+// Closes up the rows in which only some lanes have a word, of which this one has `words`. Then the page is as in the frame.
+NCZ_DEVICE void close_rows(PageMemory& page, int words, int all_words) {
+    uint16_t* to = page.rows[0];
+    int first = least_of_warp(words), last = most_of_warp(words), at = first * WARP;
+    unsigned lower = (1u << lane()) - 1;
+    for (int row = first; row < last; ++row) {
+        unsigned having = __ballot_sync(ALL_LANES, words > row);
+        uint16_t word = page.rows[row][lane()];
+        __syncwarp(ALL_LANES);  // what is written stands at or before what was read
+        if (words > row) to[at + __popc(having & lower)] = word;
+        at += __popc(having);
+        __syncwarp(ALL_LANES);
+    }
+    if (lane() == 0 && all_words % 2) to[all_words] = 0;
+    reinterpret_cast<uint8_t*>(page.sizes)[lane()] = uint8_t(words);
+    __syncwarp(ALL_LANES);
+}
+
+// Writes the code to a frame.
+NCZ_DEVICE void write_code(const uint32_t* codes, int stored, uint8_t* payload) {
+    auto length_at = [=](int place) { return place <= stored ? codes[letter_at(place)] >> 16 : 0u; };
+    for (int i = int(threadIdx.x); i < huffman_code_bytes(stored); i += PAGE_THREADS)
+        payload[i] = uint8_t(i ? length_at(2 * i - 2) | length_at(2 * i - 1) << 4 : unsigned(stored));
+}
+
+// Shared memory of a block that writes pages.
+struct PagesInHand {
+    PageMemory pages[PAGE_WARPS];
+    uint32_t codes[LETTERS];
+    int words[PAGE_WARPS];  // of each page
+    int64_t number;
+    int is_last;
+};
+
+// The codes of a page become its lanes' bit strings. Gives how many words this lane has; more than MOST_WORDS don't fit.
+template <class Source>
+NCZ_DEVICE int encode_lanes(const Source& source, int64_t page, int length, int32_t predictor, const uint32_t* codes,
+                            PageMemory& memory) {
+    constexpr int AT_ONCE = 4;  // rows that are on their way together
+    LaneWriter writer(memory.rows[0] + lane());
+    int32_t before = 0;  // the last code of the row before
+    for (int first = 0; first < length; first += AT_ONCE * ROW) {
+        int32_t own[AT_ONCE][RUN] = {};
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) {
+            int at = first + r * ROW + lane() * RUN, n = length - at < RUN ? length - at : RUN;
+            if (n > 0) source.run(page * PAGE + at, n, own[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) {
+            int row = first / ROW + r, n = length - row * ROW - lane() * RUN;
+            int32_t previous = 0;
+            if (predictor == DELTA) {
+                int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, own[r][RUN - 1], 1);
+                int32_t of_last_lane = __shfl_sync(ALL_LANES, own[r][RUN - 1], WARP - 1);
+                previous = lane() ? of_lower_lane : row % CHUNK_ROWS ? before : 0;
+                before = of_last_lane;
+            }
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) {
+                int32_t base = predictor == DELTA ? previous : 0;
+                previous = own[r][i];
+                if (i < n) put_symbol(writer, codes, zigzag(difference(own[r][i], base)));
+            }
+        }
+    }
+    writer.end();
+    return writer.words();
+}
+
+// HUFFMAN32 frames of what `source_of` gives, where that coder was chosen; FIXED becomes the choice for those that would be
+// too large, and all is as before for the kernel that writes them.
+template <class SourceOf>
+NCZ_DEVICE void encode_pages(SourceOf source_of, const Pieces& pieces, Written* written, const HuffmanEncoding* encodings,
+                             unsigned long long* places, long long* sizes, PagesInHand& shared) {
+    int f = frame_number(pieces.n);
+    const Piece& piece = pieces.of[f];
+    Choice& choice = written[f].choice;
+    int64_t count = piece.count, blocks = page_blocks_of(count);
+    if (unit_number(pieces.n) >= blocks || choice.coder != HUFFMAN32) return;
+    places += piece.first_chunk + f;
+    for (int i = int(threadIdx.x); i < int(LETTERS); i += PAGE_THREADS) shared.codes[i] = encodings[f].codes[i];
+    int64_t number = take_number(&written[f].taken, &shared.number), page = number * PAGE_WARPS + warp();
+    int length = length_of_huffman_page(page, count);
+    PageMemory& memory = shared.pages[warp()];
+    int words = encode_lanes(source_of(piece), page, length, choice.predictor, shared.codes, memory);
+    bool fits = !__any_sync(ALL_LANES, words > MOST_WORDS);
+    if (!fits) words = 0;
+    int all_words = warp_sum(words), page_words = length ? page_words_of(all_words) : 0;
+    if (lane() == 0) shared.words[warp()] = page_words;
+    __syncthreads();
+    int before_in_block = 0, of_block = 0;
+    for (int w = 0; w < PAGE_WARPS; ++w) {
+        before_in_block += w < warp() ? shared.words[w] : 0;
+        of_block += shared.words[w];
+    }
+    if (threadIdx.x == 0) leave_own(places, number, of_block);
+    close_rows(memory, words, all_words);
+    if (warp() == 0) {
+        int64_t before = look_back(places, number, of_block);
+        if (lane() == 0) shared.number = before;
+    }
+    __syncthreads();
+    int stored = encodings[f].stored, code_bytes = huffman_code_bytes(stored), pages_of_frame = int(huffman_pages_of(count));
+    int64_t first_page = code_bytes + page_table_bytes(pages_of_frame);
+    int64_t begin = first_page + 2 * (shared.number + before_in_block);
+    uint8_t* payload = piece.frame + HEADER_BYTES;
+    fits &= begin + 2 * page_words <= count;  // a byte for each code
+    if (number == 0 && first_page <= count) write_code(shared.codes, stored, payload);
+    if (length && fits) {
+        uint8_t* table = payload + code_bytes;
+        if (lane() == 0) store16(table + 2 * page, unsigned(page_words));
+        if (lane() == 0 && page + 1 == pages_of_frame && pages_of_frame % 2) store16(table + 2 * page + 2, 0);
+        copy_by_warp(payload + begin, reinterpret_cast<const uint8_t*>(&memory), 2 * page_words);
+    }
+    if (lane() == 0 && !fits) atomicOr(&written[f].misfits, 1u);
+    if (!finished_last(&written[f].counted, blocks, &shared.is_last)) return;
+    if (atomicOr(&written[f].misfits, 0u)) {
+        for (int64_t i = threadIdx.x; i < blocks; i += PAGE_THREADS) store_relaxed(places + i, 0);
+        if (threadIdx.x) return;
+        atomicExch(&written[f].taken, 0u);
+        choice.coder = FIXED;
+    } else if (threadIdx.x == 0) {
+        int64_t bytes = first_page + 2 * int64_t(load_relaxed(places + blocks - 1) / KINDS);
+        write_header(piece.frame, HUFFMAN32, choice.predictor, 0, count, bytes);
+        sizes[f] = HEADER_BYTES + bytes;
+    }
+}
+
+NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_encode_pages)
+(const __grid_constant__ Pieces pieces, Written* written, const HuffmanEncoding* encodings, unsigned long long* places,
+ long long* sizes) {
+    NCZ_SHARED(PagesInHand, shared, 1);
+    encode_pages(floats_of, pieces, written, encodings, places, sizes, *shared);
+}
+
+NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_encode_pages_at_random)
+(const __grid_constant__ Pieces pieces, Noise noise, Written* written, const HuffmanEncoding* encodings,
+ unsigned long long* places, long long* sizes) {
+    NCZ_SHARED(PagesInHand, shared, 1);
+    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
+    encode_pages(source_of, pieces, written, encodings, places, sizes, *shared);
+}
+
+NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_encode_pages_of_codes)
+(const __grid_constant__ Pieces pieces, Written* written, const HuffmanEncoding* encodings, unsigned long long* places,
+ long long* sizes) {
+    NCZ_SHARED(PagesInHand, shared, 1);
+    encode_pages(codes_of, pieces, written, encodings, places, sizes, *shared);
+}
+
+// ------------------------------------------------------------------ decoding
+
+// What decoders look the next bits up in, HUFFMAN_WHOLE for each frame: bits of the code, and the letter.
+NCZ_DEVICE uint16_t huffman_entry(unsigned length, unsigned letter) { return uint16_t(length | letter << 4); }
+
+// Reads the bit string of a lane. Behind the last row it reads that row again, which happens in damaged frames alone.
+class LaneReader {
+  public:
+    NCZ_DEVICE explicit LaneReader(const uint16_t* column)
+        : column_(column), bits_(column[0] | uint32_t(column[WARP]) << 16), next_(column[2 * WARP]) {}
+
+    NCZ_DEVICE uint32_t bits() const { return bits_; }  // of which 17 are there at least
+    NCZ_DEVICE void skip(unsigned n) {                  // at most 16
+        bits_ >>= n;
+        filled_ -= int(n);
+        if (filled_ > 16) return;
+        bits_ |= uint32_t(next_) << filled_;
+        filled_ += 16;
+        ++row_;
+        next_ = column_[(row_ < MOST_WORDS + 1 ? row_ : MOST_WORDS + 1) * WARP];
+    }
+    NCZ_DEVICE uint32_t take(unsigned n) {
+        unsigned low_bits = n < 16 ? n : 16;
+        uint32_t low = bits_ & ((1u << low_bits) - 1);
+        skip(low_bits);
+        if (n <= 16) return low;
+        uint32_t high = bits_ & ((1u << (n - 16)) - 1);
+        skip(n - 16);
+        return low | high << 16;
+    }
+    NCZ_DEVICE int read() const { return 16 * row_ - filled_; }  // how many bits were
+
+  private:
+    const uint16_t* column_;
+    uint32_t bits_;
+    uint16_t next_;  // the word of `row_`
+    int filled_ = 32, row_ = 2;
+};
+
+// `is_wrong` becomes true where there is no such token.
+NCZ_DEVICE uint32_t next_symbol(LaneReader& lane, const uint16_t* entries, bool& is_wrong) {
+    unsigned entry = entries[lane.bits() % HUFFMAN_WHOLE], token = entry >> 4;
+    lane.skip(entry & 15u);
+    if (token < DIRECT) return token;
+    if (token == ESCAPE) token = lane.take(ESCAPED_BITS);
+    if (token >= TOKENS) {
+        is_wrong = true;
+        token = 0;
+    }
+    return base_of(token) + (lane.take(extra_bits_of(token)) << 1);
+}
+
+// Shared memory of a block that reads pages.
+struct PagesToRead {
+    PageMemory pages[PAGE_WARPS];
+    uint16_t entries[HUFFMAN_WHOLE];
+    int is_last;
+};
+
+// Brings a page to shared memory, all rows as wide as the warp; `words` becomes how many this lane has. Whether its sizes are
+// possible: only then anything is there.
+NCZ_DEVICE bool load_page(const uint8_t* from, int page_words, PageMemory& page, int& words) {
+    bool has_sizes = page_words >= SIZES_WORDS;
+    words = has_sizes ? from[lane()] : 0;
+    bool fits = has_sizes && words <= MOST_WORDS;
+    if (!__all_sync(ALL_LANES, fits) || page_words_of(warp_sum(words)) != page_words) return false;
+    from += 2 * SIZES_WORDS;
+    int first = least_of_warp(words), last = most_of_warp(words), at = first * WARP;
+    uint32_t* whole = reinterpret_cast<uint32_t*>(page.rows[0]);
+    if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
+        for (int i = lane(); 2 * i < at; i += WARP) copy_async(whole + i, reinterpret_cast<const uint32_t*>(from) + i);
+    } else {
+        for (int i = lane(); 2 * i < at; i += WARP) whole[i] = load32(from + 4 * i);
+    }
+    unsigned lower = (1u << lane()) - 1;
+    for (int row = first; row < last; ++row) {
+        unsigned having = __ballot_sync(ALL_LANES, words > row);
+        if (words > row) page.rows[row][lane()] = uint16_t(load16(from + 2 * (at + __popc(having & lower))));
+        at += __popc(having);
+    }
+    await_copies();
+    __syncwarp(ALL_LANES);
+    return true;
+}
+
+// Decodes a page that was loaded; `put` takes each row's run of this lane. Whether every lane ended where it should.
+template <class Put>
+NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int32_t predictor, const uint16_t* entries,
+                             Put put) {
+    LaneReader reader(page.rows[0] + lane());
+    bool is_wrong = false;
+    uint32_t before = 0;  // with DELTA, the last code of the row before
+    for (int row = 0; row * ROW < length; ++row) {
+        int at = row * ROW + lane() * RUN, n = length - at < RUN ? length - at : RUN;
+        int32_t codes[RUN];
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) codes[i] = i < n ? unzigzag(next_symbol(reader, entries, is_wrong)) : 0;
+        if (predictor == DELTA) {
+#pragma unroll
+            for (int i = 1; i < RUN; ++i) codes[i] = sum(codes[i], codes[i - 1]);
+            uint32_t own = uint32_t(codes[RUN - 1]), inclusive = warp_inclusive_sum(own);
+            if (row % CHUNK_ROWS == 0) before = 0;
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) codes[i] = sum(codes[i], int32_t(before + inclusive - own));
+            before += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+        }
+        put(row, n, codes);
+    }
+    int left = 16 * words - reader.read();
+    is_wrong |= left < 0 || left > 15 || (reader.bits() & ((1u << left) - 1));
+    return !__any_sync(ALL_LANES, is_wrong);
+}
+
+// Decodes the pages of HUFFMAN32 frames that were opened, and says in their status if one is damaged. `put_of` gives what
+// takes the rows of a page.
+template <class PutOf>
+NCZ_DEVICE void decode_pages(PutOf put_of, const Inputs& inputs, Status* statuses, Status* report, const long long* offsets,
+                             const uint16_t* entries, PagesToRead& shared) {
+    int f = frame_number(inputs.n);
+    const Input& input = inputs.of[f];
+    Status& status = statuses[f];
+    int64_t count = input.count, blocks = page_blocks_of(count), number = unit_number(inputs.n);
+    if (number >= blocks || status.result || status.header.coder != HUFFMAN32) return;
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(entries + f * HUFFMAN_WHOLE);
+    for (int i = int(threadIdx.x); i < int(HUFFMAN_WHOLE) / 2; i += PAGE_THREADS)
+        reinterpret_cast<uint32_t*>(shared.entries)[i] = from[i];
+    int64_t page = number * PAGE_WARPS + warp();
+    int length = length_of_huffman_page(page, count), words = 0;
+    const uint8_t* payload = input.frame + HEADER_BYTES;
+    PageMemory& memory = shared.pages[warp()];
+    bool is_whole = true;
+    if (length) {
+        int page_words = int(load16(payload + huffman_code_bytes(payload[0]) + 2 * page));
+        is_whole = load_page(payload + offsets[input.first_chunk + page], page_words, memory, words);
+    }
+    __syncthreads();
+    if (length && is_whole)
+        is_whole = decode_lanes(memory, words, length, status.header.predictor, shared.entries, put_of(page));
+    if (!is_whole && lane() == 0) record(status, damaged(DAMAGED_PAGE));
+    if (!finished_last(&status.finished, blocks, &shared.is_last) || threadIdx.x) return;
+    status.result = (long long)status.payload_damage;
+    report_damage(status, report);
+}
+
+NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode_pages)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, Status* statuses, Status* report,
+ const long long* offsets, const uint16_t* entries) {
+    NCZ_SHARED(PagesToRead, shared, 1);
+    const Piece& piece = pieces.of[frame_number(inputs.n)];
+    auto put_of = [&](int64_t page) {
+        Element* to = static_cast<Element*>(piece.values) + page * PAGE + lane() * RUN;
+        const Scale* scales = static_cast<const Scale*>(piece.steps) + page * PAGE_ROWS;
+        return [=](int row, int n, const int32_t(&codes)[RUN]) {
+            if (n <= 0) return;
+            Scale scale = scales[row];
+            Element values[RUN];
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) values[i] = value_of(codes[i], scale);
+            store_run(to + row * ROW, n, values);
+        };
+    };
+    decode_pages(put_of, inputs, statuses, report, offsets, entries, *shared);
+}
+
+#define NCZ_HUFFMAN32_KERNELS(X) \
+    X(ncz_encode_pages) X(ncz_encode_pages_at_random) X(ncz_encode_pages_of_codes) X(ncz_decode_pages)
