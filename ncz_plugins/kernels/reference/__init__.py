@@ -1,7 +1,7 @@
 """The executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
 
-Slow and plain on purpose: the C++ kernels must produce the same bytes, and the CUDA ones, with HUFFMAN32 for HUFFMAN. It
-also runs where no compiled library loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch tensors.
+Slow and plain on purpose: the C++ kernels must produce the same bytes, and so must the CUDA ones, with HUFFMAN32 for
+HUFFMAN. It also runs where no compiled library loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch tensors.
 numpy lacks bfloat16, so bfloat16 is first widened to float32, which is exact.
 
     values    floats to codes and back, statistics, random numbers
