@@ -14,6 +14,7 @@ from .bypass import Bypass
 from .call import COLLECTIVES, OPS, Request
 from .config import Config
 from .errors import MismatchError, UnsupportedError
+from .training.policy import ParameterSlice
 from .transport.comparison import Extremes, RankComparison, place_of
 
 # The dtypes that gloo and NCCL carry.
@@ -34,18 +35,15 @@ _BYPASSES = tuple(Bypass)
 _COMPRESSED, _AS_CHANGES, _MEASURING, _CONNECTING = 0, *(len(_BYPASSES) + i for i in (1, 2, 3))
 
 
-def described(
-    request: Request, number: int, bypass: Bypass | None, configuration: int = 0, uncompared: int = 0
-) -> dict[str, int]:
+def described(request: Request, number: int, bypass: Bypass | None, **more: int) -> dict[str, int]:
     """What ranks compare of a call. Texts and floats travel as checksums, other things as their place in a list.
 
     Args:
         number: how many calls the ranks have made, this one included.
         bypass: why the call goes plain; None if it is compressed.
-        configuration: a checksum of the settings of a call that is compressed.
-        uncompared: a checksum of the calls before it that ranks did not compare.
+        more: see `numbered`.
     """
-    return numbered(kind_described(request), request, number, bypass, configuration, uncompared)
+    return numbered(kind_described(request), request, number, bypass, **more)
 
 
 def kind_described(request: Request) -> dict[str, int]:
@@ -61,6 +59,8 @@ def kind_described(request: Request) -> dict[str, int]:
         "transfer": 0,
         "configuration": 0,
         "calls on GPUs before it": 0,
+        "parameters": 0,
+        "training step": 0,
         "list of tensors": request.together,
         "refusal": 0,
     }
@@ -73,14 +73,23 @@ def numbered(
     bypass: Bypass | None,
     configuration: int = 0,
     uncompared: int = 0,
+    step: int = 0,
 ) -> dict[str, int]:
-    """What `described` returns, of a request of which `kind_described` has told the `kind`."""
+    """What `described` returns, of a request of which `kind_described` has told the `kind`.
+
+    Args:
+        configuration: a checksum of the settings of a call that is compressed.
+        uncompared: a checksum of the calls before it that ranks did not compare.
+        step: of the training, where something depends on it.
+    """
     return {
         **kind,
         "call number": number,
         "transfer": _transfer(request, bypass),
         "configuration": configuration,
         "calls on GPUs before it": uncompared,
+        "parameters": 0 if request.op is None else _checksum_of_parts(tuple(request.parts)),
+        "training step": step,
     }
 
 
@@ -145,13 +154,22 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
         raise MismatchError(f"{collective}: rank {refused} refused its call; the error that it raised says why")
     if differing:
         found = "; ".join(_in_words(name, ends, ranks) for name, ends in differing.items())
-        raise MismatchError(f"{collective}: {found}. Every rank must make the same calls in the same order")
+        steps = ", and end the same steps (end_step)" if "training step" in differing else ""
+        raise MismatchError(f"{collective}: {found}. Every rank must make the same calls in the same order{steps}")
 
 
 @lru_cache
 def checksum_of(config: Config) -> int:
     """A number by which ranks tell whether their configurations differ; found once for each, as calls are many."""
     return zlib.crc32(config.canonical().encode())
+
+
+@lru_cache(maxsize=4096)
+def _checksum_of_parts(parts: tuple[ParameterSlice, ...]) -> int:
+    """A number by which ranks tell whether they sum the same parameters; 0 if none of these has a name."""
+    if all(part.name is None for part in parts):
+        return 0
+    return 1 + zlib.crc32(repr([tuple(part) for part in parts]).encode())
 
 
 def checksum_of_list(tensors: Sequence[Tensor]) -> int:
@@ -174,7 +192,7 @@ def _named(values: Sequence, number: int) -> str:
 
 
 _NOTHING = torch.empty(0)
-_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "list of tensors")
+_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "parameters", "list of tensors")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
 _TRANSFERS = {
     _COMPRESSED: "compressed",

@@ -256,7 +256,8 @@ class Collectives:
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
         kind = self._kind_of(request).described
-        return numbered(kind, request, self.calls, bypass, self._checksum_of(config), self._uncompared)
+        step = self.training.step if self.training.depends_on_step else 0
+        return numbered(kind, request, self.calls, bypass, self._checksum_of(config), self._uncompared, step)
 
     def _checksum_of(self, config: Config | None) -> int:
         """Of the settings of a call; 0 for none. To look up that of other settings than the usual ones takes longer."""

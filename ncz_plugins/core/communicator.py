@@ -30,6 +30,7 @@ from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.connections import timeout_of
+from .transport.groups import require_group
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
@@ -154,6 +155,7 @@ class Communicator:
         role: str | None = None,
         name: str | None = None,
         parts: Sequence[ParameterSlice] | None = None,
+        kept_as: str | None = None,
     ):
         """Sum `tensor` over ranks (or average, for AVG), in place on every rank.
 
@@ -164,6 +166,7 @@ class Communicator:
                 compressed; integers and bool go plain.
             op: of torch.distributed. Sums and averages are compressed, others go plain.
             role, name, parts: see the class.
+            kept_as: by which name error feedback keeps what a tensor with a `name` loses, if not by that.
 
         Returns: a handle if `async_op`, else None.
 
@@ -173,7 +176,7 @@ class Communicator:
         """
         with _Beginning(self, "all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
-            return self._reduce([tensor], op, [parts], role, async_op)
+            return self._reduce([tensor], op, [parts], role, async_op, kept_as)
 
     def all_reduce_coalesced(
         self,
@@ -211,6 +214,7 @@ class Communicator:
         role: str | None = None,
         name: str | None = None,
         parts: Sequence[ParameterSlice] | None = None,
+        kept_as: str | None = None,
     ):
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
 
@@ -218,6 +222,7 @@ class Communicator:
             output: contiguous, [n] elements in any shape, on the device of `input` and of its dtype.
             input: contiguous, [world_size * n] elements in any shape; dtypes as of `all_reduce`.
             parts: those of `input`, all of which must be treated alike.
+            kept_as: see `all_reduce`.
 
         Returns: a handle if `async_op`, else None.
 
@@ -227,7 +232,8 @@ class Communicator:
         with _Beginning(self, "reduce_scatter_tensor"):
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
             parts = _parts("reduce_scatter_tensor", input, name, parts)
-            request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts)
+            kept = None if kept_as is None else _kept_as(kept_as, input)
+            request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts, residual_parts=kept)
             handle = self._start(request(ordinary(input), ordinary(output)), async_op)
             return handle.giving(output) if async_op else None
 
@@ -376,10 +382,18 @@ class Communicator:
     # ---------------------------------------------------------------- running
 
     def _reduce(
-        self, tensors: list[Tensor], op, parts: list[Sequence[ParameterSlice]], role: str | None, async_op: bool
+        self,
+        tensors: list[Tensor],
+        op,
+        parts: list[Sequence[ParameterSlice]],
+        role: str | None,
+        async_op: bool,
+        kept_as: str | None = None,
     ):
         """All-reduce tensors in one call for each dtype and treatment. Returns a handle if `async_op`, else waits."""
         requests = self._requests([ordinary(each) for each in tensors], op, parts, role)
+        if kept_as is not None:
+            requests = [replace(each, residual_parts=_kept_as(kept_as, each.input)) for each in requests]
         if len(requests) == 1:
             handle = self._start(requests[0], async_op)
             return handle.giving(*tensors) if async_op else None
@@ -563,26 +577,6 @@ class Communicator:
             )
 
 
-def require_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group that was passed, or the default one. Raises UnsupportedError if it is none of this process."""
-    if group is None and not dist.is_initialized():
-        raise UnsupportedError(
-            "Communicator: torch.distributed has no process group yet: call torch.distributed.init_process_group first"
-        )
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise UnsupportedError(
-            f"Communicator: rank {dist.get_rank()} is not in the group that was passed: make the communicator on the "
-            "ranks of the group only"
-        )
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        raise UnsupportedError(
-            f"Communicator: group={group!r} is no process group: pass what torch.distributed.new_group returns, or "
-            "get_group() of a DeviceMesh"
-        )
-    return group
-
-
 def _require_settings_of(training: Training, config: Config) -> None:
     """Raise ConfigError if settings that belong to the training differ: its own would count."""
     for section in ("quantizer", "policies", "steps", "guard"):
@@ -621,6 +615,10 @@ class _Beginning:
 def _on_pieces(request: Request, job: Job) -> Job:
     """A job that serves a request, if need be from and to the pieces that its tensor is put together from."""
     return job if request.joined is None else request.joined.around(job)
+
+
+def _kept_as(name: str, tensor: Tensor) -> list[ParameterSlice]:
+    return [ParameterSlice(name, tensor.numel())]
 
 
 def _parts_of_each(

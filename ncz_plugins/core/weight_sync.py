@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .codec.patch import apply_contents, identity, make_patch, read_patch
-from .errors import UnsupportedError
+from .codec.patch import apply_contents, identity, make_patch, on_host, read_patch
+from .errors import MismatchError, UnsupportedError
 from .transport.base import peer_errors
+from .transport.groups import require_group
 
 _NONE = -1  # in place of the identity of a version
+_REFUSED = -1  # in place of the bytes of a patch
 
 
 class WeightPublisher:
@@ -29,16 +31,19 @@ class WeightPublisher:
     """
 
     def __init__(self, keep: int = 2):
-        if keep < 1:
-            raise ValueError(f"keep: {keep}: at least the newest version is kept; allowed: 1 or more")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep: {keep!r}: at least the newest version is kept; allowed: an integer from 1 on")
         self.version = 0
         self._keep = keep
         self._kept: dict[int, dict[str, Tensor]] = {}  # by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version
 
     def publish(self, state: Mapping[str, Tensor]) -> int:
-        """Copy `state` as the newest version. Returns the number of the version, from 1."""
-        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        """Copy `state` as the newest version. Returns the number of the version, from 1.
+
+        Raises UnsupportedError as `make_patch` does, and then keeps what was published before.
+        """
+        copied = {name: on_host(name, tensor, copy=True) for name, tensor in state.items()}
         new = identity(copied)
         self._kept.pop(new, None)
         self._kept[new] = copied
@@ -96,7 +101,13 @@ class WeightSubscriber:
 
     def forget_changed(self) -> None:
         """Begin anew, with no version, if somebody has changed the weights in place."""
-        if self.identity is not None and identity(self.weights) != self.identity:
+        if self.identity is None:
+            return
+        try:
+            found = identity(self.weights)
+        except UnsupportedError:  # of what was put among them
+            found = None
+        if found != self.identity:
             self.weights, self.identity = {}, None
 
 
@@ -116,10 +127,10 @@ class WeightSync:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, src: int = 0, keep: int = 2):
-        self._group = dist.group.WORLD if group is None else group
+        self._group = require_group(group, "WeightSync")
         ranks = dist.get_process_group_ranks(self._group)
         if src not in ranks:
-            raise UnsupportedError(f"src={src} is not a rank of this group; they are {ranks}")
+            raise UnsupportedError(f"src={src!r} is not a rank of this group; they are {ranks}")
         self._src, self._place = src, ranks.index(src)
         self._publisher = WeightPublisher(keep)
         self._subscriber = WeightSubscriber()
@@ -128,13 +139,20 @@ class WeightSync:
     def publish(self, state: Mapping[str, Tensor]) -> int:
         """Send `state` to all other ranks. Returns the number of the version, from 1.
 
-        Raises UnsupportedError on any rank but `src`, and PeerError.
+        Raises UnsupportedError on any rank but `src`, and for a state that can't be published, of which all other ranks
+        learn by a MismatchError; and PeerError.
         """
         if dist.get_rank() != self._src:
             raise UnsupportedError(
                 f"publish: this is rank {dist.get_rank()}, and rank {self._src} publishes: receive()"
             )
-        version = self._publisher.publish(state)
+        try:
+            version = self._publisher.publish(state)
+        except UnsupportedError:
+            bases = self._bases(_NONE)
+            if bases:
+                self._broadcast(torch.full((len(bases),), _REFUSED))
+            raise
         bases = self._bases(_NONE)
         if not bases:
             return version
@@ -147,7 +165,8 @@ class WeightSync:
     def receive(self) -> dict[str, Tensor]:
         """The newest weights, as the trainer published them.
 
-        Raises UnsupportedError on the rank `src`, FrameError, and PeerError.
+        Raises UnsupportedError on the rank `src`, MismatchError where that could not publish, FrameError, and
+        PeerError.
         """
         if dist.get_rank() == self._src:
             raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: publish(state_dict)")
@@ -155,6 +174,8 @@ class WeightSync:
         own = _NONE if self._subscriber.identity is None else self._subscriber.identity
         bases = self._bases(own)
         sizes = self._broadcast(torch.zeros(len(bases), dtype=torch.int64)).tolist()
+        if _REFUSED in sizes:
+            raise MismatchError(f"receive: rank {self._src} could not publish; the error that it raised says why")
         data = self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8))
         at = bases.index(own)
         return self._subscriber.apply(data[sum(sizes[:at]) : sum(sizes[: at + 1])].numpy().tobytes())

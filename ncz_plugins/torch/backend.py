@@ -23,8 +23,7 @@ from torch.futures import Future
 from ..core.communicator import Communicator
 from ..core.config import Config
 from ..core.errors import ConfigError
-from ..core.runtime.handle import Handle
-from ..core.runtime.stream import StreamHandle
+from .strided import all_reduce
 
 NAME = "ncz"
 ENVIRONMENT = "NCZ_CONFIG"
@@ -60,14 +59,14 @@ class CompressedBackend(dist.ProcessGroup):
         op = opts.reduceOp.op
         if len(tensors) != 1 or not _reduces_gradients(tensors[0], op):
             return self._plain.allreduce(tensors, opts)
-        return _HandleWork(self._reduced(tensors, op))
+        return _HandleWork(all_reduce(self._connected(), tensors, op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         op = opts.reduceOp.op
         if not all(_reduces_gradients(tensor, op) for tensor in tensors):
             return self._plain.allreduce_coalesced(tensors, opts)
-        return _HandleWork(self._reduced(tensors, op))
+        return _HandleWork(all_reduce(self._connected(), tensors, op))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -91,19 +90,6 @@ class CompressedBackend(dist.ProcessGroup):
         if self.communicator is None:
             self.communicator = Communicator(self._config, self._plain, store=dist.PrefixStore("ncz", self._store))
         return self.communicator
-
-    def _reduced(self, tensors: list[Tensor], op) -> Handle:
-        """The handle of an all-reduce of these. Those that are not contiguous are copied there and back, at once."""
-        contiguous = [tensor.contiguous() for tensor in tensors]
-        handle = self._connected().all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
-        copied = [(tensor, summed) for tensor, summed in zip(tensors, contiguous) if tensor is not summed]
-        if copied:
-            handle.wait()
-            for tensor, summed in copied:
-                tensor.detach().copy_(summed)
-            if tensors[0].is_cuda:
-                handle = StreamHandle.of_current(tensors[0].device)
-        return handle.giving(*tensors)
 
 
 def _forwarded(name: str):

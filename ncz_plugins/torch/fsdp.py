@@ -10,6 +10,7 @@ See docs/guides/fsdp.md.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import torch
@@ -20,12 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ..core.communicator import Communicator, require_group
+from ..core.communicator import Communicator
 from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.training.baseline import Baseline
 from ..core.training.state import Training
+from ..core.transport.groups import require_group
 from .compression import ModelCompression, uncompiled
+
+_compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what compresses a model, by the model
 
 
 class Compression(ModelCompression):
@@ -36,6 +40,9 @@ class Compression(ModelCompression):
         replicas: the one between ranks that hold the same shard; None where there is one replica.
         training: what they share.
         config: theirs; None is that of `training`.
+
+    Attributes:
+        closed: whether `close` was called.
     """
 
     def __init__(
@@ -45,17 +52,24 @@ class Compression(ModelCompression):
         self._communicators = communicators
         self._replicas = replicas
         self._config = config
+        self.closed = False
         self._under_way = False  # a backward pass, which has reduced something
+        self._contributing: dict[str, str] = {}  # by module: the name of what its group reduces now, see `note`
+
+    def note(self, name: str, of_group: str) -> None:
+        """What is reduced next of a module are the gradients of parameters that are called so together."""
+        self._contributing[name] = of_group
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
+        self.closed = True
         for communicator in [*self._communicators.values(), *filter(None, [self._replicas])]:
             communicator.close()
 
     def reduce_scatter(self, name: str, output: Tensor, input: Tensor, group, op, async_op: bool):
         """The gradients of one module: see `Communicator.reduce_scatter_tensor`."""
         self._end_step_with_this_pass()
-        how = {"async_op": async_op, "role": "gradient", "name": name}
+        how = {"async_op": async_op, "role": "gradient", "name": name, "kept_as": self._contributing.get(name)}
         return self._communicators[group.group_name].reduce_scatter_tensor(output, input, op, **how)
 
     def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
@@ -69,7 +83,8 @@ class Compression(ModelCompression):
     def average_replicas(self, name: str, gradient: Tensor) -> None:
         """The same shard of all replicas, in place."""
         self._end_step_with_this_pass()
-        self._replicas.all_reduce(gradient, dist.ReduceOp.AVG, role="gradient", name=name)
+        how = {"role": "gradient", "name": name, "kept_as": self._contributing.get(name)}
+        self._replicas.all_reduce(gradient, dist.ReduceOp.AVG, **how)
 
     def _end_step_with_this_pass(self) -> None:
         if not self._under_way:
@@ -105,24 +120,26 @@ class _AllGather:
     def __init__(self, compression: Compression, name: str, keeps: bool):
         self._compression = compression
         self._name = name
-        self._baseline = Baseline() if keeps else None
-        self._kept: Tensor | None = None
+        self._keeps = keeps
+        self._kept: dict[tuple, tuple[Tensor, Baseline]] = {}  # what was gathered, by group, shape and dtype
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> None:
         """Gather at once, also where that need not be done yet: what FSDP would wait for is torch's own work."""
-        if self._baseline is None:
+        if not self._keeps:
             return self._compression.all_gather(self._name, output_tensor, input_tensor, group, None)
         if output_tensor.is_cuda:
             raise UnsupportedError(
                 f"{self._name}: keep_weights would keep on the GPU what FSDP frees there: use keep_weights=False"
             )
-        if self._kept is None or (self._kept.shape, self._kept.dtype) != (output_tensor.shape, output_tensor.dtype):
-            self._kept = torch.zeros_like(output_tensor)
-        self._compression.all_gather(self._name, self._kept, input_tensor, group, self._baseline)
-        output_tensor.copy_(self._kept)
+        key = group.group_name, output_tensor.shape, output_tensor.dtype
+        if key not in self._kept:
+            self._kept[key] = torch.zeros_like(output_tensor), Baseline()
+        kept, baseline = self._kept[key]
+        self._compression.all_gather(self._name, kept, input_tensor, group, baseline)
+        output_tensor.copy_(kept)
         return None
 
 
@@ -165,6 +182,8 @@ def compress(
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
     if not modules:
         raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
+    if (before := _compressing.get(model)) is not None and not before.closed:
+        raise UnsupportedError(f"{type(model).__name__}: its gradients are compressed already; close() that first")
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     for mesh in meshes:
         if mesh.ndim == 1:
@@ -202,7 +221,36 @@ def compress(
             module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
             if sends_weights:
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
+    for name, module in modules.items():
+        _note_contributing(compression, name or "model", module)
+    _compressing[model] = compression
     return compression
+
+
+def _note_contributing(compression: Compression, name: str, module: FSDPModule) -> None:
+    """Tell before each reduction which parameters of a module have a gradient: FSDP reduces no others.
+
+    Error feedback keeps what is lost of each such set apart. Otherwise what one parameter has lost would be added to
+    another one, where a branch of the model takes turns with another of the same size.
+    """
+    state = module._get_fsdp_state()
+    for number, group in enumerate(getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])):  # one, before 2.13
+        first = name if number == 0 else f"{name} (group {number})"
+
+        def noting(*unused, group=group, first=first, post_backward=group.post_backward):
+            contributing = [at for at, each in enumerate(group.fsdp_params) if _has_gradient(each)]
+            is_all = len(contributing) == len(group.fsdp_params)
+            compression.note(name, first if is_all else f"{first} (parameters {' '.join(map(str, contributing))})")
+            return post_backward(*unused)
+
+        group.post_backward = noting
+
+
+def _has_gradient(parameter) -> bool:
+    """Whether FSDP, which knows a parameter by this object, is about to reduce a gradient of it."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
 
 
 def _shards_over(mesh: DeviceMesh, model: torch.nn.Module) -> list[DTensor]:

@@ -27,6 +27,7 @@ from ..core.errors import PeerError, UnsupportedError
 from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
+from .strided import all_reduce
 
 
 class CompressedProcessGroup(ProcessGroupWrapper):
@@ -87,7 +88,7 @@ class CompressedProcessGroup(ProcessGroupWrapper):
         if self._communicator is None:
             raise PeerError("this process group has no quorum: it was not configured, or aborted since")
         op = opts.reduceOp.op if isinstance(opts, dist.AllreduceOptions) else opts
-        return self._communicator.all_reduce_coalesced(tensors, op, async_op=True, role="gradient")
+        return all_reduce(self._communicator, tensors, op)
 
     def errored(self) -> Exception | None:
         """What broke the connections of this quorum, so that the next one opens new ones; None while all is well."""

@@ -47,6 +47,7 @@ _HEAD = struct.Struct("<IBBBBIQI")  # the checksum where a frame has its own, so
 _KINDS = ("error_bound", "stochastic", "lossless")
 _LOSSLESS = _KINDS.index("lossless")
 _SIZE_BYTES = 8  # before each frame
+_MOST_DIMENSIONS = 255
 _MAX_FRAME_ELEMENTS = 1 << 25  # 64 MiB of 16-bit floats
 # No coder takes less than RANS does for a page that holds nothing but the mode: states, and an entry in a table.
 _LEAST_PAGE_BYTES = 4 * RANS_LANES + 4
@@ -158,7 +159,9 @@ def _flat(tensor: Tensor) -> Tensor:
             f"a tensor of {tensor.dtype} on {tensor.device}, layout {tensor.layout}; compress takes dense tensors of "
             f"{', '.join(map(str, DTYPES))} in host memory: convert it first"
         )
-    return tensor.detach().contiguous().view(-1)
+    if tensor.dim() > _MOST_DIMENSIONS:
+        raise UnsupportedError(f"a tensor of {tensor.dim()} dimensions; compress takes {_MOST_DIMENSIONS}: reshape it")
+    return tensor.detach().resolve_neg().contiguous().view(-1)
 
 
 def _scales(backend: Backend, flat: Tensor, layout: Layout, config: Config) -> Scales | None:

@@ -50,6 +50,7 @@ _DTYPES = {
 
 _Word = Annotated[int, Field(ge=0, lt=1 << 32)]
 _Size = Annotated[int, Field(ge=0, lt=1 << 40)]
+_MOST_DIMENSIONS = 255
 
 
 class _Strict(BaseModel):
@@ -69,7 +70,7 @@ class Entry(_Strict):
 
     name: str
     dtype: str
-    shape: list[_Size]
+    shape: Annotated[list[_Size], Field(max_length=_MOST_DIMENSIONS)]
     kind: Literal["same", "changes", "whole"]
     digest: _Word
     frames: list[_Size]
@@ -98,7 +99,7 @@ def identity(state: Mapping[str, Tensor]) -> int:
     Raises UnsupportedError as `make_patch` does.
     """
     backend = kernels.cpu_backend()
-    hosted = ((name, _on_host(name, tensor)) for name, tensor in state.items())
+    hosted = ((name, on_host(name, tensor)) for name, tensor in state.items())
     return _identity(_described(name, tensor, backend.digest(_bytes(tensor))) for name, tensor in hosted)
 
 
@@ -116,8 +117,8 @@ def make_patch(new: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
     coding = Coding(costs=backend.costs._replace(link=_PICOSECONDS_PER_BYTE))
     entries, frames = [], []
     for name, tensor in new.items():
-        own = _on_host(name, tensor)
-        before = None if base is None or name not in base else _on_host(name, base[name])
+        own = on_host(name, tensor)
+        before = None if base is None or name not in base else on_host(name, base[name])
         if before is not None and (before.dtype, before.shape) != (own.dtype, own.shape):
             before = None
         if before is not None and torch.equal(_bytes(own), _bytes(before)):
@@ -183,7 +184,10 @@ def read_patch(patch: bytes) -> tuple[Contents, list[Tensor]]:
     try:
         contents = Contents.model_validate(json.loads(text))
     except (ValueError, RecursionError) as error:
-        problem = error.errors()[0] if isinstance(error, ValidationError) else error
+        problem = error
+        if isinstance(error, ValidationError):
+            first = error.errors(include_input=False, include_url=False)[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise FrameError(f"the head of the patch can't be: {problem}") from None
     data = torch.frombuffer(bytearray(patch), dtype=torch.uint8)[_HEAD.size + size :]
     frames = []
@@ -205,10 +209,14 @@ def read_patch(patch: bytes) -> tuple[Contents, list[Tensor]]:
 
 def _check(entry: Entry, has_base: bool) -> None:
     """Raise FrameError for what no patch says, before memory is taken for it."""
+    if not _is_text(entry.name):
+        raise FrameError(f"{ascii(entry.name)}: such a name can't be")
     if entry.dtype not in _DTYPES:
         raise FrameError(f"{entry.name}: dtype {entry.dtype} is unknown")
     if math.prod(max(1, size) for size in entry.shape) >= 1 << 62:  # torch multiplies sizes of empty tensors, too
-        raise FrameError(f"{entry.name}: shape {entry.shape} is impossible")
+        raise FrameError(
+            f"{entry.name}: {len(entry.shape)} sizes of a shape, {max(entry.shape)} among them, are too many"
+        )
     dtype, held = _DTYPES[entry.dtype], sum(entry.frames)
     is_float = dtype in DTYPES
     expected = 0 if entry.kind == "same" else -(-entry.numel // _FRAME) if is_float else 1
@@ -246,7 +254,7 @@ def _restored(backend: Backend, entry: Entry, frames: list[Tensor], base: Mappin
             raise FrameError(f"{entry.name}: the patch changes a tensor that its base doesn't have so")
         if entry.kind == "same":
             return before
-        before = _on_host(entry.name, before)
+        before = on_host(entry.name, before)
     out = torch.empty(entry.shape, dtype=dtype)
     if dtype not in DTYPES:
         _bytes(out).copy_(frames[0])
@@ -267,13 +275,33 @@ def _decode(backend: Backend, name: str, frame: Tensor, before: Tensor | None, o
         raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
 
 
-def _on_host(name: str, tensor: Tensor) -> Tensor:
+def _is_text(name: str) -> bool:
+    """Whether it can be written as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def on_host(name: str, tensor: Tensor, copy: bool = False) -> Tensor:
+    """A tensor of a version in host memory, contiguous; it or a copy of it. Raises UnsupportedError as `make_patch`."""
+    if not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise UnsupportedError(
+            f"{name}: {type(tensor).__name__} is no tensor with memory of its own; leave it out, or of a DTensor pass "
+            "full_tensor(), which all ranks must call"
+        )
+    if not _is_text(name) or tensor.dim() > _MOST_DIMENSIONS:
+        raise UnsupportedError(
+            f"{ascii(name)} of {tensor.dim()} dimensions: patches hold tensors of up to {_MOST_DIMENSIONS}, with names "
+            "that can be written as UTF-8: rename or reshape it"
+        )
     if tensor.layout != torch.strided or str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
         raise UnsupportedError(
             f"{name}: a tensor of {tensor.dtype}, layout {tensor.layout}; patches hold dense tensors of "
             f"{', '.join(_DTYPES)}: leave it out, or convert it"
         )
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach().to("cpu", copy=copy).resolve_neg().contiguous()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ def require_tensor(tensor: object) -> None:
         )
     if tensor.layout != torch.strided:
         raise UnsupportedError(f"tensor of layout {tensor.layout}: pass tensor.to_dense()")
+    if tensor.is_neg():
+        raise UnsupportedError("tensor that is a negated view of another one: pass tensor.resolve_neg()")
     if not tensor.is_contiguous():
         raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
 

@@ -36,8 +36,8 @@ class Records:
         """Open the files and write a header, unless it is the one that was written last. Raises ConfigError."""
         if header == self._header:
             return
-        self._header = header
         self.metrics.begin({"ncz_plugins": __version__, "config": config.model_dump(mode="json"), **header})
+        self._header = header
 
     def write(self, step: int, done: Counters, bound_times: float, findings: Iterable[Finding]) -> None:
         """Write what a step was.

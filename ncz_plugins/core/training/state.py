@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ...version import __version__
 from ..config import Config
+from ..config.sections import StepsConfig
 from ..errors import ConfigError
 from ..runtime.statistics import Counters, Statistics
 from .error_feedback import Residuals
@@ -40,6 +41,7 @@ class Training:
         config: may be replaced between steps, on all ranks alike.
         stats: what was counted.
         step: steps that are over.
+        depends_on_step: whether something does that is done to tensors, so that ranks must have ended the same steps.
         residuals: what error feedback has kept.
         metrics: takes a record of each step, on rank 0.
         rank, world_size: of this process among all; by default, those of torch.distributed.
@@ -68,6 +70,7 @@ class Training:
     def config(self, config: Config) -> None:
         self._config = config
         self._policies = Policies(config)
+        self.depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()
         for group in self._groups.values():
             group.guard.settings = config.guard
 
@@ -193,7 +196,8 @@ class Training:
         """What this rank needs to go on, to the bit, like a run that was not stopped.
 
         Holds tensors, numbers, strings and mappings only, so that `torch.load(..., weights_only=True)` reads it. It
-        differs between ranks: each saves its own. Tensors are not copied.
+        differs between ranks: each saves its own. Tensors are not copied, and change with the next step: to go back
+        to a state that stays in memory, keep a `copy.deepcopy` of it.
         """
         groups = {key: group.state_dict() for key, group in self._groups.items()}
         return {
@@ -238,7 +242,8 @@ class Training:
         else:
             lost.append("random numbers begin anew")
         if (state["rank"], state["world_size"]) == (rank, ranks):
-            self.residuals.by_name.update(state["residuals"])
+            # The caller may load the same state again, and what is kept is changed in place.
+            self.residuals.by_name.update({name: kept.clone() for name, kept in state["residuals"].items()})
         elif state["residuals"]:
             lost.insert(0, "what error feedback has kept starts at zero")
         if lost and (state["world_size"] == ranks or rank == 0):

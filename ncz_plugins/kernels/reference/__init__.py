@@ -1,8 +1,8 @@
 """The executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
 
 Slow and plain on purpose: the C++ kernels must produce the same bytes, and so must the CUDA ones, with HUFFMAN32 for
-HUFFMAN. It also runs where no compiled library loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch tensors.
-numpy lacks bfloat16, so bfloat16 is first widened to float32, which is exact.
+HUFFMAN. It also runs where no compiled library loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch
+tensors. numpy lacks bfloat16, so bfloat16 is first widened to float32, which is exact.
 
     values    floats to codes and back, statistics, random numbers
     symbols   codes to symbols and tokens
@@ -109,7 +109,8 @@ class ReferenceBackend(HostBackend):
     def unpack(self, packed, bits, rows, magnitudes, denominator, out):
         codes = packed.view(-1).numpy()
         for elements, found in fixed_rate.unpack(codes, bits, rows, _bits(magnitudes), denominator):
-            out[elements] = torch.from_numpy(found)
+            # To convert many NaNs, torch gives other bits than for one.
+            out[elements] = torch.nan if np.isnan(found).any() else torch.from_numpy(found)
 
 
 def _values(x: torch.Tensor) -> np.ndarray:

@@ -172,6 +172,49 @@ def policies_and_error_feedback_know_modules_by_name(group):
     compression.close()
 
 
+class Branches(nn.Module):
+    """Two parameters of one size, of which each pass uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
+
+    def forward(self, number, x):
+        return [self.left, self.right][number % 2](x)
+
+
+@check
+def error_feedback_keeps_parameters_that_take_turns_apart(group):
+    """Each parameter's sum over all steps differs from the exact one by no more than what is kept of it."""
+    model = fully_shard(Branches().to(device), mesh=flat)
+    compression = fsdp.compress(model, SMALL | {"quantizer": {"value": 1.0, "error_feedback": True}})
+    generator = torch.Generator().manual_seed(rank)
+    summed = {name: torch.zeros(100, 100, dtype=torch.float64) for name in ("left", "right")}
+    for number in range(6):
+        x = torch.randn(8, 100, generator=generator)
+        model.zero_grad()
+        model(number, x.to(device)).sum().backward()
+        name = ("left", "right")[number % 2]
+        exact = x.sum(0).expand(100, 100).double() / world_size
+        dist.all_reduce(exact, group=group)
+        summed[name] += getattr(model, name).weight.grad.full_tensor().double().cpu() - exact
+    kept = compression.training.residuals.by_name
+    assert kept.keys() == {"model (parameters 0)", "model (parameters 1)"}
+    largest = torch.tensor([max(each.abs().max().item() for each in kept.values())])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    assert all(each.abs().max() <= largest * 1.01 for each in summed.values()), (summed, largest)
+
+
+@check
+def a_model_is_compressed_once(group):
+    model = sharded()
+    compression = fsdp.compress(model, SMALL)
+    raises(UnsupportedError, lambda: fsdp.compress(model, SMALL), "already", "close")
+    compression.close()
+    fsdp.compress(model, SMALL)
+    train(model, 1)
+
+
 @check
 def weights_may_be_gathered_among_some_ranks(group):
     """In the backward pass, with `reshard_after_forward` a number."""
@@ -180,9 +223,11 @@ def weights_may_be_gathered_among_some_ranks(group):
     torch.manual_seed(0)
     model, plain = (fully_shard(nn.Linear(64, 7).to(device), mesh=flat, reshard_after_forward=2) for _ in range(2))
     plain.load_state_dict(model.state_dict())
-    compression = fsdp.compress(model, LOSSLESS | {"roles": ["gradient", "parameter"]})
+    keeps = device.type == "cpu"
+    compression = fsdp.compress(model, LOSSLESS | {"roles": ["gradient", "parameter"]}, keep_weights=keeps)
     near(train(model, 2), train(plain, 2))
     assert compression.training.step == 2 and not compression.stats.total.bypasses
+    assert not keeps or compression.stats.total.sent_whole == {"first call": 2}  # of each group, which keeps its own
 
 
 @check

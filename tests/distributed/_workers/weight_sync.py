@@ -31,8 +31,17 @@ for number, state in enumerate(versions()):
     else:
         weights = sync.receive()
         exact.append(all(torch.equal(weights[name], tensor) for name, tensor in state.items()))
+unfit = {"w": torch.ones(3, dtype=torch.complex64)}
+unpublished = attempt((lambda: sync.publish(unfit)) if trainer else sync.receive)
+if not trainer:
+    weights["w"] = unfit["w"]  # which the next version replaces
+if trainer:
+    published = sync.publish(state)
+else:
+    weights = sync.receive()
+    published = all(torch.equal(weights[name], tensor) for name, tensor in state.items())
 refused = attempt(sync.receive if trainer else lambda: sync.publish({}))
 alone = WeightSync(dist.new_group([0]), src=0) if rank == 0 else dist.new_group([0]) and None
 if alone is not None:
     assert alone.publish({"w": torch.ones(3)}) == 1 and alone.bytes_sent == 0
-finish({"sent": sent, "exact": exact, "refused": refused})
+finish({"sent": sent, "exact": exact, "refused": refused, "unpublished": unpublished, "published": published})

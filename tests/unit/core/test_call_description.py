@@ -28,7 +28,7 @@ def plain(**changes) -> dict[str, int]:
 
 
 def compressed(config: dict | None = None, **changes) -> dict[str, int]:
-    return described(request(**changes), 1, None, checksum_of(Config.load(config or "ncclz")))
+    return described(request(**changes), 1, None, configuration=checksum_of(Config.load(config or "ncclz")))
 
 
 def verdict(*ranks: dict[str, int], known_as=None) -> str:

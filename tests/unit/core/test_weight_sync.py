@@ -101,3 +101,39 @@ def test_mistakes_are_told():
         WeightPublisher().patch()
     with pytest.raises(ValueError, match="keep: 0"):
         WeightPublisher(keep=0)
+
+
+class Wrapped(torch.Tensor):
+    """Has no memory that a patch could hold."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "value", [{"state": 1}, None, torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64), Wrapped()], ids=type
+)
+def test_what_can_not_be_published_leaves_all_as_it_was(value):
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    [state] = versions(1)
+    publisher.publish(state)
+    with pytest.raises(UnsupportedError, match="extra"):
+        publisher.publish(state | {"extra": value})
+    assert publisher.version == 1 and same(worker.apply(publisher.patch()), state)
+
+
+def test_weights_that_no_version_has_begin_anew():
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    [state] = versions(1)
+    publisher.publish(state)
+    worker.apply(publisher.patch())
+    worker.weights["w"] = torch.ones(3, dtype=torch.complex64)
+    worker.forget_changed()
+    assert worker.identity is None and not worker.weights
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "2"])
+def test_how_many_versions_are_kept(keep):
+    with pytest.raises(ValueError, match="keep"):
+        WeightPublisher(keep)

@@ -347,3 +347,17 @@ def test_no_more_memory_is_taken_than_promised(kind):
     """The peak of a process's memory, on data that hardly shrinks."""
     done = subprocess.run([sys.executable, "-c", MEASURED, kind], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["error_bound", "stochastic", "lossless"])
+def test_a_negated_view(kind):
+    values = torch.randn(3000)
+    view = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert view.is_neg()
+    result = decompress(compress(view, {"quantizer": {"kind": kind, "mode": "abs", "value": 0.01}}))
+    torch.testing.assert_close(result, values, rtol=0, atol=0.0101)
+
+
+def test_more_dimensions_than_a_head_can_tell():
+    with pytest.raises(UnsupportedError, match="256 dimensions"):
+        compress(torch.ones([1] * 256))

@@ -172,3 +172,47 @@ def test_sparse_tensors_and_complex_numbers_are_refused_by_name():
     for tensor in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex64)):
         with pytest.raises(UnsupportedError, match="layer.3"):
             make_patch({"layer.3": tensor})
+
+
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """What torch has not negated in memory yet."""
+    view = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert view.is_neg() and torch.equal(view, values)
+    return view
+
+
+def test_a_negated_view():
+    values = torch.randn(300)
+    assert torch.equal(apply_patch(make_patch({"a": negated(values)}))["a"], values)
+
+
+@pytest.mark.parametrize("state", [{"\ud800": torch.ones(3)}, {"deep": torch.ones([1] * 256)}], ids=["name", "shape"])
+def test_names_and_shapes_that_no_patch_holds(state):
+    with pytest.raises(UnsupportedError, match="ud800|deep"):
+        make_patch(state)
+
+
+def with_head(patch: bytes, change) -> bytes:
+    """With another head, whose checksum fits."""
+    size = module._HEAD.unpack_from(patch)[2]
+    head = json.loads(patch[module._HEAD.size :][:size])
+    change(head)
+    text = json.dumps(head).encode()
+    fields = module._HEAD.unpack_from(patch)[:2]
+    return module._HEAD.pack(*fields, len(text), zlib.crc32(text)) + text + patch[module._HEAD.size + size :]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head["tensors"][0].update(shape=[1] * 1_000_000),
+        lambda head: head["tensors"][0].update(shape=[2**39] * 255),
+        lambda head: head["tensors"][0].update(name="\ud800"),
+    ],
+    ids=["a million dimensions", "too many elements", "a name that is no text"],
+)
+def test_hostile_heads_are_refused_at_once(change):
+    """In a message that is no longer than a line."""
+    with pytest.raises(FrameError) as refused:
+        read_patch(with_head(make_patch({"a": torch.ones(3)}), change))
+    assert len(str(refused.value).encode()) < 300
