@@ -13,6 +13,7 @@ from ..core.errors import MismatchError, NczError
 from ..core.training.state import Training
 from ..core.transport.comparison import RankComparison
 
+_ENGINE_STEP = "engine_step"  # in a file, besides what Training.state_dict says
 _NONE, _DAMAGED = -1, -2  # stand for the step of a missing and of an unreadable file
 _REMEDY = "take another checkpoint, or delete the files ncz_plugins_rank_* in it to begin anew"
 
@@ -22,19 +23,23 @@ def file_of(folder: str | os.PathLike, rank: int) -> Path:
     return Path(folder) / f"ncz_plugins_rank_{rank:05d}.pt"
 
 
-def save(training: Training, folder: str | os.PathLike) -> None:
-    """Write this rank's state, atomically: a reader finds the whole new file, or what was there before."""
+def save(training: Training, folder: str | os.PathLike, engine_step: int) -> None:
+    """Write this rank's state, atomically: a reader finds the whole new file, or what was there before.
+
+    Args:
+        engine_step: DeepSpeed's own count, by which `load` knows files that a tag has from an earlier run.
+    """
     path = file_of(folder, dist.get_rank())
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     with open(partial, "wb") as file:
-        torch.save(training.state_dict(), file)
+        torch.save(training.state_dict() | {_ENGINE_STEP: engine_step}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
-def load(training: Training, folder: str | os.PathLike, device: torch.device) -> None:
+def load(training: Training, folder: str | os.PathLike, device: torch.device, engine_step: int) -> None:
     """Load what `save` wrote into `training`. All ranks must call this, and compare what they found.
 
     If more ranks load than saved, the additional ones take the file of rank 0, for the state that all ranks share. If
@@ -42,12 +47,13 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device) ->
 
     Args:
         device: where tensors must be for a collective of torch.distributed.
+        engine_step: DeepSpeed's, of the checkpoint. Files of another step are not part of it.
 
     Raises MismatchError on all ranks if they found different things, and NczError on those whose file is unreadable.
     """
     state, error = None, None
     try:
-        state = _read(folder)
+        state = _read(folder, engine_step)
         found = (_NONE, 0) if state is None else (state["step"], state["world_size"])
     except Exception as problem:  # torch.load documents no exceptions for damaged files
         found, error = (_DAMAGED, 0), problem
@@ -71,16 +77,21 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device) ->
         print(f"ncz_plugins: {folder} {why}: error feedback, warm-up and schedule begin anew", flush=True)
 
 
-def _read(folder: str | os.PathLike) -> dict | None:
+def _read(folder: str | os.PathLike, engine_step: int) -> dict | None:
     """This rank's state, or rank 0's if fewer ranks saved it. None if there is none."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    own = file_of(folder, rank)
-    path = own if own.exists() else file_of(folder, 0)
+    if (own := _state_in(file_of(folder, dist.get_rank()), engine_step)) is not None:
+        return own
+    of_first = _state_in(file_of(folder, 0), engine_step)
+    lost = of_first is not None and of_first["world_size"] == dist.get_world_size()
+    return None if lost else of_first
+
+
+def _state_in(path: Path, engine_step: int) -> dict | None:
+    """What a file holds; None if there is none, or one that another run has left under the same tag."""
     if not path.exists():
         return None
     state = torch.load(path, map_location="cpu", weights_only=True)
-    lost = path != own and state["world_size"] == world_size
-    return None if lost else state
+    return state if state.pop(_ENGINE_STEP) == engine_step else None
 
 
 def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device) -> None:

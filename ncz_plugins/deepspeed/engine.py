@@ -96,7 +96,7 @@ def save_compression(original):
             tag = given.get("tag")
             tag = f"global_step{self.global_steps}" if tag is None else str(tag)  # DeepSpeed's own default
             # Before DeepSpeed saves, because a barrier follows: "latest" never names a checkpoint without our files.
-            checkpoint.save(compression.training, os.path.join(given["save_dir"], tag))
+            checkpoint.save(compression.training, os.path.join(given["save_dir"], tag), self.global_steps)
         return original(self, *args, **kwargs)
 
     return save_checkpoint
@@ -117,9 +117,8 @@ def load_compression(original):
             given.apply_defaults()
             options = given.arguments
             if options["load_optimizer_states"] and not options["load_module_only"]:
-                checkpoint.load(
-                    compression.training, os.path.join(options["load_dir"], str(options["tag"])), self.device
-                )
+                folder = os.path.join(options["load_dir"], str(options["tag"]))
+                checkpoint.load(compression.training, folder, self.device, self.global_steps)
         return result
 
     return _load_checkpoint

@@ -126,6 +126,22 @@ def test_several_tensors_are_one_call(store):
         group.shutdown()
 
 
+def test_tensors_that_are_not_contiguous(store):
+    """As those of models in channels_last."""
+    groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+
+    def work(group, rank):
+        images = torch.ones(8, 3, 16, 16).to(memory_format=torch.channels_last) * (rank + 1)
+        handle = group.allreduce([images, images.transpose(0, 1).clone().transpose(0, 1)], dist.AllreduceOptions())
+        return torch.stack(handle.get_future().wait())
+
+    for result in together(groups, work):
+        torch.testing.assert_close(result, torch.full([2, 8, 3, 16, 16], 3.0), rtol=0.3, atol=0)
+    for group in groups:
+        group.shutdown()
+
+
 def test_an_aborted_group_says_so_until_its_next_quorum(store):
     groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
     assert all(isinstance(each, PeerError) for each in sums(groups))

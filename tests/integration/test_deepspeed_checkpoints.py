@@ -72,6 +72,10 @@ def resumed(runs, saved):
     file.write_bytes(file.read_bytes()[:-1000])
     (file,) = (runs.folder / "incomplete").glob("global_step*/ncz_plugins_rank_00001.pt")
     file.unlink()
+    # Saved with compression, and again under the same tag without: our files are of another run.
+    stale = runs.folder / "never compressed" / "after 1"
+    for file in (runs.folder / "stage 0" / f"global_step{SAVED[-1]}").glob("ncz_plugins_rank_*"):
+        shutil.copy(file, stale)
     convert(runs.folder / "stage 2")
     return runs("resume")
 
@@ -132,6 +136,12 @@ def test_a_checkpoint_without_compression_is_said_in_one_line_and_begins_anew(re
     assert "was saved without compression: error feedback, warm-up and schedule begin anew" in first["said"]
     assert len(first["said"].splitlines()) == 1
     assert second["said"] == ""
+    assert first["step"] == second["step"] == first["residuals"] == second["residuals"] == 0
+
+
+def test_files_that_another_run_left_under_a_tag_are_not_taken(resumed):
+    first, second = (rank["another run's"] for rank in resumed)
+    assert "was saved without compression" in first["said"] and second["said"] == ""
     assert first["step"] == second["step"] == first["residuals"] == second["residuals"] == 0
 
 

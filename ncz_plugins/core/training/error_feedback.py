@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.scratch import Scratch
 from ..codec.layout import Window
-from ..errors import MismatchError
+from ..errors import MismatchError, UnsupportedError
 from .policy import ParameterSlice
 
 _scratch = Scratch()
@@ -61,9 +61,12 @@ class Feedback:
 
     Args:
         parts: the slices of parameters that make up the call's whole tensor, in order.
+
+    Raises UnsupportedError where some of them overlap: their residual would be added twice, and kept once.
     """
 
     def __init__(self, residuals: Residuals, parts: Sequence[ParameterSlice]):
+        _require_apart(parts)
         self._residuals = residuals
         self._parts = parts
 
@@ -99,6 +102,17 @@ class Feedback:
             if part.name is not None:
                 yield part, slice(at, at + part.length)
             at += part.length
+
+
+def _require_apart(parts: Sequence[ParameterSlice]) -> None:
+    ends: dict[str, int] = {}
+    for name, start, end in sorted((each.name, each.start, each.start + each.length) for each in parts if each.name):
+        if start < ends.get(name, 0):
+            raise UnsupportedError(
+                f"{name}: two tensors of one call have this name: error feedback needs one for each; pass others, or "
+                "set quantizer.error_feedback to false"
+            )
+        ends[name] = max(end, ends.get(name, 0))
 
 
 def _cut(parts: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:

@@ -25,6 +25,7 @@ class Records:
     def __init__(self, config: Config):
         self.metrics = Metrics(config.statistics)
         self._header: dict | None = None
+        self._least_ranks = 0  # of the next header
         self._ended: float | None = None  # when the step before was written
 
     @property
@@ -33,11 +34,19 @@ class Records:
         return self._header is not None
 
     def begin(self, config: Config, header: dict) -> None:
-        """Open the files and write a header, unless it is the one that was written last. Raises ConfigError."""
-        if header == self._header:
+        """Open the files and write a header, unless it is the one that was written last. Raises ConfigError.
+
+        Nor is there another header for fewer ranks, which are a group within the training.
+        """
+        ranks = header.get("ranks", 0)
+        if self._header is not None and (header == self._header or ranks < self._least_ranks):
             return
         self.metrics.begin({"ncz_plugins": __version__, "config": config.model_dump(mode="json"), **header})
-        self._header = header
+        self._header, self._least_ranks = header, ranks
+
+    def meet_anew(self) -> None:
+        """Other ranks go on, and there may be fewer."""
+        self._least_ranks = 0
 
     def write(self, step: int, done: Counters, bound_times: float, findings: Iterable[Finding]) -> None:
         """Write what a step was.

@@ -24,6 +24,7 @@ from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
 from .report import CompressionReport
+from .saved import require_saved
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -108,6 +109,7 @@ class Training:
     def forget_groups(self) -> None:
         """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
         self._groups.clear()
+        self._records.meet_anew()
 
     # ---------------------------------------------------------------- deciding
 
@@ -224,12 +226,7 @@ class Training:
                 f"state of ncz_plugins: format {found!r} is not one that {__version__} reads; "
                 f"allowed: {_FORMAT}, what Training.state_dict returns"
             )
-        if missing := [key for key in ("rank", "world_size", "step", "residuals", "groups") if key not in state]:
-            raise ConfigError(
-                f"state of ncz_plugins: it has no {', '.join(missing)}; pass what Training.state_dict returns"
-            )
-        if not isinstance(state["step"], int):
-            raise ConfigError(f"state of ncz_plugins: step {state['step']!r} is not allowed; allowed: an integer")
+        require_saved(state)
         loaded = {tuple(map(int, key.split())): each for key, each in state["groups"].items()}
         self.step = state["step"]
         self.residuals = Residuals()

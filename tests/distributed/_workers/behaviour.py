@@ -208,6 +208,48 @@ def any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(group):
 
 
 @check
+def ranks_that_sum_different_parameters_are_told_so(group):
+    """Though their sizes are the same."""
+    if world_size < 2:
+        return
+    for make in (
+        lambda c, names: c.all_reduce(mine(), name=names[0]),
+        lambda c, names: c.all_reduce_coalesced([mine(), mine()], names=names),
+        lambda c, names: c.reduce_scatter_tensor(mine(100), mine(100 * world_size), name=names[0]),
+    ):
+        with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
+            names = ["key", "query"] if rank == 0 else ["query", "key"]
+            raises(MismatchError, lambda: make(communicator, names), "parameters differs")  # noqa: B023
+
+
+@check
+def ranks_that_ended_other_steps_are_told_so(group):
+    """Where something depends on the step: at once, and not after the time-out of a sum that not all verify."""
+    if world_size < 2:
+        return
+    for section in ({"guard": {"every": 2}}, {"steps": {"bounds": [{"step": 1, "times": 0.5}]}}, {}):
+        with Communicator({"transport": {"min_bytes": 0}} | section, group) as communicator:
+            communicator.all_reduce(mine())
+            if rank == 0:
+                communicator.end_step()
+            if section:
+                words = "training step 1 on rank 0, 0 on rank 1", "end_step"
+                raises(MismatchError, lambda: communicator.all_reduce(mine()), *words)  # noqa: B023
+            else:
+                communicator.all_reduce(mine())
+
+
+@check
+def negated_views_and_a_name_twice_are_refused(group):
+    config = {"transport": {"min_bytes": 0}, "quantizer": {"error_feedback": True}}
+    with Communicator(config, group) as communicator:
+        view = torch.complex(mine(), mine()).conj().imag
+        raises(UnsupportedError, lambda: communicator.all_reduce(view.view(-1), name="a"), "resolve_neg")
+        twice = lambda: communicator.all_reduce_coalesced([mine(), mine()], names=["a", "a"])  # noqa: E731
+        raises(UnsupportedError, twice, "a: two tensors of one call")
+
+
+@check
 def closing_twice_is_fine_and_using_it_afterwards_is_not(group):
     communicator = Communicator(group=group)
     communicator.close()

@@ -99,6 +99,9 @@ def resuming() -> dict:
         engine = start(CASES["stage 2"])
         results[name] = {"said": load(engine, f"{folder}/stage 2", **options), **known(engine)}
         engine.destroy()
+    engine = start(CASES["stage 0"])
+    results["another run's"] = {"said": load(engine, f"{folder}/never compressed", "after 1"), **known(engine)}
+    engine.destroy()
     for name in ("never compressed", "damaged", "incomplete"):
         engine = start(CASES["stage 0"])
         results[name] = {"said": load(engine, f"{folder}/{name}"), **known(engine)}

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import ConfigError
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.training.records import Records
 from ncz_plugins.version import __version__
@@ -32,3 +35,27 @@ def test_each_step_is_a_record_with_its_time(tmp_path):
     assert (first["step"], first["calls"], first["bound_times"], first["step_seconds"]) == (1, 2, 1.5, None)
     assert second["step_seconds"] >= 0 and second["time"] >= first["time"]
     assert "guard" not in first
+
+
+def test_a_group_of_some_ranks_writes_no_header(tmp_path):
+    headers = written(tmp_path / "run.jsonl", {"ranks": 4}, {"ranks": 2}, {"ranks": 4, "backend": "gloo"})
+    assert [header["ranks"] for header in headers] == [4, 4]
+
+
+def test_fewer_ranks_that_meet_anew_do(tmp_path):
+    config = Config.load({"statistics": {"jsonl": str(tmp_path / "run.jsonl")}})
+    records = Records(config)
+    records.begin(config, {"ranks": 4})
+    records.meet_anew()
+    records.begin(config, {"ranks": 3})
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_file_that_can_not_be_opened_is_an_error_again(tmp_path):
+    (tmp_path / "file").touch()
+    config = Config.load({"statistics": {"jsonl": str(tmp_path / "file" / "run.jsonl")}})
+    records = Records(config)
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            records.begin(config, {"ranks": 2})
+        assert not records.begun

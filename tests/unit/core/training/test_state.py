@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError
 from ncz_plugins.core.runtime.statistics import Counters
@@ -72,6 +73,9 @@ def of_a_run() -> Training:
     return training
 
 
+GROUP = of_a_run().state_dict()["groups"]["0 1"]
+
+
 def test_a_state_goes_through_a_checkpoint():
     training = of_two_ranks()
     training.load_state_dict(saved(of_a_run()))
@@ -111,13 +115,58 @@ def test_what_all_ranks_have_alike_is_taken_from_the_state_of_any():
     [
         ({"step": 3}, "format None is not one that"),
         (None, "format 'NoneType' is not one that"),
-        ({"format": 2, "step": 3}, "it has no rank, world_size, residuals, groups"),
-        (of_a_run().state_dict() | {"step": "3"}, "step '3' is not allowed"),
+        ({"format": 2, "step": 3}, "rank: Field required"),
+        *(
+            (of_a_run().state_dict() | {key: value}, key)
+            for key, value in [
+                ("step", "3"),
+                ("step", -1),
+                ("step", True),
+                ("rank", None),
+                ("world_size", 0),
+                ("residuals", None),
+                ("residuals", {"a": [1.0, 2.0]}),
+                ("residuals", {"a": torch.zeros(2, 2)}),
+                ("residuals", {"a": torch.tensor([1.0, torch.nan])}),
+                ("residuals", {3: torch.zeros(2)}),
+                ("groups", []),
+                ("groups", {"all": GROUP}),
+                ("groups", {"0 1": {}}),
+                ("groups", {"0 1": GROUP | {"guard": {"tightening": 0, "calls": 1}}}),
+                ("groups", {"0 1": GROUP | {"guard": {"tightening": "x", "calls": 1}}}),
+                ("groups", {"0 1": GROUP | {"patience": [{"kind": ["no reason", 1, 1]}]}}),
+                ("groups", {"0 1": GROUP | {"calls": -1}}),
+            ]
+        ),
     ],
 )
 def test_a_foreign_state_is_refused(state, words):
+    """And changes nothing."""
+    training = of_a_run()
+    before = saved(training)
     with pytest.raises(ConfigError, match=words):
-        Training().load_state_dict(state)
+        training.load_state_dict(state)
+    after = saved(training)
+    assert after.pop("residuals").keys() == before.pop("residuals").keys() and after == before
+
+
+def test_what_hopeless_calls_taught_goes_through_a_checkpoint():
+    training = of_a_run()
+    training.of_group(RANKS).backoff(1).learn("sum", Bypass.NOT_WORTH)
+    again = of_two_ranks()
+    again.load_state_dict(saved(training))
+    assert again.of_group(RANKS).backoff(1).next("sum") == Bypass.NOT_WORTH
+
+
+def test_a_state_may_be_loaded_twice():
+    """What is kept is added up in place, in memory of its own."""
+    state, trainings = saved(of_a_run()), [of_two_ranks(), of_two_ranks()]
+    for training in trainings:
+        training.load_state_dict(state)
+        training.residuals.of(ParameterSlice("a", 5), torch.zeros(1)).add_(1)
+    for training in trainings:
+        assert torch.equal(training.residuals.by_name["a"], torch.arange(5.0) + 1)
+    assert torch.equal(state["residuals"]["a"], torch.arange(5.0))
 
 
 def test_a_configuration_may_be_replaced_between_steps():

@@ -1,0 +1,66 @@
+"""What the saved state of a training must be like. It comes from a file, which may be anybody's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from torch import Tensor
+
+from ..bypass import Bypass
+from ..errors import ConfigError
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+def _finite(residual: Tensor) -> Tensor:
+    is_float = residual.dtype in (torch.float32, torch.float64)
+    if residual.dim() != 1 or not is_float or residual.layout != torch.strided or not residual.isfinite().all():
+        raise ValueError("one-dimensional, of float32 or float64, and finite is what it must be")
+    return residual
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class _Guard(_Section):
+    tightening: Annotated[float, Field(gt=0, le=1)]
+    calls: Annotated[int, Field(ge=1)]
+
+
+def _hopeless(each: list) -> list:
+    reason, *numbers = each
+    if reason not in [bypass.value for bypass in Bypass] or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("a reason and two counts are what it must hold")
+    return each
+
+
+class _Group(_Section):
+    calls: _Count
+    patience: list[dict[str, Annotated[list, Field(min_length=3, max_length=3), AfterValidator(_hopeless)]]]
+    guard: _Guard
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+    rank: _Count
+    world_size: Annotated[int, Field(ge=1)]
+    step: _Count
+    residuals: dict[str, Annotated[Tensor, AfterValidator(_finite)]]
+    groups: dict[Annotated[str, StringConstraints(pattern=r"^\d+( \d+)*$")], _Group]
+
+
+def require_saved(state: dict[str, Any]) -> None:
+    """Raise ConfigError, which names what is wrong, unless `Training.state_dict` can have returned this."""
+    try:
+        _Saved.model_validate(state)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place, what = ".".join(map(str, first["loc"])), repr(first["input"])
+        found = f" ({what})" if len(what) < 80 and first["type"] != "missing" else ""
+        raise ConfigError(
+            f"state of ncz_plugins: {place}{found}: {first['msg']}; pass what Training.state_dict returns"
+        ) from None
