@@ -17,15 +17,16 @@ def draw(file: str | os.PathLike, run: Run, title: str) -> None:
     """Write the picture of a run."""
     from matplotlib.figure import Figure
 
+    _, *again = run.starts
     figure = Figure(figsize=(11, 7), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)
     for axes, fill in zip(panels.flat, (_ratio, _bytes, _guard, _times)):
         fill(axes, run)
         axes.grid(alpha=0.3)
-        for start in run.starts[1:]:
+        for start in again:
             axes.axvline(start, color="0.6", linestyle=":", zorder=0)
     for axes in panels[1]:
-        axes.set_xlabel("step" + (" (dotted: the training was started again)" if run.starts[1:] else ""))
+        axes.set_xlabel("step" + (" (dotted: the training was started again)" if again else ""))
     figure.suptitle(title)
     save_figure("--plot", file, figure)
 

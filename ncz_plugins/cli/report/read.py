@@ -94,16 +94,20 @@ class Run:
     """A training, from its first step to its last.
 
     Attributes:
-        header: of the latest start; None if the file has none.
-        starts: the first steps after each header.
+        starts: the header in force from a step on, by that step, which is the first after the header; None if the file
+            has none there.
         steps: by ascending number, each number once.
         notes: what people should know about the file.
     """
 
-    header: Header | None
-    starts: list[int]
+    starts: dict[int, Header | None]
     steps: list[Step]
     notes: list[str]
+
+    @property
+    def header(self) -> Header | None:
+        """Of the latest start."""
+        return self.starts[max(self.starts)]
 
     def between(self, first: int | None, last: int | None) -> Run:
         """The same with these steps only, both ends included; None is no limit."""
@@ -113,7 +117,19 @@ class Run:
             raise ConfigError(
                 f"there are no steps {wanted}; the file has {self.steps[0].step} to {self.steps[-1].step}"
             )
-        return Run(self.header, self.starts, steps, self.notes)
+        earlier = max(start for start in self.starts if start <= steps[0].step)
+        starts = {start: header for start, header in self.starts.items() if earlier <= start <= steps[-1].step}
+        return Run(starts, steps, [*self.notes, *_changes(starts)])
+
+
+def _changes(starts: dict[int, Header | None]) -> list[str]:
+    """A note for each start with other settings than the one before it."""
+    headers = list(starts.items())
+    return [
+        f"settings changed at step {start}; the verdict goes by the last ones"
+        for (_, before), (start, header) in zip(headers, headers[1:])
+        if header and before and header.config != before.config
+    ]
 
 
 def read(path: str | os.PathLike) -> Run:
@@ -132,9 +148,9 @@ def read(path: str | os.PathLike) -> Run:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     notes: list[str] = []
-    header, starts = None, []
+    header, begins = None, True
+    starts: dict[int, Header | None] = {}
     steps: dict[int, Step] = {}
-    begins = False
     for number, line in _lines(path, texts, notes):
         if isinstance(line, Header):
             header, begins = line, True
@@ -144,20 +160,24 @@ def read(path: str | os.PathLike) -> Run:
             if again:
                 notes.append(f"{_several(again)} made again from line {number} on: the later run counts")
             steps = {known: step for known, step in steps.items() if known < line.step}
-            starts = [start for start in starts if start < line.step] + [line.step]
+            starts = {start: known for start, known in starts.items() if start < line.step} | {line.step: header}
         steps[line.step] = line
         begins = False
     if not steps:
         raise ConfigError(f"{path}: holds no step; statistics.jsonl of a training's configuration names such a file")
-    return Run(header, starts, [steps[number] for number in sorted(steps)], notes)
+    return Run(starts, [steps[number] for number in sorted(steps)], notes)
 
 
 def _lines(path: str, texts: list[bytes], notes: list[str]) -> Iterator[tuple[int, Header | Step]]:
     """What stands on each line, by its number. Torn ones are left out and noted, for others there is no excuse."""
     documents = [_parse(text) for text in texts]
+    may_be_torn, follows = [], True  # whether the next line that is whole is a header, or there is none
+    for document in reversed(documents):
+        may_be_torn.insert(0, follows)
+        follows = follows if document is None else _is_header(document)
     for number, document in enumerate(documents, 1):
         if document is None:
-            if number < len(documents) and not _is_header(documents[number]):
+            if not may_be_torn[number - 1]:
                 text = texts[number - 1].decode("utf-8", "replace")
                 raise ConfigError(f"{path}:{number}: is not a JSON object: {shorten(text)}")
             notes.append(f"line {number} is torn, as its run was killed; it is left out")

@@ -111,7 +111,7 @@ class Policies:
 
 def named(parts: Sequence[ParameterSlice]) -> str | None:
     """What to call a tensor that consists of `parts`, for people; None if none of them has a name."""
-    names = list(dict.fromkeys(part.name for part in parts if part.name is not None))
+    names = list(dict.fromkeys(part.name for part in parts if part.name is not None and part.length))
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else None
 
 

@@ -88,7 +88,7 @@ def test_what_a_training_records_is_read_in_full(tmp_path):
     training = trained(tmp_path / "run.jsonl", 3, steps={"bounds": [{"step": 2, "times": 0.5}]})
     run = read(tmp_path / "run.jsonl")
     assert run.header.ranks == 1 and run.header.config.model_dump() == training.config.model_dump(mode="json")
-    assert [step.step for step in run.steps] == [1, 2, 3] and run.starts == [1] and not run.notes
+    assert [step.step for step in run.steps] == [1, 2, 3] and list(run.starts) == [1] and not run.notes
     assert [step.bound_times for step in run.steps] == [1, 1, 0.5]
     assert [step.step_seconds is None for step in run.steps] == [True, False, False]
     for counted, step in zip(training.stats.steps, run.steps):
@@ -104,7 +104,7 @@ def test_a_resumed_training_goes_on_where_the_one_before_it_stopped(tmp_path):
     trained(path, 4)  # from scratch: the run before it counts no more
     trained(path, 2, state)
     run = read(path)
-    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5] and run.starts == [1, 4]
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5] and list(run.starts) == [1, 4]
     assert run.notes == [
         "steps 1 to 3 were made again from line 6 on: the later run counts",
         "step 4 was made again from line 11 on: the later run counts",
@@ -131,9 +131,28 @@ def test_every_cut_through_a_file_leaves_what_was_whole(file):
         assert [note[:14] for note in run.notes] == [f"line {complete + 2} is torn"] * is_torn
 
 
+def test_the_settings_of_the_steps_that_were_asked_for_count(file):
+    lossless = HEADER | {"config": {"quantizer": {"kind": "lossless"}}, "ranks": 8}
+    run = read(file(HEADER, record(1), record(2), lossless, record(3), record(4)))
+    before, after, both = run.between(None, 2), run.between(3, None), run.between(2, 3)
+    assert before.header.ranks == 4 and list(before.starts) == [1] and not before.notes
+    assert after.header.ranks == 8 and list(after.starts) == [3] and not after.notes
+    assert both.header.ranks == 8 and summarize(both).runs == 2
+    assert both.notes == ["settings changed at step 3; the verdict goes by the last ones"]
+
+
+def test_several_torn_lines_before_a_header(file):
+    """A run that was killed, and the next one within its header."""
+    run = read(file(HEADER, record(1), '{"step": 2, "ca', '{"ncz_pl', HEADER, record(2), '{"st', "{"))
+    assert [step.step for step in run.steps] == [1, 2]
+    assert [note[:14] for note in run.notes] == [f"line {line} is torn" for line in (3, 4, 7, 8)]
+    with pytest.raises(ConfigError, match=":3: is not a JSON object"):
+        read(file(HEADER, record(1), '{"step": 2, "ca', '{"ncz_pl', record(2)))
+
+
 def test_a_torn_line_before_a_header_is_noted(file):
     run = read(file(HEADER, record(1), '{"step": 2, "ca', HEADER, record(2), record(3)))
-    assert [step.step for step in run.steps] == [1, 2, 3] and run.starts == [1, 2]
+    assert [step.step for step in run.steps] == [1, 2, 3] and list(run.starts) == [1, 2]
     assert run.notes == ["line 3 is torn, as its run was killed; it is left out"]
 
 
