@@ -186,6 +186,29 @@ NCZ_DEVICE int64_t look_back(unsigned long long* places, int64_t number, int64_t
     return int64_t(before);
 }
 
+// Numbers of 16 bits in shared memory that a thread stores one by one. Their address is found once: the compiler would do so
+// for every store.
+class SharedHalves {
+  public:
+#ifdef NCZ_EMULATED
+    NCZ_DEVICE explicit SharedHalves(uint16_t* first) : first_(first) {}
+    NCZ_DEVICE void store(int i, uint32_t value) const { first_[i] = uint16_t(value); }
+
+  private:
+    uint16_t* first_;
+#else
+    NCZ_DEVICE explicit SharedHalves(uint16_t* first) : first_(unsigned(__cvta_generic_to_shared(first))) {
+        asm volatile("" : "+r"(first_));
+    }
+    NCZ_DEVICE void store(int i, uint32_t value) const {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(first_ + 2 * i), "h"(uint16_t(value)) : "memory");
+    }
+
+  private:
+    unsigned first_;
+#endif
+};
+
 // ------------------------------------------------------------------ unaligned memory
 
 NCZ_DEVICE unsigned load16(const uint8_t* from) { return unsigned(from[0]) | unsigned(from[1]) << 8; }

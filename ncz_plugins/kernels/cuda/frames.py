@@ -193,7 +193,9 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         else:
             writer.launch_fixed("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
         return
-    codes = writer.room_for_codes()
+    # HUFFMAN and FIXED write values without their codes in between.
+    is_staged = bool(inputs) or coding.coder in (Coder.RAW, Coder.RANS, Coder.AUTO)
+    codes = writer.room_for_codes() if is_staged else [None] * len(sums)
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
     if not inputs:
         writer.encode(writer.pieces(rows), dtype, noise)

@@ -208,8 +208,9 @@ NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int part
     int64_t at = first_page + block_exclusive_sum(own, sums, all);
     if (all != bytes - first_page) return damaged(PAGES_SUM, bytes - first_page);
     for (int page = first; page < last; ++page) {
-        offsets[page] = at;
-        at += 2 * load16(payload + code + 2 * page);
+        unsigned words = load16(payload + code + 2 * page);
+        offsets[page] = place_page(at, words);
+        at += 2 * words;
     }
     fill_entries(shared, entries, reinterpret_cast<int*>(sums));
     return 0;
@@ -221,10 +222,7 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_read_pages)
  int32_t* decoded) {
     NCZ_SHARED(PagesToRead, shared, 1);
     int32_t* codes_of_frame = decoded + int64_t(inputs.of[frame_number(inputs.n)].first_chunk) * CHUNK;
-    auto put_of = [&](int64_t page) {
-        int32_t* to = codes_of_frame + page * PAGE + lane() * RUN;
-        return [=](int row, int n, const int32_t(&codes)[RUN]) { store_run(to + row * ROW, n, codes); };
-    };
+    auto put_of = [&](int64_t page) { return PutCodes{codes_of_frame + page * PAGE + lane() * RUN}; };
     decode_pages(put_of, inputs, statuses, report, offsets, entries, *shared);
 }
 

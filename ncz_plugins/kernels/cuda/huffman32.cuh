@@ -13,16 +13,21 @@
 
 constexpr int64_t PAGE = HUFFMAN32_PAGE;
 constexpr int ROW = HUFFMAN32_ROW, PAGE_ROWS = int(PAGE) / ROW;
-constexpr int RUN = ROW / WARP;  // consecutive codes of a lane
 constexpr int CHUNK_ROWS = int(CHUNK) / ROW;
 constexpr int MOST_WORDS = HUFFMAN32_MOST_WORDS;
 constexpr int SIZES_WORDS = WARP / 2;  // at the beginning of a page, a byte for each lane
 static_assert(HUFFMAN32_LANES == WARP, "a lane of the warp has a bit string");
-static_assert(ROW == SCALE_BLOCK, "a row has one step");
+static_assert(ROW == SCALE_BLOCK && ROW == WARP * RUN, "a row has one step, and a run for each lane");
 
 constexpr int PAGE_WARPS = 4;  // of a block, each with a page at a time
 constexpr int PAGE_THREADS = PAGE_WARPS * WARP;
-constexpr int PAGE_BLOCKS = 7;  // on a multiprocessor: as many as have room for their pages on an H100
+
+// Of these, so many must fit on a multiprocessor: as many as have room for their pages on an H100.
+#if NCZ_DTYPE == 3 || __CUDA_ARCH__ < 800
+constexpr int PAGE_BLOCKS = 4;  // more would spill
+#else
+constexpr int PAGE_BLOCKS = 7;
+#endif
 
 constexpr unsigned LETTERS = TOKENS + 1;  // with ESCAPE
 constexpr unsigned HUFFMAN_WHOLE = 1u << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
@@ -68,7 +73,20 @@ struct HuffmanEncoding {
 };
 static_assert(sizeof(HuffmanEncoding) == 928, "as frames.py has it");
 
-// Appends to the bit string of a lane: to its words, one in each row. Of too many, counts alone.
+// The codes of letters, with the length from bit 16 on; 0 for a letter that has none.
+struct LetterCodes {
+    uint32_t direct[DIRECT + 1];  // of symbols that are their own tokens, and 0 for all others
+    uint32_t of[LETTERS];
+};
+
+// A page that a warp writes or reads, in shared memory. Lanes look at the limit now and then, so there is room behind it.
+constexpr int SPARE_ROWS = 8;
+struct alignas(16) PageMemory {
+    uint32_t sizes[SIZES_WORDS / 2];
+    uint16_t rows[MOST_WORDS + SPARE_ROWS][WARP];
+};
+
+// Appends to the bit string of a lane: to its words, one in each row.
 class LaneWriter {
   public:
     NCZ_DEVICE explicit LaneWriter(uint16_t* column) : column_(column) {}
@@ -86,42 +104,67 @@ class LaneWriter {
         if (n > 16) put(bits >> 16, n - 16);
     }
     NCZ_DEVICE void end() {
+        stay_in_page();
         if (filled_) store();
     }
-    NCZ_DEVICE int words() const { return words_; }
+    // That there is room for three words more. Of too many words there are more than MOST_WORDS from then on.
+    NCZ_DEVICE void stay_in_page() {
+        constexpr int LAST = (MOST_WORDS + 1) * WARP;
+        at_ = at_ < LAST ? at_ : LAST;
+    }
+    NCZ_DEVICE int words() const { return at_ / WARP; }
 
   private:
     NCZ_DEVICE void store() {
-        if (words_ < MOST_WORDS) column_[words_ * WARP] = uint16_t(pending_);
-        ++words_;
+        column_.store(at_, pending_);
+        at_ += WARP;
     }
 
-    uint16_t* column_;
+    SharedHalves column_;
     uint32_t pending_ = 0;
     unsigned filled_ = 0;  // below 16 between calls
-    int words_ = 0;
+    int at_ = 0;
 };
 
-NCZ_DEVICE void put_symbol(LaneWriter& lane, const uint32_t* codes, uint32_t symbol) {
-    uint32_t code = symbol < DIRECT ? codes[symbol] : 0;
-    if (code) return lane.put(code & 0xffffu, code >> 16);  // as nearly always
+NCZ_DEVICE void put_symbol(LaneWriter& writer, const LetterCodes& codes, uint32_t symbol) {
     unsigned token = token_of(symbol);
-    code = codes[token];
+    uint32_t code = codes.of[token];
+    writer.stay_in_page();
     if (code) {
-        lane.put(code & 0xffffu, code >> 16);
+        writer.put(code & 0xffffu, code >> 16);
     } else {
-        lane.put(codes[ESCAPE] & 0xffffu, codes[ESCAPE] >> 16);
-        lane.put(token, ESCAPED_BITS);
+        writer.put(codes.of[ESCAPE] & 0xffffu, codes.of[ESCAPE] >> 16);
+        writer.put(token, ESCAPED_BITS);
     }
+    writer.stay_in_page();
     unsigned extra_bits = extra_bits_of(token);
-    if (extra_bits) lane.put_long(extra_of(symbol, extra_bits), extra_bits);
+    if (extra_bits) writer.put_long(extra_of(symbol, extra_bits), extra_bits);
 }
 
-// A page that a warp writes or reads, in shared memory; with room for what readers ask for behind the last row.
-struct alignas(16) PageMemory {
-    uint32_t sizes[SIZES_WORDS / 2];
-    uint16_t rows[MOST_WORDS + 2][WARP];
-};
+// The first `n` of a run. Nearly always all of them have a code, and no extra bits.
+NCZ_DEVICE void put_run(LaneWriter& writer, const LetterCodes& codes, const uint32_t (&symbols)[RUN], int n) {
+    uint32_t own[RUN];
+    bool is_rare = n < RUN;
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) {
+        own[i] = codes.direct[symbols[i] < DIRECT ? symbols[i] : DIRECT];
+        is_rare |= own[i] == 0;
+    }
+    if (!is_rare) {
+        writer.stay_in_page();
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) writer.put(own[i] & 0xffffu, own[i] >> 16);
+        return;
+    }
+    uint32_t left[RUN];
+    memcpy(left, symbols, sizeof left);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {  // a loop, so that the code is short; what is left moves up, so that it stays in registers
+        put_symbol(writer, codes, left[0]);
+#pragma unroll
+        for (int k = 1; k < RUN; ++k) left[k - 1] = left[k];
+    }
+}
 
 // Closes up the rows in which only some lanes have a word, of which this one has `words`. Then the page is as in the frame.
 NCZ_DEVICE void close_rows(PageMemory& page, int words, int all_words) {
@@ -134,16 +177,16 @@ NCZ_DEVICE void close_rows(PageMemory& page, int words, int all_words) {
         __syncwarp(ALL_LANES);  // what is written stands at or before what was read
         if (words > row) to[at + __popc(having & lower)] = word;
         at += __popc(having);
-        __syncwarp(ALL_LANES);
     }
+    __syncwarp(ALL_LANES);
     if (lane() == 0 && all_words % 2) to[all_words] = 0;
     reinterpret_cast<uint8_t*>(page.sizes)[lane()] = uint8_t(words);
     __syncwarp(ALL_LANES);
 }
 
 // Writes the code to a frame.
-NCZ_DEVICE void write_code(const uint32_t* codes, int stored, uint8_t* payload) {
-    auto length_at = [=](int place) { return place <= stored ? codes[letter_at(place)] >> 16 : 0u; };
+NCZ_DEVICE void write_code(const LetterCodes& codes, int stored, uint8_t* payload) {
+    auto length_at = [&codes, stored](int place) { return place <= stored ? codes.of[letter_at(place)] >> 16 : 0u; };
     for (int i = int(threadIdx.x); i < huffman_code_bytes(stored); i += PAGE_THREADS)
         payload[i] = uint8_t(i ? length_at(2 * i - 2) | length_at(2 * i - 1) << 4 : unsigned(stored));
 }
@@ -151,46 +194,75 @@ NCZ_DEVICE void write_code(const uint32_t* codes, int stored, uint8_t* payload) 
 // Shared memory of a block that writes pages.
 struct PagesInHand {
     PageMemory pages[PAGE_WARPS];
-    uint32_t codes[LETTERS];
+    LetterCodes codes;
     int words[PAGE_WARPS];  // of each page
     int64_t number;
     int is_last;
 };
 
-// The codes of a page become its lanes' bit strings. Gives how many words this lane has; more than MOST_WORDS don't fit.
-template <class Source>
-NCZ_DEVICE int encode_lanes(const Source& source, int64_t page, int length, int32_t predictor, const uint32_t* codes,
-                            PageMemory& memory) {
-    constexpr int AT_ONCE = 4;  // rows that are on their way together
-    LaneWriter writer(memory.rows[0] + lane());
-    int32_t before = 0;  // the last code of the row before
-    for (int first = 0; first < length; first += AT_ONCE * ROW) {
-        int32_t own[AT_ONCE][RUN] = {};
-#pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) {
-            int at = first + r * ROW + lane() * RUN, n = length - at < RUN ? length - at : RUN;
-            if (n > 0) source.run(page * PAGE + at, n, own[r]);
+// Codes to symbols, a row for each call. By a warp.
+class RowPredictor {
+  public:
+    NCZ_DEVICE explicit RowPredictor(int32_t predictor) : is_delta_(predictor == DELTA) {}
+
+    NCZ_DEVICE void symbols_of(const int32_t (&codes)[RUN], int row, uint32_t (&symbols)[RUN]) {
+        int32_t previous = 0;
+        if (is_delta_) {
+            int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, codes[RUN - 1], 1);
+            previous = lane() ? of_lower_lane : row % CHUNK_ROWS ? last_ : 0;
+            last_ = __shfl_sync(ALL_LANES, codes[RUN - 1], WARP - 1);
         }
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) {
-            int row = first / ROW + r, n = length - row * ROW - lane() * RUN;
-            int32_t previous = 0;
-            if (predictor == DELTA) {
-                int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, own[r][RUN - 1], 1);
-                int32_t of_last_lane = __shfl_sync(ALL_LANES, own[r][RUN - 1], WARP - 1);
-                previous = lane() ? of_lower_lane : row % CHUNK_ROWS ? before : 0;
-                before = of_last_lane;
-            }
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) {
-                int32_t base = predictor == DELTA ? previous : 0;
-                previous = own[r][i];
-                if (i < n) put_symbol(writer, codes, zigzag(difference(own[r][i], base)));
-            }
+        for (int i = 0; i < RUN; ++i) {
+            symbols[i] = zigzag(difference(codes[i], previous));
+            previous = is_delta_ ? codes[i] : 0;
         }
     }
-    writer.end();
-    return writer.words();
+
+  private:
+    bool is_delta_;
+    int32_t last_ = 0;  // code of the row before
+};
+
+// A page whose values lie in memory as they may be loaded: some rows are on their way while those before are coded.
+template <class Source>
+NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor predictor, const LetterCodes& codes,
+                            LaneWriter& writer) {
+    constexpr int AT_ONCE = 4;
+    typename Source::Fetched fetched[AT_ONCE];
+    first += lane() * RUN;
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) fetched[r] = source.fetch(first + r * ROW);
+#pragma unroll 1
+    for (int row = 0; row < PAGE_ROWS; row += AT_ONCE) {
+        int32_t own[AT_ONCE][RUN];
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) source.codes_of(fetched[r], first + (row + r) * ROW, own[r]);
+        int next = row + AT_ONCE < PAGE_ROWS ? row + AT_ONCE : row;
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) fetched[r] = source.fetch(first + (next + r) * ROW);
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; ++r) {
+            uint32_t symbols[RUN];
+            predictor.symbols_of(own[r], row + r, symbols);
+            put_run(writer, codes, symbols, RUN);
+        }
+    }
+}
+
+// Any other page, of `length` values.
+template <class Source>
+NCZ_DEVICE void encode_part(const Source& source, int64_t first, int length, RowPredictor predictor,
+                            const LetterCodes& codes, LaneWriter& writer) {
+#pragma unroll 1
+    for (int row = 0; row * ROW < length; ++row) {
+        int at = row * ROW + lane() * RUN, n = length - at < 0 ? 0 : length - at < RUN ? length - at : RUN;
+        int32_t own[RUN] = {};
+        uint32_t symbols[RUN];
+        source.some(first + at, n, own);
+        predictor.symbols_of(own, row, symbols);
+        put_run(writer, codes, symbols, n);
+    }
 }
 
 // HUFFMAN32 frames of what `source_of` gives, where that coder was chosen; FIXED becomes the choice for those that would be
@@ -204,11 +276,23 @@ NCZ_DEVICE void encode_pages(SourceOf source_of, const Pieces& pieces, Written* 
     int64_t count = piece.count, blocks = page_blocks_of(count);
     if (unit_number(pieces.n) >= blocks || choice.coder != HUFFMAN32) return;
     places += piece.first_chunk + f;
-    for (int i = int(threadIdx.x); i < int(LETTERS); i += PAGE_THREADS) shared.codes[i] = encodings[f].codes[i];
+    for (int i = int(threadIdx.x); i < int(LETTERS); i += PAGE_THREADS) {
+        uint32_t code = encodings[f].codes[i];
+        shared.codes.of[i] = code;
+        if (i <= int(DIRECT)) shared.codes.direct[i] = i < int(DIRECT) ? code : 0;
+    }
     int64_t number = take_number(&written[f].taken, &shared.number), page = number * PAGE_WARPS + warp();
     int length = length_of_huffman_page(page, count);
     PageMemory& memory = shared.pages[warp()];
-    int words = encode_lanes(source_of(piece), page, length, choice.predictor, shared.codes, memory);
+    auto source = source_of(piece);
+    LaneWriter writer(memory.rows[0] + lane());
+    RowPredictor predictor(choice.predictor);
+    if (length == PAGE && source.has_runs())
+        encode_page(source, page * PAGE, predictor, shared.codes, writer);
+    else
+        encode_part(source, page * PAGE, length, predictor, shared.codes, writer);
+    writer.end();
+    int words = writer.words();
     bool fits = !__any_sync(ALL_LANES, words > MOST_WORDS);
     if (!fits) words = 0;
     int all_words = warp_sum(words), page_words = length ? page_words_of(all_words) : 0;
@@ -276,10 +360,18 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_encode_pages_of_codes)
 
 // ------------------------------------------------------------------ decoding
 
+// Where a page begins in the payload, and the 16-bit words that it has: one number, as ncz_open leaves it.
+struct PlacedPage {
+    int64_t offset;
+    int words;
+};
+NCZ_DEVICE long long place_page(int64_t offset, unsigned words) { return offset << 16 | words; }
+NCZ_DEVICE PlacedPage placed_page(long long placed) { return {placed >> 16, int(placed & 0xffff)}; }
+
 // What decoders look the next bits up in, HUFFMAN_WHOLE for each frame: bits of the code, and the letter.
 NCZ_DEVICE uint16_t huffman_entry(unsigned length, unsigned letter) { return uint16_t(length | letter << 4); }
 
-// Reads the bit string of a lane. Behind the last row it reads that row again, which happens in damaged frames alone.
+// Reads the bit string of a lane.
 class LaneReader {
   public:
     NCZ_DEVICE explicit LaneReader(const uint16_t* column)
@@ -290,10 +382,10 @@ class LaneReader {
         bits_ >>= n;
         filled_ -= int(n);
         if (filled_ > 16) return;
-        bits_ |= uint32_t(next_) << filled_;
+        bits_ |= next_ << filled_;
         filled_ += 16;
-        ++row_;
-        next_ = column_[(row_ < MOST_WORDS + 1 ? row_ : MOST_WORDS + 1) * WARP];
+        at_ += WARP;
+        next_ = column_[at_];
     }
     NCZ_DEVICE uint32_t take(unsigned n) {
         unsigned low_bits = n < 16 ? n : 16;
@@ -304,26 +396,35 @@ class LaneReader {
         skip(n - 16);
         return low | high << 16;
     }
-    NCZ_DEVICE int read() const { return 16 * row_ - filled_; }  // how many bits were
+    // That five words more may be read. Whether too many were, which happens in damaged frames alone.
+    NCZ_DEVICE bool stay_in_page() {
+        constexpr int LAST = (MOST_WORDS + 2) * WARP;  // two words have been read ahead where all are taken
+        bool is_behind = at_ > LAST;
+        at_ = is_behind ? LAST : at_;
+        return is_behind;
+    }
+    NCZ_DEVICE int read() const { return at_ / (WARP / 16) - filled_; }  // how many bits were
 
   private:
     const uint16_t* column_;
-    uint32_t bits_;
-    uint16_t next_;  // the word of `row_`
-    int filled_ = 32, row_ = 2;
+    int at_ = 2 * WARP;  // of the next word
+    uint32_t bits_, next_;
+    int filled_ = 32;
 };
+static_assert(SPARE_ROWS >= 2 + 5 + 1, "as readers say");
 
-// `is_wrong` becomes true where there is no such token.
-NCZ_DEVICE uint32_t next_symbol(LaneReader& lane, const uint16_t* entries, bool& is_wrong) {
-    unsigned entry = entries[lane.bits() % HUFFMAN_WHOLE], token = entry >> 4;
-    lane.skip(entry & 15u);
+// `is_wrong` becomes true where there is no such token, or the lane is behind its end.
+NCZ_DEVICE uint32_t next_symbol(LaneReader& reader, const uint16_t* entries, bool& is_wrong) {
+    unsigned entry = entries[reader.bits() % HUFFMAN_WHOLE], token = entry >> 4;
+    reader.skip(entry & 15u);
     if (token < DIRECT) return token;
-    if (token == ESCAPE) token = lane.take(ESCAPED_BITS);
+    is_wrong |= reader.stay_in_page();
+    if (token == ESCAPE) token = reader.take(ESCAPED_BITS);
     if (token >= TOKENS) {
         is_wrong = true;
         token = 0;
     }
-    return base_of(token) + (lane.take(extra_bits_of(token)) << 1);
+    return base_of(token) + (reader.take(extra_bits_of(token)) << 1);
 }
 
 // Shared memory of a block that reads pages.
@@ -336,38 +437,49 @@ struct PagesToRead {
 // Brings a page to shared memory, all rows as wide as the warp; `words` becomes how many this lane has. Whether its sizes are
 // possible: only then anything is there.
 NCZ_DEVICE bool load_page(const uint8_t* from, int page_words, PageMemory& page, int& words) {
-    bool has_sizes = page_words >= SIZES_WORDS;
-    words = has_sizes ? from[lane()] : 0;
-    bool fits = has_sizes && words <= MOST_WORDS;
-    if (!__all_sync(ALL_LANES, fits) || page_words_of(warp_sum(words)) != page_words) return false;
-    from += 2 * SIZES_WORDS;
-    int first = least_of_warp(words), last = most_of_warp(words), at = first * WARP;
-    uint32_t* whole = reinterpret_cast<uint32_t*>(page.rows[0]);
+    words = 0;
+    if (page_words % 2 || page_words < SIZES_WORDS || page_words > SIZES_WORDS + MOST_WORDS * WARP) return false;
+    uint32_t* to = reinterpret_cast<uint32_t*>(&page);
     if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
-        for (int i = lane(); 2 * i < at; i += WARP) copy_async(whole + i, reinterpret_cast<const uint32_t*>(from) + i);
+        for (int i = lane(); 2 * i < page_words; i += WARP) copy_async(to + i, reinterpret_cast<const uint32_t*>(from) + i);
     } else {
-        for (int i = lane(); 2 * i < at; i += WARP) whole[i] = load32(from + 4 * i);
-    }
-    unsigned lower = (1u << lane()) - 1;
-    for (int row = first; row < last; ++row) {
-        unsigned having = __ballot_sync(ALL_LANES, words > row);
-        if (words > row) page.rows[row][lane()] = uint16_t(load16(from + 2 * (at + __popc(having & lower))));
-        at += __popc(having);
+        for (int i = lane(); 2 * i < page_words; i += WARP) to[i] = load32(from + 4 * i);
     }
     await_copies();
     __syncwarp(ALL_LANES);
+    words = reinterpret_cast<const uint8_t*>(page.sizes)[lane()];
+    int at = warp_sum(words);
+    if (!__all_sync(ALL_LANES, words <= MOST_WORDS) || page_words_of(at) != page_words) return false;
+    // Rows in which only some lanes have a word are closed up. From the last one on, each moves back to its place, which
+    // is at or behind where it stood.
+    int first = least_of_warp(words);
+    const uint16_t* closed = page.rows[0];
+    unsigned lower = (1u << lane()) - 1;
+    for (int row = most_of_warp(words) - 1; row >= first; --row) {
+        unsigned having = __ballot_sync(ALL_LANES, words > row);
+        at -= __popc(having);
+        uint16_t word = closed[at + __popc(having & lower)];
+        __syncwarp(ALL_LANES);
+        if (words > row) page.rows[row][lane()] = word;
+        __syncwarp(ALL_LANES);
+    }
     return true;
 }
 
-// Decodes a page that was loaded; `put` takes each row's run of this lane. Whether every lane ended where it should.
-template <class Put>
+// Decodes a page that was loaded, of `length` codes; if IS_WHOLE, of PAGE. `put` takes each row's run of this lane. Whether
+// every lane ended where it should.
+template <bool IS_WHOLE, class Put>
 NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int32_t predictor, const uint16_t* entries,
-                             Put put) {
+                             const Put& put) {
+    if (IS_WHOLE) length = int(PAGE);
     LaneReader reader(page.rows[0] + lane());
     bool is_wrong = false;
     uint32_t before = 0;  // with DELTA, the last code of the row before
+#pragma unroll 1
     for (int row = 0; row * ROW < length; ++row) {
-        int at = row * ROW + lane() * RUN, n = length - at < RUN ? length - at : RUN;
+        int left = length - row * ROW - lane() * RUN, n = IS_WHOLE || left > RUN ? RUN : left;
+        auto scale = put.scale(row);  // asked for before it is needed
+        is_wrong |= reader.stay_in_page();
         int32_t codes[RUN];
 #pragma unroll
         for (int i = 0; i < RUN; ++i) codes[i] = i < n ? unzigzag(next_symbol(reader, entries, is_wrong)) : 0;
@@ -380,12 +492,32 @@ NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int3
             for (int i = 0; i < RUN; ++i) codes[i] = sum(codes[i], int32_t(before + inclusive - own));
             before += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
         }
-        put(row, n, codes);
+        put.run(row, n, codes, scale);
     }
     int left = 16 * words - reader.read();
     is_wrong |= left < 0 || left > 15 || (reader.bits() & ((1u << left) - 1));
     return !__any_sync(ALL_LANES, is_wrong);
 }
+
+// What becomes of a page's codes, each lane's runs: values, or the codes themselves.
+struct PutValues {
+    Element* to;
+    const Scale* scales;
+
+    NCZ_DEVICE Scale scale(int row) const { return scales[row]; }
+    NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], Scale scale) const {
+        Element values[RUN];
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) values[i] = value_of(codes[i], scale);
+        store_run(to + row * ROW, n, values);
+    }
+};
+struct PutCodes {
+    int32_t* to;
+
+    NCZ_DEVICE int scale(int) const { return 0; }
+    NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], int) const { store_run(to + row * ROW, n, codes); }
+};
 
 // Decodes the pages of HUFFMAN32 frames that were opened, and says in their status if one is damaged. `put_of` gives what
 // takes the rows of a page.
@@ -399,19 +531,22 @@ NCZ_DEVICE void decode_pages(PutOf put_of, const Inputs& inputs, Status* statuse
     if (number >= blocks || status.result || status.header.coder != HUFFMAN32) return;
     const uint32_t* from = reinterpret_cast<const uint32_t*>(entries + f * HUFFMAN_WHOLE);
     for (int i = int(threadIdx.x); i < int(HUFFMAN_WHOLE) / 2; i += PAGE_THREADS)
-        reinterpret_cast<uint32_t*>(shared.entries)[i] = from[i];
+        copy_async(reinterpret_cast<uint32_t*>(shared.entries) + i, from + i);
     int64_t page = number * PAGE_WARPS + warp();
     int length = length_of_huffman_page(page, count), words = 0;
-    const uint8_t* payload = input.frame + HEADER_BYTES;
     PageMemory& memory = shared.pages[warp()];
     bool is_whole = true;
     if (length) {
-        int page_words = int(load16(payload + huffman_code_bytes(payload[0]) + 2 * page));
-        is_whole = load_page(payload + offsets[input.first_chunk + page], page_words, memory, words);
+        PlacedPage placed = placed_page(offsets[input.first_chunk + page]);
+        is_whole = load_page(input.frame + HEADER_BYTES + placed.offset, placed.words, memory, words);
     }
+    await_copies();
     __syncthreads();
-    if (length && is_whole)
-        is_whole = decode_lanes(memory, words, length, status.header.predictor, shared.entries, put_of(page));
+    int32_t predictor = status.header.predictor;
+    if (length == PAGE && is_whole)
+        is_whole = decode_lanes<true>(memory, words, length, predictor, shared.entries, put_of(page));
+    else if (length && is_whole)
+        is_whole = decode_lanes<false>(memory, words, length, predictor, shared.entries, put_of(page));
     if (!is_whole && lane() == 0) record(status, damaged(DAMAGED_PAGE));
     if (!finished_last(&status.finished, blocks, &shared.is_last) || threadIdx.x) return;
     status.result = (long long)status.payload_damage;
@@ -424,16 +559,8 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode_pages)
     NCZ_SHARED(PagesToRead, shared, 1);
     const Piece& piece = pieces.of[frame_number(inputs.n)];
     auto put_of = [&](int64_t page) {
-        Element* to = static_cast<Element*>(piece.values) + page * PAGE + lane() * RUN;
-        const Scale* scales = static_cast<const Scale*>(piece.steps) + page * PAGE_ROWS;
-        return [=](int row, int n, const int32_t(&codes)[RUN]) {
-            if (n <= 0) return;
-            Scale scale = scales[row];
-            Element values[RUN];
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) values[i] = value_of(codes[i], scale);
-            store_run(to + row * ROW, n, values);
-        };
+        return PutValues{static_cast<Element*>(piece.values) + page * PAGE + lane() * RUN,
+                         static_cast<const Scale*>(piece.steps) + page * PAGE_ROWS};
     };
     decode_pages(put_of, inputs, statuses, report, offsets, entries, *shared);
 }

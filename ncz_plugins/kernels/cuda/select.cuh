@@ -47,14 +47,21 @@ struct Sample {
 
 // How often each token occurs, the symbols' bits, and what FIXED would take. Each warp looks at one block at a time.
 NCZ_DEVICE void count_tokens(const Sample& sample, int32_t predictor, uint32_t* counts, SampleSums& sums) {
+    constexpr int AT_ONCE = 8;  // blocks that are on their way together
     uint32_t all = 0;
     unsigned fixed_bits = 0;
-    for (int first = warp() * BLOCK; first < sample.n; first += WARPS * BLOCK) {
-        int i = first + lane(), n = sample.n - first < BLOCK ? sample.n - first : BLOCK;
-        uint32_t symbol = sample.symbol(i, predictor), block = warp_or(symbol);
-        if (i < sample.n) atomicAdd(counts + token_of(symbol), 1u);
-        all |= block;
-        fixed_bits += 8 * (1 + unsigned(octets_of(n)) * bit_length(block));
+    for (int start = warp() * BLOCK; start < sample.n; start += AT_ONCE * WARPS * BLOCK) {
+        uint32_t symbols[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) symbols[k] = sample.symbol(start + k * WARPS * BLOCK + lane(), predictor);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            int first = start + k * WARPS * BLOCK, left = sample.n - first, n = left < BLOCK ? left : BLOCK;
+            uint32_t block = warp_or(symbols[k]);
+            if (lane() < n) atomicAdd(counts + token_of(symbols[k]), 1u);
+            all |= block;
+            if (n > 0) fixed_bits += 8 * (1 + unsigned(octets_of(n)) * bit_length(block));
+        }
     }
     if (lane()) return;
     atomicOr(&sums.symbols, all);
@@ -165,7 +172,8 @@ NCZ_KERNEL(ncz_select)
     for (int p = 0; p < PREDICTORS; ++p) {
         uint32_t mode = mode_of(trees[p].counts, scratch);
         if (threadIdx.x == 0) sums[p].mode = mode;
-        if (is_allowed(p)) count_masks(sample, p, mode, masks + p * BYTE_VALUES);
+        if (is_allowed(p) && (coding.coder == AUTO_CODER || coding.coder == RANS))
+            count_masks(sample, p, mode, masks + p * BYTE_VALUES);
     }
     __syncthreads();
     make_lengths(trees, PREDICTORS);

@@ -46,32 +46,59 @@ struct Unit<sizeof(Eight)> {
     typedef Eight Type;
 };
 
-// `n` of a few consecutive numbers, zeros behind them. For lanes that lie side by side, as `store_run`.
-template <class T, int LENGTH>
-NCZ_DEVICE void load_run(const T* from, int n, T (&values)[LENGTH]) {
-    typedef typename Unit<int(sizeof values)>::Type Part;
-    if (n == LENGTH && reinterpret_cast<uintptr_t>(from) % sizeof(Part) == 0) {
-        Part parts[sizeof values / sizeof(Part)];
-#pragma unroll
-        for (int p = 0; p < int(sizeof values / sizeof(Part)); ++p) parts[p] = reinterpret_cast<const Part*>(from)[p];
-        memcpy(values, parts, sizeof values);
-    } else {
-#pragma unroll
-        for (int i = 0; i < LENGTH; ++i) values[i] = i < n ? from[i] : T{};
+// As one instruction. Compilers split stores of these structures where another branch stores their members.
+#ifdef NCZ_EMULATED
+template <class Part>
+NCZ_DEVICE void store_part(Part* to, const Part& part) {
+    *to = part;
+}
+#else
+NCZ_DEVICE void store_part(Sixteen* to, const Sixteen& part) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(part.words[0]), "r"(part.words[1]),
+                 "r"(part.words[2]), "r"(part.words[3])
+                 : "memory");
+}
+NCZ_DEVICE void store_part(Eight* to, const Eight& part) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(part.words[0]), "r"(part.words[1]) : "memory");
+}
+#endif
+
+// Consecutive numbers that a lane has, where those of neighbouring lanes lie side by side; as they lie in memory.
+constexpr int RUN = 4;
+template <class T>
+struct LaneRun {
+    typedef typename Unit<RUN * int(sizeof(T))>::Type Part;
+    static constexpr int PARTS = RUN * int(sizeof(T)) / int(sizeof(Part));
+    Part parts[PARTS];
+
+    NCZ_DEVICE static bool is_aligned(const void* pointer) {
+        return reinterpret_cast<uintptr_t>(pointer) % sizeof(Part) == 0;
     }
+    NCZ_DEVICE void load(const T* from) {  // aligned
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) parts[p] = reinterpret_cast<const Part*>(from)[p];
+    }
+    NCZ_DEVICE void get(T (&values)[RUN]) const { memcpy(values, parts, sizeof values); }
+};
+
+// `n` of a run, zeros behind them.
+template <class T>
+NCZ_DEVICE void load_some(const T* from, int n, T (&values)[RUN]) {
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) values[i] = i < n ? from[i] : T{};
 }
 
-template <class T, int LENGTH>
-NCZ_DEVICE void store_run(T* to, int n, const T (&values)[LENGTH]) {
-    typedef typename Unit<int(sizeof values)>::Type Part;
-    if (n >= LENGTH && reinterpret_cast<uintptr_t>(to) % sizeof(Part) == 0) {
-        Part parts[sizeof values / sizeof(Part)];
-        memcpy(parts, values, sizeof values);
+template <class T>
+NCZ_DEVICE void store_run(T* to, int n, const T (&values)[RUN]) {
+    if (n >= RUN && LaneRun<T>::is_aligned(to)) {
+        LaneRun<T> run;
+        memcpy(run.parts, values, sizeof values);
 #pragma unroll
-        for (int p = 0; p < int(sizeof values / sizeof(Part)); ++p) reinterpret_cast<Part*>(to)[p] = parts[p];
+        for (int p = 0; p < LaneRun<T>::PARTS; ++p)
+            store_part(reinterpret_cast<typename LaneRun<T>::Part*>(to) + p, run.parts[p]);
     } else {
 #pragma unroll
-        for (int i = 0; i < LENGTH; ++i)
+        for (int i = 0; i < RUN; ++i)
             if (i < n) to[i] = values[i];
     }
 }
@@ -171,6 +198,18 @@ NCZ_DEVICE uint32_t random_word(const Noise& noise, uint64_t element) {
 
 // ------------------------------------------------------------------ codes of a chunk
 
+// A run of floats, and the inverse of the step that they have in common.
+struct FetchedFloats {
+    LaneRun<Element> run;
+    Scale inverse_step;
+
+    FetchedFloats() = default;
+    NCZ_DEVICE FetchedFloats(const Element* x, const Scale* inverse_steps, int64_t element)
+        : inverse_step(inverse_steps[uint64_t(element) / SCALE_BLOCK]) {
+        run.load(x + element);
+    }
+};
+
 // Codes of floats, to the nearest.
 struct Floats {
     const Element* x;
@@ -186,13 +225,20 @@ struct Floats {
         for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step);
     }
 
-    template <int LENGTH>
-    NCZ_DEVICE void run(int64_t element, int n, int32_t (&codes)[LENGTH]) const {
-        Scale inverse_step = inverse_steps[element / SCALE_BLOCK];
-        Element values[LENGTH];
-        load_run(x + element, n, values);
+    // A run that is on its way from memory, and its codes. Where memory is not aligned for that, and at the end: `some`.
+    typedef FetchedFloats Fetched;
+    NCZ_DEVICE bool has_runs() const { return LaneRun<Element>::is_aligned(x); }
+    NCZ_DEVICE Fetched fetch(int64_t element) const { return {x, inverse_steps, element}; }
+    NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&codes)[RUN]) const {
+        Element values[RUN];
+        fetched.run.get(values);
 #pragma unroll
-        for (int i = 0; i < LENGTH; ++i) codes[i] = code_of(values[i], inverse_step);
+        for (int i = 0; i < RUN; ++i) codes[i] = code_of(values[i], fetched.inverse_step);
+    }
+    NCZ_DEVICE void some(int64_t element, int n, int32_t (&codes)[RUN]) const {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            if (i < n) codes[i] = code(element + i);
     }
 };
 
@@ -217,14 +263,21 @@ struct RandomFloats {
         for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
     }
 
-    template <int LENGTH>
-    NCZ_DEVICE void run(int64_t element, int n, int32_t (&codes)[LENGTH]) const {
-        Scale inverse_step = inverse_steps[element / SCALE_BLOCK];
+    typedef FetchedFloats Fetched;
+    NCZ_DEVICE bool has_runs() const { return LaneRun<Element>::is_aligned(x); }
+    NCZ_DEVICE Fetched fetch(int64_t element) const { return {x, inverse_steps, element}; }
+    NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t element, int32_t (&codes)[RUN]) const {
         uint64_t number = noise.first + uint64_t(element);
-        Element values[LENGTH];
-        load_run(x + element, n, values);
+        Element values[RUN];
+        fetched.run.get(values);
 #pragma unroll
-        for (int i = 0; i < LENGTH; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
+        for (int i = 0; i < RUN; ++i)
+            codes[i] = code_of(values[i], fetched.inverse_step, random_word(noise, number + i));
+    }
+    NCZ_DEVICE void some(int64_t element, int n, int32_t (&codes)[RUN]) const {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            if (i < n) codes[i] = code(element + i);
     }
 };
 
@@ -244,10 +297,15 @@ struct PlainCodes {
     NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&octet)[OCTET]) const {
         load_octet(codes + chunk * CHUNK + first, n, octet);
     }
-    template <int LENGTH>
-    NCZ_DEVICE void run(int64_t element, int n, int32_t (&own)[LENGTH]) const {
-        load_run(codes + element, n, own);
+    typedef LaneRun<int32_t> Fetched;
+    NCZ_DEVICE bool has_runs() const { return LaneRun<int32_t>::is_aligned(codes); }
+    NCZ_DEVICE Fetched fetch(int64_t element) const {
+        Fetched run;
+        run.load(codes + element);
+        return run;
     }
+    NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&own)[RUN]) const { fetched.get(own); }
+    NCZ_DEVICE void some(int64_t element, int n, int32_t (&own)[RUN]) const { load_some(codes + element, n, own); }
 };
 
 NCZ_DEVICE PlainCodes codes_of(const Piece& piece) { return {piece.codes}; }
