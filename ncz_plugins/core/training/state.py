@@ -39,7 +39,7 @@ class Training:
         config: anything that `Config.load` takes.
 
     Attributes:
-        config: may be replaced between steps, on all ranks alike.
+        config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes.
         stats: what was counted.
         step: steps that are over.
         depends_on_step: whether something does that is done to tensors, so that ranks must have ended the same steps.
@@ -50,7 +50,7 @@ class Training:
 
     def __init__(self, config=None):
         self._groups: dict[tuple[int, ...], GroupState] = {}
-        self.config = Config.load(config)
+        self.config = config
         self.stats = Statistics(self.config.statistics.history)
         self.step = 0
         self.residuals = Residuals()
@@ -68,7 +68,8 @@ class Training:
         return self._config
 
     @config.setter
-    def config(self, config: Config) -> None:
+    def config(self, config) -> None:
+        config = Config.load(config)
         self._config = config
         self._policies = Policies(config)
         self.depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()

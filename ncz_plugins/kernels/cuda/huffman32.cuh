@@ -461,8 +461,8 @@ NCZ_DEVICE bool load_page(const uint8_t* from, int page_words, PageMemory& page,
         uint16_t word = closed[at + __popc(having & lower)];
         __syncwarp(ALL_LANES);
         if (words > row) page.rows[row][lane()] = word;
-        __syncwarp(ALL_LANES);
     }
+    __syncwarp(ALL_LANES);
     return true;
 }
 

@@ -169,6 +169,15 @@ def test_a_state_may_be_loaded_twice():
     assert torch.equal(state["residuals"]["a"], torch.arange(5.0))
 
 
+def test_what_replaces_a_configuration_is_checked_before_it_does():
+    training = of_a_run()
+    training.config = {"quantizer": {"value": 2.0}}
+    assert training.config.quantizer.value == 2
+    with pytest.raises(ConfigError, match="valeu"):
+        training.config = {"quantizer": {"valeu": 1.0}}
+    assert training.config.quantizer.value == 2
+
+
 def test_a_configuration_may_be_replaced_between_steps():
     training = of_a_run()
     training.config = Config(quantizer={"value": 1}, guard={"every": 3})
