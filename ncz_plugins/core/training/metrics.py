@@ -80,8 +80,15 @@ class Metrics:
             print(f"ncz_plugins: {name}: {reason}; no more metrics there", file=sys.stderr, flush=True)
 
 
+_written: weakref.WeakValueDictionary[Path, JsonLines] = weakref.WeakValueDictionary()  # by trainings of this process
+
+
 class JsonLines:
-    """A file with one JSON object per line: a header, then the records. An existing file is continued."""
+    """A file with one JSON object per line: a header, then the records. An existing file is continued.
+
+    A line on stderr says so where another training of this process writes to the same file: `ncz report` would take
+    both for one.
+    """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -92,6 +99,15 @@ class JsonLines:
                 self._file.write(b"\n")
         except OSError as error:
             raise _unwritable("jsonl", path, error, "give the path of a file") from None
+        where = self.path.resolve()
+        if where in _written:
+            print(
+                f"ncz_plugins: {self}: another training of this process writes there as well, and ncz report takes "
+                "both for one: give each a file of its own, or let them share a Training",
+                file=sys.stderr,
+                flush=True,
+            )
+        _written[where] = self
 
     def __str__(self) -> str:
         return f"statistics.jsonl: {self.path}"
@@ -105,6 +121,8 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+        if _written.get(self.path.resolve()) is self:
+            del _written[self.path.resolve()]
 
 
 class TensorBoard:

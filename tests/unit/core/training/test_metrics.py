@@ -10,7 +10,7 @@ import pytest
 
 from ncz_plugins.core.config import StatisticsConfig
 from ncz_plugins.core.errors import ConfigError
-from ncz_plugins.core.training.metrics import Metrics, scalars
+from ncz_plugins.core.training.metrics import JsonLines, Metrics, scalars
 
 HEADER = {"ncz_plugins": "1.2", "config": {"quantizer": {"value": 0.25}}, "link_gbps": None}
 RECORD = {
@@ -197,3 +197,14 @@ def test_scalars_are_the_numbers_of_a_record_and_the_worst_of_the_guards():
 def test_tensorboard_is_imported_only_where_it_is_asked_for():
     program = "import sys, ncz_plugins.core.training.metrics; raise SystemExit('tensorboard' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_two_trainings_that_write_to_one_file_are_told(tmp_path, capsys):
+    first = JsonLines(tmp_path / "run.jsonl")
+    assert not capsys.readouterr().err
+    second = JsonLines(tmp_path / "." / "run.jsonl")
+    assert "another training of this process writes there as well" in capsys.readouterr().err
+    first.close()
+    second.close()
+    JsonLines(tmp_path / "run.jsonl")  # as where one training follows another
+    assert not capsys.readouterr().err
