@@ -515,7 +515,7 @@ NCZ_KERNEL(ncz_decode)
     const Piece& piece = pieces.of[f];
     int64_t c = unit_number(pieces.n);
     int length = length_of(c, piece.count);
-    if (length <= 0 || statuses[f].result || statuses[f].header.coder == HUFFMAN32) return;
+    if (length <= 0 || is_damaged(statuses[f]) || statuses[f].header.coder == HUFFMAN32) return;
     Scale scales[OCTETS_PER_THREAD];  // asked for before the frame, so that they travel together
     load_scales(static_cast<const Scale*>(piece.steps) + c * STEPS_PER_CHUNK, length, scales);
     ThreadCodes codes = {};

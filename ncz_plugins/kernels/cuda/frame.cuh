@@ -105,9 +105,9 @@ NCZ_DEVICE int64_t add_up_sizes(int n, int first, Size size_of, int64_t* scratch
 }
 
 // Copies a damage to where the host looks, unless there is one already.
-NCZ_DEVICE void report_damage(const Status& status, Status* report) {
+NCZ_DEVICE void report_damage(int64_t damage, const Status& status, Status* report) {
     auto* result = reinterpret_cast<unsigned long long*>(&report->result);
-    if (!status.result || atomicCAS(result, 0ull, (unsigned long long)status.result)) return;
+    if (!damage || atomicCAS(result, 0ull, (unsigned long long)damage)) return;
     report->count = status.count;
     report->bytes = status.bytes;
     report->header = status.header;
@@ -116,7 +116,7 @@ NCZ_DEVICE void report_damage(const Status& status, Status* report) {
 // Whether kernels must not read some of a piece's frames.
 NCZ_DEVICE bool is_any_damaged(const Piece& piece, const Status* statuses) {
     bool is_any = false;
-    for (unsigned i = 0; i < piece.inputs; ++i) is_any |= statuses[piece.first_input + i].result != 0;
+    for (unsigned i = 0; i < piece.inputs; ++i) is_any |= is_damaged(statuses[piece.first_input + i]);
     return is_any;
 }
 

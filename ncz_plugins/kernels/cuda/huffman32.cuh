@@ -431,7 +431,6 @@ NCZ_DEVICE uint32_t next_symbol(LaneReader& reader, const uint16_t* entries, boo
 struct PagesToRead {
     PageMemory pages[PAGE_WARPS];
     uint16_t entries[HUFFMAN_WHOLE];
-    int is_last;
 };
 
 // Brings a page to shared memory, all rows as wide as the warp; `words` becomes how many this lane has. Whether its sizes are
@@ -547,10 +546,9 @@ NCZ_DEVICE void decode_pages(PutOf put_of, const Inputs& inputs, Status* statuse
         is_whole = decode_lanes<true>(memory, words, length, predictor, shared.entries, put_of(page));
     else if (length && is_whole)
         is_whole = decode_lanes<false>(memory, words, length, predictor, shared.entries, put_of(page));
-    if (!is_whole && lane() == 0) record(status, damaged(DAMAGED_PAGE));
-    if (!finished_last(&status.finished, blocks, &shared.is_last) || threadIdx.x) return;
-    status.result = (long long)status.payload_damage;
-    report_damage(status, report);
+    // Not in `result`, which other blocks look at meanwhile.
+    if (!is_whole && lane() == 0 && record(status, damaged(DAMAGED_PAGE)))
+        report_damage(damaged(DAMAGED_PAGE), status, report);
 }
 
 NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode_pages)

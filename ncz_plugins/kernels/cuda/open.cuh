@@ -135,9 +135,8 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
     status.count = input.count;
     status.bytes = input.bytes;
     status.header = header;
-    atomicExch(&status.finished, 0u);  // for the next launch
     status.result = verdict(input, header, must_be_sealed, status);
-    if (!is_padded || !is_cut_off(input, header)) report_damage(status, report);
+    if (!is_padded || !is_cut_off(input, header)) report_damage(status.result, status, report);
 }
 
 #define NCZ_OPEN_KERNELS(X) X(ncz_open)

@@ -107,10 +107,10 @@ struct Status {
     long long result;  // 0, or -(cause + 256 * value) as in format.h
     long long count, bytes;  // that the caller expects, and that the frame has
     Header header;           // of the frame; valid if there is no damage
-    // What the blocks of ncz_open find, for the last of them to judge.
+    // What the blocks of ncz_open find, for the last of them to judge. The first also tells of pages that were decoded later.
     unsigned long long payload_damage;  // as `result`: of the first block to find one
     unsigned long long chunk_damage;    // of the first damaged chunk of a FIXED frame; 0: none
-    uint32_t checksum, finished;        // blocks of a launch that have finished
+    uint32_t checksum, finished;        // blocks that have finished
 };
 static_assert(sizeof(Status) == 72, "as frames.py has it");
 
@@ -126,7 +126,10 @@ NCZ_DEVICE unsigned raw_width_of(const Choice& choice) {
 NCZ_DEVICE int frame_number(int n) { return int(blockIdx.x % unsigned(n)); }
 NCZ_DEVICE int64_t unit_number(int n) { return blockIdx.x / unsigned(n); }
 
-// Records what is wrong with a payload; the first one stays.
-NCZ_DEVICE void record(Status& status, int64_t damage) {
-    if (damage) atomicCAS(&status.payload_damage, 0ull, (unsigned long long)damage);
+// Records what is wrong with a payload; the first one stays. Whether this is it.
+NCZ_DEVICE bool record(Status& status, int64_t damage) {
+    return damage && !atomicCAS(&status.payload_damage, 0ull, (unsigned long long)damage);
 }
+
+// As found by the kernels before this one.
+NCZ_DEVICE bool is_damaged(const Status& status) { return status.result || status.payload_damage; }
