@@ -256,7 +256,8 @@ class Collectives:
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
         kind = self._kind_of(request).described
-        step = self.training.step if self.training.depends_on_step else 0
+        training = self.training
+        step = training.step if training.depends_on_step and training.ends_steps_in_order else 0
         return numbered(kind, request, self.calls, bypass, self._checksum_of(config), self._uncompared, step)
 
     def _checksum_of(self, config: Config | None) -> int:
@@ -370,7 +371,7 @@ class Collectives:
         codec = _fixed_rate_codec(call, backend, transport, counters)
         call.schedule(transport, codec, counters)
         if call.feedback:
-            call.feedback.keep(codec.remainder(call.measured))
+            call.feedback.keep(codec.remainder(call.measured), call.config.quantizer.bits is None)
         counters.compressed_calls = 1
         counters.seconds = time.perf_counter() - started
         self._count(counters, call.role)
@@ -556,7 +557,7 @@ def _run_compressed(
         counters.coders.clear()  # of frames that were for nothing
     elif call.feedback:
         with span("encode", nbytes, counters):
-            call.feedback.keep(codec.remainder(call.measured))
+            call.feedback.keep(codec.remainder(call.measured), call.config.quantizer.bits is None)
             device.synchronize()  # who saves it with a checkpoint reads it on another stream
     return codec.bypass
 

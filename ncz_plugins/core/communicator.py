@@ -155,7 +155,7 @@ class Communicator:
         role: str | None = None,
         name: str | None = None,
         parts: Sequence[ParameterSlice] | None = None,
-        kept_as: str | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
     ):
         """Sum `tensor` over ranks (or average, for AVG), in place on every rank.
 
@@ -166,7 +166,8 @@ class Communicator:
                 compressed; integers and bool go plain.
             op: of torch.distributed. Sums and averages are compressed, others go plain.
             role, name, parts: see the class.
-            kept_as: by which name error feedback keeps what a tensor with a `name` loses, if not by that.
+            kept_as: the parts by whose names error feedback keeps what a tensor with a `name` loses, if not by that.
+                Unlike other names, these may differ between ranks.
 
         Returns: a handle if `async_op`, else None.
 
@@ -176,6 +177,7 @@ class Communicator:
         """
         with _Beginning(self, "all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
+            _require_kept("all_reduce", tensor, name, kept_as)
             return self._reduce([tensor], op, [parts], role, async_op, kept_as)
 
     def all_reduce_coalesced(
@@ -214,7 +216,7 @@ class Communicator:
         role: str | None = None,
         name: str | None = None,
         parts: Sequence[ParameterSlice] | None = None,
-        kept_as: str | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
     ):
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
 
@@ -232,8 +234,8 @@ class Communicator:
         with _Beginning(self, "reduce_scatter_tensor"):
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
             parts = _parts("reduce_scatter_tensor", input, name, parts)
-            kept = None if kept_as is None else _kept_as(kept_as, input)
-            request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts, residual_parts=kept)
+            _require_kept("reduce_scatter_tensor", input, name, kept_as)
+            request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts, residual_parts=kept_as)
             handle = self._start(request(ordinary(input), ordinary(output)), async_op)
             return handle.giving(output) if async_op else None
 
@@ -388,12 +390,12 @@ class Communicator:
         parts: list[Sequence[ParameterSlice]],
         role: str | None,
         async_op: bool,
-        kept_as: str | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
     ):
         """All-reduce tensors in one call for each dtype and treatment. Returns a handle if `async_op`, else waits."""
         requests = self._requests([ordinary(each) for each in tensors], op, parts, role)
         if kept_as is not None:
-            requests = [replace(each, residual_parts=_kept_as(kept_as, each.input)) for each in requests]
+            requests = [replace(each, residual_parts=kept_as) for each in requests]
         if len(requests) == 1:
             handle = self._start(requests[0], async_op)
             return handle.giving(*tensors) if async_op else None
@@ -617,8 +619,14 @@ def _on_pieces(request: Request, job: Job) -> Job:
     return job if request.joined is None else request.joined.around(job)
 
 
-def _kept_as(name: str, tensor: Tensor) -> list[ParameterSlice]:
-    return [ParameterSlice(name, tensor.numel())]
+def _require_kept(collective: str, tensor: Tensor, name: str | None, kept: Sequence[ParameterSlice] | None) -> None:
+    """Raise ValueError unless error feedback can keep a tensor by these parts."""
+    if kept is None:
+        return
+    if name is None:
+        raise ValueError(f"{collective}: kept_as without a name: pass name as well, or parts alone")
+    if (elements := sum(part.length for part in kept)) != tensor.numel():
+        raise ValueError(f"{collective}: kept_as of {elements} elements are not the {tensor.numel()} of the tensor")
 
 
 def _parts_of_each(

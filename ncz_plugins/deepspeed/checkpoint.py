@@ -91,7 +91,7 @@ def _state_in(path: Path, engine_step: int) -> dict | None:
     if not path.exists():
         return None
     state = torch.load(path, map_location="cpu", weights_only=True)
-    return state if state.pop(_ENGINE_STEP) == engine_step else None
+    return state if state.pop(_ENGINE_STEP, engine_step) == engine_step else None
 
 
 def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device) -> None:

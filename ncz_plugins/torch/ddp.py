@@ -56,6 +56,7 @@ class Compression(ModelCompression):
     ):
         self.communicator = Communicator(config, group, training)
         super().__init__(self.communicator.training)
+        self.training.ends_steps_in_order = False  # `_end_step` may come between calls of another model
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._last: Handle | None = None  # of the calls of this pass

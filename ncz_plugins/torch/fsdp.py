@@ -25,6 +25,7 @@ from ..core.communicator import Communicator
 from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.training.baseline import Baseline
+from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from ..core.transport.groups import require_group
 from .compression import ModelCompression, uncompiled
@@ -54,11 +55,21 @@ class Compression(ModelCompression):
         self._config = config
         self.closed = False
         self._under_way = False  # a backward pass, which has reduced something
-        self._contributing: dict[str, str] = {}  # by module: the name of what its group reduces now, see `note`
+        self._contributing: dict[str, list[tuple[str, int]]] = {}  # by module, see `note`
 
-    def note(self, name: str, of_group: str) -> None:
-        """What is reduced next of a module are the gradients of parameters that are called so together."""
-        self._contributing[name] = of_group
+    def note(self, name: str, contributing: list[tuple[str, int]]) -> None:
+        """What is reduced next of a module are the gradients of these parameters, so many elements of each on a rank.
+
+        Error feedback keeps what each parameter loses. FSDP reduces those of a module that have a gradient, which may
+        be others in each pass.
+        """
+        self._contributing[name] = contributing
+
+    def _kept_as(self, name: str, gradient: Tensor, ranks: int) -> list[ParameterSlice] | None:
+        """What the gradients of a module consist of, the share of each of `ranks` behind that of the one before."""
+        shares = self._contributing.get(name, [])
+        parts = [ParameterSlice(each, n, rank * n, ranks * n) for rank in range(ranks) for each, n in shares]
+        return parts if sum(part.length for part in parts) == gradient.numel() else None
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
@@ -69,7 +80,8 @@ class Compression(ModelCompression):
     def reduce_scatter(self, name: str, output: Tensor, input: Tensor, group, op, async_op: bool):
         """The gradients of one module: see `Communicator.reduce_scatter_tensor`."""
         self._end_step_with_this_pass()
-        how = {"async_op": async_op, "role": "gradient", "name": name, "kept_as": self._contributing.get(name)}
+        kept_as = self._kept_as(name, input, group.size())
+        how = {"async_op": async_op, "role": "gradient", "name": name, "kept_as": kept_as}
         return self._communicators[group.group_name].reduce_scatter_tensor(output, input, op, **how)
 
     def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
@@ -83,7 +95,7 @@ class Compression(ModelCompression):
     def average_replicas(self, name: str, gradient: Tensor) -> None:
         """The same shard of all replicas, in place."""
         self._end_step_with_this_pass()
-        how = {"role": "gradient", "name": name, "kept_as": self._contributing.get(name)}
+        how = {"role": "gradient", "name": name, "kept_as": self._kept_as(name, gradient, 1)}
         self._replicas.all_reduce(gradient, dist.ReduceOp.AVG, **how)
 
     def _end_step_with_this_pass(self) -> None:
@@ -221,29 +233,35 @@ def compress(
             module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
             if sends_weights:
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in modules.items():
-        _note_contributing(compression, name or "model", module)
+        _note_contributing(weakref.ref(compression), name or "model", module, names)
     _compressing[model] = compression
     return compression
 
 
-def _note_contributing(compression: Compression, name: str, module: FSDPModule) -> None:
-    """Tell before each reduction which parameters of a module have a gradient: FSDP reduces no others.
+def _note_contributing(
+    compression: weakref.ref[Compression], name: str, module: FSDPModule, names: dict[int, str]
+) -> None:
+    """Tell before each reduction of a module which of its parameters have a gradient: FSDP reduces no others."""
+    for group in _groups_of(module):
 
-    Error feedback keeps what is lost of each such set apart. Otherwise what one parameter has lost would be added to
-    another one, where a branch of the model takes turns with another of the same size.
-    """
-    state = module._get_fsdp_state()
-    for number, group in enumerate(getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])):  # one, before 2.13
-        first = name if number == 0 else f"{name} (group {number})"
-
-        def noting(*unused, group=group, first=first, post_backward=group.post_backward):
-            contributing = [at for at, each in enumerate(group.fsdp_params) if _has_gradient(each)]
-            is_all = len(contributing) == len(group.fsdp_params)
-            compression.note(name, first if is_all else f"{first} (parameters {' '.join(map(str, contributing))})")
-            return post_backward(*unused)
+        def noting(*unused, group=group):
+            if (told := compression()) is not None:
+                contributing = [each for each in group.fsdp_params if _has_gradient(each)]
+                shares = [(names.get(id(p.sharded_param)), p.padded_sharded_param_size.numel()) for p in contributing]
+                told.note(name, [(each or name, n) for each, n in shares])
+            return type(group).post_backward(group, *unused)
 
         group.post_backward = noting
+
+
+def _groups_of(module: FSDPModule) -> list:
+    """The groups of parameters that FSDP reduces together."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
 
 
 def _has_gradient(parameter) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..core.communicator import Communicator
@@ -13,7 +14,7 @@ from ..core.runtime.stream import StreamHandle
 
 def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], op) -> Handle:
     """Reduce gradients over ranks, in place. Those that are not contiguous are copied there and back, at once."""
-    contiguous = [tensor.contiguous() for tensor in tensors]
+    contiguous = [tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in tensors]
     handle = communicator.all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
     copied = [(tensor, summed) for tensor, summed in zip(tensors, contiguous) if tensor is not summed]
     if copied:

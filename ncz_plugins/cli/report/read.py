@@ -148,21 +148,21 @@ def read(path: str | os.PathLike) -> Run:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     notes: list[str] = []
-    header, begins = None, True
+    header, begins, latest = None, True, 0
     starts: dict[int, Header | None] = {}
     steps: dict[int, Step] = {}
     for number, line in _lines(path, texts, notes):
         if isinstance(line, Header):
             header, begins = line, True
             continue
-        if begins or line.step in steps:
+        if begins or line.step <= latest:
             again = [known for known in steps if known >= line.step]
             if again:
                 notes.append(f"{_several(again)} made again from line {number} on: the later run counts")
             steps = {known: step for known, step in steps.items() if known < line.step}
             starts = {start: known for start, known in starts.items() if start < line.step} | {line.step: header}
         steps[line.step] = line
-        begins = False
+        begins, latest = False, line.step
     if not steps:
         raise ConfigError(f"{path}: holds no step; statistics.jsonl of a training's configuration names such a file")
     return Run(starts, [steps[number] for number in sorted(steps)], notes)
@@ -173,8 +173,9 @@ def _lines(path: str, texts: list[bytes], notes: list[str]) -> Iterator[tuple[in
     documents = [_parse(text) for text in texts]
     may_be_torn, follows = [], True  # whether the next line that is whole is a header, or there is none
     for document in reversed(documents):
-        may_be_torn.insert(0, follows)
+        may_be_torn.append(follows)
         follows = follows if document is None else _is_header(document)
+    may_be_torn.reverse()
     for number, document in enumerate(documents, 1):
         if document is None:
             if not may_be_torn[number - 1]:

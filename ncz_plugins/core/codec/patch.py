@@ -291,7 +291,7 @@ def on_host(name: str, tensor: Tensor, copy: bool = False) -> Tensor:
             f"{name}: {type(tensor).__name__} is no tensor with memory of its own; leave it out, or of a DTensor pass "
             "full_tensor(), which all ranks must call"
         )
-    if not _is_text(name) or tensor.dim() > _MOST_DIMENSIONS:
+    if not isinstance(name, str) or not _is_text(name) or tensor.dim() > _MOST_DIMENSIONS:
         raise UnsupportedError(
             f"{ascii(name)} of {tensor.dim()} dimensions: patches hold tensors of up to {_MOST_DIMENSIONS}, with names "
             "that can be written as UTF-8: rename or reshape it"

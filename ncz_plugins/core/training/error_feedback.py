@@ -10,6 +10,7 @@ A call that goes plain leaves the residuals as they are, for the next call that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Feedback:
     """
 
     def __init__(self, residuals: Residuals, parts: Sequence[ParameterSlice]):
-        _require_apart(parts)
+        _require_apart(tuple(parts))
         self._residuals = residuals
         self._parts = parts
 
@@ -79,10 +80,16 @@ class Feedback:
             compensated[elements].add_(self._residuals.of(part, values))
         return compensated
 
-    def keep(self, lost: Window) -> None:
-        """Keep `lost`, what quantizing lost of the tensor that `added_to` returned, as the new residuals."""
+    def keep(self, lost: Window, is_finite: bool = True) -> None:
+        """Keep `lost`, what quantizing lost of the tensor that `added_to` returned, as the new residuals.
+
+        Args:
+            is_finite: whether all of that is for sure. What is not is no residual.
+        """
         for part, elements in self._named(lost):
-            self._residuals.of(part, lost.data).copy_(lost[elements])
+            residual = self._residuals.of(part, lost.data).copy_(lost[elements])
+            if not is_finite:
+                residual.nan_to_num_(0, 0, 0)
 
     def in_order(self, shares: Sequence[int], of: int) -> Feedback:
         """The same residuals for a tensor whose shares are in another order.
@@ -104,9 +111,13 @@ class Feedback:
             at += part.length
 
 
-def _require_apart(parts: Sequence[ParameterSlice]) -> None:
+@lru_cache(maxsize=1024)
+def _require_apart(parts: tuple[ParameterSlice, ...]) -> None:
+    named = [each for each in parts if each.name is not None and each.length]
+    if len({each.name for each in named}) == len(named):
+        return
     ends: dict[str, int] = {}
-    for name, start, end in sorted((each.name, each.start, each.start + each.length) for each in parts if each.name):
+    for name, start, end in sorted((each.name, each.start, each.start + each.length) for each in named):
         if start < ends.get(name, 0):
             raise UnsupportedError(
                 f"{name}: two tensors of one call have this name: error feedback needs one for each; pass others, or "

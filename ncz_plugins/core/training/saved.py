@@ -14,11 +14,10 @@ from ..errors import ConfigError
 _Count = Annotated[int, Field(ge=0)]
 
 
-def _finite(residual: Tensor) -> Tensor:
-    is_float = residual.dtype in (torch.float32, torch.float64)
-    if residual.dim() != 1 or not is_float or residual.layout != torch.strided or not residual.isfinite().all():
-        raise ValueError("one-dimensional, of float32 or float64, and finite is what it must be")
-    return residual
+def _residual(kept: Tensor) -> Tensor:
+    if kept.dim() != 1 or kept.dtype not in (torch.float32, torch.float64) or kept.layout != torch.strided:
+        raise ValueError("dense, one-dimensional and of float32 or float64 is what it must be")
+    return kept
 
 
 class _Section(BaseModel):
@@ -49,14 +48,14 @@ class _Saved(BaseModel):
     rank: _Count
     world_size: Annotated[int, Field(ge=1)]
     step: _Count
-    residuals: dict[str, Annotated[Tensor, AfterValidator(_finite)]]
+    residuals: dict[str, Annotated[Tensor, AfterValidator(_residual)]]
     groups: dict[Annotated[str, StringConstraints(pattern=r"^\d+( \d+)*$")], _Group]
 
 
 def require_saved(state: dict[str, Any]) -> None:
     """Raise ConfigError, which names what is wrong, unless `Training.state_dict` can have returned this."""
     try:
-        _Saved.model_validate(state)
+        _Saved.model_validate(dict(state))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place, what = ".".join(map(str, first["loc"])), repr(first["input"])

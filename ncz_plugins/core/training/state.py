@@ -17,6 +17,7 @@ from ...version import __version__
 from ..config import Config
 from ..config.sections import StepsConfig
 from ..errors import ConfigError
+from ..runtime.inference_mode import outside_of_inference_mode
 from ..runtime.statistics import Counters, Statistics
 from .error_feedback import Residuals
 from .group import GroupState
@@ -43,6 +44,8 @@ class Training:
         stats: what was counted.
         step: steps that are over.
         depends_on_step: whether something does that is done to tensors, so that ranks must have ended the same steps.
+        ends_steps_in_order: whether all ranks end a step between the same calls, so that each call can compare it. Not
+            under DDP, where a step ends on another thread.
         residuals: what error feedback has kept.
         metrics: takes a record of each step, on rank 0.
         rank, world_size: of this process among all; by default, those of torch.distributed.
@@ -50,6 +53,7 @@ class Training:
 
     def __init__(self, config=None):
         self._groups: dict[tuple[int, ...], GroupState] = {}
+        self.ends_steps_in_order = True
         self.config = config
         self.stats = Statistics(self.config.statistics.history)
         self.step = 0
@@ -62,6 +66,7 @@ class Training:
         self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
+        self._begun_among = 0  # ranks
 
     @property
     def config(self) -> Config:
@@ -110,7 +115,6 @@ class Training:
     def forget_groups(self) -> None:
         """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
         self._groups.clear()
-        self._records.meet_anew()
 
     # ---------------------------------------------------------------- deciding
 
@@ -145,6 +149,9 @@ class Training:
         Args:
             header: what is to be said besides. Nothing happens if it is what was said before.
         """
+        if self._ranks() != self._begun_among:
+            self._begun_among = self._ranks()
+            self._records.meet_anew()
         if self._my_rank() == 0:
             self._records.begin(self.config, header)
 
@@ -240,8 +247,10 @@ class Training:
         else:
             lost.append("random numbers begin anew")
         if (state["rank"], state["world_size"]) == (rank, ranks):
-            # The caller may load the same state again, and what is kept is changed in place.
-            self.residuals.by_name.update({name: kept.clone() for name, kept in state["residuals"].items()})
+            with outside_of_inference_mode():
+                for name, kept in state["residuals"].items():
+                    # The caller may load the same state again, and what is kept is changed in place.
+                    self.residuals.by_name[name] = kept.clone().nan_to_num_(0, 0, 0)
         elif state["residuals"]:
             lost.insert(0, "what error feedback has kept starts at zero")
         if lost and (state["world_size"] == ranks or rank == 0):

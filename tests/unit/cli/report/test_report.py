@@ -141,6 +141,13 @@ def test_the_settings_of_the_steps_that_were_asked_for_count(file):
     assert both.notes == ["settings changed at step 3; the verdict goes by the last ones"]
 
 
+def test_a_run_that_goes_back_without_a_header(file):
+    """As one that loads an earlier state, before the first step of the file."""
+    run = read(file(HEADER, record(5), record(6), record(2), record(3))).between(None, None)
+    assert [step.step for step in run.steps] == [2, 3] and list(run.starts) == [2]
+    assert run.notes == ["steps 5 to 6 were made again from line 4 on: the later run counts"]
+
+
 def test_several_torn_lines_before_a_header(file):
     """A run that was killed, and the next one within its header."""
     run = read(file(HEADER, record(1), '{"step": 2, "ca', '{"ncz_pl', HEADER, record(2), '{"st', "{"))

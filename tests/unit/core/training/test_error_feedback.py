@@ -8,7 +8,7 @@ from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Window
 from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training.error_feedback import Feedback, Residuals
@@ -140,6 +140,21 @@ def test_residuals_follow_a_parameter_into_other_buckets():
         assert torch.equal(part.data, torch.cat([kept["a"][4500:], torch.zeros(11), kept["b"][:1489]]))
 
     play(2, body)
+
+
+def test_what_is_not_finite_is_no_residual():
+    """As a fixed rate loses it where a gradient overflows."""
+    residuals = Residuals()
+    feedback = Feedback(residuals, [ParameterSlice("a", 4)])
+    feedback.keep(Window(torch.tensor([1.0, torch.nan, torch.inf, -2.0])), is_finite=False)
+    assert residuals.by_name["a"].tolist() == [1, 0, 0, -2]
+
+
+def test_slices_of_one_parameter_may_not_overlap():
+    residuals = Residuals()
+    Feedback(residuals, [ParameterSlice("a", 4, 0, 8), ParameterSlice("a", 4, 4, 8), ParameterSlice("a", 0, 2, 8)])
+    with pytest.raises(UnsupportedError, match="a: two tensors of one call"):
+        Feedback(residuals, [ParameterSlice("a", 4, 0, 8), ParameterSlice("a", 4, 3, 8)])
 
 
 def test_one_name_for_two_parameters_is_refused():

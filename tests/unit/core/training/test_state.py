@@ -127,7 +127,7 @@ def test_what_all_ranks_have_alike_is_taken_from_the_state_of_any():
                 ("residuals", None),
                 ("residuals", {"a": [1.0, 2.0]}),
                 ("residuals", {"a": torch.zeros(2, 2)}),
-                ("residuals", {"a": torch.tensor([1.0, torch.nan])}),
+                ("residuals", {"a": torch.zeros(2).to_sparse()}),
                 ("residuals", {3: torch.zeros(2)}),
                 ("groups", []),
                 ("groups", {"all": GROUP}),
@@ -156,6 +156,24 @@ def test_what_hopeless_calls_taught_goes_through_a_checkpoint():
     again = of_two_ranks()
     again.load_state_dict(saved(training))
     assert again.of_group(RANKS).backoff(1).next("sum") == Bypass.NOT_WORTH
+
+
+def test_residuals_that_are_not_finite_start_at_zero():
+    """An earlier version kept such of a fixed rate."""
+    training, state = of_two_ranks(), saved(of_a_run())
+    state["residuals"]["a"][2] = torch.nan
+    training.load_state_dict(state)
+    assert training.residuals.by_name["a"].tolist() == [0, 1, 0, 3, 4]
+
+
+def test_fewer_ranks_than_before_write_a_header(tmp_path):
+    training = of_two_ranks(statistics={"jsonl": str(tmp_path / "run.jsonl")})
+    for ranks in (4, 3):
+        training.world_size = ranks
+        training.begin(ranks=ranks)
+    training.begin(ranks=2)  # a group of some
+    headers = [json.loads(line)["ranks"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert headers == [4, 3]
 
 
 def test_a_state_may_be_loaded_twice():
