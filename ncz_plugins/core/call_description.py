@@ -59,7 +59,7 @@ def kind_described(request: Request) -> dict[str, int]:
         "transfer": 0,
         "configuration": 0,
         "calls on GPUs before it": 0,
-        "parameters": 0,
+        "list of parameters": 0,
         "training step": 0,
         "list of tensors": request.together,
         "refusal": 0,
@@ -88,7 +88,7 @@ def numbered(
         "transfer": _transfer(request, bypass),
         "configuration": configuration,
         "calls on GPUs before it": uncompared,
-        "parameters": 0 if request.op is None else _checksum_of_parts(tuple(request.parts)),
+        "list of parameters": 0 if request.op is None else _checksum_of_parts(tuple(request.parts)),
         "training step": step,
     }
 
@@ -192,7 +192,7 @@ def _named(values: Sequence, number: int) -> str:
 
 
 _NOTHING = torch.empty(0)
-_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "parameters", "list of tensors")
+_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "list of parameters", "list of tensors")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
 _TRANSFERS = {
     _COMPRESSED: "compressed",
