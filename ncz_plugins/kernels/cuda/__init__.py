@@ -83,7 +83,7 @@ class CudaBackend(GpuBackend):
     """
 
     name = "cuda"
-    # Measured on an H100: gradients, and values that are nearly all zero, in frames of 64 MiB. HUFFMAN's is an guess:
+    # Measured on an H100: gradients, and values that are nearly all zero, in frames of 64 MiB. HUFFMAN's is a guess:
     # half of what its kernels took before it had 32 lanes, and twice what programs of that design took.
     costs = SelectorCosts(raw=8, fixed=6, huffman=12, rans=35, rans_rest=99)
 
