@@ -256,8 +256,7 @@ class Collectives:
 
     def _described(self, request: Request, bypass: Bypass | None, config: Config | None = None) -> dict[str, int]:
         kind = self._kind_of(request).described
-        training = self.training
-        step = training.step if training.depends_on_step and training.ends_steps_in_order else 0
+        step = self.training.compared_step
         return numbered(kind, request, self.calls, bypass, self._checksum_of(config), self._uncompared, step)
 
     def _checksum_of(self, config: Config | None) -> int:

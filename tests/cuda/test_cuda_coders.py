@@ -27,7 +27,9 @@ from ncz_plugins.kernels.format import (
     HEADER_BYTES,
     HUFFMAN32_LANES,
     HUFFMAN32_PAGE,
+    PIECE,
     RANS_PAGE,
+    SAMPLE_PIECES,
     TOKENS,
     Coder,
     Coding,
@@ -154,14 +156,18 @@ def test_pages_with_wide_symbols(share):
         assert_same_frames(cuda(1), codes.to(torch.int32), coding)
 
 
+def seen_as(piece: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """`codes`, but that every piece at which the selector looks is this one."""
+    pieces = len(codes) // PIECE
+    for i in range(SAMPLE_PIECES):
+        codes[PIECE * (i * (pieces - 1) // (SAMPLE_PIECES - 1)) :][:PIECE] = piece
+    return codes
+
+
 @seeds
 def test_a_mode_that_the_sample_got_wrong(seed):
     """What the selector sees most often is rare, or does not occur in some pages."""
-    count = 5 * RANS_PAGE
-    codes = torch.full((count,), 7, dtype=torch.int32)
-    pieces = count // 128
-    for i in range(64):
-        codes[128 * (i * (pieces - 1) // 63) :][:128] = -5
+    codes = seen_as(torch.full((128,), -5), torch.full((5 * RANS_PAGE,), 7, dtype=torch.int32))
     codes[::1000] = 90
     for coding in CODINGS[2:]:
         assert_same_frames(cuda(seed), codes, coding)
@@ -196,11 +202,7 @@ def test_huffman_gives_way_to_fixed_where_bytes_would_do():
 @seeds
 def test_a_code_that_the_sample_got_wrong(seed):
     """What is frequent does not occur in the sample, so that it has no code of its own, or hardly one."""
-    count = 4 * HUFFMAN32_PAGE
-    codes = torch.full((count,), 70, dtype=torch.int32)
-    pieces = count // 128
-    for i in range(64):
-        codes[128 * (i * (pieces - 1) // 63) :][:128] = torch.arange(128) % 7
+    codes = seen_as(torch.arange(128) % 7, torch.full((4 * HUFFMAN32_PAGE,), 70, dtype=torch.int32))
     for predictor in (Predictor.NONE, Predictor.DELTA):
         assert_same_frames(cuda(seed), codes, Coding(Coder.HUFFMAN, predictor))
 

@@ -33,7 +33,9 @@ from ... import kernels
 from ...kernels.backend import Backend
 from ...kernels.format import CHUNK, DTYPES, Coding, DamagedFrame
 from ...kernels.updates import decode_update, encode_update, max_update_bytes
+from ..config import first_problem
 from ..errors import FrameError, MismatchError, UnsupportedError
+from ..runtime.device import has_memory
 
 _MAGIC, _FORMAT = 0x505A434E, 1  # "NCZP", little endian
 _HEAD = struct.Struct("<IIII")
@@ -184,10 +186,7 @@ def read_patch(patch: bytes) -> tuple[Contents, list[Tensor]]:
     try:
         contents = Contents.model_validate(json.loads(text))
     except (ValueError, RecursionError) as error:
-        problem = error
-        if isinstance(error, ValidationError):
-            first = error.errors(include_input=False, include_url=False)[0]
-            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
         raise FrameError(f"the head of the patch can't be: {problem}") from None
     data = torch.frombuffer(bytearray(patch), dtype=torch.uint8)[_HEAD.size + size :]
     frames = []
@@ -286,7 +285,7 @@ def _is_text(name: str) -> bool:
 
 def on_host(name: str, tensor: Tensor, copy: bool = False) -> Tensor:
     """A tensor of a version in host memory, contiguous; it or a copy of it. Raises UnsupportedError as `make_patch`."""
-    if not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not isinstance(tensor, Tensor) or not has_memory(tensor):
         raise UnsupportedError(
             f"{name}: {type(tensor).__name__} is no tensor with memory of its own; leave it out, or of a DTensor pass "
             "full_tensor(), which all ranks must call"

@@ -120,9 +120,10 @@ _YamlLoader.add_implicit_resolver(
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that pydantic found wrong: where it is, the value, and what pydantic says of it."""
+    """The first thing that pydantic found wrong: where it is, the value if there is one, and what pydantic says."""
     problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))}: {shorten(problem['input'])}: {problem['msg']}"
+    value = [] if problem["type"] == "missing" else [shorten(problem["input"])]
+    return ": ".join([".".join(map(str, problem["loc"])), *value, problem["msg"]])
 
 
 def shorten(value: object) -> str:

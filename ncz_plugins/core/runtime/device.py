@@ -29,11 +29,16 @@ _HOST = torch.device("cpu")  # to compare with it takes a third of the time of a
 _at_once = nullcontext()
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether this kind of tensor has memory of its own, unlike DTensors and others that stand for several."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def require_tensor(tensor: object) -> None:
     """Raise UnsupportedError, saying what to do, unless this is a tensor with plain memory of its own."""
     if not isinstance(tensor, Tensor):
         raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...) of it")
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not has_memory(tensor):
         raise UnsupportedError(
             f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, of a "
             "DTensor its to_local()"

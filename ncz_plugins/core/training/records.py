@@ -25,7 +25,7 @@ class Records:
     def __init__(self, config: Config):
         self.metrics = Metrics(config.statistics)
         self._header: dict | None = None
-        self._least_ranks = 0  # of the next header
+        self._among = 0  # ranks of the training, when that was written
         self._ended: float | None = None  # when the step before was written
 
     @property
@@ -33,20 +33,21 @@ class Records:
         """Whether a header was written."""
         return self._header is not None
 
-    def begin(self, config: Config, header: dict) -> None:
+    def begin(self, config: Config, header: dict, among: int = 0) -> None:
         """Open the files and write a header, unless it is the one that was written last. Raises ConfigError.
 
         Nor is there another header for fewer ranks, which are a group within the training.
-        """
-        ranks = header.get("ranks", 0)
-        if self._header is not None and (header == self._header or ranks < self._least_ranks):
-            return
-        self.metrics.begin({"ncz_plugins": __version__, "config": config.model_dump(mode="json"), **header})
-        self._header, self._least_ranks = header, ranks
 
-    def meet_anew(self) -> None:
-        """Other ranks go on, and there may be fewer."""
-        self._least_ranks = 0
+        Args:
+            among: how many ranks the training has. Of others, there may be fewer.
+        """
+        last = self._header
+        if last is not None:
+            is_group = among == self._among and header.get("ranks", 0) < last.get("ranks", 0)
+            if is_group or header == last:
+                return
+        self.metrics.begin({"ncz_plugins": __version__, "config": config.model_dump(mode="json"), **header})
+        self._header, self._among = header, among
 
     def write(self, step: int, done: Counters, bound_times: float, findings: Iterable[Finding]) -> None:
         """Write what a step was.

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from torch import Tensor
 
 from ..bypass import Bypass
+from ..config import first_problem
 from ..errors import ConfigError
 
 _Count = Annotated[int, Field(ge=0)]
@@ -57,9 +58,6 @@ def require_saved(state: dict[str, Any]) -> None:
     try:
         _Saved.model_validate(dict(state))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place, what = ".".join(map(str, first["loc"])), repr(first["input"])
-        found = f" ({what})" if len(what) < 80 and first["type"] != "missing" else ""
         raise ConfigError(
-            f"state of ncz_plugins: {place}{found}: {first['msg']}; pass what Training.state_dict returns"
+            f"state of ncz_plugins: {first_problem(error)}; pass what Training.state_dict returns"
         ) from None

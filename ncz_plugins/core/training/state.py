@@ -43,7 +43,6 @@ class Training:
         config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes.
         stats: what was counted.
         step: steps that are over.
-        depends_on_step: whether something does that is done to tensors, so that ranks must have ended the same steps.
         ends_steps_in_order: whether all ranks end a step between the same calls, so that each call can compare it. Not
             under DDP, where a step ends on another thread.
         residuals: what error feedback has kept.
@@ -66,7 +65,6 @@ class Training:
         self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
-        self._begun_among = 0  # ranks
 
     @property
     def config(self) -> Config:
@@ -77,9 +75,14 @@ class Training:
         config = Config.load(config)
         self._config = config
         self._policies = Policies(config)
-        self.depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()
+        self._depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()
         for group in self._groups.values():
             group.guard.settings = config.guard
+
+    @property
+    def compared_step(self) -> int:
+        """The step, where what is done to tensors depends on it, so that ranks must agree on it; else 0."""
+        return self.step if self._depends_on_step and self.ends_steps_in_order else 0
 
     @property
     def metrics(self) -> Metrics:
@@ -149,11 +152,8 @@ class Training:
         Args:
             header: what is to be said besides. Nothing happens if it is what was said before.
         """
-        if self._ranks() != self._begun_among:
-            self._begun_among = self._ranks()
-            self._records.meet_anew()
         if self._my_rank() == 0:
-            self._records.begin(self.config, header)
+            self._records.begin(self.config, header, self._ranks())
 
     def end_step(self) -> Counters:
         """Close a step, all of whose results have been waited for, and return what was counted in it.

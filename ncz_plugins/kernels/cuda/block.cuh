@@ -34,6 +34,16 @@ NCZ_DEVICE T warp_sum(T value) {
     return value;
 }
 
+NCZ_DEVICE int warp_min(int value) {
+    for (int distance = WARP / 2; distance; distance /= 2) {
+        int other = __shfl_xor_sync(ALL_LANES, value, distance);
+        value = other < value ? other : value;
+    }
+    return value;
+}
+
+NCZ_DEVICE int warp_max(int value) { return -warp_min(-value); }
+
 NCZ_DEVICE uint32_t warp_or(uint32_t value) {
     for (int distance = WARP / 2; distance; distance /= 2) value |= __shfl_xor_sync(ALL_LANES, value, distance);
     return value;

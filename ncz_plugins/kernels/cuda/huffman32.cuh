@@ -53,16 +53,6 @@ NCZ_DEVICE int page_table_bytes(int pages) { return (pages + 1) / 2 * 4; }
 // Of a page whose lanes have so many words in all.
 NCZ_DEVICE int page_words_of(int words) { return (SIZES_WORDS + words + 1) / 2 * 2; }
 
-NCZ_DEVICE int least_of_warp(int value) {
-    for (int distance = WARP / 2; distance; distance /= 2) {
-        int other = __shfl_xor_sync(ALL_LANES, value, distance);
-        value = other < value ? other : value;
-    }
-    return value;
-}
-
-NCZ_DEVICE int most_of_warp(int value) { return -least_of_warp(-value); }
-
 // ------------------------------------------------------------------ encoding
 
 // What ncz_select tells the kernels that encode a frame.
@@ -169,7 +159,7 @@ NCZ_DEVICE void put_run(LaneWriter& writer, const LetterCodes& codes, const uint
 // Closes up the rows in which only some lanes have a word, of which this one has `words`. Then the page is as in the frame.
 NCZ_DEVICE void close_rows(PageMemory& page, int words, int all_words) {
     uint16_t* to = page.rows[0];
-    int first = least_of_warp(words), last = most_of_warp(words), at = first * WARP;
+    int first = warp_min(words), last = warp_max(words), at = first * WARP;
     unsigned lower = (1u << lane()) - 1;
     for (int row = first; row < last; ++row) {
         unsigned having = __ballot_sync(ALL_LANES, words > row);
@@ -259,7 +249,9 @@ NCZ_DEVICE void encode_part(const Source& source, int64_t first, int length, Row
         int at = row * ROW + lane() * RUN, n = length - at < 0 ? 0 : length - at < RUN ? length - at : RUN;
         int32_t own[RUN] = {};
         uint32_t symbols[RUN];
-        source.some(first + at, n, own);
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            if (i < n) own[i] = source.code(first + at + i);
         predictor.symbols_of(own, row, symbols);
         put_run(writer, codes, symbols, n);
     }
@@ -451,10 +443,10 @@ NCZ_DEVICE bool load_page(const uint8_t* from, int page_words, PageMemory& page,
     if (!__all_sync(ALL_LANES, words <= MOST_WORDS) || page_words_of(at) != page_words) return false;
     // Rows in which only some lanes have a word are closed up. From the last one on, each moves back to its place, which
     // is at or behind where it stood.
-    int first = least_of_warp(words);
+    int first = warp_min(words);
     const uint16_t* closed = page.rows[0];
     unsigned lower = (1u << lane()) - 1;
-    for (int row = most_of_warp(words) - 1; row >= first; --row) {
+    for (int row = warp_max(words) - 1; row >= first; --row) {
         unsigned having = __ballot_sync(ALL_LANES, words > row);
         at -= __popc(having);
         uint16_t word = closed[at + __popc(having & lower)];

@@ -81,13 +81,6 @@ struct LaneRun {
     NCZ_DEVICE void get(T (&values)[RUN]) const { memcpy(values, parts, sizeof values); }
 };
 
-// `n` of a run, zeros behind them.
-template <class T>
-NCZ_DEVICE void load_some(const T* from, int n, T (&values)[RUN]) {
-#pragma unroll
-    for (int i = 0; i < RUN; ++i) values[i] = i < n ? from[i] : T{};
-}
-
 template <class T>
 NCZ_DEVICE void store_run(T* to, int n, const T (&values)[RUN]) {
     if (n >= RUN && LaneRun<T>::is_aligned(to)) {
@@ -225,7 +218,7 @@ struct Floats {
         for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step);
     }
 
-    // A run that is on its way from memory, and its codes. Where memory is not aligned for that, and at the end: `some`.
+    // A run that is on its way from memory, and its codes. Only where memory is aligned for that.
     typedef FetchedFloats Fetched;
     NCZ_DEVICE bool has_runs() const { return LaneRun<Element>::is_aligned(x); }
     NCZ_DEVICE Fetched fetch(int64_t element) const { return {x, inverse_steps, element}; }
@@ -234,11 +227,6 @@ struct Floats {
         fetched.run.get(values);
 #pragma unroll
         for (int i = 0; i < RUN; ++i) codes[i] = code_of(values[i], fetched.inverse_step);
-    }
-    NCZ_DEVICE void some(int64_t element, int n, int32_t (&codes)[RUN]) const {
-#pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            if (i < n) codes[i] = code(element + i);
     }
 };
 
@@ -274,11 +262,6 @@ struct RandomFloats {
         for (int i = 0; i < RUN; ++i)
             codes[i] = code_of(values[i], fetched.inverse_step, random_word(noise, number + i));
     }
-    NCZ_DEVICE void some(int64_t element, int n, int32_t (&codes)[RUN]) const {
-#pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            if (i < n) codes[i] = code(element + i);
-    }
 };
 
 NCZ_DEVICE Floats floats_of(const Piece& piece) {
@@ -305,7 +288,6 @@ struct PlainCodes {
         return run;
     }
     NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&own)[RUN]) const { fetched.get(own); }
-    NCZ_DEVICE void some(int64_t element, int n, int32_t (&own)[RUN]) const { load_some(codes + element, n, own); }
 };
 
 NCZ_DEVICE PlainCodes codes_of(const Piece& piece) { return {piece.codes}; }

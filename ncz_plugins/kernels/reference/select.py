@@ -33,7 +33,7 @@ def select(codes: np.ndarray, coding: Coding, meant: Coder) -> tuple[Coder, Pred
         coders = (meant if coding.coder == Coder.HUFFMAN else coding.coder,)
     predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
     symbols = {p: [_symbols(piece, p) for piece in pieces] for p in predictors}
-    cost = {p: _cost(symbols[p], codes.size, coding) for p in predictors}
+    cost = {p: _cost(symbols[p], codes.size, coding, meant) for p in predictors}
     coder, predictor = min(((c, p) for c in coders for p in predictors), key=lambda pair: cost[pair[1]][pair[0]])
     counts = _counts(symbols[predictor])
     return coder, predictor, mode_of(counts), counts
@@ -62,32 +62,33 @@ def _counts(symbols: list[np.ndarray]) -> np.ndarray:
     return np.bincount(tokens, minlength=TOKENS)
 
 
-def _cost(pieces: list[np.ndarray], n: int, coding: Coding) -> dict[Coder, int]:
+def _cost(pieces: list[np.ndarray], n: int, coding: Coding, meant: Coder) -> dict[Coder, int]:
     """Picoseconds for a frame of `n` codes in each coder."""
     costs = coding.costs
     symbols = np.concatenate([*pieces, np.zeros(0, np.uint32)])
     m = max(1, symbols.size)
     counts = _counts(pieces)
     extra = int((counts * EXTRA_BITS).sum())
-    lengths, lengths32 = huffman.lengths_of(counts), huffman32.lengths_of(counts)
+    layout = huffman if meant == Coder.HUFFMAN else huffman32
+    lengths = layout.lengths_of(counts)
     mode = mode_of(counts)
     masks = np.bincount(np.packbits(symbols != mode, bitorder="little"), minlength=256)
     others = np.where(np.arange(TOKENS) == mode, 0, counts)
     rest = int(others.sum())
     rans = _entropy(masks) + 3 * max(0, np.count_nonzero(masks) - 1) // 4 + _entropy(others) + extra
     rans_tables = 66 + 2 * (np.count_nonzero(masks) + np.count_nonzero(others))
-    chunks, pages, pages32 = chunks_of(n), -(-n // RANS_PAGE), huffman32.pages_of(n)
+    chunks, pages = chunks_of(n), -(-n // RANS_PAGE)
+    beside_codes = layout.table_bytes(lengths) + (10 * chunks if meant == Coder.HUFFMAN else 66 * huffman32.pages_of(n))
 
     def cost(bits: int, bytes: int, picoseconds: int) -> int:
         return costs.link * (bits * n // (8 * m) + bytes) + picoseconds
 
     fixed = 8 * sum(packed_bytes(piece) for piece in pieces)
-    in_code, in_code32 = int((counts * lengths).sum()) + extra, int((counts * lengths32[:TOKENS]).sum()) + extra
+    in_code = int((counts * lengths[:TOKENS]).sum()) + extra
     return {
         Coder.FIXED: cost(fixed, 2 * chunks, costs.fixed * n),
         Coder.RAW: cost(raw_bits(symbols) * symbols.size, 0, costs.raw * n),
-        Coder.HUFFMAN: cost(in_code, 10 * chunks + huffman.table_bytes(lengths), costs.huffman * n),
-        Coder.HUFFMAN32: cost(in_code32, 66 * pages32 + huffman32.table_bytes(lengths32), costs.huffman * n),
+        meant: cost(in_code, beside_codes, costs.huffman * n),
         Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
     }
 
