@@ -1,4 +1,4 @@
-"""Kernels: quantize, select a coder, and code. All backends produce the same bytes, but GPUs HUFFMAN32 for HUFFMAN.
+"""Kernels: quantize, select a coder, and code. All backends write the same codes, GPUs by coders of their own.
 
 `reference` (numpy) is the specification. `cpu` (C++) normally runs on host tensors, where it forms plain sums as well,
 `cuda` on tensors of a GPU. The folder `common` holds the C++ headers that both include. This package imports nothing of

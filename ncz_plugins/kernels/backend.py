@@ -20,8 +20,8 @@ Shapes and dtypes that all methods share:
 - `noise`: `format.Noise` to round up or down at random, None to round to nearest even.
 
 Backends don't check what callers in this package guarantee (dtype, device, contiguity). They check everything that
-came over a network, and raise `format.DamagedFrame`. Then nothing was written, except for a HUFFMAN or RANS frame whose
-damage shows only on decoding: what the output holds is then undefined. On a CUDA device only `check` raises.
+came over a network, and raise `format.DamagedFrame`. Then nothing was written, except for a frame whose damage
+shows only on decoding: what the output holds is then undefined. On a CUDA device only `check` raises.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from .format import (
     VERSION,
     DamagedFrame,
     chunks_of,
+    tiles_of,
 )
 
 _HEADER_FIELDS = "magic version coder predictor width stored payload_bytes flags checksum".split()
@@ -54,6 +55,9 @@ _MESSAGES = {  # by cause
     28: "HUFFMAN32 payload has {value} bytes behind its code, its table of pages takes {pages32_table}",
     29: "pages do not add up to the {value} bytes that the payload holds",
     30: "a HUFFMAN32 page does not end where it should",
+    31: "PLANES payload of {payload} bytes: its tables take {tiles_table}, and tiles whole words of 4 bytes",
+    32: "tiles add up to {value} words, the payload holds {tile_words}",
+    33: "a PLANES tile is not where it should be, or has other planes than its masks say",
 }
 NO_CHECKSUM = 27
 _HUFFMAN_LANE_SUM, _RANS_PAGE_SUM = 18, 24  # their messages need a table of the frame
@@ -83,6 +87,8 @@ def error(
     facts |= dict(value=value, count=count, bytes=frame_bytes, payload=payload, table=chunk_table)
     facts |= dict(chunk_bytes=payload - chunk_table, lane_table=lane_table)
     facts |= dict(pages32_table=4 * -(-count // (2 * HUFFMAN32_PAGE)))
+    tiles_table = 4 * (chunks_of(count) + tiles_of(count))
+    facts |= dict(tiles_table=tiles_table, tile_words=(payload - tiles_table) // 4)
     facts |= dict(lanes=value - lane_table, pages=value - page_table)  # `value` includes the table
     if cause in _WITHOUT_TABLE and read is None:
         return DamagedFrame(_WITHOUT_TABLE[cause].format(**facts))

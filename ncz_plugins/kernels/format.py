@@ -40,8 +40,11 @@ HUFFMAN_LANES = 4  # bit strings per chunk
 HUFFMAN32_PAGE, HUFFMAN32_ROW = 2 * CHUNK, 128  # codes that are written together, and those of all its lanes in turn
 HUFFMAN32_LANES = 32  # bit strings per page
 HUFFMAN32_MOST_WORDS = 96  # of 16 bits, of a lane
+HUFFMAN32_MOST_BITS = 5  # of a code in the sample, so that a lane with somewhat more finds room
 ESCAPE = TOKENS  # stands in front of a token that has no code, in HUFFMAN32
 ESCAPED_BITS = 8  # of such a token
+PLANES_TILE, PLANES_ROW = 1024, 128  # codes that are written together, and those of all its lanes in turn
+PLANES_LANES = 32  # per tile, each with planes of its own
 RANS_LANES = 4  # states per page
 RANS_PAGE = 4 * CHUNK
 RANS_BITS = 12  # of a probability
@@ -59,8 +62,13 @@ class Coder(IntEnum):
     HUFFMAN = 2
     RANS = 3
     SPLIT = 4  # floats, not codes: see lossless.py
-    HUFFMAN32 = 5  # what HUFFMAN means on GPUs
+    HUFFMAN32 = 5
+    PLANES = 6
     AUTO = 255
+
+
+# What coders mean on GPUs, if something else than on CPUs. No frame passes from one to the other.
+ON_GPUS = {Coder.RAW: Coder.PLANES, Coder.FIXED: Coder.PLANES, Coder.HUFFMAN: Coder.HUFFMAN32}
 
 
 class Combination(IntEnum):
@@ -183,9 +191,19 @@ def chunks_of(count: int) -> int:
 
 
 def max_frame_bytes(count: int) -> int:
-    """An upper bound of the bytes of a frame of `count` codes."""
-    octets = -(-count // OCTET)
-    return HEADER_BYTES + 2 * chunks_of(count) + -(-count // BLOCK) + 4 * OCTET * octets
+    """An upper bound of the bytes of a frame of `count` codes, on any kind of processor."""
+    octets, tiles = -(-count // OCTET), tiles_of(count)
+    on_cpus = 2 * chunks_of(count) + -(-count // BLOCK) + 4 * OCTET * octets
+    # In PLANES a tile has no more than 32 planes of all lanes. The last one may have masks of 32 planes besides.
+    in_last = min(PLANES_TILE, PLANES_LANES + 32 * min(PLANES_LANES, -(-(count % PLANES_TILE) // 4)))
+    words = PLANES_TILE * (count // PLANES_TILE) + (in_last if count % PLANES_TILE else 0)
+    on_gpus = 4 * (chunks_of(count) + 2 * tiles + words)
+    return HEADER_BYTES + max(on_cpus, on_gpus)
+
+
+def tiles_of(count: int) -> int:
+    """Number of tiles of `count` codes in PLANES; the last may be short."""
+    return -(-count // PLANES_TILE)
 
 
 def blocks_of(elements: int) -> int:

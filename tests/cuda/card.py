@@ -15,10 +15,6 @@ class CardLauncher:
     def __init__(self):
         self._launcher = CupyLauncher()
 
-    def multiprocessors(self, device: torch.device) -> int:
-        """Of the GPU."""
-        return self._launcher.multiprocessors(torch.device("cuda"))
-
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
         """As `Launcher` says, but for tensors on the CPU. Tensors that share memory share it on the GPU, too."""
         memory: dict[int, tuple[Tensor, Tensor]] = {}  # address: as it is here, and its copy there

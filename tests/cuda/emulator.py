@@ -215,10 +215,6 @@ class EmulatedLauncher:
             check_arguments(kernel, machine.kernels[kernel], arguments)
             machine.launch(kernel, grid, block, self._next_seed(), self.seconds, arguments)
 
-    def multiprocessors(self, device: torch.device) -> int:
-        """So few that blocks have more than one chunk to write."""
-        return 1
-
     def _next_seed(self) -> int:
         launch = next(self._launches)
         if self.seed == 0:

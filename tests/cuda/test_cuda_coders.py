@@ -11,7 +11,6 @@ import torch
 from test_cuda_kernels import (
     REFERENCE,
     SEEDS,
-    WRITTEN,
     assert_same,
     assert_same_frames,
     check,
@@ -27,6 +26,7 @@ from ncz_plugins.kernels.format import (
     HEADER_BYTES,
     HUFFMAN32_LANES,
     HUFFMAN32_PAGE,
+    ON_GPUS,
     PIECE,
     RANS_PAGE,
     SAMPLE_PIECES,
@@ -142,7 +142,7 @@ def test_many_rare_masks(frequent):
     assert_same_frames(cuda(frequent % 3), codes_of(symbols.reshape(-1)), Coding(Coder.RANS, Predictor.NONE))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.1, 0.4])
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.1, 0.25])
 def test_pages_with_wide_symbols(share):
     """Extra bits of up to 29 bits each, from none to several thousand in a page."""
     generator = torch.Generator().manual_seed(5)
@@ -175,7 +175,7 @@ def test_a_mode_that_the_sample_got_wrong(seed):
 
 @seeds
 @pytest.mark.parametrize("predictor", [Predictor.NONE, Predictor.DELTA])
-def test_huffman_gives_way_to_fixed(seed, predictor):
+def test_huffman_gives_way_to_planes(seed, predictor):
     """Where a lane has more words than it may: in the first page, in the last one, or in the middle, or by one word."""
     coding = Coding(Coder.HUFFMAN, predictor)
     outcomes = set()
@@ -187,16 +187,16 @@ def test_huffman_gives_way_to_fixed(seed, predictor):
             codes[at] = codes_of_width(len(at), 31, seed)
             assert_same_frames(cuda(seed), codes, coding)
             outcomes.add(int(encode_codes(REFERENCE, codes, coding)[5]))
-    assert outcomes == {Coder.FIXED, Coder.HUFFMAN32}
+    assert outcomes == {Coder.PLANES, Coder.HUFFMAN32}
 
 
-def test_huffman_gives_way_to_fixed_where_bytes_would_do():
+def test_huffman_gives_way_to_planes_where_bytes_would_do():
     outcomes = set()
     for count in range(20, 400, 20):
         codes = codes_of_width(count, 6)
         assert_same_frames(cuda(1), codes, Coding(Coder.HUFFMAN, Predictor.NONE))
         outcomes.add(int(encode_codes(REFERENCE, codes, Coding(Coder.HUFFMAN, Predictor.NONE))[5]))
-    assert outcomes == {Coder.FIXED, Coder.HUFFMAN32}
+    assert outcomes == {Coder.PLANES, Coder.HUFFMAN32}
 
 
 @seeds
@@ -207,12 +207,12 @@ def test_a_code_that_the_sample_got_wrong(seed):
         assert_same_frames(cuda(seed), codes, Coding(Coder.HUFFMAN, predictor))
 
 
-def test_rans_gives_way_to_raw():
+def test_rans_gives_way_to_planes():
     for count in (1, 100, 700, CHUNK, RANS_PAGE + 5):
         generator = torch.Generator().manual_seed(count)
         codes = torch.randint(-128, 128, (count,), generator=generator).to(torch.int32)
         frame = encode_codes(cuda(1), codes, Coding(Coder.RANS, Predictor.NONE))
-        assert frame[5] == Coder.RAW
+        assert frame[5] == Coder.PLANES
         assert_same(frame, encode_codes(REFERENCE, codes, Coding(Coder.RANS, Predictor.NONE)))
 
 
@@ -259,7 +259,7 @@ def test_the_selector_decides_alike(seed, count):
         expected = encode_codes(REFERENCE, codes, Coding(costs=costs))
         assert_same(encode_codes(cuda(seed % 3), codes, Coding(costs=costs)), expected)
         choices.add((int(expected[5]), int(expected[6])))
-    assert len(choices) >= 5
+    assert len(choices) >= 4
 
 
 def test_the_selector_changes_its_mind_at_the_same_price():
@@ -305,9 +305,8 @@ DOES_NOT_END = {
 
 @functools.cache
 def frame_of(count: int, coding: Coding) -> torch.Tensor:
-    share = 0.4 if coding.coder == Coder.RANS else 0.2  # such as pay
-    frame = encode_codes(REFERENCE, sparse_codes(count, share), coding)
-    assert frame[5] == WRITTEN.get(coding.coder, coding.coder)
+    frame = encode_codes(REFERENCE, sparse_codes(count, 0.2), coding)  # such as pay
+    assert frame[5] == ON_GPUS.get(coding.coder, coding.coder)
     return frame
 
 

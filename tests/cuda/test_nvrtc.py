@@ -14,7 +14,8 @@ import torch
 
 from ncz_plugins.kernels.cuda import nvrtc
 
-MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128}  # blocks of 256 threads; smaller ones
+# Blocks of 256 threads; smaller ones, of which at least three fit on a multiprocessor.
+MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128, "NCZ_CHUNK_KERNEL": 168, "NCZ_SUM_KERNEL": 168}
 MOST_SHARED = 48 << 10  # bytes, without asking for more
 SOURCES = "".join(file.read_text() for file in sorted(nvrtc.FOLDER.glob("*.cuh")))
 
@@ -43,7 +44,7 @@ def resources(log: str) -> dict[str, Resources]:
 
 def declared() -> dict[str, str]:
     """The macro that declares each kernel."""
-    found = re.findall(r"^(NCZ_KERNEL|NCZ_KERNEL_OF)\((?:\w+, \w+, )?(ncz_\w+)\)", SOURCES, re.MULTILINE)
+    found = re.findall(r"^(NCZ_\w*KERNEL\w*)\((?:\w+, \w+, )?(ncz_\w+)\)", SOURCES, re.MULTILINE)
     return {name: macro for macro, name in found}
 
 

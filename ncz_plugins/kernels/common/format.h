@@ -55,14 +55,16 @@ constexpr unsigned TOKENS = DIRECT + ((32 - 7) << BITS_IN_TOKEN);
 constexpr unsigned HUFFMAN_MAX_LENGTH = 11;
 constexpr int HUFFMAN_LANES = 4;
 constexpr int64_t HUFFMAN32_PAGE = 2 * CHUNK;
-constexpr int HUFFMAN32_ROW = 128, HUFFMAN32_LANES = 32, HUFFMAN32_MOST_WORDS = 96;
+constexpr int HUFFMAN32_ROW = 128, HUFFMAN32_LANES = 32, HUFFMAN32_MOST_WORDS = 96, HUFFMAN32_MOST_BITS = 5;
 constexpr unsigned ESCAPE = TOKENS, ESCAPED_BITS = 8;
 constexpr int RANS_LANES = 4;
 constexpr int64_t RANS_PAGE = 4 * CHUNK;
 constexpr unsigned RANS_BITS = 12;
 constexpr uint32_t RANS_LOWEST = 1 << 16;
+constexpr int64_t PLANES_TILE = 1024;
+constexpr int PLANES_ROW = 128, PLANES_LANES = 32;
 
-enum Coder : int32_t { RAW = 0, FIXED = 1, HUFFMAN = 2, RANS = 3, HUFFMAN32 = 5, AUTO_CODER = 255 };
+enum Coder : int32_t { RAW = 0, FIXED = 1, HUFFMAN = 2, RANS = 3, HUFFMAN32 = 5, PLANES = 6, AUTO_CODER = 255 };
 enum Predictor : int32_t { NONE = 0, DELTA = 1, AUTO_PREDICTOR = 255 };
 
 // Element types, numbered as in format.DTYPES. The two half types are handled as bits.
@@ -127,7 +129,10 @@ enum Damage : int64_t {
     NO_CHECKSUM = 27,
     PAGES_TABLE = 28,  // value: bytes behind the code
     PAGES_SUM = 29,    // value: bytes behind the table
-    DAMAGED_PAGE = 30
+    DAMAGED_PAGE = 30,
+    PLANES_TABLES = 31,
+    TILES_SUM = 32,  // value: words of all tiles
+    DAMAGED_TILE = 33
 };
 
 }  // namespace ncz
@@ -196,12 +201,12 @@ NCZ_FUNCTION int64_t header_damage(const ncz::Header& header, int64_t bytes, int
     return 0;
 }
 
-// `huffman`: the one that there is on this kind of processor.
-NCZ_FUNCTION int64_t coder_damage(const ncz::Header& header, ncz::Coder huffman) {
+// Of coders of CPUs.
+NCZ_FUNCTION int64_t coder_damage(const ncz::Header& header) {
     unsigned width = header.width;
     if (header.coder == ncz::RAW && (width == 8 || width == 16 || width == 32))
         return header.payload_bytes == int64_t(header.count) * (width / 8) ? 0 : damaged(ncz::RAW_LENGTH);
-    bool is_known = header.coder == ncz::FIXED || header.coder == huffman || header.coder == ncz::RANS;
+    bool is_known = header.coder == ncz::FIXED || header.coder == ncz::HUFFMAN || header.coder == ncz::RANS;
     return is_known && !width ? 0 : damaged(ncz::BAD_CODER);
 }
 

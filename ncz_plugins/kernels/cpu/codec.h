@@ -293,7 +293,7 @@ class FrameSource {
             uint32_t checksum = checksum_of(frame, bytes);
             if (checksum != header.checksum) return damaged(OTHER_CHECKSUM, checksum);
         }
-        if (int64_t wrong = coder_damage(header, HUFFMAN)) return wrong;
+        if (int64_t wrong = coder_damage(header)) return wrong;
         payload_ = frame + HEADER_BYTES;
         end_ = frame + bytes;
         is_delta_ = header.predictor == DELTA;

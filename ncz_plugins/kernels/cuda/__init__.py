@@ -4,8 +4,9 @@
     frame.cuh     headers, checksums, and the checks before anything is decoded
     differences.cuh    what floats are less other floats, as integers of their bits
     fixed_rate.cuh    codes of equally many bits, without frames
-    fixed.cuh     the coders FIXED and RAW, and all that works in one pass
+    planes.cuh    the coder PLANES, and sums of frames
     huffman32.cuh, rans.cuh    the other coders
+    decode.cuh    from frames to values
     select.cuh, huffman.cuh    the selector, and the code of what it sees
     open.cuh      the first pass over frames that are read
     scales.cuh    quantization steps from what chunks are like; scales.py launches it
@@ -31,7 +32,7 @@ from ..backend import Decoding, GpuBackend, Sum
 from ..format import HEADER_BYTES, LANES, SCALE_BLOCK, SelectorCosts, blocks_of, chunks_of, packed_bytes
 from . import frames, scales
 from .arguments import MOST_INPUTS, RowsArgument, inputs_table, noise_argument, pieces_table
-from .frames import THREADS, Launcher
+from .frames import CHUNK_THREADS, THREADS, Launcher
 
 _REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a damage
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
@@ -76,8 +77,9 @@ class CudaBackend(GpuBackend):
     """The CUDA kernels, for tensors on any CUDA device.
 
     `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
-    as far as the current stream has run. A damaged frame writes nothing, but HUFFMAN may write values before its damage
-    shows. `reduce` and `encode_sums` make a spoiled frame of it, which every reader refuses.
+    as far as the current stream has run. A frame whose header or table is damaged writes nothing; of one that is
+    damaged elsewhere, some values may be written before that shows. `reduce` and `encode_sums` make a spoiled frame of
+    it, which every reader refuses.
 
     A call for several frames launches its kernels once for up to 32 frames of up to 2**24 elements together.
     """
@@ -119,19 +121,19 @@ class CudaBackend(GpuBackend):
     def quantize(self, x, inverse_steps, codes, noise=None):
         floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
         name = "quantize" if noise is None else "quantize_at_random"
-        self._launch(name, x.dtype, chunks_of(x.numel()), *floats, np.int64(x.numel()), codes)
+        self._launch_chunks(name, x.dtype, x.numel(), *floats, np.int64(x.numel()), codes)
 
     def dequantize(self, codes, scales, out):
         count = out.numel()
-        self._launch("dequantize", out.dtype, chunks_of(count), codes, scales, np.int64(count), out)
+        self._launch_chunks("dequantize", out.dtype, count, codes, scales, np.int64(count), out)
 
     def differences(self, x, base, codes):
         count = x.numel()
-        self._launch("differences", x.dtype, chunks_of(count), x, base, np.int64(count), codes)
+        self._launch_chunks("differences", x.dtype, count, x, base, np.int64(count), codes)
 
     def add_differences(self, codes, base, out):
         count = out.numel()
-        self._launch("add_differences", out.dtype, chunks_of(count), codes, base, np.int64(count), out)
+        self._launch_chunks("add_differences", out.dtype, count, codes, base, np.int64(count), out)
 
     # ------------------------------------------------------------------ frames
 
@@ -239,8 +241,12 @@ class CudaBackend(GpuBackend):
         if blocks:
             self._launch(kernel, dtype, -(-blocks // (THREADS // 32)), *arguments)
 
-    def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments) -> None:
-        self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), THREADS, *arguments)
+    def _launch_chunks(self, kernel: str, dtype: torch.dtype, count: int, *arguments) -> None:
+        """Launch a kernel with a block for each chunk of so many elements."""
+        self._launch(kernel, dtype, chunks_of(count), *arguments, threads=CHUNK_THREADS)
+
+    def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments, threads: int = THREADS) -> None:
+        self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), threads, *arguments)
 
 
 def _checksum_blocks(frame: Tensor) -> int:

@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from ..format import Coder, Coding, Noise, Rows, StepRule
+from ..format import ON_GPUS, Coding, Noise, Rows, StepRule
 
 MOST_PIECES, MOST_INPUTS = 32, 64  # rows of the tables
 
@@ -50,7 +50,7 @@ def step_rule_argument(rule: StepRule) -> StepRuleArgument:
 
 @functools.lru_cache(maxsize=64)
 def coding_argument(coding: Coding) -> CodingArgument:
-    coder = Coder.HUFFMAN32 if coding.coder == Coder.HUFFMAN else coding.coder
+    coder = ON_GPUS.get(coding.coder, coding.coder)
     return CodingArgument(coder, coding.predictor, tuple(coding.costs))
 
 

@@ -9,13 +9,6 @@
 NCZ_DEVICE int lane() { return int(threadIdx.x) % WARP; }
 NCZ_DEVICE int warp() { return int(threadIdx.x) / WARP; }
 
-// The same number. But the compiler can't know, so it does not keep in registers what depends on it from one round of a loop
-// to the next.
-NCZ_DEVICE int looked_up_again(int number) {
-    asm volatile("" : "+r"(number));
-    return number;
-}
-
 // ------------------------------------------------------------------ sums
 
 // Sum of this lane's and all lower lanes' values.
@@ -219,6 +212,33 @@ class SharedHalves {
 #endif
 };
 
+// ------------------------------------------------------------------ bits
+
+// Appends bits to zeroed words of shared memory, of which other threads write the bits beside.
+class BitWriter {
+  public:
+    NCZ_DEVICE BitWriter(uint32_t* words, unsigned first_bit) : at_(words + first_bit / 32), filled_(first_bit % 32) {}
+
+    // The low `n` bits of `bits`, up to 32; the higher ones must be 0.
+    NCZ_DEVICE void put(uint32_t bits, unsigned n) {
+        pending_ |= uint64_t(bits) << filled_;
+        filled_ += n;
+        if (filled_ < 32) return;
+        atomicOr(at_++, uint32_t(pending_));
+        pending_ >>= 32;
+        filled_ -= 32;
+    }
+
+    NCZ_DEVICE void end() {
+        if (filled_) atomicOr(at_, uint32_t(pending_));
+    }
+
+  private:
+    uint32_t* at_;
+    unsigned filled_;
+    uint64_t pending_ = 0;
+};
+
 // ------------------------------------------------------------------ unaligned memory
 
 NCZ_DEVICE unsigned load16(const uint8_t* from) { return unsigned(from[0]) | unsigned(from[1]) << 8; }
@@ -233,20 +253,6 @@ NCZ_DEVICE void store16(uint8_t* to, unsigned value) {
 NCZ_DEVICE void store32(uint8_t* to, uint32_t value) {
     store16(to, value & 0xffffu);
     store16(to + 2, value >> 16);
-}
-
-// Copies the first `bytes` of `words` to any address, by all threads of the block, in whole words; those of a warp are
-// adjacent. `words` is shared memory with one more word behind the bytes, whose value does not matter.
-NCZ_DEVICE void copy_to_global(uint8_t* to, const uint32_t* words, int bytes) {
-    int head = int(-reinterpret_cast<uintptr_t>(to) & 3);  // bytes before the first word of global memory
-    head = head < bytes ? head : bytes;
-    int inner = (bytes - head) / 4, tail = head + 4 * inner;
-    uint32_t* aligned = reinterpret_cast<uint32_t*>(to + head);
-    for (int i = int(threadIdx.x); i < inner; i += THREADS)
-        aligned[i] = __funnelshift_r(words[i], words[i + 1], unsigned(8 * head));
-    int i = int(threadIdx.x);
-    if (i >= head) i += tail - head;  // the bytes before and behind the whole words
-    if (i < bytes) to[i] = uint8_t(words[i / 4] >> (8 * (i % 4)));
 }
 
 // Copies by a warp, from and to any address. Reads no word of 4 bytes without a byte that is copied.

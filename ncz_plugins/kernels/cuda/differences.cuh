@@ -10,40 +10,41 @@ NCZ_DEVICE UnsignedBits<Element> bits_of_element(Element value) {
     return bits;
 }
 
-// A thread has octets of 8 neighbouring elements, THREADS octets apart. A block per chunk.
-NCZ_KERNEL(ncz_differences)(const Element* x, const Element* base, long long count, int32_t* codes) {
-    int64_t begin = int64_t(blockIdx.x) * CHUNK;
-    int length = length_of(blockIdx.x, count);
+NCZ_CHUNK_KERNEL(ncz_differences)(const Element* x, const Element* base, long long count, int32_t* codes) {
+    int64_t tile = tile_of(blockIdx.x);
+    int length = length_of_tile(tile, count);
 #pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * (j * THREADS + int(threadIdx.x)), n = octet_length(first, length);
-        Element own[OCTET], before[OCTET];
-        load_octet(x + begin + first, n, own);
-        load_octet(base + begin + first, n, before);
-        int32_t found[OCTET];
+    for (int r = 0; r < TILE_ROWS; ++r) {
+        int64_t first = tile * TILE + run_of(r);
+        int n = length - run_of(r);
+        Element own[RUN], before[RUN];
+        load_run(x + first, n, own);
+        load_run(base + first, n, before);
+        int32_t found[RUN];
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) found[i] = difference<Element>(bits_of_element(own[i]), bits_of_element(before[i]));
-        store_octet(codes + begin + first, n, found);
+        for (int i = 0; i < RUN; ++i) found[i] = difference<Element>(bits_of_element(own[i]), bits_of_element(before[i]));
+        store_run(codes + first, n, found);
     }
 }
 
 // `out` may be `base`.
-NCZ_KERNEL(ncz_add_differences)(const int32_t* codes, const Element* base, long long count, Element* out) {
-    int64_t begin = int64_t(blockIdx.x) * CHUNK;
-    int length = length_of(blockIdx.x, count);
+NCZ_CHUNK_KERNEL(ncz_add_differences)(const int32_t* codes, const Element* base, long long count, Element* out) {
+    int64_t tile = tile_of(blockIdx.x);
+    int length = length_of_tile(tile, count);
 #pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * (j * THREADS + int(threadIdx.x)), n = octet_length(first, length);
-        int32_t given[OCTET];
-        Element values[OCTET];
-        load_octet(codes + begin + first, n, given);
-        load_octet(base + begin + first, n, values);
+    for (int r = 0; r < TILE_ROWS; ++r) {
+        int64_t first = tile * TILE + run_of(r);
+        int n = length - run_of(r);
+        int32_t given[RUN];
+        Element values[RUN];
+        load_run(codes + first, n, given);
+        load_run(base + first, n, values);
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) {
+        for (int i = 0; i < RUN; ++i) {
             UnsignedBits<Element> bits = restored<Element>(given[i], bits_of_element(values[i]));
             memcpy(&values[i], &bits, sizeof bits);
         }
-        store_octet(out + begin + first, n, values);
+        store_run(out + first, n, values);
     }
 }
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../common/fixed_rate.h"
-#include "fixed.cuh"
+#include "values.cuh"
 
 static_assert(RATE_BLOCK == WARP * OCTET, "a lane has an octet");
 
@@ -17,6 +17,125 @@ NCZ_DEVICE int packed_words(unsigned bits) { return RATE_BLOCK / 32 * int(bits);
 // A warp's words in shared memory.
 NCZ_DEVICE uint32_t* of_warp(uint32_t* words) { return words + warp() * MOST_PACKED_WORDS; }
 #define NCZ_SHARED_OF_WARPS(name) NCZ_SHARED(uint32_t, name, WARPS* MOST_PACKED_WORDS)
+
+// ------------------------------------------------------------------ octets
+
+// How many of 8 elements from element `first` on there are among `length`: 0 to 8.
+NCZ_DEVICE int octet_length(int first, int length) {
+    int left = length - first;
+    return left >= OCTET ? OCTET : left > 0 ? left : 0;
+}
+
+NCZ_DEVICE bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Sixteen) == 0; }
+
+// `n` of 8 numbers, zeros behind them.
+template <class T>
+NCZ_DEVICE void load_octet(const T* from, int n, T (&values)[OCTET]) {
+    if (n == OCTET && is_aligned(from)) {
+        Sixteen parts[sizeof values / sizeof(Sixteen)];
+#pragma unroll
+        for (int p = 0; p < int(sizeof values / sizeof(Sixteen)); ++p)
+            parts[p] = reinterpret_cast<const Sixteen*>(from)[p];
+        memcpy(values, parts, sizeof values);
+    } else {
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) values[i] = i < n ? from[i] : T{};
+    }
+}
+
+// By a whole warp, whose lanes have neighbouring octets: `to` and `n` are this lane's. Memory is written in sectors of 32
+// bytes, and half a sector costs as much as a whole one. So where octets take more than one instruction, lanes first exchange
+// their parts, as in transposing a matrix, and each instruction then writes whole sectors.
+template <class T>
+NCZ_DEVICE void store_octet(T* to, int n, const T (&values)[OCTET]) {
+    constexpr int PARTS = sizeof values / sizeof(Sixteen);
+    if (!__all_sync(ALL_LANES, n == OCTET && is_aligned(to))) {
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i)
+            if (i < n) to[i] = values[i];
+        return;
+    }
+    Sixteen parts[PARTS];
+    memcpy(parts, values, sizeof values);
+#pragma unroll
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        bool is_upper = lane() & distance;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+            if (p & distance) continue;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                uint32_t low = parts[p].words[w], high = parts[p + distance].words[w];
+                uint32_t taken = __shfl_xor_sync(ALL_LANES, is_upper ? low : high, distance);
+                parts[p].words[w] = is_upper ? taken : low;
+                parts[p + distance].words[w] = is_upper ? high : taken;
+            }
+        }
+    }
+    // Part p is now one of the octet of lane p of PARTS neighbours: the one with this lane's number among them.
+    int own = lane() % PARTS;
+    Sixteen* of_first = reinterpret_cast<Sixteen*>(to) - own * PARTS + own;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) of_first[p * PARTS] = parts[p];
+}
+
+// 8 symbols of `width` bits. Narrow ones are first joined in registers, four or two to a word of at most 32 bits.
+NCZ_DEVICE void pack_octet(const uint32_t (&symbols)[OCTET], unsigned width, uint32_t* words, unsigned first_byte) {
+    if (!width) return;
+    BitWriter writer(words, 8 * first_byte);
+    if (width <= 8) {
+#pragma unroll
+        for (int i = 0; i < OCTET; i += 4) {
+            uint32_t low = symbols[i] | symbols[i + 1] << width, high = symbols[i + 2] | symbols[i + 3] << width;
+            writer.put(low | high << 2 * width, 4 * width);
+        }
+    } else if (width <= 16) {
+#pragma unroll
+        for (int i = 0; i < OCTET; i += 2) writer.put(symbols[i] | symbols[i + 1] << width, 2 * width);
+    } else {
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) writer.put(symbols[i], width);
+    }
+    writer.end();
+}
+
+// Bits of so many words.
+struct PackedBits {
+    const uint32_t* words;
+    unsigned n;
+
+    NCZ_DEVICE uint32_t word(unsigned i) const { return i < n ? words[i] : 0; }
+
+    // 32 bits from `bit` on.
+    NCZ_DEVICE uint32_t bits(unsigned bit) const { return __funnelshift_r(word(bit / 32), word(bit / 32 + 1), bit % 32); }
+
+    // 64 bits from a byte on, of which the first `n` matter.
+    NCZ_DEVICE uint64_t long_bits(unsigned byte, unsigned n) const {
+        unsigned first = byte / 4, shift = 8 * (byte % 4);
+        n += shift;
+        uint32_t low = word(first), middle = n > 32 ? word(first + 1) : 0, high = n > 64 ? word(first + 2) : 0;
+        return uint64_t(__funnelshift_r(middle, high, shift)) << 32 | __funnelshift_r(low, middle, shift);
+    }
+};
+
+// Inverse of pack_octet, from `width` bytes.
+NCZ_DEVICE void unpack_octet(const PackedBits& bytes, unsigned first_byte, unsigned width, uint32_t (&symbols)[OCTET]) {
+    uint32_t mask = width == 32 ? ~0u : (1u << width) - 1;
+    if (width <= 8) {
+        uint64_t all = width ? bytes.long_bits(first_byte, 8 * width) : 0;
+        uint32_t low = uint32_t(all), high = uint32_t(all >> 4 * width);
+#pragma unroll
+        for (int i = 0; i < OCTET / 2; ++i) {
+            symbols[i] = low >> (unsigned(i) * width) & mask;
+            symbols[OCTET / 2 + i] = high >> (unsigned(i) * width) & mask;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < OCTET; ++i) symbols[i] = bytes.bits(8 * first_byte + unsigned(i) * width) & mask;
+    }
+}
+
+// ------------------------------------------------------------------ blocks
 
 // The number of this warp's block among those of the launch.
 NCZ_DEVICE int64_t block_number() { return int64_t(blockIdx.x) * WARPS + warp(); }
@@ -37,7 +156,7 @@ NCZ_DEVICE void store_packed(const int32_t (&codes)[OCTET], unsigned bits, uint3
 
 // Its inverse.
 NCZ_DEVICE void load_packed(const uint32_t* from, unsigned bits, int32_t (&codes)[OCTET]) {
-    Bytes bytes(reinterpret_cast<const uint8_t*>(from), reinterpret_cast<const uint8_t*>(from + packed_words(bits)));
+    PackedBits bytes = {from, unsigned(packed_words(bits))};
     uint32_t symbols[OCTET];
     unpack_octet(bytes, bits * unsigned(lane()), bits, symbols);
 #pragma unroll

@@ -38,9 +38,10 @@ from .arguments import (
     pieces_table,
 )
 
-THREADS, BLOCKS_PER_MULTIPROCESSOR = 256, 4  # as in types.cuh
+THREADS = 256  # of the other blocks, as in types.cuh
 _RANS_ENCODERS = 32  # threads of a block that encodes pages of RANS
-_OF_PAGES = {"elements": 4 * HUFFMAN32_PAGE, "threads": 128}  # of a block that encodes or decodes those of HUFFMAN
+CHUNK_THREADS = 128  # of a block with a chunk, or with four pages of HUFFMAN
+_OF_PAGES = {"elements": 4 * HUFFMAN32_PAGE}
 _ANY = torch.float32  # kernels for codes don't depend on the element type; the module for float32 has them
 
 # A larger batch goes in parts, so that working memory does not grow with it: up to 11 bytes for each element that is
@@ -67,9 +68,6 @@ class Launcher(Protocol):
         parameters have, None for a null pointer.
         """
 
-    def multiprocessors(self, device: torch.device) -> int:
-        """How many the device has."""
-
 
 def new_report(device: torch.device) -> Tensor:
     """Where kernels leave the first damage that they find: ncz::Status, as int64 numbers."""
@@ -94,14 +92,15 @@ class Reader(NamedTuple):
     sealed: bool = False
     padded: bool = False
 
-    def opened(self, frames: list[tuple[Tensor, int]]) -> tuple[tuple, tuple]:
+    def opened(self, frames: list[tuple[Tensor, int]]) -> tuple:
         """Launch what verifies frames, and decodes RANS to working memory.
 
         Args:
             frames: each with the number of its codes.
 
-        Returns the arguments about frames of all kernels that read some, and of those that read pages of HUFFMAN.
+        Returns the arguments about frames of all kernels that read some.
         """
+        frames = [(_where_words_are(frame), count) for frame, count in frames]
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
         inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
         device, n, chunks = self.report.device, len(frames), first_chunks[-1]
@@ -112,14 +111,13 @@ class Reader(NamedTuple):
         how = integer(self.sealed), integer(self.padded)
         arguments = inputs, *how, statuses, self.report, offsets, entries, decoded
         self.launcher.launch("ncz_open", _ANY, n * blocks, THREADS, *arguments)
-        return (inputs, statuses, offsets, decoded), (inputs, statuses, self.report, offsets, entries)
+        return inputs, statuses, self.report, offsets, entries, decoded
 
     def decoded(self, frames: list[tuple[Tensor, int]]) -> tuple:
-        """As `opened`, and launch what decodes HUFFMAN to working memory, too. Returns the first of its results."""
-        opened, pages = self.opened(frames)
+        """As `opened`, and launch what decodes HUFFMAN to working memory, too."""
+        opened = self.opened(frames)
         blocks = max(1, -(-max(count for _, count in frames) // _OF_PAGES["elements"]))
-        *_, decoded = opened
-        self.launcher.launch("ncz_read_pages", _ANY, len(frames) * blocks, _OF_PAGES["threads"], *pages, decoded)
+        self.launcher.launch("ncz_read_pages", _ANY, len(frames) * blocks, CHUNK_THREADS, *opened)
         return opened
 
 
@@ -128,8 +126,12 @@ def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
     sizes = torch.empty(len(sums), dtype=torch.int64, device=reader.report.device)
     inputs = [len(each.frames) for each in sums]
     elements = [each.x.numel() * max(1, n) for each, n in zip(sums, inputs)]
+    written = [each._replace(out=_where_words_are(each.out)) for each in sums]
     for part in _parts(elements, inputs):
-        _write_sums(reader, sums[part], coding, noise, sizes[part])
+        _write_sums(reader, written[part], coding, noise, sizes[part])
+    for each, its in zip(sums, written):
+        if its.out is not each.out:
+            each.out.copy_(its.out)
     return sizes
 
 
@@ -140,9 +142,7 @@ def decode(reader: Reader, frames: Sequence[Decoding]) -> None:
         rows = [(each.out, each.scales, None, None, 0) for each in frames[part]]
         inputs = [(each.frame, each.out.numel()) for each in frames[part]]
         pieces = batch.pieces(rows, [1] * len(rows))
-        opened, pages = reader.opened(inputs)
-        batch.launch("decode_pages", frames[0].out.dtype, pieces, *pages, **_OF_PAGES)
-        batch.launch("decode", frames[0].out.dtype, pieces, *opened)
+        batch.launch("decode", frames[0].out.dtype, pieces, *reader.opened(inputs))
 
 
 def decode_sums(reader: Reader, sums: Sequence[Sum], scales: Sequence[Tensor], noise: Noise | None) -> None:
@@ -189,12 +189,12 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
         if inputs:
             opened = reader.decoded(inputs)
-            writer.launch_fixed("sum_fixed", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.shared)
+            writer.launch_values("sum_planes", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.noted)
         else:
-            writer.launch_fixed("encode_fixed", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
+            writer.launch_values("encode_planes", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
         return
-    # HUFFMAN and FIXED write values without their codes in between.
-    is_staged = bool(inputs) or coding.coder in (Coder.RAW, Coder.RANS, Coder.AUTO)
+    # All but RANS write values without their codes in between.
+    is_staged = bool(inputs) or coding.coder in (Coder.RANS, Coder.AUTO)
     codes = writer.room_for_codes() if is_staged else [None] * len(sums)
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
     if not inputs:
@@ -224,11 +224,14 @@ def encode_codes(launcher: Launcher, codes: Tensor, coding: Coding, frame: Tenso
     """Write `codes` as one frame. Returns its bytes: int64, [1]."""
     size = torch.empty(1, dtype=torch.int64, device=codes.device)
     writer = _Writer(launcher, coding, [codes.numel()], size)
-    pieces = writer.pieces([(None, None, codes, frame, 0)])
+    written = _where_words_are(frame)
+    pieces = writer.pieces([(None, None, codes, written, 0)])
     if is_one_pass(coding):
-        writer.launch_fixed("encode_fixed_codes", _ANY, pieces, None, integer(coding.predictor), *writer.unchosen)
+        writer.launch("encode_planes_of_codes", _ANY, pieces, integer(coding.predictor), *writer.unchosen)
     else:
         writer.encode(pieces)
+    if written is not frame:
+        frame.copy_(written)
     return size
 
 
@@ -284,12 +287,10 @@ class _Batch:
         return pieces_table([(*row, *of, first, *rest) for (*row, first), of, rest in zip(rows, results, more)])
 
     def launch(
-        self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=THREADS, most=None
+        self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=CHUNK_THREADS
     ) -> None:
-        """Launch a kernel, with a block for so many elements of a frame, but with at most `most` blocks in all."""
+        """Launch a kernel, with a block for so many elements of a frame."""
         blocks = max(1, -(-max(self._counts) // elements))
-        if most is not None:
-            blocks = min(blocks, max(1, most // len(self._counts)))
         self._launcher.launch(f"ncz_{kernel}", dtype, len(self._counts) * blocks, threads, pieces, *arguments)
 
     def launch_values(
@@ -311,9 +312,8 @@ class _Writer(_Batch):
         sizes: where kernels leave the bytes of each: int64.
 
     Attributes:
-        shared: the arguments that tell kernels where frames and sizes go.
+        noted: the arguments that tell kernels what was chosen, and where sizes go.
         unchosen: the same of kernels that may have to look at a choice, where there is none.
-        noted: those of kernels that write nothing but spoiled frames.
     """
 
     def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
@@ -322,17 +322,11 @@ class _Writer(_Batch):
         huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)
         rans = coding.coder in (Coder.RANS, Coder.AUTO)
         lengths = _WRITTEN * n, 8 * (chunks + n), huffman * _HUFFMAN_ENCODING * n, rans * _RANS_ENCODING * n
-        written, places, self._huffman, self._rans = _sections(torch.zeros, sizes.device, *lengths)
+        written, self._places, self._huffman, self._rans = _sections(torch.zeros, sizes.device, *lengths)
         self._coding = coding
         self._device = sizes.device
-        self.shared = written, places, sizes
-        self.unchosen = integer(False), *self.shared
         self.noted = written, sizes
-
-    def launch_fixed(self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments) -> None:
-        """As `launch_values`, with as many blocks as the GPU holds, which write chunk after chunk of FIXED frames."""
-        most = BLOCKS_PER_MULTIPROCESSOR * self._launcher.multiprocessors(self._device)
-        self.launch_values(kernel, dtype, pieces, noise, *arguments, most=most)
+        self.unchosen = integer(False), *self.noted
 
     def room_for_codes(self) -> list[Tensor]:
         """Working memory for the codes of each frame."""
@@ -346,38 +340,33 @@ class _Writer(_Batch):
             pieces: with codes, or with room for those of the values.
             dtype: of the values; None: the codes are there.
         """
-        written, places, sizes = self.shared
+        written, sizes = self.noted
         coder = self._coding.coder
         self._select(pieces, dtype, noise)
         if coder in (Coder.HUFFMAN, Coder.AUTO):
-            shared = written, self._huffman, places, sizes
+            shared = written, self._huffman, self._places, sizes
             if dtype is None:
                 self.launch("encode_pages_of_codes", _ANY, pieces, *shared, **_OF_PAGES)
             else:
                 self.launch_values("encode_pages", dtype, pieces, noise, *shared, **_OF_PAGES)
-        if coder in (Coder.FIXED, Coder.HUFFMAN, Coder.AUTO):  # HUFFMAN gives way to FIXED
-            chosen = integer(self._coding.predictor), integer(True), *self.shared
-            if dtype is None:
-                self.launch_fixed("encode_fixed_codes", _ANY, pieces, None, *chosen)
-            else:
-                self.launch_fixed("encode_fixed", dtype, pieces, noise, *chosen)
-        if coder in (Coder.FIXED, Coder.HUFFMAN):
-            return
-        if dtype is None:
-            self.launch("stage_codes", _ANY, pieces, written)
-        else:
-            self.launch_values("stage", dtype, pieces, noise, written)
         if coder in (Coder.RANS, Coder.AUTO):
+            if dtype is not None:
+                self.launch_values("stage", dtype, pieces, noise, written)
             pages = self._first_chunks[-1] * CHUNK // RANS_PAGE + len(self._counts)
             room = torch.empty(_RANS_PAGE * pages, dtype=torch.uint8, device=self._device)
             shared = written, self._rans, room
-            self.launch("rans_collect", _ANY, pieces, *shared, elements=RANS_PAGE)
-            shared = *shared, places, sizes
+            self.launch("rans_collect", _ANY, pieces, *shared, elements=RANS_PAGE, threads=THREADS)
+            shared = *shared, self._places, sizes
             self.launch("rans_encode", _ANY, pieces, *shared, elements=RANS_PAGE, threads=_RANS_ENCODERS)
-        self.launch("encode_raw", _ANY, pieces, written, sizes)
+        # What does not pay gives way.
+        chosen = integer(self._coding.predictor), integer(True), *self.noted
+        if dtype is None:
+            self.launch("encode_planes_of_codes", _ANY, pieces, *chosen)
+        else:
+            self.launch_values("encode_planes", dtype, pieces, noise, *chosen)
 
     def _select(self, pieces: Table, dtype: torch.dtype | None, noise: Noise | None) -> None:
-        written, *_ = self.shared
+        written, _ = self.noted
         coding, n, sampled = self._coding, len(self._counts), PIECE * SAMPLE_PIECES
         samples = None
         if coding.predictor == Predictor.AUTO or coding.coder in (Coder.HUFFMAN, Coder.RANS, Coder.AUTO):
@@ -392,7 +381,12 @@ class _Writer(_Batch):
 
 def is_one_pass(coding: Coding) -> bool:
     """Whether codes can be encoded in one pass, because nothing about all of them must be known first."""
-    return coding.coder == Coder.FIXED and coding.predictor != Predictor.AUTO
+    return coding.coder in (Coder.RAW, Coder.FIXED) and coding.predictor != Predictor.AUTO
+
+
+def _where_words_are(memory: Tensor) -> Tensor:
+    """`memory`, or a copy, at an address from which kernels read and write whole words of 4 bytes."""
+    return memory.clone() if memory.data_ptr() % 4 else memory
 
 
 def _sections(make, device: torch.device, *lengths: int) -> list[Tensor]:

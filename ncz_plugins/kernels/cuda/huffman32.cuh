@@ -2,22 +2,20 @@
 // own, of four consecutive codes in each row. docs/reference/wire-format.md specifies it; huffman.cuh makes the code.
 //
 //     ncz_encode_pages   pages from values or codes, in one pass: each in shared memory, then to its place
-//     ncz_decode_pages   from pages to values
+//     decode_pages       in ncz_decode     from pages to values
 //     ncz_read_pages     from pages to codes, for kernels that add them up
 //
 // The rows of a page's 16-bit words alternate between lanes, so that a warp copies a page side by side and its lanes read words
 // from different banks of shared memory.
 #pragma once
 
-#include "fixed.cuh"
+#include "planes.cuh"
 
 constexpr int64_t PAGE = HUFFMAN32_PAGE;
-constexpr int ROW = HUFFMAN32_ROW, PAGE_ROWS = int(PAGE) / ROW;
-constexpr int CHUNK_ROWS = int(CHUNK) / ROW;
+constexpr int PAGE_ROWS = int(PAGE) / ROW;
 constexpr int MOST_WORDS = HUFFMAN32_MOST_WORDS;
 constexpr int SIZES_WORDS = WARP / 2;  // at the beginning of a page, a byte for each lane
-static_assert(HUFFMAN32_LANES == WARP, "a lane of the warp has a bit string");
-static_assert(ROW == SCALE_BLOCK && ROW == WARP * RUN, "a row has one step, and a run for each lane");
+static_assert(HUFFMAN32_LANES == WARP && HUFFMAN32_ROW == ROW, "a lane of the warp has a bit string, of a run in each row");
 
 constexpr int PAGE_WARPS = 4;  // of a block, each with a page at a time
 constexpr int PAGE_THREADS = PAGE_WARPS * WARP;
@@ -257,8 +255,8 @@ NCZ_DEVICE void encode_part(const Source& source, int64_t first, int length, Row
     }
 }
 
-// HUFFMAN32 frames of what `source_of` gives, where that coder was chosen; FIXED becomes the choice for those that would be
-// too large, and all is as before for the kernel that writes them.
+// HUFFMAN32 frames of what `source_of` gives, where that coder was chosen; PLANES becomes the choice for those that would be
+// too large.
 template <class SourceOf>
 NCZ_DEVICE void encode_pages(SourceOf source_of, const Pieces& pieces, Written* written, const HuffmanEncoding* encodings,
                              unsigned long long* places, long long* sizes, PagesInHand& shared) {
@@ -316,12 +314,10 @@ NCZ_DEVICE void encode_pages(SourceOf source_of, const Pieces& pieces, Written* 
     }
     if (lane() == 0 && !fits) atomicOr(&written[f].misfits, 1u);
     if (!finished_last(&written[f].counted, blocks, &shared.is_last)) return;
-    if (atomicOr(&written[f].misfits, 0u)) {
-        for (int64_t i = threadIdx.x; i < blocks; i += PAGE_THREADS) store_relaxed(places + i, 0);
-        if (threadIdx.x) return;
-        atomicExch(&written[f].taken, 0u);
-        choice.coder = FIXED;
-    } else if (threadIdx.x == 0) {
+    if (threadIdx.x) return;
+    if (atomicExch(&written[f].misfits, 0u)) {
+        choice.coder = PLANES;
+    } else {
         int64_t bytes = first_page + 2 * int64_t(load_relaxed(places + blocks - 1) / KINDS);
         write_header(piece.frame, HUFFMAN32, choice.predictor, 0, count, bytes);
         sizes[f] = HEADER_BYTES + bytes;
@@ -427,15 +423,11 @@ struct PagesToRead {
 
 // Brings a page to shared memory, all rows as wide as the warp; `words` becomes how many this lane has. Whether its sizes are
 // possible: only then anything is there.
-NCZ_DEVICE bool load_page(const uint8_t* from, int page_words, PageMemory& page, int& words) {
+NCZ_DEVICE bool load_page(const uint32_t* from, int page_words, PageMemory& page, int& words) {
     words = 0;
     if (page_words % 2 || page_words < SIZES_WORDS || page_words > SIZES_WORDS + MOST_WORDS * WARP) return false;
     uint32_t* to = reinterpret_cast<uint32_t*>(&page);
-    if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
-        for (int i = lane(); 2 * i < page_words; i += WARP) copy_async(to + i, reinterpret_cast<const uint32_t*>(from) + i);
-    } else {
-        for (int i = lane(); 2 * i < page_words; i += WARP) to[i] = load32(from + 4 * i);
-    }
+    for (int i = lane(); 2 * i < page_words; i += WARP) copy_async(to + i, from + i);
     await_copies();
     __syncwarp(ALL_LANES);
     words = reinterpret_cast<const uint8_t*>(page.sizes)[lane()];
@@ -513,14 +505,13 @@ struct PutCodes {
 // Decodes the pages of HUFFMAN32 frames that were opened, and says in their status if one is damaged. `put_of` gives what
 // takes the rows of a page.
 template <class PutOf>
-NCZ_DEVICE void decode_pages(PutOf put_of, const Inputs& inputs, Status* statuses, Status* report, const long long* offsets,
-                             const uint16_t* entries, PagesToRead& shared) {
-    int f = frame_number(inputs.n);
-    const Input& input = inputs.of[f];
-    Status& status = statuses[f];
-    int64_t count = input.count, blocks = page_blocks_of(count), number = unit_number(inputs.n);
+NCZ_DEVICE void decode_pages(PutOf put_of, const Opened& opened, PagesToRead& shared) {
+    int f = frame_number(opened.inputs.n);
+    const Input& input = opened.inputs.of[f];
+    Status& status = opened.statuses[f];
+    int64_t count = input.count, blocks = page_blocks_of(count), number = unit_number(opened.inputs.n);
     if (number >= blocks || status.result || status.header.coder != HUFFMAN32) return;
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(entries + f * HUFFMAN_WHOLE);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(opened.entries + f * HUFFMAN_WHOLE);
     for (int i = int(threadIdx.x); i < int(HUFFMAN_WHOLE) / 2; i += PAGE_THREADS)
         copy_async(reinterpret_cast<uint32_t*>(shared.entries) + i, from + i);
     int64_t page = number * PAGE_WARPS + warp();
@@ -528,8 +519,8 @@ NCZ_DEVICE void decode_pages(PutOf put_of, const Inputs& inputs, Status* statuse
     PageMemory& memory = shared.pages[warp()];
     bool is_whole = true;
     if (length) {
-        PlacedPage placed = placed_page(offsets[input.first_chunk + page]);
-        is_whole = load_page(input.frame + HEADER_BYTES + placed.offset, placed.words, memory, words);
+        PlacedPage placed = placed_page(opened.offsets[input.first_chunk + page]);
+        is_whole = load_page(payload_words(input.frame) + placed.offset / 4, placed.words, memory, words);
     }
     await_copies();
     __syncthreads();
@@ -540,20 +531,7 @@ NCZ_DEVICE void decode_pages(PutOf put_of, const Inputs& inputs, Status* statuse
         is_whole = decode_lanes<false>(memory, words, length, predictor, shared.entries, put_of(page));
     // Not in `result`, which other blocks look at meanwhile.
     if (!is_whole && lane() == 0 && record(status, damaged(DAMAGED_PAGE)))
-        report_damage(damaged(DAMAGED_PAGE), status, report);
+        report_damage(damaged(DAMAGED_PAGE), status, opened.report);
 }
 
-NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode_pages)
-(const __grid_constant__ Pieces pieces, const __grid_constant__ Inputs inputs, Status* statuses, Status* report,
- const long long* offsets, const uint16_t* entries) {
-    NCZ_SHARED(PagesToRead, shared, 1);
-    const Piece& piece = pieces.of[frame_number(inputs.n)];
-    auto put_of = [&](int64_t page) {
-        return PutValues{static_cast<Element*>(piece.values) + page * PAGE + lane() * RUN,
-                         static_cast<const Scale*>(piece.steps) + page * PAGE_ROWS};
-    };
-    decode_pages(put_of, inputs, statuses, report, offsets, entries, *shared);
-}
-
-#define NCZ_HUFFMAN32_KERNELS(X) \
-    X(ncz_encode_pages) X(ncz_encode_pages_at_random) X(ncz_encode_pages_of_codes) X(ncz_decode_pages)
+#define NCZ_HUFFMAN32_KERNELS(X) X(ncz_encode_pages) X(ncz_encode_pages_at_random) X(ncz_encode_pages_of_codes)

@@ -3,7 +3,7 @@
 // The sources use neither the C++ library nor CUB nor cooperative groups, so that the tests can compile them for the
 // host and run each CUDA thread as a fibre.
 
-#include "huffman32.cuh"
+#include "decode.cuh"
 
 #if NCZ_DTYPE != 3  // neither serves double
 #include "differences.cuh"
@@ -20,8 +20,8 @@
 #endif
 
 #define NCZ_MODULE_KERNELS(X) \
-    NCZ_SCALE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_FIXED_KERNELS(X) NCZ_HUFFMAN32_KERNELS(X) \
-    NCZ_FIXED_RATE_KERNELS(X) NCZ_DIFFERENCE_KERNELS(X)
+    NCZ_SCALE_KERNELS(X) NCZ_VALUE_KERNELS(X) NCZ_FRAME_KERNELS(X) NCZ_PLANES_KERNELS(X) NCZ_HUFFMAN32_KERNELS(X) \
+    NCZ_DECODE_KERNELS(X) NCZ_FIXED_RATE_KERNELS(X) NCZ_DIFFERENCE_KERNELS(X)
 
 #if NCZ_DTYPE == 0  // what works on codes alone is in this module only
 #include "open.cuh"

@@ -75,10 +75,6 @@ class CupyLauncher:
             with torch.cuda.device(device):
                 self._launch(kernel, dtype, device, grid, block, arguments)
 
-    def multiprocessors(self, device: torch.device) -> int:
-        """See `Launcher`."""
-        return torch.cuda.get_device_properties(device).multi_processor_count
-
     def _launch(self, kernel: str, dtype: torch.dtype, device: int, grid: int, block: int, arguments: tuple) -> None:
         mine = self._thread
         if device not in mine.devices:

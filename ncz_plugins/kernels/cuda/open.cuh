@@ -1,4 +1,5 @@
-// What comes before any frame is read: the checks of all its bytes but the pages of HUFFMAN32, and the decoding of RANS.
+// What comes before any frame is read: the checks of headers and tables, and the decoding of RANS. Tiles of PLANES and pages of
+// HUFFMAN32 are checked by the kernels that decode them.
 //
 // Blocks read headers and tables by themselves, so that one launch does for all frames, whatever their coders are. The last
 // block of each frame judges what all of them have found.
@@ -6,55 +7,24 @@
 
 #include "rans.cuh"
 
-// Verifies sizes and widths of one part of a FIXED frame, of as many chunks as a warp has lanes, and leaves where they
-// begin. Gives what is wrong with the sizes, the same to all threads, and records what is wrong with its own chunks.
-NCZ_DEVICE int64_t check_fixed(const Input& input, const Header& header, int part, Status& status,
-                               long long* offsets, int64_t* scratch) {
-    int64_t count = input.count, all;
-    int chunks = int(chunks_of(count)), first = part * WARP;
-    if (part && first >= chunks) return 0;
-    const uint8_t* sizes = input.frame + HEADER_BYTES;
-    auto size_of = [sizes](int c) { return int64_t(load16(sizes + 2 * c)); };
-    int64_t before = add_up_sizes(chunks, first, size_of, scratch, all);
-    if (all != header.payload_bytes - 2 * chunks) return damaged(TABLE_SUM, all);
-    int64_t own = first + lane() < chunks ? size_of(first + lane()) : 0;
-    int64_t own_offset = before + warp_inclusive_sum(own) - own;
-    if (warp() == 0 && first + lane() < chunks) offsets[first + lane()] = own_offset;
-    // All of a warp's widths are on their way together.
-    constexpr int EACH = WARP / WARPS, WIDTHS = int(CHUNK) / BLOCK / WARP;
-    int chunk_bytes[EACH], is_wrong[EACH], taken[EACH] = {};
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-        int i = warp() + k * WARPS;
-        int length = length_of(first + i, count), blocks = blocks_of(length);
-        int missing_octets = OCTETS * blocks - octets_of(length);  // of the last block
-        const uint8_t* at = sizes + 2 * chunks + __shfl_sync(ALL_LANES, own_offset, i);
-        chunk_bytes[k] = int(__shfl_sync(ALL_LANES, own, i));
-        is_wrong[k] = chunk_bytes[k] < blocks;
-#pragma unroll
-        for (int w = 0; w < WIDTHS; ++w) {
-            int b = w * WARP + lane(), width = b < blocks && b < chunk_bytes[k] ? at[b] : 0;
-            is_wrong[k] |= width > 32;
-            if (b < blocks) taken[k] += 1 + width * (b == blocks - 1 ? OCTETS - missing_octets : OCTETS);
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-        int c = first + warp() + k * WARPS;
-        is_wrong[k] = __any_sync(ALL_LANES, is_wrong[k]);
-        taken[k] = warp_sum(taken[k]);
-        if (lane() || c >= chunks || (!is_wrong[k] && taken[k] == chunk_bytes[k])) continue;
-        // Of several damages, the first chunk's stays.
-        unsigned cause = is_wrong[k] ? BAD_WIDTH : CHUNK_LENGTH, value = is_wrong[k] ? 0 : unsigned(chunk_bytes[k]);
-        atomicMax(&status.chunk_damage, (unsigned long long)~uint32_t(c) << 32 | value << 8 | cause);
-    }
-    return 0;
+constexpr int TILES_OF_PART = 16 * THREADS;  // of a PLANES frame, that a block looks at
+
+// Adds up the words of one part of a PLANES frame's tiles.
+NCZ_DEVICE void add_tile_words(const Input& input, int part, Status& status, int64_t* scratch) {
+    const uint32_t* sizes = payload_words(input.frame) + chunks_of(input.count);
+    int64_t begin = int64_t(part) * TILES_OF_PART, end = begin + TILES_OF_PART, tiles = tiles_of(input.count), words = 0;
+    if (begin >= tiles) return;
+    for (int64_t tile = begin + threadIdx.x; tile < end && tile < tiles; tile += THREADS) words += sizes[tile] & 0xffffu;
+    words = block_sum(words, scratch);
+    if (threadIdx.x == 0) atomicAdd(&status.tile_words, (unsigned long long)words);
 }
 
 // What the header says about the payload, or 0.
 NCZ_DEVICE int64_t payload_damage(const Header& header) {
-    if (int64_t wrong = coder_damage(header, HUFFMAN32)) return wrong;
-    return header.coder == FIXED && header.payload_bytes < 2 * chunks_of(header.count) ? damaged(NO_TABLE) : 0;
+    bool is_known = header.coder == PLANES || header.coder == HUFFMAN32 || header.coder == RANS;
+    if (!is_known || header.width) return damaged(BAD_CODER);
+    bool has_tables = header.payload_bytes >= 4 * table_words(header.count) && header.payload_bytes % 4 == 0;
+    return header.coder == PLANES && !has_tables ? damaged(PLANES_TABLES) : 0;
 }
 
 // Of all damages, that which a decoder that goes from front to back would meet first.
@@ -64,8 +34,8 @@ NCZ_DEVICE int64_t verdict(const Input& input, const Header& header, int must_be
     if (header.flags == HAS_CHECKSUM && status.checksum != header.checksum)
         return damaged(OTHER_CHECKSUM, status.checksum);
     if (status.payload_damage) return int64_t(status.payload_damage);
-    unsigned long long of_chunk = status.chunk_damage;
-    return of_chunk ? damaged(Damage(of_chunk & 0xff), int64_t(of_chunk >> 8 & 0xffff)) : 0;
+    int64_t words = int64_t(status.tile_words);
+    return header.coder == PLANES && words != header.payload_bytes / 4 - table_words(input.count) ? damaged(TILES_SUM, words) : 0;
 }
 
 union OpeningMemory {
@@ -82,8 +52,8 @@ NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
 // How many of `units` blocks have something to do. All of them find the same.
 NCZ_DEVICE int blocks_to_open(const Input& input, const Header& header, int units) {
     if (header.flags == HAS_CHECKSUM || header.coder == RANS) return units;
-    int parts = int((chunks_of(input.count) + WARP - 1) / WARP);
-    return parts < 1 || header.coder != FIXED ? 1 : parts < units ? parts : units;
+    int parts = int((tiles_of(input.count) + TILES_OF_PART - 1) / TILES_OF_PART);
+    return parts < 1 || header.coder != PLANES ? 1 : parts < units ? parts : units;
 }
 
 // Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets`, `entries` and `decoded` have
@@ -121,9 +91,9 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
             if (threadIdx.x == 0) atomicAdd(&status.checksum, share);
         }
         int64_t wrong = payload_damage(header);
-        int coder = wrong ? RAW : header.coder;  // RAW needs no more checks
-        if (coder == FIXED)
-            wrong = check_fixed(input, header, unit, status, offsets + input.first_chunk, scratch);
+        int coder = wrong ? int(NO_CODER) : int(header.coder);
+        if (coder == PLANES)
+            add_tile_words(input, unit, status, scratch);
         else if (coder == HUFFMAN32)
             wrong = open_pages(input, header, unit, offsets + input.first_chunk, entries + f * HUFFMAN_WHOLE,
                                memory->huffman, scratch);

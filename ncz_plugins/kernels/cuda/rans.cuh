@@ -19,7 +19,6 @@ constexpr int PAGE_WORDS = int(RANS_PAGE) + PAGE_MASKS;  // one at most for each
 constexpr int MOST_EXTRA_BITS = 32 - 1 - BITS_IN_TOKEN;
 constexpr int EXTRA_WORDS = int(RANS_PAGE) * MOST_EXTRA_BITS / 32;
 
-NCZ_DEVICE int64_t raw_bytes(int64_t count, const Choice& choice) { return count * (raw_width_of(choice) / 8); }
 
 NCZ_DEVICE int length_of_page(int64_t page, int64_t count) {
     int64_t left = count - page * RANS_PAGE;
@@ -131,7 +130,7 @@ NCZ_DEVICE void make_frequencies(RansEncoding& encoding, int64_t count, Choice& 
     int token_kind = block_exclusive_sum(int(token > 0), reinterpret_cast<int*>(scratch), token_kinds);
 
     int table = 1 + frequency_bytes(mask_kinds) + frequency_bytes(token_kinds);
-    bool has_room = table + pages_of(count) * (4 + STATE_BYTES) <= raw_bytes(count, choice);
+    bool has_room = table + pages_of(count) * (4 + STATE_BYTES) <= count;
     uint8_t* payload = frame + HEADER_BYTES;
     if (has_room) {
         write_frequencies(payload + 1, mask, mask_kind);
@@ -142,7 +141,7 @@ NCZ_DEVICE void make_frequencies(RansEncoding& encoding, int64_t count, Choice& 
         payload[0] = uint8_t(choice.mode);
         encoding.table = uint32_t(table);
     } else {
-        choice.coder = RAW;
+        choice.coder = PLANES;
     }
 }
 
@@ -304,7 +303,7 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
     if (lane() == 0) leave_own(places, number, bytes);
     int64_t before = look_back(places, number, bytes);
     int64_t end = encoding.table + 4 * pages_of(count) + before + bytes;
-    bool has_room = end <= raw_bytes(count, choice);
+    bool has_room = end <= count;
     uint8_t *payload = piece.frame + HEADER_BYTES, *out = payload + end - bytes;
     __syncwarp(ALL_LANES);  // the words of all lanes are written
     if (has_room) {
@@ -322,7 +321,7 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
         write_header(piece.frame, RANS, choice.predictor, 0, count, end);
         sizes[f] = HEADER_BYTES + end;
     } else {
-        choice.coder = RAW;
+        choice.coder = PLANES;
     }
 }
 

@@ -24,9 +24,9 @@ NCZ_DEVICE uint32_t log2_of(uint32_t number) {
 
 // What is measured of a sample with one predictor, in shared memory; zeros at first.
 struct SampleSums {
-    unsigned long long fixed_bits, huffman_bits, mask_entropy, token_entropy;  // entropies times 65536
-    unsigned long long extra_bits;  // of all tokens
-    uint32_t symbols;               // or-ed together
+    unsigned long long huffman_bits, mask_entropy, token_entropy;  // entropies times 65536
+    unsigned long long extra_bits;                                 // of all tokens
+    uint32_t plane_words;                                          // of all tiles of PLANES
     int mask_kinds, token_kinds;
     uint32_t mode;
 };
@@ -45,27 +45,30 @@ struct Sample {
     }
 };
 
-// How often each token occurs, the symbols' bits, and what FIXED would take. Each warp looks at one block at a time.
+// How often each token occurs, and the words that PLANES would take. Each warp looks at a tile, of pieces one behind the other.
 NCZ_DEVICE void count_tokens(const Sample& sample, int32_t predictor, uint32_t* counts, SampleSums& sums) {
-    constexpr int AT_ONCE = 8;  // blocks that are on their way together
-    uint32_t all = 0;
-    unsigned fixed_bits = 0;
-    for (int start = warp() * BLOCK; start < sample.n; start += AT_ONCE * WARPS * BLOCK) {
-        uint32_t symbols[AT_ONCE];
+    for (int start = warp() * TILE; start < sample.n; start += WARPS * TILE) {
+        constexpr int AT_ONCE = 2;  // rows that are on their way together
+        uint32_t of_lane = 0;
+#pragma unroll 1
+        for (int row = 0; row < TILE_ROWS; row += AT_ONCE) {
+            int first = start + run_of(row);
+            uint32_t symbols[AT_ONCE][RUN];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) symbols[k] = sample.symbol(start + k * WARPS * BLOCK + lane(), predictor);
+            for (int r = 0; r < AT_ONCE; ++r)
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            int first = start + k * WARPS * BLOCK, left = sample.n - first, n = left < BLOCK ? left : BLOCK;
-            uint32_t block = warp_or(symbols[k]);
-            if (lane() < n) atomicAdd(counts + token_of(symbols[k]), 1u);
-            all |= block;
-            if (n > 0) fixed_bits += 8 * (1 + unsigned(octets_of(n)) * bit_length(block));
+                for (int i = 0; i < RUN; ++i) symbols[r][i] = sample.symbol(first + r * ROW + i, predictor);
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; ++r)
+#pragma unroll
+                for (int i = 0; i < RUN; ++i) {
+                    if (first + r * ROW + i < sample.n) atomicAdd(counts + token_of(symbols[r][i]), 1u);
+                    of_lane |= symbols[r][i];
+                }
         }
+        int width = int(bit_length(of_lane)), least = warp_min(width), most = warp_max(width), all = warp_sum(width);
+        if (lane() == 0) atomicAdd(&sums.plane_words, uint32_t(most - least + all));
     }
-    if (lane()) return;
-    atomicOr(&sums.symbols, all);
-    atomicAdd(&sums.fixed_bits, (unsigned long long)fixed_bits);
 }
 
 // How often each of RANS's masks occurs.
@@ -111,26 +114,27 @@ NCZ_DEVICE void add_up(const HuffmanTree& tree, const uint32_t* masks, int n, Sa
     atomicAdd(&sums.token_kinds, token_kinds);
 }
 
+constexpr int64_t NEVER = int64_t(1) << 62;  // more than anything costs: a coder that would give way
+
 // Picoseconds for a frame of `count` codes, of which `n` were measured. By one thread.
-NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_t modes, int code_bytes, int64_t count,
-                           const SelectorCosts& costs) {
-    int64_t chunks = chunks_of(count), bits, bytes = 0, picoseconds, of_all = n ? n : 1;
-    if (coder == FIXED) {
-        bits = int64_t(sums.fixed_bits);
-        bytes = 2 * chunks;
+NCZ_DEVICE int64_t cost_of(int32_t coder, int32_t predictor, const SampleSums& sums, int n, uint32_t modes, int code_bytes,
+                           int64_t count, const SelectorCosts& costs) {
+    int64_t bits, bytes, picoseconds, of_all = n ? n : 1;
+    if (coder == PLANES) {
+        bits = 32 * int64_t(sums.plane_words);
+        bytes = 4 * chunks_of(count) + (predictor == DELTA ? 8 : 4) * tiles_of(count);
         picoseconds = costs.fixed * count;
-    } else if (coder == RAW) {
-        bits = int64_t(raw_width_of(bit_length(sums.symbols))) * n;
-        picoseconds = costs.raw * count;
     } else if (coder == HUFFMAN32) {
         constexpr int BYTES = 2 + 2 * HUFFMAN32_LANES;  // of a page besides its codes: half of each lane's last word is empty
         bits = int64_t(sums.huffman_bits);
+        if (bits > HUFFMAN32_MOST_BITS * int64_t(n)) return NEVER;
         bytes = BYTES * huffman_pages_of(count) + code_bytes;
         picoseconds = costs.huffman * count;
     } else {
         // A small sample has less entropy than where it comes from.
         int missing = 3 * (sums.mask_kinds ? sums.mask_kinds - 1 : 0) / 4;
         bits = int64_t((sums.mask_entropy >> 16) + (sums.token_entropy >> 16) + sums.extra_bits) + missing;
+        if (bits > 8 * int64_t(n)) return NEVER;
         bytes = 66 + 2 * (sums.mask_kinds + sums.token_kinds) + 20 * pages_of(count);
         picoseconds = costs.rans * count + costs.rans_rest * (count * (n - int64_t(modes)) / of_all);
     }
@@ -138,10 +142,10 @@ NCZ_DEVICE int64_t cost_of(int32_t coder, const SampleSums& sums, int n, uint32_
 }
 
 // The first wins at a draw.
-constexpr int CODERS = 4;
-NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? FIXED : place == 1 ? RAW : place == 2 ? HUFFMAN32 : RANS; }
+constexpr int CODERS = 3;
+NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? PLANES : place == 1 ? HUFFMAN32 : RANS; }
 
-// Sets all of the choice for each piece but the symbols, a block for each; none if its frame was written already.
+// Makes the choice for each piece, a block for each; none if its frame was written already.
 // `samples`: null where `coding` settles everything, also RANS's mode, which then is 0. The sample of a HUFFMAN32 frame makes
 // its code.
 NCZ_KERNEL(ncz_select)
@@ -183,7 +187,7 @@ NCZ_KERNEL(ncz_select)
         __syncthreads();
         int place = int(threadIdx.x);
         if (place < CODERS)
-            costs[place * PREDICTORS + p] = cost_of(coder_at(place), sums[p], sampled, trees[p].counts[sums[p].mode],
+            costs[place * PREDICTORS + p] = cost_of(coder_at(place), p, sums[p], sampled, trees[p].counts[sums[p].mode],
                                                     huffman_code_bytes(stored), count, coding.costs);
     }
     __syncthreads();
@@ -195,7 +199,7 @@ NCZ_KERNEL(ncz_select)
         if (best < 0 || (!is_settled && costs[i] < costs[best])) best = i;
     }
     int32_t coder = coder_at(best / PREDICTORS), predictor = best % PREDICTORS;
-    if (coder == HUFFMAN32 && !count) coder = FIXED;
+    if (!count) coder = PLANES;
     if (coder == HUFFMAN32)
         pass_code(trees[predictor].lengths, encodings[f], reinterpret_cast<int*>(scratch));
     if (threadIdx.x) return;

@@ -88,16 +88,16 @@ static_assert(sizeof(Input) == 24 && sizeof(Piece) == 72, "as arguments.py has i
 // What the selector chose for a frame that is being written.
 struct Choice {
     int32_t coder, predictor;
-    int32_t mode;      // for RANS
-    uint32_t symbols;  // the bits of all symbols of the frame, or-ed together by ncz_stage
+    int32_t mode;  // for RANS
 };
 constexpr int32_t NO_CODER = -1;  // the frame was written already
 
 // What the kernels of one frame that is being written tell each other. Zeroed before the first.
 struct Written {
     Choice choice;
+    uint32_t misfits;         // not 0 if some of the frame's pages don't fit, or it is made of damaged ones
     uint32_t counted, taken;  // blocks that have done their part, and the next number to take
-    uint32_t misfits, unused;  // not 0 if some of the frame's pages don't fit
+    unsigned long long placed;  // of PLANES: chunks that have their place, and the words of these
 };
 static_assert(sizeof(Written) == 32, "as frames.py has it");
 
@@ -109,17 +109,12 @@ struct Status {
     Header header;           // of the frame; valid if there is no damage
     // What the blocks of ncz_open find, for the last of them to judge. The first also tells of pages that were decoded later.
     unsigned long long payload_damage;  // as `result`: of the first block to find one
-    unsigned long long chunk_damage;    // of the first damaged chunk of a FIXED frame; 0: none
+    unsigned long long tile_words;      // of PLANES, by its table
     uint32_t checksum, finished;        // blocks that have finished
 };
 static_assert(sizeof(Status) == 72, "as frames.py has it");
 
 }  // namespace ncz
-
-// RAW's bits per symbol for the frame that is being written.
-NCZ_DEVICE unsigned raw_width_of(const Choice& choice) {
-    return raw_width_of(choice.symbols ? 32u - unsigned(__clz(int(choice.symbols))) : 0u);
-}
 
 // The blocks of a launch serve its `n` frames in turns, so that they don't wait for each other at one place: which frame
 // this block serves, and its number among those that do.

@@ -1,36 +1,46 @@
 // Floats to codes and back, random numbers, and what is measured beforehand.
 //
-// How a chunk lies in a block's threads: each thread has two octets of 8 consecutive elements, and a warp has 64
-// consecutive octets, octet 64 * warp + lane and the one 32 behind it. So a block of 32 symbols is four neighbouring
-// lanes, a whole octet is packed in one thread's registers, and a warp's threads load and store bytes side by side.
+// How codes lie in a block's threads: a block has a chunk, and each of its four warps a tile of 1,024 codes, eight rows of 128. A
+// lane has four consecutive codes of each row, a run. So a warp loads and stores 512 bytes side by side, and a row has one step.
 #pragma once
 
 #include "symbols.cuh"
 
-constexpr int OCTETS_PER_THREAD = int(CHUNK) / OCTET / THREADS;
-constexpr int STEPS_PER_CHUNK = int(CHUNK) / SCALE_BLOCK;
-static_assert(OCTETS_PER_THREAD == 2, "as octet_starts has 16 bits for each");
+constexpr int TILE = int(PLANES_TILE), ROW = PLANES_ROW, TILE_ROWS = TILE / ROW;
+constexpr int RUN = 4;  // consecutive codes of a lane
+constexpr int CHUNK_ROWS = int(CHUNK) / ROW, TILES_OF_CHUNK = int(CHUNK) / TILE;
+constexpr int TILE_CODES = TILE_ROWS * RUN;  // of a lane
+static_assert(PLANES_LANES == WARP && ROW == WARP * RUN, "a row has a run for each lane");
+static_assert(ROW == SCALE_BLOCK, "a row has one step");
 
-typedef int32_t ThreadCodes[OCTETS_PER_THREAD][OCTET];
-typedef uint32_t ThreadSymbols[OCTETS_PER_THREAD][OCTET];
+// Kernels that work on chunks: NCZ_CHUNK_KERNEL(ncz_name)(arguments). So many blocks must fit on a multiprocessor; with more, the
+// kernels would spill.
+constexpr int CHUNK_THREADS = TILES_OF_CHUNK * WARP;
+#if NCZ_DTYPE == 3
+constexpr int CHUNK_BLOCKS = 3;
+#else
+constexpr int CHUNK_BLOCKS = 7;
+#endif
+#define NCZ_CHUNK_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, CHUNK_BLOCKS, name)
 
-// The number of this thread's octet j in its chunk.
-NCZ_DEVICE int octet_of(int j) { return warp() * (OCTETS_PER_THREAD * WARP) + j * WARP + lane(); }
+typedef int32_t TileCodes[TILE_ROWS][RUN];
 
-// How many of 8 elements from element `first` on there are in a chunk of `length`: 0 to 8.
-NCZ_DEVICE int octet_length(int first, int length) {
-    int left = length - first;
-    return left >= OCTET ? OCTET : left > 0 ? left : 0;
+// The tile of this warp, of a block that has chunk `chunk`, and how many of `count` codes are in it.
+NCZ_DEVICE int64_t tile_of(int64_t chunk) { return chunk * TILES_OF_CHUNK + warp(); }
+NCZ_DEVICE int length_of_tile(int64_t tile, int64_t count) {
+    int64_t left = count - tile * TILE;
+    return int(left < 0 ? 0 : left < TILE ? left : TILE);
 }
 
-// ------------------------------------------------------------------ eight at once
+// Where this lane's run of a row begins in a tile.
+NCZ_DEVICE int run_of(int row) { return row * ROW + lane() * RUN; }
+
+// ------------------------------------------------------------------ four at once
 
 // What one instruction loads or stores.
 struct alignas(16) Sixteen {
     uint32_t words[4];
 };
-
-NCZ_DEVICE bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Sixteen) == 0; }
 
 struct alignas(8) Eight {
     uint32_t words[2];
@@ -63,8 +73,7 @@ NCZ_DEVICE void store_part(Eight* to, const Eight& part) {
 }
 #endif
 
-// Consecutive numbers that a lane has, where those of neighbouring lanes lie side by side; as they lie in memory.
-constexpr int RUN = 4;
+// A run, as it lies in memory.
 template <class T>
 struct LaneRun {
     typedef typename Unit<RUN * int(sizeof(T))>::Type Part;
@@ -96,55 +105,17 @@ NCZ_DEVICE void store_run(T* to, int n, const T (&values)[RUN]) {
     }
 }
 
-// `n` of 8 numbers, zeros behind them.
+// Zeros behind the first `n`.
 template <class T>
-NCZ_DEVICE void load_octet(const T* from, int n, T (&values)[OCTET]) {
-    if (n == OCTET && is_aligned(from)) {
-        Sixteen parts[sizeof values / sizeof(Sixteen)];
-#pragma unroll
-        for (int p = 0; p < int(sizeof values / sizeof(Sixteen)); ++p)
-            parts[p] = reinterpret_cast<const Sixteen*>(from)[p];
-        memcpy(values, parts, sizeof values);
+NCZ_DEVICE void load_run(const T* from, int n, T (&values)[RUN]) {
+    if (n >= RUN && LaneRun<T>::is_aligned(from)) {
+        LaneRun<T> run;
+        run.load(from);
+        run.get(values);
     } else {
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) values[i] = i < n ? from[i] : T{};
+        for (int i = 0; i < RUN; ++i) values[i] = i < n ? from[i] : T{};
     }
-}
-
-// By a whole warp, whose lanes have neighbouring octets: `to` and `n` are this lane's. Memory is written in sectors of 32
-// bytes, and half a sector costs as much as a whole one. So where octets take more than one instruction, lanes first exchange
-// their parts, as in transposing a matrix, and each instruction then writes whole sectors.
-template <class T>
-NCZ_DEVICE void store_octet(T* to, int n, const T (&values)[OCTET]) {
-    constexpr int PARTS = sizeof values / sizeof(Sixteen);
-    if (!__all_sync(ALL_LANES, n == OCTET && is_aligned(to))) {
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i)
-            if (i < n) to[i] = values[i];
-        return;
-    }
-    Sixteen parts[PARTS];
-    memcpy(parts, values, sizeof values);
-#pragma unroll
-    for (int distance = 1; distance < PARTS; distance *= 2) {
-        bool is_upper = lane() & distance;
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-            if (p & distance) continue;
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                uint32_t low = parts[p].words[w], high = parts[p + distance].words[w];
-                uint32_t taken = __shfl_xor_sync(ALL_LANES, is_upper ? low : high, distance);
-                parts[p].words[w] = is_upper ? taken : low;
-                parts[p + distance].words[w] = is_upper ? high : taken;
-            }
-        }
-    }
-    // Part p is now one of the octet of lane p of PARTS neighbours: the one with this lane's number among them.
-    int own = lane() % PARTS;
-    Sixteen* of_first = reinterpret_cast<Sixteen*>(to) - own * PARTS + own;
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p) of_first[p * PARTS] = parts[p];
 }
 
 // ------------------------------------------------------------------ one number
@@ -189,7 +160,7 @@ NCZ_DEVICE uint32_t random_word(const Noise& noise, uint64_t element) {
     return random_word(noise, uint32_t(element), uint32_t(element >> 32));
 }
 
-// ------------------------------------------------------------------ codes of a chunk
+// ------------------------------------------------------------------ codes of a tile
 
 // A run of floats, and the inverse of the step that they have in common.
 struct FetchedFloats {
@@ -209,14 +180,6 @@ struct Floats {
     const Scale* inverse_steps;
 
     NCZ_DEVICE int32_t code(int64_t element) const { return code_of(x[element], inverse_steps[element / SCALE_BLOCK]); }
-
-    NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
-        Scale inverse_step = inverse_steps[(chunk * CHUNK + first) / SCALE_BLOCK];
-        Element values[OCTET];
-        load_octet(x + chunk * CHUNK + first, n, values);
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step);
-    }
 
     // A run that is on its way from memory, and its codes. Only where memory is aligned for that.
     typedef FetchedFloats Fetched;
@@ -239,16 +202,6 @@ struct RandomFloats {
     NCZ_DEVICE int32_t code(int64_t element) const {
         uint32_t random = random_word(noise, noise.first + uint64_t(element));
         return code_of(x[element], inverse_steps[element / SCALE_BLOCK], random);
-    }
-
-    NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&codes)[OCTET]) const {
-        int64_t element = chunk * CHUNK + first;
-        Scale inverse_step = inverse_steps[element / SCALE_BLOCK];
-        uint64_t number = noise.first + uint64_t(element);
-        Element values[OCTET];
-        load_octet(x + element, n, values);
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
     }
 
     typedef FetchedFloats Fetched;
@@ -277,9 +230,6 @@ struct PlainCodes {
     const int32_t* codes;
 
     NCZ_DEVICE int32_t code(int64_t element) const { return codes[element]; }
-    NCZ_DEVICE void octet(int64_t chunk, int first, int n, int32_t (&octet)[OCTET]) const {
-        load_octet(codes + chunk * CHUNK + first, n, octet);
-    }
     typedef LaneRun<int32_t> Fetched;
     NCZ_DEVICE bool has_runs() const { return LaneRun<int32_t>::is_aligned(codes); }
     NCZ_DEVICE Fetched fetch(int64_t element) const {
@@ -292,155 +242,92 @@ struct PlainCodes {
 
 NCZ_DEVICE PlainCodes codes_of(const Piece& piece) { return {piece.codes}; }
 
-// This thread's part of a chunk of `length`; anything behind the end.
-template <class Source>
-NCZ_DEVICE void load_chunk(const Source& source, int64_t chunk, int length, ThreadCodes& codes) {
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * octet_of(j), n = octet_length(first, length);
-        if (n) source.octet(chunk, first, n, codes[j]);
-    }
-}
+constexpr int ROWS_AT_ONCE = sizeof(Element) == 8 ? 2 : 4;
 
-// Adds this thread's part of a chunk, octet by octet, as that takes fewer registers.
-template <class Source>
-NCZ_DEVICE void add_chunk(const Source& source, int64_t chunk, int length, ThreadCodes& codes) {
+// Adds the codes of a tile of `length`, which begins at element `first`; AT_ONCE rows of it are on their way together.
+template <int AT_ONCE = ROWS_AT_ONCE, class Source>
+NCZ_DEVICE void add_tile(const Source& source, int64_t first, int length, TileCodes& codes) {
+    if (length == TILE && source.has_runs()) {
 #pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * octet_of(j), n = octet_length(first, length);
-        if (!n) continue;
-        int32_t octet[OCTET];
-        source.octet(chunk, first, n, octet);
+        for (int start = 0; start < TILE_ROWS; start += AT_ONCE) {
+            typename Source::Fetched fetched[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[j][i] = sum(codes[j][i], octet[i]);
-    }
-}
-
-// To memory; with `add`, onto what stands there.
-NCZ_DEVICE void store_codes(int32_t* to, int length, const ThreadCodes& codes, bool add) {
+            for (int r = 0; r < AT_ONCE; ++r) fetched[r] = source.fetch(first + run_of(start + r));
 #pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * octet_of(j), n = octet_length(first, length);
-        int32_t total[OCTET] = {};
-        if (add) load_octet(to + first, n, total);
+            for (int r = 0; r < AT_ONCE; ++r) {
+                int32_t own[RUN];
+                source.codes_of(fetched[r], first + run_of(start + r), own);
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) total[i] = sum(total[i], codes[j][i]);
-        store_octet(to + first, n, total);
-    }
-}
-
-// The scales of this thread's octets, from those of a chunk of `length`.
-NCZ_DEVICE void load_scales(const Scale* scales, int length, Scale (&own)[OCTETS_PER_THREAD]) {
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * octet_of(j);
-        own[j] = first < length ? scales[first / SCALE_BLOCK] : Scale(0);
-    }
-}
-
-NCZ_DEVICE void store_values(Element* to, int length, const ThreadCodes& codes,
-                             const Scale (&scales)[OCTETS_PER_THREAD]) {
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int first = OCTET * octet_of(j);
-        Element values[OCTET];
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) values[i] = value_of(codes[j][i], scales[j]);
-        store_octet(to + first, octet_length(first, length), values);
-    }
-}
-
-// Codes to symbols, zeros behind the end of the chunk. `scratch` is shared memory of WARPS numbers.
-NCZ_DEVICE void predict(const ThreadCodes& codes, int length, int32_t predictor, int32_t* scratch,
-                        ThreadSymbols& symbols) {
-    int32_t before = 0;  // the code before this thread's octet
-    if (predictor == DELTA) {
-        constexpr int LAST = OCTETS_PER_THREAD - 1;
-        if (lane() == WARP - 1) scratch[warp()] = codes[LAST][OCTET - 1];
-        __syncthreads();
-        if (lane() == 0 && warp()) before = scratch[warp() - 1];
-        __syncthreads();
-    }
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
-        int n = octet_length(OCTET * octet_of(j), length);
-        if (predictor == DELTA) {
-            int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, codes[j][OCTET - 1], 1);
-            int32_t of_last_lane = __shfl_sync(ALL_LANES, codes[j][OCTET - 1], WARP - 1);
-            int32_t previous = lane() ? of_lower_lane : before;
-            before = of_last_lane;  // of the next octet of lane 0
-#pragma unroll
-            for (int i = 0; i < OCTET; ++i)
-                symbols[j][i] = zigzag(difference(codes[j][i], i ? codes[j][i - 1] : previous));
-        } else {
-#pragma unroll
-            for (int i = 0; i < OCTET; ++i) symbols[j][i] = zigzag(codes[j][i]);
+                for (int i = 0; i < RUN; ++i) codes[start + r][i] = sum(codes[start + r][i], own[i]);
+            }
         }
-        if (n < OCTET) {
+    } else {
+#pragma unroll 1
+        for (int r = 0; r < TILE_ROWS; ++r) {  // a loop, so that the code is short: rows move up, so that they stay in registers
+            int32_t own[RUN];
+            memcpy(own, codes[0], sizeof own);
 #pragma unroll
-            for (int i = 0; i < OCTET; ++i) symbols[j][i] = i < n ? symbols[j][i] : 0;
+            for (int k = 1; k < TILE_ROWS; ++k) memcpy(codes[k - 1], codes[k], sizeof own);
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (run_of(r) + i < length) own[i] = sum(own[i], source.code(first + run_of(r) + i));
+            memcpy(codes[TILE_ROWS - 1], own, sizeof own);
         }
     }
 }
 
-// Inverse of `predict`.
-NCZ_DEVICE void unpredict(const ThreadSymbols& symbols, int32_t predictor, uint32_t* scratch, ThreadCodes& codes) {
+NCZ_DEVICE void store_tile(int32_t* to, int length, const TileCodes& codes) {
 #pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j)
+    for (int r = 0; r < TILE_ROWS; ++r) store_run(to + run_of(r), length - run_of(r), codes[r]);
+}
+
+typedef Scale TileScales[TILE_ROWS];  // one for each row
+
+NCZ_DEVICE void load_scales(const Scale* scales, int length, TileScales& own) {
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[j][i] = unzigzag(symbols[j][i]);
-    if (predictor != DELTA) return;
-    uint32_t base = 0;  // sum of all that is before this octet
-    uint32_t bases[OCTETS_PER_THREAD];
+    for (int r = 0; r < TILE_ROWS; ++r) own[r] = r * ROW < length ? scales[r] : Scale(0);
+}
+
+NCZ_DEVICE void store_values(Element* to, int length, const TileCodes& codes, const TileScales& scales) {
 #pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j) {
+    for (int r = 0; r < TILE_ROWS; ++r) {
+        Element values[RUN];
 #pragma unroll
-        for (int i = 1; i < OCTET; ++i) codes[j][i] = sum(codes[j][i], codes[j][i - 1]);
-        uint32_t total = uint32_t(codes[j][OCTET - 1]), inclusive = warp_inclusive_sum(total);
-        bases[j] = base + inclusive - total;
-        base += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+        for (int i = 0; i < RUN; ++i) values[i] = value_of(codes[r][i], scales[r]);
+        store_run(to + run_of(r), length - run_of(r), values);
     }
-    if (lane() == 0) scratch[warp()] = base;
-    __syncthreads();
-    uint32_t of_warp = 0;
-    for (int w = 0; w < warp(); ++w) of_warp += scratch[w];
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j)
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[j][i] = sum(codes[j][i], int32_t(bases[j] + of_warp));
 }
 
 // ------------------------------------------------------------------ kernels
 
 template <class Source>
-NCZ_DEVICE void quantize(const Source& source, int64_t c, int64_t count, int32_t* codes, ThreadCodes& own) {
-    int length = length_of(c, count);
-    load_chunk(source, c, length, own);
-    store_codes(codes + c * CHUNK, length, own, false);
+NCZ_DEVICE void quantize(const Source& source, int64_t chunk, int64_t count, int32_t* codes) {
+    int64_t tile = tile_of(chunk);
+    int length = length_of_tile(tile, count);
+    TileCodes own = {};
+    add_tile(source, tile * TILE, length, own);
+    store_tile(codes + tile * TILE, length, own);
 }
 
-// codes = x * inverse_step, rounded. A block per chunk.
-NCZ_KERNEL(ncz_quantize)(const Element* x, const Scale* inverse_steps, long long count, int32_t* codes) {
-    ThreadCodes own = {};
-    quantize(Floats{x, inverse_steps}, blockIdx.x, count, codes, own);
+// codes = x * inverse_step, rounded.
+NCZ_CHUNK_KERNEL(ncz_quantize)(const Element* x, const Scale* inverse_steps, long long count, int32_t* codes) {
+    quantize(Floats{x, inverse_steps}, blockIdx.x, count, codes);
 }
 
-NCZ_KERNEL(ncz_quantize_at_random)
+NCZ_CHUNK_KERNEL(ncz_quantize_at_random)
 (const Element* x, const Scale* inverse_steps, Noise noise, long long count, int32_t* codes) {
-    ThreadCodes own = {};
-    quantize(RandomFloats{x, inverse_steps, noise}, blockIdx.x, count, codes, own);
+    quantize(RandomFloats{x, inverse_steps, noise}, blockIdx.x, count, codes);
 }
 
-// out = codes * scale. A block per chunk.
-NCZ_KERNEL(ncz_dequantize)(const int32_t* codes, const Scale* scales, long long count, Element* out) {
-    int64_t c = blockIdx.x;
-    int length = length_of(c, count);
-    Scale own_scales[OCTETS_PER_THREAD];
-    ThreadCodes own = {};
-    load_scales(scales + c * STEPS_PER_CHUNK, length, own_scales);
-    load_chunk(PlainCodes{codes}, c, length, own);
-    store_values(out + c * CHUNK, length, own, own_scales);
+// out = codes * scale.
+NCZ_CHUNK_KERNEL(ncz_dequantize)(const int32_t* codes, const Scale* scales, long long count, Element* out) {
+    int64_t tile = tile_of(blockIdx.x);
+    int length = length_of_tile(tile, count);
+    TileScales own_scales;
+    TileCodes own = {};
+    load_scales(scales + tile * TILE_ROWS, length, own_scales);
+    add_tile(PlainCodes{codes}, tile * TILE, length, own);
+    store_values(out + tile * TILE, length, own, own_scales);
 }
 
 // How many codes of a frame the selector looks at. The last piece of PIECE, which may be short, is always among them.
@@ -464,60 +351,20 @@ NCZ_KERNEL(ncz_sample)(const __grid_constant__ Pieces pieces, Noise noise, int s
                                                                             : random_floats_of(of, noise).code(element);
 }
 
-// The bits of all symbols, for RAW's width.
-NCZ_DEVICE void collect_symbols(const ThreadCodes& codes, int length, Choice& choice, uint32_t* scratch) {
-    ThreadSymbols symbols;
-    predict(codes, length, choice.predictor, reinterpret_cast<int32_t*>(scratch), symbols);
-    uint32_t all = 0;
-#pragma unroll
-    for (int j = 0; j < OCTETS_PER_THREAD; ++j)
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) all |= symbols[j][i];
-    all = block_or(all, scratch);
-    if (threadIdx.x == 0 && all) atomicOr(&choice.symbols, all);
-}
-
-// The codes of a piece's values, and the bits of their symbols.
-template <class Source>
-NCZ_DEVICE void stage(const Source& source, const Piece& piece, int64_t c, Choice& choice, uint32_t* scratch) {
-    ThreadCodes own = {};
-    quantize(source, c, piece.count, piece.codes, own);
-    collect_symbols(own, length_of(c, piece.count), choice, scratch);
-}
-
-// Whether a block has to stage a chunk: there is one, and the coder that was chosen reads codes and not values.
-NCZ_DEVICE bool is_to_stage(const Piece& piece, int64_t c, const Choice& choice) {
-    return c < chunks_of(piece.count) && (choice.coder == RAW || choice.coder == RANS);
-}
-
-// A block per chunk, as the two below.
-NCZ_KERNEL(ncz_stage)(const __grid_constant__ Pieces pieces, Written* written) {
-    NCZ_SHARED(uint32_t, scratch, WARPS);
+// Of the pieces for which RANS was chosen, which reads codes, those of their values.
+template <class SourceOf>
+NCZ_DEVICE void stage(SourceOf source_of, const Pieces& pieces, const Written* written) {
     int f = frame_number(pieces.n);
-    int64_t c = unit_number(pieces.n);
-    if (is_to_stage(pieces.of[f], c, written[f].choice))
-        stage(floats_of(pieces.of[f]), pieces.of[f], c, written[f].choice, scratch);
+    if (written[f].choice.coder == RANS)
+        quantize(source_of(pieces.of[f]), unit_number(pieces.n), pieces.of[f].count, pieces.of[f].codes);
 }
 
-NCZ_KERNEL(ncz_stage_at_random)(const __grid_constant__ Pieces pieces, Noise noise, Written* written) {
-    NCZ_SHARED(uint32_t, scratch, WARPS);
-    int f = frame_number(pieces.n);
-    int64_t c = unit_number(pieces.n);
-    if (is_to_stage(pieces.of[f], c, written[f].choice))
-        stage(random_floats_of(pieces.of[f], noise), pieces.of[f], c, written[f].choice, scratch);
+NCZ_CHUNK_KERNEL(ncz_stage)(const __grid_constant__ Pieces pieces, const Written* written) {
+    stage(floats_of, pieces, written);
 }
 
-// Of codes that are there already.
-NCZ_KERNEL(ncz_stage_codes)(const __grid_constant__ Pieces pieces, Written* written) {
-    NCZ_SHARED(uint32_t, scratch, WARPS);
-    int f = frame_number(pieces.n);
-    int64_t c = unit_number(pieces.n);
-    const Piece& piece = pieces.of[f];
-    if (!is_to_stage(piece, c, written[f].choice)) return;
-    int length = length_of(c, piece.count);
-    ThreadCodes own = {};
-    load_chunk(PlainCodes{piece.codes}, c, length, own);
-    collect_symbols(own, length, written[f].choice, scratch);
+NCZ_CHUNK_KERNEL(ncz_stage_at_random)(const __grid_constant__ Pieces pieces, Noise noise, const Written* written) {
+    stage([&noise](const Piece& piece) { return random_floats_of(piece, noise); }, pieces, written);
 }
 
 // Of `values` the one with number lane() / 8, combined over all lanes as a butterfly does whose distances begin with 16. The
@@ -587,4 +434,4 @@ NCZ_KERNEL(ncz_block_statistics)
 
 #define NCZ_VALUE_KERNELS(X)                                                                                   \
     X(ncz_quantize) X(ncz_quantize_at_random) X(ncz_dequantize) X(ncz_sample) X(ncz_stage) X(ncz_stage_at_random) \
-    X(ncz_stage_codes) X(ncz_block_statistics)
+    X(ncz_block_statistics)

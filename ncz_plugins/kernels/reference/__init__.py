@@ -1,12 +1,13 @@
 """The executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
 
-Slow and plain on purpose: the C++ kernels must produce the same bytes, and so must the CUDA ones, with HUFFMAN32 for
-HUFFMAN. It also runs where no compiled library loads. The modules work on numpy arrays; `ReferenceBackend` wraps torch
-tensors. numpy lacks bfloat16, so bfloat16 is first widened to float32, which is exact.
+Slow and plain on purpose: the C++ kernels must produce the same bytes, and so must the CUDA ones by coders of their own
+(format.ON_GPUS), but for the order of chunks in PLANES. It also runs where no compiled library loads. The modules work
+on numpy arrays; `ReferenceBackend` wraps torch tensors. numpy lacks bfloat16, so bfloat16 is first widened to float32,
+which is exact.
 
     values    floats to codes and back, statistics, random numbers
     symbols   codes to symbols and tokens
-    fixed, huffman, huffman32, rans, bits    the coders
+    fixed, huffman, planes, huffman32, rans, bits    the coders
     select    the coder and predictor that AUTO stands for
     frames    whole frames
     differences    what floats are less other floats
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 
 from ..backend import HostBackend
-from ..format import Coder
 from . import combine, differences, fixed_rate, frames, scales, values
 
 
@@ -29,14 +29,13 @@ class ReferenceBackend(HostBackend):
     """The numpy kernels behind the interface that all backends share.
 
     Args:
-        huffman: the coder that HUFFMAN means, and that AUTO may choose: HUFFMAN as on CPUs, or HUFFMAN32 as on GPUs. No
-            frames of the other one are read.
+        on_gpus: whether to write and read frames by the coders of GPUs, see format.ON_GPUS.
     """
 
     name = "reference"
 
-    def __init__(self, huffman: Coder = Coder.HUFFMAN):
-        self._huffman = huffman
+    def __init__(self, on_gpus: bool = False):
+        self._on_gpus = on_gpus
 
     def block_statistics(self, x):
         return tuple(torch.from_numpy(each) for each in values.block_statistics(_values(x)))
@@ -48,12 +47,12 @@ class ReferenceBackend(HostBackend):
         out.copy_(torch.from_numpy(values.dequantize(codes.numpy(), scales.numpy())))
 
     def encode_codes(self, codes, coding, frame):
-        data = frames.encode_codes(codes.numpy(), coding, self._huffman)
+        data = frames.encode_codes(codes.numpy(), coding, self._on_gpus)
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return len(data)
 
     def decode_codes(self, frame, codes, add=False):
-        decoded = torch.from_numpy(frames.decode_codes(frame.numpy().tobytes(), codes.numel(), self._huffman))
+        decoded = torch.from_numpy(frames.decode_codes(frame.numpy().tobytes(), codes.numel(), self._on_gpus))
         codes.add_(decoded) if add else codes.copy_(decoded)
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):

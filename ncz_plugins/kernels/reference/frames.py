@@ -9,6 +9,7 @@ from ..format import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    ON_GPUS,
     SPOILED,
     VERSION,
     Coder,
@@ -16,34 +17,37 @@ from ..format import (
     DamagedFrame,
     Predictor,
 )
-from . import fixed, huffman, huffman32, rans
+from . import fixed, huffman, huffman32, planes, rans
 from .select import select
 from .symbols import predict, unpredict
 
 
-def encode_codes(codes: np.ndarray, coding: Coding, meant: Coder = Coder.HUFFMAN) -> bytes:
-    """One frame that holds `codes` (int32). `meant`: the coder that HUFFMAN means, HUFFMAN or HUFFMAN32."""
-    coder, predictor, mode, counts = select(codes, coding, meant)
+def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> bytes:
+    """One frame that holds `codes` (int32). `on_gpus`: by the coders of GPUs, see format.ON_GPUS."""
+    coder, predictor, mode, counts = select(codes, coding, on_gpus)
     symbols = predict(codes, predictor)
+    payload = None
     if coder == Coder.FIXED:
         payload = fixed.encode_fixed(symbols)
     elif coder == Coder.HUFFMAN:
         payload = huffman.encode(symbols)
     elif coder == Coder.HUFFMAN32:
         payload = huffman32.encode(symbols, huffman32.lengths_of(counts))
-        if payload is None:
-            coder, payload = Coder.FIXED, fixed.encode_fixed(symbols)
     elif coder == Coder.RANS:
         payload = rans.encode(symbols, mode)
-    may_be_larger = coder in (Coder.HUFFMAN, Coder.RANS)
-    if coder == Coder.RAW or may_be_larger and len(payload) > symbols.size * fixed.raw_bits(symbols) // 8:
-        coder, payload = Coder.RAW, fixed.encode_raw(symbols)
+    # What does not pay gives way.
+    if on_gpus and (payload is None or len(payload) > symbols.size):
+        coder, payload = Coder.PLANES, planes.encode(codes, predictor)
+    elif not on_gpus and coder != Coder.FIXED:
+        raw = fixed.encode_raw(symbols)
+        if coder == Coder.RAW or len(payload) > len(raw):
+            coder, payload = Coder.RAW, raw
     width = fixed.raw_bits(symbols) if coder == Coder.RAW else 0
     return HEADER.pack(MAGIC, VERSION, coder, predictor, width, codes.size, len(payload), 0, 0) + payload
 
 
-def decode_codes(frame: bytes, count: int, meant: Coder = Coder.HUFFMAN) -> np.ndarray:
-    """The `count` codes (int32) of one frame. Raises DamagedFrame unless every byte is valid. `meant`: as above."""
+def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
+    """The `count` codes (int32) of one frame. Raises DamagedFrame unless every byte is valid. `on_gpus`: as above."""
     if len(frame) < HEADER_BYTES:
         raise DamagedFrame(f"{len(frame)} bytes are too few for a frame header of {HEADER_BYTES}")
     magic, version, coder, predictor, width, stored, payload_bytes, flags, stored_sum = HEADER.unpack_from(frame)
@@ -64,18 +68,22 @@ def decode_codes(frame: bytes, count: int, meant: Coder = Coder.HUFFMAN) -> np.n
     if flags and (actual := checksum(frame)) != stored_sum:
         raise DamagedFrame(f"checksum is {actual:#010x}, the header says {stored_sum:#010x}")
     payload = np.frombuffer(frame, dtype=np.uint8, offset=HEADER_BYTES)
-    if coder == Coder.RAW and width in (8, 16, 32):
-        symbols = fixed.decode_raw(payload, count, width)
-    elif coder == Coder.FIXED and width == 0:
-        symbols = fixed.decode_fixed(payload, count)
-    elif coder == meant and width == 0:
-        decode = huffman.decode if coder == Coder.HUFFMAN else huffman32.decode
-        symbols = decode(payload, count)
-    elif coder == Coder.RANS and width == 0:
-        symbols = rans.decode(payload, count)
-    else:
+    is_known = coder not in (ON_GPUS if on_gpus else ON_GPUS.values())
+    if is_known and coder == Coder.RAW and width in (8, 16, 32):
+        return unpredict(fixed.decode_raw(payload, count, width), predictor)
+    if is_known and coder == Coder.PLANES and width == 0:
+        return planes.decode(payload, count, predictor)
+    if not is_known or coder not in _DECODERS or width:
         raise DamagedFrame(f"coder {coder} with width {width} is unknown")
-    return unpredict(symbols, predictor)
+    return unpredict(_DECODERS[coder](payload, count), predictor)
+
+
+_DECODERS = {  # from payloads to symbols
+    Coder.FIXED: fixed.decode_fixed,
+    Coder.HUFFMAN: huffman.decode,
+    Coder.HUFFMAN32: huffman32.decode,
+    Coder.RANS: rans.decode,
+}
 
 
 def checksum(frame: bytes) -> int:

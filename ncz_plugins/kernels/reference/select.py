@@ -6,6 +6,8 @@ import numpy as np
 
 from ..format import (
     DIRECT,
+    HUFFMAN32_MOST_BITS,
+    ON_GPUS,
     PIECE,
     RANS_PAGE,
     SAMPLE_PIECES,
@@ -14,26 +16,31 @@ from ..format import (
     Coding,
     Predictor,
     chunks_of,
+    tiles_of,
 )
-from . import huffman, huffman32
+from . import huffman, huffman32, planes
 from .fixed import packed_bytes, raw_bits
 from .symbols import EXTRA_BITS, tokens_of, zigzag
 
+_NEVER = 1 << 62  # more than anything costs: a coder that would give way
 
-def select(codes: np.ndarray, coding: Coding, meant: Coder) -> tuple[Coder, Predictor, int, np.ndarray]:
+
+def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Predictor, int, np.ndarray]:
     """The coder and the predictor that `codes` get, the mode for RANS, and how often each token is in the sample.
 
     Args:
-        meant: the coder that HUFFMAN means, HUFFMAN or HUFFMAN32.
+        on_gpus: whether to choose among the coders of GPUs.
     """
     pieces = sample(codes)
-    if coding.coder == Coder.AUTO:
-        coders = Coder.FIXED, Coder.RAW, meant, Coder.RANS  # the first wins at a draw
+    if coding.coder != Coder.AUTO:
+        coders = (ON_GPUS.get(coding.coder, coding.coder) if on_gpus else coding.coder,)
+    elif on_gpus:
+        coders = Coder.PLANES, Coder.HUFFMAN32, Coder.RANS  # the first wins at a draw
     else:
-        coders = (meant if coding.coder == Coder.HUFFMAN else coding.coder,)
+        coders = Coder.FIXED, Coder.RAW, Coder.HUFFMAN, Coder.RANS
     predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
     symbols = {p: [_symbols(piece, p) for piece in pieces] for p in predictors}
-    cost = {p: _cost(symbols[p], codes.size, coding, meant) for p in predictors}
+    cost = {p: _cost(symbols[p], p, codes.size, coding, on_gpus) for p in predictors}
     coder, predictor = min(((c, p) for c in coders for p in predictors), key=lambda pair: cost[pair[1]][pair[0]])
     counts = _counts(symbols[predictor])
     return coder, predictor, mode_of(counts), counts
@@ -62,14 +69,14 @@ def _counts(symbols: list[np.ndarray]) -> np.ndarray:
     return np.bincount(tokens, minlength=TOKENS)
 
 
-def _cost(pieces: list[np.ndarray], n: int, coding: Coding, meant: Coder) -> dict[Coder, int]:
+def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_gpus: bool) -> dict[Coder, int]:
     """Picoseconds for a frame of `n` codes in each coder."""
     costs = coding.costs
     symbols = np.concatenate([*pieces, np.zeros(0, np.uint32)])
     m = max(1, symbols.size)
     counts = _counts(pieces)
     extra = int((counts * EXTRA_BITS).sum())
-    layout = huffman if meant == Coder.HUFFMAN else huffman32
+    layout = huffman32 if on_gpus else huffman
     lengths = layout.lengths_of(counts)
     mode = mode_of(counts)
     masks = np.bincount(np.packbits(symbols != mode, bitorder="little"), minlength=256)
@@ -78,18 +85,27 @@ def _cost(pieces: list[np.ndarray], n: int, coding: Coding, meant: Coder) -> dic
     rans = _entropy(masks) + 3 * max(0, np.count_nonzero(masks) - 1) // 4 + _entropy(others) + extra
     rans_tables = 66 + 2 * (np.count_nonzero(masks) + np.count_nonzero(others))
     chunks, pages = chunks_of(n), -(-n // RANS_PAGE)
-    beside_codes = layout.table_bytes(lengths) + (10 * chunks if meant == Coder.HUFFMAN else 66 * huffman32.pages_of(n))
+    beside_codes = layout.table_bytes(lengths) + (66 * huffman32.pages_of(n) if on_gpus else 10 * chunks)
 
     def cost(bits: int, bytes: int, picoseconds: int) -> int:
         return costs.link * (bits * n // (8 * m) + bytes) + picoseconds
 
-    fixed = 8 * sum(packed_bytes(piece) for piece in pieces)
     in_code = int((counts * lengths[:TOKENS]).sum()) + extra
-    return {
+    found = {
+        Coder.HUFFMAN32 if on_gpus else Coder.HUFFMAN: cost(in_code, beside_codes, costs.huffman * n),
+        Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
+    }
+    if on_gpus:
+        if in_code > HUFFMAN32_MOST_BITS * symbols.size:
+            found[Coder.HUFFMAN32] = _NEVER
+        if rans > 8 * symbols.size:
+            found[Coder.RANS] = _NEVER
+        beside_planes = 4 * chunks + (8 if predictor == Predictor.DELTA else 4) * tiles_of(n)
+        return found | {Coder.PLANES: cost(32 * planes.words_of(symbols), beside_planes, costs.fixed * n)}
+    fixed = 8 * sum(packed_bytes(piece) for piece in pieces)
+    return found | {
         Coder.FIXED: cost(fixed, 2 * chunks, costs.fixed * n),
         Coder.RAW: cost(raw_bits(symbols) * symbols.size, 0, costs.raw * n),
-        meant: cost(in_code, beside_codes, costs.huffman * n),
-        Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
     }
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Noise, Predictor, blocks_of
+from ncz_plugins.kernels.format import CHUNK, ON_GPUS, Coder, Coding, Noise, Predictor, blocks_of
 from ncz_plugins.kernels.reference import frames, symbols, values
 
 FOLDER = Path(__file__).parent
-CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.HUFFMAN32, Coder.RANS, Coder.AUTO)
+CODERS = (Coder.RAW, Coder.FIXED, Coder.PLANES, Coder.HUFFMAN, Coder.HUFFMAN32, Coder.RANS, Coder.AUTO)
 NOISE = Noise(seed=2**40 + 7, call=3, shift=2**31 + 5, first=10)
 
 
@@ -64,8 +64,7 @@ def codes_and_frames() -> dict[str, np.ndarray]:
     for name, array in codes().items():
         for coder, predictor in itertools.product(CODERS, Predictor):
             coding = Coding(coder, predictor)
-            meant = Coder.HUFFMAN32 if coder == Coder.HUFFMAN32 else Coder.HUFFMAN
-            frame = frames.encode_codes(array, coding, meant)
+            frame = frames.encode_codes(array, coding, on_gpus=coder in ON_GPUS.values())
             arrays[frame_name(name, coding)] = np.frombuffer(frame, np.uint8)
     return arrays
 

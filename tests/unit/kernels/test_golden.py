@@ -8,12 +8,13 @@ import torch
 from repository import GOLDEN
 
 from ncz_plugins import kernels
-from ncz_plugins.kernels.format import Coder, Coding, Noise, Predictor, max_frame_bytes
+from ncz_plugins.kernels.format import ON_GPUS, Coder, Coding, Noise, Predictor, max_frame_bytes
 from ncz_plugins.kernels.reference import ReferenceBackend
 
 CODES = dict(np.load(GOLDEN / "codes.npz"))
 FLOATS = dict(np.load(GOLDEN / "floats.npz"))
 FRAMES = [name for name in CODES if "-" in name]  # codes-coder-predictor
+OF_GPUS = [name for name in FRAMES if Coder[name.split("-")[1].upper()] in ON_GPUS.values()]
 STATUSES = kernels.statuses()
 
 
@@ -29,16 +30,17 @@ def test_each_coder_and_predictor_is_pinned():
     assert pinned == {(c.name.lower(), p.name.lower()) for c in Coder if c != Coder.SPLIT for p in Predictor}
 
 
-@pytest.mark.parametrize("name", [name for name in FRAMES if "huffman32" not in name])
+@pytest.mark.parametrize("name", [name for name in FRAMES if name not in OF_GPUS])
 def test_frames(backend, name):
     kind, coder, predictor = name.split("-")
     check(backend, name, kind, Coding(Coder[coder.upper()], Predictor[predictor.upper()]))
 
 
-@pytest.mark.parametrize("name", [name for name in FRAMES if "huffman32" in name])
+@pytest.mark.parametrize("name", OF_GPUS)
 def test_frames_of_gpus(name):
-    kind, _, predictor = name.split("-")
-    check(ReferenceBackend(Coder.HUFFMAN32), name, kind, Coding(Coder.HUFFMAN, Predictor[predictor.upper()]))
+    kind, coder, predictor = name.split("-")
+    coding = Coding(Coder[coder.upper()], Predictor[predictor.upper()])
+    check(ReferenceBackend(on_gpus=True), name, kind, coding)
 
 
 def check(backend, name: str, kind: str, coding: Coding) -> None:
