@@ -3,7 +3,7 @@
 torch takes a process group that is written in Python in place of its own. This one has gloo for tensors in host memory
 and NCCL for those on GPUs, and compresses what reduces gradients, as far as a process group can tell: `all_reduce`,
 `all_reduce_coalesced` and `reduce_scatter_tensor` of floats, with SUM or AVG. Nothing else is touched: weights are
-broadcast as they are.
+broadcast as they are. But what a program averages by all-reduce, such as weights, is compressed as gradients are.
 
 The environment variable NCZ_CONFIG names a configuration file; without it all settings have their defaults.
 
@@ -22,8 +22,9 @@ from torch.futures import Future
 
 from ..core.communicator import Communicator
 from ..core.config import Config
-from ..core.errors import ConfigError
-from .strided import all_reduce
+from ..core.errors import ConfigError, UnsupportedError
+from ..core.runtime.handle import Handle
+from .strided import all_reduce, reduce_scatter
 
 NAME = "ncz"
 ENVIRONMENT = "NCZ_CONFIG"
@@ -40,6 +41,7 @@ class CompressedBackend(dist.ProcessGroup):
         super().__init__(rank, size)
         self.communicator: Communicator | None = None
         self._store = store
+        self._last: Handle | None = None  # of what is compressed
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
@@ -57,26 +59,32 @@ class CompressedBackend(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
         opts = dist.AllreduceOptions() if opts is None else opts
         op = opts.reduceOp.op
-        if len(tensors) != 1 or not _reduces_gradients(tensors[0], op):
+        # By sums of one number DDP counts the ranks that have data left, and only C++ keeps the work. torch's own survive
+        # that, one that is written in Python does not.
+        if len(tensors) != 1 or tensors[0].numel() == 1 or not _reduces_gradients(tensors[0], op):
             return self._plain.allreduce(tensors, opts)
-        return _HandleWork(all_reduce(self._connected(), tensors, op))
+        return self._work(all_reduce(self._connected(), tensors, op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         op = opts.reduceOp.op
         if not all(_reduces_gradients(tensor, op) for tensor in tensors):
             return self._plain.allreduce_coalesced(tensors, opts)
-        return _HandleWork(all_reduce(self._connected(), tensors, op))
+        return self._work(all_reduce(self._connected(), tensors, op))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         op = opts.reduceOp.op
         if not _reduces_gradients(input, op):
             return self._plain._reduce_scatter_base(output, input, opts)
-        handle = self._connected().reduce_scatter_tensor(output, input, op, async_op=True, role="gradient")
-        return _HandleWork(handle)
+        return self._work(reduce_scatter(self._connected(), output, input, op))
 
     reduce_scatter_single = _reduce_scatter_base  # its name in torch 2.13
+
+    def barrier(self, *args, **kwargs) -> dist.Work:
+        if self._last is not None:
+            self._last.wait()
+        return self._plain.barrier(*args, **kwargs)
 
     def shutdown(self) -> None:
         """Finish what was asked for and close the connections of what is compressed."""
@@ -86,8 +94,13 @@ class CompressedBackend(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    def _work(self, handle: Handle) -> dist.Work:
+        self._last = handle
+        return _HandleWork(handle)
+
     def _connected(self) -> Communicator:
         if self.communicator is None:
+            _require_alone(dist.get_backend_config(self))
             self.communicator = Communicator(self._config, self._plain, store=dist.PrefixStore("ncz", self._store))
         return self.communicator
 
@@ -112,7 +125,6 @@ for _name in (
     "allgather_into_tensor_coalesced",
     "all_to_all_single",
     "alltoall_base",
-    "barrier",
     "broadcast",
     "recv",
     "reduce_scatter",
@@ -143,6 +155,10 @@ class _HandleWork(dist.Work):
     def exception(self) -> BaseException | None:
         return self._handle.exception()
 
+    def result(self) -> list[Tensor]:
+        self._handle.wait()
+        return list(self._handle.outputs)
+
     def get_future(self) -> Future[list[Tensor]]:
         return self._handle.get_future()
 
@@ -154,6 +170,12 @@ def _configured() -> Config:
         return Config.load(source)
     except ConfigError as error:
         raise ConfigError(f"{ENVIRONMENT}={source}: {error}") from error
+
+
+def _require_alone(backends: str) -> None:
+    """Raise UnsupportedError if other backends than this one are to serve some devices, such as "cpu:ncz,cuda:nccl"."""
+    if any(not each.endswith(f":{NAME}") for each in backends.split(",")):
+        raise UnsupportedError(f'backend "{backends}": {NAME} serves all devices, on GPUs by NCCL; pass "{NAME}" alone')
 
 
 def _reduces_gradients(tensor: Tensor, op) -> bool:

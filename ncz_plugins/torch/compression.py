@@ -13,6 +13,11 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def name_of(name: str) -> str:
+    """The name of a module or parameter without what `torch.compile` puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 class ModelCompression:
     """What lasts from one backward pass to the next.
 

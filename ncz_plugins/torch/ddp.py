@@ -27,7 +27,7 @@ from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Counters
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
-from .compression import ModelCompression, uncompiled
+from .compression import ModelCompression, name_of, uncompiled
 
 
 class Compression(ModelCompression):
@@ -57,13 +57,17 @@ class Compression(ModelCompression):
         self.communicator = Communicator(config, group, training)
         super().__init__(self.communicator.training)
         self.training.ends_steps_in_order = False  # `_end_step` may come between calls of another model
-        self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._names = {id(parameter): name_of(name) for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._last: Handle | None = None  # of the calls of this pass
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Become the communication hook of `model`."""
-        model.register_comm_hook(self, hook)
+        try:
+            model.register_comm_hook(self, hook)
+        except RuntimeError as error:  # torch tells nobody of a hook of its own before
+            self.close()
+            raise UnsupportedError(f"the model takes no communication hook: {str(error).splitlines()[0]}") from error
         self._model = weakref.ref(model)
 
     def close(self) -> None:
@@ -154,7 +158,9 @@ def compress(
         )
     if model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "one")
-        raise UnsupportedError(f"the model has a communication hook already ({name}), and DDP takes one only")
+        raise UnsupportedError(
+            f"the model has a communication hook already ({name}), and DDP takes one only: wrap the module anew"
+        )
     group = model.process_group if group is None else group
     state = Compression(config, group, model.module.named_parameters(), training)
     state.attach(model)

@@ -11,7 +11,6 @@ See docs/guides/fsdp.md.
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from ..core.training.baseline import Baseline
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from ..core.transport.groups import require_group
-from .compression import ModelCompression, uncompiled
+from .compression import ModelCompression, name_of, uncompiled
 
 _compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what compresses a model, by the model
 
@@ -41,29 +40,47 @@ class Compression(ModelCompression):
         replicas: the one between ranks that hold the same shard; None where there is one replica.
         training: what they share.
         config: theirs; None is that of `training`.
+        model: the root module, all of whose sharded modules are served.
 
     Attributes:
         closed: whether `close` was called.
+        scatters: whether it reduces and scatters gradients, and not averages those of replicas.
     """
 
     def __init__(
-        self, communicators: dict[str, Communicator], replicas: Communicator | None, training: Training, config
+        self,
+        communicators: dict[str, Communicator],
+        replicas: Communicator | None,
+        training: Training,
+        config,
+        model: torch.nn.Module,
     ):
         super().__init__(training)
         self._communicators = communicators
         self._replicas = replicas
+        self.scatters = replicas is None
         self._config = config
+        self._model = weakref.ref(model)
+        self._served = weakref.WeakSet(_sharded_modules(model).values())
+        self._are_all_served = False  # which the first pass finds out
         self.closed = False
         self._under_way = False  # a backward pass, which has reduced something
         self._contributing: dict[str, list[tuple[str, int]]] = {}  # by module, see `note`
+        self._of_replicas: dict[str, dist.ReduceOp] = {}
 
-    def note(self, name: str, contributing: list[tuple[str, int]]) -> None:
+    def note(self, name: str, contributing: list[tuple[str, int]], is_divided: bool) -> None:
         """What is reduced next of a module are the gradients of these parameters, so many elements of each on a rank.
 
         Error feedback keeps what each parameter loses. FSDP reduces those of a module that have a gradient, which may
         be others in each pass.
+
+        Args:
+            is_divided: whether FSDP divides the sum over all ranks, by what `set_gradient_divide_factor` was given.
         """
         self._contributing[name] = contributing
+        self._of_replicas[name] = dist.ReduceOp.SUM if is_divided else dist.ReduceOp.AVG
+        if self.scatters and all(each.world_size == 1 for each in self._communicators.values()):
+            self._end_step_with_this_pass()  # one rank reduces nothing
 
     def _kept_as(self, name: str, gradient: Tensor, ranks: int) -> list[ParameterSlice] | None:
         """What the gradients of a module consist of, the share of each of `ranks` behind that of the one before."""
@@ -92,16 +109,29 @@ class Compression(ModelCompression):
             self._communicators[group.group_name] = communicator
         communicator.all_gather_into_tensor(output, input, role="parameter", name=name, baseline=baseline)
 
-    def average_replicas(self, name: str, gradient: Tensor) -> None:
+    def reduce_replicas(self, name: str, gradient: Tensor) -> None:
         """The same shard of all replicas, in place."""
         self._end_step_with_this_pass()
         how = {"role": "gradient", "name": name, "kept_as": self._kept_as(name, gradient, 1)}
-        self._replicas.all_reduce(gradient, dist.ReduceOp.AVG, **how)
+        self._replicas.all_reduce(gradient, self._of_replicas[name], **how)
 
     def _end_step_with_this_pass(self) -> None:
         if not self._under_way:
+            self._require_all_served()
             self._under_way = True
             Variable._execution_engine.queue_callback(self._end_step)
+
+    def _require_all_served(self) -> None:
+        """Raise UnsupportedError in the first pass if modules were sharded only after `compress`."""
+        if self._are_all_served or (model := self._model()) is None:
+            return
+        for name, module in _sharded_modules(model).items():
+            if module not in self._served:
+                raise UnsupportedError(
+                    f"{name or type(model).__name__} was sharded after fsdp.compress, so its gradients would go "
+                    "uncompressed: call fully_shard on all modules first, the root included"
+                )
+        self._are_all_served = True
 
     def _end_step(self) -> None:
         self._under_way = False
@@ -120,6 +150,17 @@ class _ReduceScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False):
         return self._compression.reduce_scatter(self._name, output_tensor, input_tensor, group, op, async_op)
+
+
+class _ReplicaReduction:
+    """What a module calls once gradients are scattered, see `FSDPModule.set_all_reduce_hook`."""
+
+    def __init__(self, compression: Compression, name: str):
+        self._compression = compression
+        self._name = name
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._compression.reduce_replicas(self._name, gradient)
 
 
 class _AllGather:
@@ -189,7 +230,7 @@ def compress(
             f"torch {torch.__version__}: FSDP lets others reduce gradients from 2.9 on; update torch"
         )
     model = uncompiled(model)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = _sharded_modules(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
     if not modules:
@@ -197,7 +238,17 @@ def compress(
     if (before := _compressing.get(model)) is not None and not before.closed:
         raise UnsupportedError(f"{type(model).__name__}: its gradients are compressed already; close() that first")
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    for name, module in modules.items():
+        if len(_groups_of(module)) > 1:
+            raise UnsupportedError(
+                f"{name or type(model).__name__}: its parameters are sharded over several meshes, and FSDP lets nobody "
+                "else reduce their gradients; give each mesh modules of its own"
+            )
     for mesh in meshes:
+        if mesh.ndim == 1 and any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
+            raise UnsupportedError(
+                f"parameters over {mesh} are replicated and not sharded: use DistributedDataParallel and ddp.compress"
+            )
         if mesh.ndim == 1:
             continue
         if not any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
@@ -220,37 +271,58 @@ def compress(
             f"roles: {list(roles)}: weights are gathered within a replica, and only what goes between "
             'replicas is compressed here; set roles to ["gradient"]'
         )
+    for module in modules.values():
+        _forget_former(module)
     if replicas is not None:
         _require_one_in_common(require_group(replicas), [mesh.get_group() for mesh in meshes])
-        compression = Compression({}, Communicator(config, replicas, training), training, config)
+        compression = Compression({}, Communicator(config, replicas, training), training, config, model)
         for name, module in modules.items():
-            module.set_all_reduce_hook(partial(compression.average_replicas, name or "model"))
+            module.set_all_reduce_hook(_ReplicaReduction(compression, name or "model"))
     else:
         groups = [mesh.get_group() for mesh in meshes]
         communicators = {group.group_name: Communicator(config, group, training) for group in groups}
-        compression = Compression(communicators, None, training, config)
+        compression = Compression(communicators, None, training, config, model)
         for name, module in modules.items():
             module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
             if sends_weights:
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in modules.items():
-        _note_contributing(weakref.ref(compression), name or "model", module, names)
+        _note_contributing(weakref.ref(compression), name or "model", module)
     _compressing[model] = compression
     return compression
 
 
-def _note_contributing(
-    compression: weakref.ref[Compression], name: str, module: FSDPModule, names: dict[int, str]
-) -> None:
+def _sharded_modules(model: torch.nn.Module) -> dict[str, FSDPModule]:
+    """Those that `fully_shard` was applied to, by name; the root's is empty."""
+    return {name_of(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def _forget_former(module: FSDPModule) -> None:
+    """Let FSDP reduce and gather by itself again, where a compression that was closed stands in its place."""
+    # Not every torch has it, and `compress` says so.
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    for group in _groups_of(module):
+        if isinstance(group._reduce_scatter_comm, _ReduceScatter):
+            group._reduce_scatter_comm = DefaultReduceScatter()
+        if isinstance(group._all_gather_comm, _AllGather):
+            group._all_gather_comm = DefaultAllGather()
+        if isinstance(group._all_reduce_hook, _ReplicaReduction):
+            group._all_reduce_hook = None
+
+
+def _note_contributing(compression: weakref.ref[Compression], name: str, module: FSDPModule) -> None:
     """Tell before each reduction of a module which of its parameters have a gradient: FSDP reduces no others."""
     for group in _groups_of(module):
 
         def noting(*unused, group=group):
             if (told := compression()) is not None:
                 contributing = [each for each in group.fsdp_params if _has_gradient(each)]
-                shares = [(names.get(id(p.sharded_param)), p.padded_sharded_param_size.numel()) for p in contributing]
-                told.note(name, [(each or name, n) for each, n in shares])
+                shares = [(name_of(p._param_fqn or name), p.padded_sharded_param_size.numel()) for p in contributing]
+                is_divided = group.gradient_divide_factor is not None
+                if is_divided and group._reduce_scatter_process_group.size() > 1 and told.scatters:
+                    group.force_sum_reduction_for_comms = True  # not by an operation that only NCCL has
+                told.note(name, shares, is_divided)
             return type(group).post_backward(group, *unused)
 
         group.post_backward = noting

@@ -1,4 +1,4 @@
-"""All-reduces of tensors that need not be contiguous, as torch's own backends take them."""
+"""Reductions of tensors that need not be contiguous, as torch's own backends take them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,23 @@ def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], op) -> Han
     """Reduce gradients over ranks, in place. Those that are not contiguous are copied there and back, at once."""
     contiguous = [tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in tensors]
     handle = communicator.all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
-    copied = [(tensor, summed) for tensor, summed in zip(tensors, contiguous) if tensor is not summed]
-    if copied:
-        handle.wait()
-        for tensor, summed in copied:
-            tensor.detach().copy_(summed)
-        if tensors[0].is_cuda:
-            handle = StreamHandle.of_current(tensors[0].device)
-    return handle.giving(*tensors)
+    return _copied_back(handle, tensors, contiguous).giving(*tensors)
+
+
+def reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op) -> Handle:
+    """Reduce gradients over ranks, and scatter the result. What is not contiguous is copied, at once."""
+    scattered = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    how = {"async_op": True, "role": "gradient"}
+    handle = communicator.reduce_scatter_tensor(scattered, input.contiguous(), op, **how)
+    return _copied_back(handle, [output], [scattered]).giving(output)
+
+
+def _copied_back(handle: Handle, tensors: Sequence[Tensor], contiguous: Sequence[Tensor]) -> Handle:
+    """Copy results to where they belong, if they are not there. Returns what is to be waited for after that."""
+    copied = [(tensor, result) for tensor, result in zip(tensors, contiguous) if tensor is not result]
+    if not copied:
+        return handle
+    handle.wait()
+    for tensor, result in copied:
+        tensor.detach().copy_(result)
+    return StreamHandle.of_current(tensors[0].device) if tensors[0].is_cuda else handle

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ncz_plugins.torch.backend  # noqa: F401
-from ncz_plugins import ConfigError
+from ncz_plugins import ConfigError, UnsupportedError
 
 device = torch.device(sys.argv[1])
 torch.set_num_threads(1)
@@ -149,7 +149,7 @@ gathered_by_rank = gathered(values)
 
 @check
 def small_tensors_go_plain_and_are_counted(group):
-    for numel in (0, 1, 7):
+    for numel in (0, 2, 7):
         tensor = torch.full([numel], rank + 1.0, device=device)
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor, torch.full_like(tensor, sum(range(1, world_size + 1))))
@@ -170,6 +170,32 @@ def distributed_data_parallel_trains(group):
         optimizer.step()
     same_on_all_ranks(digest(torch.cat([each.view(-1).cpu() for each in model.parameters()])), group)
     assert group.communicator.stats.total.compressed_calls >= 5
+
+
+@check
+def models_join_whose_ranks_have_more_data_than_others(group):
+    """DDP leaves the work that counts ranks to C++."""
+    for divides in (True, False):
+        model = DistributedDataParallel(nn.Linear(8, 8).to(device), process_group=group)
+        with model.join(divide_by_initial_world_size=divides):
+            for _ in range(1 + rank):
+                model(torch.ones(2, 8, device=device)).sum().backward()
+
+
+@check
+def barriers_wait_for_sums_before_them(group):
+    result = values.clone()
+    work = dist.all_reduce(result, group=group, async_op=True)
+    dist.barrier(group=group)
+    same_on_all_ranks(digest(result.cpu()), group)
+    [same] = work.result()
+    assert same is result
+
+
+@check
+def other_backends_beside_it_are_refused(group):
+    mixed = dist.new_group(backend="cpu:ncz,cuda:gloo")
+    raises(UnsupportedError, lambda: dist.all_reduce(values.clone(), group=mixed), "cpu:ncz,cuda:gloo", '"ncz" alone')
 
 
 @check

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from checks import check, raises, run_checks, same_on_all_ranks
 from common import digest, start
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
@@ -212,8 +213,67 @@ def a_model_is_compressed_once(group):
     compression = fsdp.compress(model, SMALL)
     raises(UnsupportedError, lambda: fsdp.compress(model, SMALL), "already", "close")
     compression.close()
-    fsdp.compress(model, SMALL)
+    again = fsdp.compress(model, SMALL | {"roles": ["gradient", "parameter"]})
     train(model, 1)
+    again.close()
+    once_more = fsdp.compress(model, SMALL)
+    train(model, 1)
+    assert once_more.stats.total.wire_bytes_by_role.keys() == {"gradient"}
+
+
+@check
+def modules_that_are_sharded_afterwards_are_noticed(group):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), Block(300), nn.Linear(300, 7)).to(device)
+    fully_shard(model[1], mesh=flat)
+    fsdp.compress(model, SMALL)
+    fully_shard(model, mesh=flat)
+    raises(UnsupportedError, lambda: train(model, 1), "Sequential", "after fsdp.compress", "fully_shard")
+
+
+@check
+def sums_that_are_divided_by_a_factor(group):
+    """As FSDP does it by itself: over replicas as well, and over gloo, which can't multiply beforehand."""
+    for factor in (1.0, 3.0):
+        models = [sharded(square), sharded(square["shard"]), sharded(), sharded()]
+        fsdp.compress(models[1], LOSSLESS, replicas=square["replicate"].get_group())
+        compression = fsdp.compress(models[2], LOSSLESS)
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(factor)
+                    if model is not models[2] and (model is models[3] or world_size > 2):
+                        module.set_force_sum_reduction_for_comms(True)  # which divides twice where one rank has all
+            x, target = next(batches(1))
+            nn.functional.cross_entropy(model(x), target).backward()
+        of_all, *others = ([p.grad.full_tensor() for p in model.parameters()] for model in models)
+        for gradients in others:
+            for mine, expected in zip(gradients, of_all):
+                torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+        assert compression.stats.total.compressed_calls == 3
+
+
+@check
+def names_are_those_of_the_model(group):
+    """Whatever torch.compile puts into them, and also of parameters that a state was assigned to later."""
+    model = sharded()
+    model[2] = torch.compile(model[2], backend="eager")
+    config = {"quantizer": {"error_feedback": True}, "policies": [{"name": "2", "action": "skip"}]}
+    compression = fsdp.compress(model, SMALL | config)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    train(model, 2)
+    kept = {name for name, _ in sharded().named_parameters() if not name.startswith("2.")}
+    assert compression.training.residuals.by_name.keys() == kept
+    assert compression.stats.total.bypasses == {"policy": 2}
+
+
+@check
+def one_rank_counts_steps(group):
+    alone = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("others", "alone"))["alone"]
+    model = fully_shard(nn.Linear(64, 7).to(device), mesh=alone)
+    compression = fsdp.compress(model, SMALL)
+    train(model, 3)
+    assert compression.training.step == len(compression.stats.steps) == 3
 
 
 @check
@@ -238,6 +298,8 @@ def what_can_not_be_served_is_refused(group):
         old = FullyShardedDataParallel(nn.Linear(3, 3), device_id=device)
         raises(UnsupportedError, lambda: fsdp.compress(old), "FSDP1", "fully_shard")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(square)), "replicas=")
+    replicated = replicate(nn.Linear(64, 7).to(device), mesh=flat)
+    raises(UnsupportedError, lambda: fsdp.compress(replicated), "not sharded", "ddp.compress")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(), replicas=dist.group.WORLD), "different shards")
     raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
     kept = FSDPModule.set_custom_reduce_scatter
