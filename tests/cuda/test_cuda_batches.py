@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulator import EmulatedLauncher
 from planes import in_order
-from samples import assert_same, codes_of_width, floats
+from samples import assert_same, codes_of_width, floats, sparse_codes
 from test_cuda_kernels import (
     CODERS,
     NOISE,
@@ -18,6 +18,7 @@ from test_cuda_kernels import (
     buffer,
     coding_name,
     cuda,
+    decode_codes,
     encode,
     encode_codes,
 )
@@ -25,7 +26,17 @@ from test_cuda_kernels import (
 from ncz_plugins.kernels.backend import Decoding, Sum
 from ncz_plugins.kernels.cuda import CudaBackend, frames
 from ncz_plugins.kernels.cuda.arguments import MOST_INPUTS, MOST_PIECES
-from ncz_plugins.kernels.format import CHUNK, DTYPES, ON_GPUS, Coder, Coding, DamagedFrame, Predictor, blocks_of
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    DTYPES,
+    ON_GPUS,
+    RANS_PAGE,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Predictor,
+    blocks_of,
+)
 
 COUNTS = [2 * CHUNK + 77, 0, CHUNK, 5, 3 * CHUNK]  # of one batch
 ONE_HUFFMAN = Coding(Coder.HUFFMAN, Predictor.NONE)
@@ -128,6 +139,19 @@ def test_decoding():
     for sums in (sums_of(COUNTS, len(CODINGS)), sums_of([9] * MOST_PIECES, 2)):
         for ours, theirs in zip(decode(cuda(1), sums), decode(REFERENCE, sums), strict=True):
             assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("coder", [Coder.RANS, Coder.FIXED])
+def test_a_block_may_open_several_pages(coder, monkeypatch):
+    monkeypatch.setattr(frames, "_MOST_OPENING_BLOCKS", 2)
+    count = 4 * RANS_PAGE + 9
+    frame = encode_codes(REFERENCE, sparse_codes(count, 0.1), Coding(coder, Predictor.NONE))
+    REFERENCE.seal(frame)
+    for backend in (cuda(1), cuda(1, "thread")):
+        assert_same(decode_codes(backend, frame, count), sparse_codes(count, 0.1))
+    frame[-1] ^= 1
+    with pytest.raises(DamagedFrame, match="checksum"):
+        decode_codes(cuda(1), frame, count)
 
 
 def decode_sums(backend, sums: list[Sum], noise=None, sealed: bool = False) -> list[torch.Tensor]:

@@ -27,6 +27,13 @@ NCZ_DEVICE T warp_sum(T value) {
     return value;
 }
 
+// These are one instruction on cards that have it. The emulator is an older card.
+#if __CUDA_ARCH__ >= 800
+NCZ_DEVICE int warp_sum(int value) { return __reduce_add_sync(ALL_LANES, value); }
+NCZ_DEVICE uint32_t warp_sum(uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }
+NCZ_DEVICE int warp_min(int value) { return __reduce_min_sync(ALL_LANES, value); }
+NCZ_DEVICE uint32_t warp_or(uint32_t value) { return __reduce_or_sync(ALL_LANES, value); }
+#else
 NCZ_DEVICE int warp_min(int value) {
     for (int distance = WARP / 2; distance; distance /= 2) {
         int other = __shfl_xor_sync(ALL_LANES, value, distance);
@@ -34,13 +41,12 @@ NCZ_DEVICE int warp_min(int value) {
     }
     return value;
 }
-
-NCZ_DEVICE int warp_max(int value) { return -warp_min(-value); }
-
 NCZ_DEVICE uint32_t warp_or(uint32_t value) {
     for (int distance = WARP / 2; distance; distance /= 2) value |= __shfl_xor_sync(ALL_LANES, value, distance);
     return value;
 }
+#endif
+NCZ_DEVICE int warp_max(int value) { return -warp_min(-value); }
 
 // Sum of all lower threads' values; `total` becomes that of all.
 template <class T>

@@ -5,10 +5,16 @@
 
 static_assert(PAGE_THREADS == CHUNK_THREADS, "a block has a chunk, or four pages");
 
+// Shared memory of a block.
+union ToDecode {
+    PagesToRead pages;
+    TileWords tiles[TILES_OF_CHUNK];
+};
+
 // Of each piece the values of its only frame, which has its number. With a block per chunk, after ncz_open. Of a frame without
 // damage all are written, of one whose tiles or pages are damaged perhaps some.
 NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pieces pieces, NCZ_OPENED) {
-    NCZ_SHARED(PagesToRead, shared, 1);
+    NCZ_SHARED(ToDecode, shared, 1);
     Opened opened = {inputs, statuses, report, offsets, entries, decoded};
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
@@ -20,7 +26,7 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pie
         auto put_of = [&](int64_t page) {
             return PutValues{values + page * PAGE + lane() * RUN, steps + page * PAGE_ROWS};
         };
-        decode_pages(put_of, opened, *shared);
+        decode_pages(put_of, opened, shared->pages);
         return;
     }
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
@@ -29,7 +35,7 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pie
     TileCodes codes = {};
     if (status.header.coder == PLANES) {
         int32_t first = 0;
-        if (!add_tile_of(input, status, int(chunk), codes, first)) return report_tile(status, report);
+        if (!add_tile_of(input, status, int(chunk), shared->tiles[warp()], codes, first)) return report_tile(status, report);
         if (status.header.predictor == DELTA) from_residuals(codes, first);
     } else {
         add_tile(PlainCodes{decoded}, int64_t(input.first_chunk) * CHUNK + tile * TILE, length, codes);

@@ -3,27 +3,30 @@
 
 #include "values.cuh"
 
+// Frames that are written or read begin where words do: frames.py sees to it.
+NCZ_DEVICE uint32_t* payload_words(uint8_t* frame) { return reinterpret_cast<uint32_t*>(frame + HEADER_BYTES); }
+NCZ_DEVICE const uint32_t* payload_words(const uint8_t* frame) { return payload_words(const_cast<uint8_t*>(frame)); }
+
+constexpr int FLAGS_WORD = 4, CHECKSUM_WORD = 5;  // of the header
+
 // ------------------------------------------------------------------ writing
 
 // Writes the header for a payload of `bytes`, by one thread.
 NCZ_DEVICE void write_header(uint8_t* frame, int32_t coder, int32_t predictor, unsigned width, int64_t count,
                              int64_t bytes) {
-    store32(frame, MAGIC);
-    frame[4] = VERSION;
-    frame[5] = uint8_t(coder);
-    frame[6] = uint8_t(predictor);
-    frame[7] = uint8_t(width);
-    store32(frame + 8, uint32_t(count));
-    store32(frame + 12, uint32_t(bytes));
-    store32(frame + 16, 0);
-    store32(frame + 20, 0);
+    uint32_t* words = reinterpret_cast<uint32_t*>(frame);
+    words[0] = MAGIC;
+    words[1] = VERSION | uint32_t(coder) << 8 | uint32_t(predictor) << 16 | width << 24;
+    words[2] = uint32_t(count);
+    words[3] = uint32_t(bytes);
+    words[FLAGS_WORD] = words[CHECKSUM_WORD] = 0;
 }
 
 // Writes what a frame becomes if one that it is made of is damaged: a header that every reader refuses. So all ranks that
 // get it learn of the damage. By one thread.
 NCZ_DEVICE void write_spoiled(uint8_t* frame, int64_t count, long long* size) {
     write_header(frame, RAW, NONE, 8, count, 0);
-    store32(frame + 16, SPOILED);
+    reinterpret_cast<uint32_t*>(frame)[FLAGS_WORD] = SPOILED;
     *size = HEADER_BYTES;
 }
 
@@ -39,8 +42,6 @@ NCZ_KERNEL(ncz_pad)(const __grid_constant__ Inputs inputs, const long long* size
 }
 
 // ------------------------------------------------------------------ the checksum
-
-constexpr int64_t FLAGS_WORD = 4, CHECKSUM_WORD = 5;
 
 // The share of one of `units` blocks in the checksum of `bytes` of a frame, in thread 0. Whatever stands in its checksum
 // field does not count. With `seal`, its flags count as they will be.

@@ -39,6 +39,7 @@ from .arguments import (
 )
 
 THREADS = 256  # of the other blocks, as in types.cuh
+_MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU: more would take turns
 _RANS_ENCODERS = 32  # threads of a block that encodes pages of RANS
 CHUNK_THREADS = 128  # of a block with a chunk, or with four pages of HUFFMAN
 _OF_PAGES = {"elements": 4 * HUFFMAN32_PAGE}
@@ -107,7 +108,8 @@ class Reader(NamedTuple):
         (statuses,) = _sections(torch.zeros, device, _STATUS * n)
         lengths = 8 * chunks, _HUFFMAN_ENTRIES * n, 4 * CHUNK * chunks
         offsets, entries, decoded = _sections(torch.empty, device, *lengths)
-        blocks = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
+        pages = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
+        blocks = min(pages, max(1, _MOST_OPENING_BLOCKS // n))
         how = integer(self.sealed), integer(self.padded)
         arguments = inputs, *how, statuses, self.report, offsets, entries, decoded
         self.launcher.launch("ncz_open", _ANY, n * blocks, THREADS, *arguments)

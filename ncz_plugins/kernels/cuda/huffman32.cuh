@@ -218,9 +218,10 @@ NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor pr
                             LaneWriter& writer) {
     constexpr int AT_ONCE = 4;
     typename Source::Fetched fetched[AT_ONCE];
-    first += lane() * RUN;
+    first += run_of(0);
+    auto rows = source.rows(first);
 #pragma unroll
-    for (int r = 0; r < AT_ONCE; ++r) fetched[r] = source.fetch(first + r * ROW);
+    for (int r = 0; r < AT_ONCE; ++r) fetched[r] = rows.fetch(r);
 #pragma unroll 1
     for (int row = 0; row < PAGE_ROWS; row += AT_ONCE) {
         int32_t own[AT_ONCE][RUN];
@@ -228,7 +229,7 @@ NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor pr
         for (int r = 0; r < AT_ONCE; ++r) source.codes_of(fetched[r], first + (row + r) * ROW, own[r]);
         int next = row + AT_ONCE < PAGE_ROWS ? row + AT_ONCE : row;
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) fetched[r] = source.fetch(first + (next + r) * ROW);
+        for (int r = 0; r < AT_ONCE; ++r) fetched[r] = rows.fetch(next + r);
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) {
             uint32_t symbols[RUN];

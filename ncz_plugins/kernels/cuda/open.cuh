@@ -7,14 +7,14 @@
 
 #include "rans.cuh"
 
-constexpr int TILES_OF_PART = 16 * THREADS;  // of a PLANES frame, that a block looks at
+constexpr int TILES_OF_BLOCK = 16 * THREADS;  // of a PLANES frame, that pay a block
 
-// Adds up the words of one part of a PLANES frame's tiles.
-NCZ_DEVICE void add_tile_words(const Input& input, int part, Status& status, int64_t* scratch) {
+// This block's share, of `units` blocks, in the words of a PLANES frame's tiles.
+NCZ_DEVICE void add_tile_words(const Input& input, int unit, int units, Status& status, int64_t* scratch) {
     const uint32_t* sizes = payload_words(input.frame) + chunks_of(input.count);
-    int64_t begin = int64_t(part) * TILES_OF_PART, end = begin + TILES_OF_PART, tiles = tiles_of(input.count), words = 0;
-    if (begin >= tiles) return;
-    for (int64_t tile = begin + threadIdx.x; tile < end && tile < tiles; tile += THREADS) words += sizes[tile] & 0xffffu;
+    int64_t tiles = tiles_of(input.count), words = 0;
+    for (int64_t tile = int64_t(unit) * THREADS + threadIdx.x; tile < tiles; tile += int64_t(units) * THREADS)
+        words += sizes[tile] & 0xffffu;
     words = block_sum(words, scratch);
     if (threadIdx.x == 0) atomicAdd(&status.tile_words, (unsigned long long)words);
 }
@@ -52,12 +52,25 @@ NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
 // How many of `units` blocks have something to do. All of them find the same.
 NCZ_DEVICE int blocks_to_open(const Input& input, const Header& header, int units) {
     if (header.flags == HAS_CHECKSUM || header.coder == RANS) return units;
-    int parts = int((tiles_of(input.count) + TILES_OF_PART - 1) / TILES_OF_PART);
+    int parts = int((tiles_of(input.count) + TILES_OF_BLOCK - 1) / TILES_OF_BLOCK);
     return parts < 1 || header.coder != PLANES ? 1 : parts < units ? parts : units;
 }
 
-// Any number of blocks for each frame, at least one for each page. `statuses`: zeros; `offsets`, `entries` and `decoded` have
-// places for the chunks, the codes of HUFFMAN32, and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
+// The pages of a RANS frame that are this block's, of `units` blocks. Gives what is wrong with the tables, the same to all threads.
+NCZ_DEVICE int64_t decode_pages_of_rans(const Input& input, const Header& header, int unit, int units, Status& status,
+                                        int32_t* codes, RansDecoding& shared, int64_t* scratch) {
+    int64_t wrong, page = unit;
+#pragma unroll 1
+    do {  // also of a frame without pages, once
+        wrong = decode_rans(input, header, int(page), status, codes, shared, scratch);
+        page += units;
+        __syncthreads();  // before another page comes to what is shared
+    } while (!wrong && page < pages_of(input.count));
+    return wrong;
+}
+
+// Any number of blocks for each frame. `statuses`: zeros; `offsets`, `entries` and `decoded` have places for the chunks, the
+// codes of HUFFMAN32, and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
 // `is_padded`: whether there may be more bytes than a frame has. If there are fewer, it counts as damaged as well, but is
 // not reported.
 //
@@ -77,7 +90,11 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
     if (threadIdx.x == 0) {
         *shared_input = inputs.of[f];
         *shared_header = Header();
-        if (input.bytes >= HEADER_BYTES) memcpy(shared_header, input.frame, sizeof header);
+        if (input.bytes >= HEADER_BYTES) {
+            uint32_t words[sizeof header / 4];
+            for (int i = 0; i < int(sizeof header / 4); ++i) words[i] = reinterpret_cast<const uint32_t*>(input.frame)[i];
+            memcpy(shared_header, words, sizeof header);
+        }
         int64_t padding = input.bytes - HEADER_BYTES - int64_t(header.payload_bytes);
         if (is_padded && padding > 0) shared_input->bytes -= padding;
     }
@@ -93,12 +110,13 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
         int64_t wrong = payload_damage(header);
         int coder = wrong ? int(NO_CODER) : int(header.coder);
         if (coder == PLANES)
-            add_tile_words(input, unit, status, scratch);
+            add_tile_words(input, unit, units, status, scratch);
         else if (coder == HUFFMAN32)
             wrong = open_pages(input, header, unit, offsets + input.first_chunk, entries + f * HUFFMAN_WHOLE,
                                memory->huffman, scratch);
         else if (coder == RANS)
-            wrong = decode_rans(input, header, unit, status, decoded + input.first_chunk * CHUNK, memory->rans, scratch);
+            wrong = decode_pages_of_rans(input, header, unit, units, status, decoded + input.first_chunk * CHUNK, memory->rans,
+                                         scratch);
         if (threadIdx.x == 0) record(status, wrong);
     }
     if (!finished_last(&status.finished, units, is_last) || threadIdx.x) return;

@@ -19,10 +19,6 @@ NCZ_DEVICE int64_t tiles_of(int64_t count) { return (count + TILE - 1) / TILE; }
 // Words in front of the tiles: where each chunk begins, and how each tile is.
 NCZ_DEVICE int64_t table_words(int64_t count) { return chunks_of(count) + tiles_of(count); }
 
-// Frames begin where words do: frames.py sees to it.
-NCZ_DEVICE uint32_t* payload_words(uint8_t* frame) { return reinterpret_cast<uint32_t*>(frame + HEADER_BYTES); }
-NCZ_DEVICE const uint32_t* payload_words(const uint8_t* frame) { return payload_words(const_cast<uint8_t*>(frame)); }
-
 // ------------------------------------------------------------------ a tile
 
 // Bits of the codes of this lane, in two's complement; the least and the most that a lane has; words of the tile.
@@ -117,7 +113,7 @@ NCZ_DEVICE void planes_of(const TileCodes& codes, int byte, uint32_t (&planes)[P
 // Writes a tile's residuals, if there is a predictor, else its codes.
 NCZ_DEVICE void write_tile(const TileCodes& codes, const TileSize& size, int32_t predictor, int32_t first, uint32_t* to) {
     unsigned lower = (1u << lane()) - 1;
-    int masks = predictor == DELTA, at = masks + size.most - size.least;
+    int base = predictor == DELTA, at = base + size.most - size.least;  // words of the first code, and with the masks
     uint32_t mask = 0;  // of the plane with this lane's number among those that not all lanes have
 #pragma unroll 1
     for (int byte = 0; byte * int(PLANES_OF_BYTE) < size.most; ++byte) {
@@ -138,17 +134,17 @@ NCZ_DEVICE void write_tile(const TileCodes& codes, const TileSize& size, int32_t
             }
         }
     }
-    if (lane() < size.most - size.least) to[masks + lane()] = mask;
-    if (masks && lane() == 0) to[0] = uint32_t(first);
+    if (lane() < size.most - size.least) to[base + lane()] = mask;
+    if (base && lane() == 0) to[0] = uint32_t(first);
 }
 
 // Adds what stands in a tile to codes, or to residuals. Gives whether its masks and its size go together; only then
 // anything was added.
 NCZ_DEVICE bool add_planes(const uint32_t* from, const TileSize& size, int32_t predictor, TileCodes& codes) {
     unsigned lower = (1u << lane()) - 1;
-    int masks = predictor == DELTA, partial = size.most - size.least, at = masks + partial;
+    int base = predictor == DELTA, partial = size.most - size.least, at = base + partial;
     if (size.words < at) return false;
-    uint32_t mask = lane() < partial ? from[masks + lane()] : 0;
+    uint32_t mask = lane() < partial ? from[base + lane()] : 0;
     uint32_t below = __shfl_up_sync(ALL_LANES, mask, 1);
     bool has_gap = lane() && (mask & ~below);  // a plane above one that is missing
     int words = at + size.least * WARP + warp_sum(__popc(mask));
@@ -173,6 +169,14 @@ NCZ_DEVICE bool add_planes(const uint32_t* from, const TileSize& size, int32_t p
         sign = planes[PLANES_OF_BYTE - 1];
         transpose(planes);
         bool is_last = (byte + 1) * int(PLANES_OF_BYTE) >= size.most;
+        if (byte == 0 && is_last) {  // as nearly always, and then it is simpler
+#pragma unroll
+            for (int i = 0; i < TILE_CODES; ++i) {
+                int32_t code = int32_t(planes[i % 8] << (24 - 8 * (i / 8))) >> 24;
+                codes[i / RUN][i % RUN] = sum(codes[i / RUN][i % RUN], code);
+            }
+            break;
+        }
 #pragma unroll
         for (int i = 0; i < TILE_CODES; ++i) {
             uint32_t part = planes[i % 8] >> 8 * (i / 8) & 0xffu;
@@ -194,7 +198,7 @@ struct Writing {
 // Shared memory of a block that writes a chunk.
 struct Placing {
     int words[TILES_OF_CHUNK];  // of each tile
-    uint32_t place;
+    unsigned long long placed;  // what Written.placed was
 };
 
 constexpr int SPOILED_TILE = -1;  // in place of its words: it is made of a damaged one
@@ -231,21 +235,21 @@ NCZ_DEVICE void write_chunk(TileCodes& codes, int64_t chunk, int length, bool is
             __threadfence();
         }
         unsigned long long placed = atomicAdd(&written.placed, (unsigned long long)(PLACED_CHUNK + of_chunk));
-        shared.place = uint32_t(placed % PLACED_CHUNK);
-        if (int64_t(placed / PLACED_CHUNK) + 1 == written_chunks(piece)) {
-            __threadfence();
-            if (atomicOr(&written.misfits, 0u)) {
-                write_spoiled(piece.frame, count, writing.sizes + f);
-            } else {
-                int64_t bytes = 4 * (table_words(count) + int64_t(placed % PLACED_CHUNK) + of_chunk);
-                write_header(piece.frame, PLANES, predictor, 0, count, bytes);
-                writing.sizes[f] = HEADER_BYTES + bytes;
-            }
-        }
+        shared.placed = placed;
     }
     __syncthreads();
+    if (threadIdx.x == 0 && int64_t(shared.placed / PLACED_CHUNK) + 1 == written_chunks(piece)) {
+        __threadfence();
+        if (atomicOr(&writing.written[f].misfits, 0u)) {
+            write_spoiled(piece.frame, count, writing.sizes + f);
+        } else {
+            int64_t bytes = 4 * (table_words(count) + int64_t(shared.placed % PLACED_CHUNK) + of_chunk);
+            write_header(piece.frame, PLANES, predictor, 0, count, bytes);
+            writing.sizes[f] = HEADER_BYTES + bytes;
+        }
+    }
     if (length == 0 || is_spoiled) return;
-    uint32_t place = shared.place;
+    uint32_t place = uint32_t(shared.placed % PLACED_CHUNK);
     if (threadIdx.x == 0) payload[chunk] = place;
     if (lane() == 0) payload[chunks + tile] = uint32_t(size.words | size.least << 16) | uint32_t(size.most) << 24;
     write_tile(codes, size, predictor, first, payload + table_words(count) + place + before_in_chunk);
@@ -301,9 +305,15 @@ struct Opened {
     const __grid_constant__ Inputs inputs, Status *statuses, Status *report, const long long *offsets, const uint16_t *entries, \
         int32_t *decoded
 
+// Shared memory for a warp's tile while it is read, so that all its words are on their way together.
+struct TileWords {
+    uint32_t words[1 + 32 + 32 * WARP];  // the first code, all masks and all planes
+};
+
 // Adds this warp's tile, in chunk `chunk`, of a PLANES frame without other damage: its codes, or with DELTA its residuals, of
 // which `first` becomes the first code. Whether all is as it must be.
-NCZ_DEVICE bool add_tile_of(const Input& input, const Status& status, int chunk, TileCodes& codes, int32_t& first) {
+NCZ_DEVICE bool add_tile_of(const Input& input, const Status& status, int chunk, TileWords& room, TileCodes& codes,
+                            int32_t& first) {
     const uint32_t* tiles = payload_words(input.frame) + chunks_of(input.count);
     int number = chunk * TILES_OF_CHUNK + lane();
     uint32_t entry = 0;  // of the tiles of the chunk, and behind them where it begins
@@ -319,10 +329,15 @@ NCZ_DEVICE bool add_tile_of(const Input& input, const Status& status, int chunk,
     TileSize size = {0, int(own >> 16 & 0xffu), int(own >> 24), int(own & 0xffffu)};
     int64_t words = status.header.payload_bytes / 4 - table_words(input.count);
     if (size.most > 32 || size.least > size.most || begin + size.words > words) return false;
+    if (size.words > int(sizeof room / sizeof *room.words)) return false;
     int32_t predictor = status.header.predictor;
     const uint32_t* from = tiles + tiles_of(input.count) + begin;
-    if (!add_planes(from, size, predictor, codes)) return false;
-    if (predictor == DELTA) first = int32_t(from[0]);
+    __syncwarp(ALL_LANES);  // what was there before was read
+    for (int i = lane(); i < size.words; i += WARP) copy_async(room.words + i, from + i);
+    await_copies();
+    __syncwarp(ALL_LANES);
+    if (!add_planes(room.words, size, predictor, codes)) return false;
+    if (predictor == DELTA) first = int32_t(room.words[0]);
     return true;
 }
 
@@ -336,7 +351,8 @@ NCZ_DEVICE bool has_residuals(const Status& status) {
 }
 
 // Adds the codes of this warp's tile of all frames of a piece. Whether all of them are as they must be.
-NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, int length, TileCodes& codes) {
+NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, int length, TileWords& room,
+                           TileCodes& codes) {
     int begin = int(piece.first_input), end = begin + int(piece.inputs);
     bool has_any_residuals = false, is_whole = true;
     for (int i = begin; i < end; ++i) has_any_residuals |= has_residuals(opened.statuses[i]);
@@ -356,7 +372,7 @@ NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, 
                 continue;
             }
             int32_t first = 0;
-            if (!add_tile_of(input, status, chunk, codes, first)) {
+            if (!add_tile_of(input, status, chunk, room, codes, first)) {
                 report_tile(status, opened.report);
                 is_whole = false;
             }
@@ -384,7 +400,7 @@ NCZ_DEVICE bool is_spoiled(const Piece& piece, int f, int64_t chunk, const Opene
 // one.
 template <class SourceOf>
 NCZ_DEVICE void sum_planes(SourceOf source_of, const Pieces& pieces, const Opened& opened, int32_t predictor,
-                           const Writing& writing, Placing& shared) {
+                           const Writing& writing, TileWords* rooms, Placing& shared) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
@@ -392,14 +408,14 @@ NCZ_DEVICE void sum_planes(SourceOf source_of, const Pieces& pieces, const Opene
     int length = length_of_tile(tile, piece.count);
     TileCodes codes = {};
     add_tile(source_of(piece), tile * TILE, length, codes);
-    bool is_whole = add_inputs(piece, opened, int(chunk), length, codes);
+    bool is_whole = add_inputs(piece, opened, int(chunk), length, rooms[warp()], codes);
     write_chunk(codes, chunk, length, is_whole, predictor, f, piece, writing, shared);
 }
 
 // The same to a piece's codes in memory, for the other coders; without `adds`, of the frames alone.
 template <class SourceOf>
 NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, const Opened& opened,
-                          const Writing& writing) {
+                          const Writing& writing, TileWords* rooms) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
@@ -407,7 +423,7 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
     int length = length_of_tile(tile, piece.count);
     TileCodes codes = {};
     if (adds) add_tile(source_of(piece), tile * TILE, length, codes);
-    bool is_whole = add_inputs(piece, opened, int(chunk), length, codes);
+    bool is_whole = add_inputs(piece, opened, int(chunk), length, rooms[warp()], codes);
     store_tile(piece.codes + tile * TILE, length, codes);
     if (is_whole || lane() || !piece.frame) return;
     if (!atomicOr(&writing.written[f].misfits, 1u)) spoil(piece, f, writing);
@@ -417,50 +433,57 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
 #if NCZ_DTYPE == 3
 constexpr int SUM_BLOCKS = 3;
 #else
-constexpr int SUM_BLOCKS = 4;
+constexpr int SUM_BLOCKS = 5;
 #endif
 #define NCZ_SUM_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, SUM_BLOCKS, name)
 
 // Of each piece the sum of its values' codes and of its frames, as PLANES frame.
 NCZ_SUM_KERNEL(ncz_sum_planes)
 (const __grid_constant__ Pieces pieces, NCZ_OPENED, int predictor, Written* written, long long* sizes) {
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
     NCZ_SHARED(Placing, shared, 1);
     Opened opened = {inputs, statuses, report, offsets, entries, decoded};
-    sum_planes(floats_of, pieces, opened, predictor, Writing{written, sizes}, *shared);
+    sum_planes(floats_of, pieces, opened, predictor, Writing{written, sizes}, rooms, *shared);
 }
 
 NCZ_SUM_KERNEL(ncz_sum_planes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, int predictor, Written* written,
  long long* sizes) {
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
     NCZ_SHARED(Placing, shared, 1);
     Opened opened = {inputs, statuses, report, offsets, entries, decoded};
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    sum_planes(source_of, pieces, opened, predictor, Writing{written, sizes}, *shared);
+    sum_planes(source_of, pieces, opened, predictor, Writing{written, sizes}, rooms, *shared);
 }
 
 // The same sums as codes.
 NCZ_SUM_KERNEL(ncz_sum_codes)
 (const __grid_constant__ Pieces pieces, NCZ_OPENED, Written* written, long long* sizes) {
-    sum_codes(floats_of, true, pieces, {inputs, statuses, report, offsets, entries, decoded}, Writing{written, sizes});
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
+    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    sum_codes(floats_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
 
 NCZ_SUM_KERNEL(ncz_sum_codes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, Written* written,
  long long* sizes) {
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
+    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    sum_codes(source_of, true, pieces, {inputs, statuses, report, offsets, entries, decoded}, Writing{written, sizes});
+    sum_codes(source_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
 
 // Of each piece the sum of its frames' codes; with `add`, onto the codes that stand there.
 NCZ_SUM_KERNEL(ncz_decode_codes)
 (const __grid_constant__ Pieces pieces, NCZ_OPENED, Written* written, long long* sizes, int add) {
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
     Opened opened = {inputs, statuses, report, offsets, entries, decoded};
-    sum_codes(codes_of, add != 0, pieces, opened, Writing{written, sizes});
+    sum_codes(codes_of, add != 0, pieces, opened, Writing{written, sizes}, rooms);
 }
 
 // The values that the sum of a piece's own codes and those of its frames stands for. They may stand where its values do.
 template <class SourceOf>
-NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opened& opened) {
+NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opened& opened, TileWords* rooms) {
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
@@ -468,20 +491,22 @@ NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opene
     if (length == 0 || is_any_damaged(piece, opened.statuses)) return;
     TileCodes codes = {};
     add_tile(source_of(piece), tile * TILE, length, codes);
-    if (!add_inputs(piece, opened, int(chunk), length, codes)) return;
+    if (!add_inputs(piece, opened, int(chunk), length, rooms[warp()], codes)) return;
     TileScales scales;
     load_scales(static_cast<const Scale*>(piece.scales) + tile * TILE_ROWS, length, scales);
     store_values(static_cast<Element*>(piece.sum) + tile * TILE, length, codes, scales);
 }
 
 NCZ_SUM_KERNEL(ncz_decode_sum)(const __grid_constant__ Pieces pieces, NCZ_OPENED) {
-    decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries, decoded});
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
+    decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, rooms);
 }
 
 NCZ_SUM_KERNEL(ncz_decode_sum_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED) {
+    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    decode_sum(source_of, pieces, {inputs, statuses, report, offsets, entries, decoded});
+    decode_sum(source_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, rooms);
 }
 
 #define NCZ_PLANES_KERNELS(X)                                                                                         \

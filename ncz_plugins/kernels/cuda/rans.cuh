@@ -4,7 +4,7 @@
 //     ncz_rans_collect   a block for each page   masks, tokens and extra bits, and their counts; the last block makes
 //                                                all frequencies and writes them
 //     ncz_rans_encode    a warp for each page    makes words of masks and tokens, then puts the page into its place
-//     decode_rans        in ncz_open, a block for each page
+//     decode_rans        in ncz_open, page by page
 //
 // A page's words come from four states in turn, so four lanes of a warp work on them. All lanes share the rest of the
 // work on a page, before and after.

@@ -118,7 +118,9 @@ constexpr int64_t NEVER = int64_t(1) << 62;  // more than anything costs: a code
 
 // Picoseconds for a frame of `count` codes, of which `n` were measured. By one thread.
 NCZ_DEVICE int64_t cost_of(int32_t coder, int32_t predictor, const SampleSums& sums, int n, uint32_t modes, int code_bytes,
-                           int64_t count, const SelectorCosts& costs) {
+                           int64_t count, const Coding& coding) {
+    const SelectorCosts& costs = coding.costs;
+    bool is_free = coding.coder == AUTO_CODER;
     int64_t bits, bytes, picoseconds, of_all = n ? n : 1;
     if (coder == PLANES) {
         bits = 32 * int64_t(sums.plane_words);
@@ -127,14 +129,14 @@ NCZ_DEVICE int64_t cost_of(int32_t coder, int32_t predictor, const SampleSums& s
     } else if (coder == HUFFMAN32) {
         constexpr int BYTES = 2 + 2 * HUFFMAN32_LANES;  // of a page besides its codes: half of each lane's last word is empty
         bits = int64_t(sums.huffman_bits);
-        if (bits > HUFFMAN32_MOST_BITS * int64_t(n)) return NEVER;
+        if (is_free && bits > HUFFMAN32_MOST_BITS * int64_t(n)) return NEVER;
         bytes = BYTES * huffman_pages_of(count) + code_bytes;
         picoseconds = costs.huffman * count;
     } else {
         // A small sample has less entropy than where it comes from.
         int missing = 3 * (sums.mask_kinds ? sums.mask_kinds - 1 : 0) / 4;
         bits = int64_t((sums.mask_entropy >> 16) + (sums.token_entropy >> 16) + sums.extra_bits) + missing;
-        if (bits > 8 * int64_t(n)) return NEVER;
+        if (is_free && bits > 8 * int64_t(n)) return NEVER;
         bytes = 66 + 2 * (sums.mask_kinds + sums.token_kinds) + 20 * pages_of(count);
         picoseconds = costs.rans * count + costs.rans_rest * (count * (n - int64_t(modes)) / of_all);
     }
@@ -188,7 +190,7 @@ NCZ_KERNEL(ncz_select)
         int place = int(threadIdx.x);
         if (place < CODERS)
             costs[place * PREDICTORS + p] = cost_of(coder_at(place), p, sums[p], sampled, trees[p].counts[sums[p].mode],
-                                                    huffman_code_bytes(stored), count, coding.costs);
+                                                    huffman_code_bytes(stored), count, coding);
     }
     __syncthreads();
     bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;

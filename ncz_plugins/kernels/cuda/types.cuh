@@ -127,4 +127,6 @@ NCZ_DEVICE bool record(Status& status, int64_t damage) {
 }
 
 // As found by the kernels before this one.
-NCZ_DEVICE bool is_damaged(const Status& status) { return status.result || status.payload_damage; }
+NCZ_DEVICE bool is_damaged(const Status& status) {
+    return (unsigned long long)status.result | status.payload_damage;  // which are on their way together
+}

@@ -19,7 +19,7 @@ constexpr int CHUNK_THREADS = TILES_OF_CHUNK * WARP;
 #if NCZ_DTYPE == 3
 constexpr int CHUNK_BLOCKS = 3;
 #else
-constexpr int CHUNK_BLOCKS = 7;
+constexpr int CHUNK_BLOCKS = 8;
 #endif
 #define NCZ_CHUNK_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, CHUNK_BLOCKS, name)
 
@@ -88,16 +88,21 @@ struct LaneRun {
         for (int p = 0; p < PARTS; ++p) parts[p] = reinterpret_cast<const Part*>(from)[p];
     }
     NCZ_DEVICE void get(T (&values)[RUN]) const { memcpy(values, parts, sizeof values); }
+    NCZ_DEVICE static LaneRun of(const T (&values)[RUN]) {
+        LaneRun run;
+        memcpy(run.parts, values, sizeof values);
+        return run;
+    }
+    NCZ_DEVICE void store(T* to) const {  // aligned
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) store_part(reinterpret_cast<Part*>(to) + p, parts[p]);
+    }
 };
 
 template <class T>
 NCZ_DEVICE void store_run(T* to, int n, const T (&values)[RUN]) {
     if (n >= RUN && LaneRun<T>::is_aligned(to)) {
-        LaneRun<T> run;
-        memcpy(run.parts, values, sizeof values);
-#pragma unroll
-        for (int p = 0; p < LaneRun<T>::PARTS; ++p)
-            store_part(reinterpret_cast<typename LaneRun<T>::Part*>(to) + p, run.parts[p]);
+        LaneRun<T>::of(values).store(to);
     } else {
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
@@ -166,11 +171,18 @@ NCZ_DEVICE uint32_t random_word(const Noise& noise, uint64_t element) {
 struct FetchedFloats {
     LaneRun<Element> run;
     Scale inverse_step;
+};
 
-    FetchedFloats() = default;
-    NCZ_DEVICE FetchedFloats(const Element* x, const Scale* inverse_steps, int64_t element)
-        : inverse_step(inverse_steps[uint64_t(element) / SCALE_BLOCK]) {
-        run.load(x + element);
+// Where the runs of a lane begin, those of its first row, so that others are a fixed distance away.
+struct FloatRows {
+    const Element* x;
+    const Scale* inverse_steps;
+
+    NCZ_DEVICE FetchedFloats fetch(int row) const {
+        FetchedFloats fetched;
+        fetched.inverse_step = inverse_steps[row];
+        fetched.run.load(x + row * ROW);
+        return fetched;
     }
 };
 
@@ -181,10 +193,10 @@ struct Floats {
 
     NCZ_DEVICE int32_t code(int64_t element) const { return code_of(x[element], inverse_steps[element / SCALE_BLOCK]); }
 
-    // A run that is on its way from memory, and its codes. Only where memory is aligned for that.
+    // Runs that are on their way from memory, and their codes: only where memory is aligned for that. `element` begins a run.
     typedef FetchedFloats Fetched;
     NCZ_DEVICE bool has_runs() const { return LaneRun<Element>::is_aligned(x); }
-    NCZ_DEVICE Fetched fetch(int64_t element) const { return {x, inverse_steps, element}; }
+    NCZ_DEVICE FloatRows rows(int64_t element) const { return {x + element, inverse_steps + element / SCALE_BLOCK}; }
     NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&codes)[RUN]) const {
         Element values[RUN];
         fetched.run.get(values);
@@ -194,19 +206,13 @@ struct Floats {
 };
 
 // Codes of floats, up or down at random.
-struct RandomFloats {
-    const Element* x;
-    const Scale* inverse_steps;
+struct RandomFloats : Floats {
     Noise noise;
 
     NCZ_DEVICE int32_t code(int64_t element) const {
         uint32_t random = random_word(noise, noise.first + uint64_t(element));
         return code_of(x[element], inverse_steps[element / SCALE_BLOCK], random);
     }
-
-    typedef FetchedFloats Fetched;
-    NCZ_DEVICE bool has_runs() const { return LaneRun<Element>::is_aligned(x); }
-    NCZ_DEVICE Fetched fetch(int64_t element) const { return {x, inverse_steps, element}; }
     NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t element, int32_t (&codes)[RUN]) const {
         uint64_t number = noise.first + uint64_t(element);
         Element values[RUN];
@@ -222,7 +228,7 @@ NCZ_DEVICE Floats floats_of(const Piece& piece) {
 }
 NCZ_DEVICE RandomFloats random_floats_of(const Piece& piece, Noise noise) {
     noise.first += piece.first;
-    return {static_cast<const Element*>(piece.values), static_cast<const Scale*>(piece.steps), noise};
+    return {floats_of(piece), noise};
 }
 
 // Codes that lie in memory.
@@ -231,12 +237,17 @@ struct PlainCodes {
 
     NCZ_DEVICE int32_t code(int64_t element) const { return codes[element]; }
     typedef LaneRun<int32_t> Fetched;
+    struct Rows {
+        const int32_t* codes;
+
+        NCZ_DEVICE Fetched fetch(int row) const {
+            Fetched run;
+            run.load(codes + row * ROW);
+            return run;
+        }
+    };
     NCZ_DEVICE bool has_runs() const { return LaneRun<int32_t>::is_aligned(codes); }
-    NCZ_DEVICE Fetched fetch(int64_t element) const {
-        Fetched run;
-        run.load(codes + element);
-        return run;
-    }
+    NCZ_DEVICE Rows rows(int64_t element) const { return {codes + element}; }
     NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&own)[RUN]) const { fetched.get(own); }
 };
 
@@ -248,11 +259,12 @@ constexpr int ROWS_AT_ONCE = sizeof(Element) == 8 ? 2 : 4;
 template <int AT_ONCE = ROWS_AT_ONCE, class Source>
 NCZ_DEVICE void add_tile(const Source& source, int64_t first, int length, TileCodes& codes) {
     if (length == TILE && source.has_runs()) {
+        auto rows = source.rows(first + run_of(0));
 #pragma unroll
         for (int start = 0; start < TILE_ROWS; start += AT_ONCE) {
             typename Source::Fetched fetched[AT_ONCE];
 #pragma unroll
-            for (int r = 0; r < AT_ONCE; ++r) fetched[r] = source.fetch(first + run_of(start + r));
+            for (int r = 0; r < AT_ONCE; ++r) fetched[r] = rows.fetch(start + r);
 #pragma unroll
             for (int r = 0; r < AT_ONCE; ++r) {
                 int32_t own[RUN];
@@ -276,9 +288,31 @@ NCZ_DEVICE void add_tile(const Source& source, int64_t first, int length, TileCo
     }
 }
 
-NCZ_DEVICE void store_tile(int32_t* to, int length, const TileCodes& codes) {
+// Stores a tile row by row; `row_of` gives what stands in the run of one.
+template <class T, class RowOf>
+NCZ_DEVICE void store_rows(T* to, int length, RowOf row_of) {
+    to += run_of(0);
+    if (length == TILE && LaneRun<T>::is_aligned(to)) {
 #pragma unroll
-    for (int r = 0; r < TILE_ROWS; ++r) store_run(to + run_of(r), length - run_of(r), codes[r]);
+        for (int r = 0; r < TILE_ROWS; ++r) {
+            T values[RUN];
+            row_of(r, values);
+            LaneRun<T>::of(values).store(to + r * ROW);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; ++r) {
+            T values[RUN];
+            row_of(r, values);
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (run_of(r) + i < length) to[r * ROW + i] = values[i];
+        }
+    }
+}
+
+NCZ_DEVICE void store_tile(int32_t* to, int length, const TileCodes& codes) {
+    store_rows(to, length, [&](int r, int32_t (&row)[RUN]) { memcpy(row, codes[r], sizeof row); });
 }
 
 typedef Scale TileScales[TILE_ROWS];  // one for each row
@@ -289,13 +323,10 @@ NCZ_DEVICE void load_scales(const Scale* scales, int length, TileScales& own) {
 }
 
 NCZ_DEVICE void store_values(Element* to, int length, const TileCodes& codes, const TileScales& scales) {
+    store_rows(to, length, [&](int r, Element (&row)[RUN]) {
 #pragma unroll
-    for (int r = 0; r < TILE_ROWS; ++r) {
-        Element values[RUN];
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) values[i] = value_of(codes[r][i], scales[r]);
-        store_run(to + run_of(r), length - run_of(r), values);
-    }
+        for (int i = 0; i < RUN; ++i) row[i] = value_of(codes[r][i], scales[r]);
+    });
 }
 
 // ------------------------------------------------------------------ kernels
@@ -316,7 +347,7 @@ NCZ_CHUNK_KERNEL(ncz_quantize)(const Element* x, const Scale* inverse_steps, lon
 
 NCZ_CHUNK_KERNEL(ncz_quantize_at_random)
 (const Element* x, const Scale* inverse_steps, Noise noise, long long count, int32_t* codes) {
-    quantize(RandomFloats{x, inverse_steps, noise}, blockIdx.x, count, codes);
+    quantize(RandomFloats{{x, inverse_steps}, noise}, blockIdx.x, count, codes);
 }
 
 // out = codes * scale.

@@ -96,9 +96,10 @@ def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_g
         Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
     }
     if on_gpus:
-        if in_code > HUFFMAN32_MOST_BITS * symbols.size:
+        is_free = coding.coder == Coder.AUTO
+        if is_free and in_code > HUFFMAN32_MOST_BITS * symbols.size:
             found[Coder.HUFFMAN32] = _NEVER
-        if rans > 8 * symbols.size:
+        if is_free and rans > 8 * symbols.size:
             found[Coder.RANS] = _NEVER
         beside_planes = 4 * chunks + (8 if predictor == Predictor.DELTA else 4) * tiles_of(n)
         return found | {Coder.PLANES: cost(32 * planes.words_of(symbols), beside_planes, costs.fixed * n)}
