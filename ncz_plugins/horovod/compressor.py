@@ -77,7 +77,7 @@ class NCZ(Compressor):
         source = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
         self.training = Training(_resolved(source))
         self._is_optimizers = False
-        self._first_parameters: list[weakref.ref[Tensor]] = []  # of each optimizer
+        self._first_parameters: list[weakref.ref] = []  # of each optimizer; itself if it has none
 
     def __repr__(self) -> str:
         return f"NCZ({self.config.describe()}; step {self.training.step}, {self.stats.total.describe()})"
@@ -159,14 +159,15 @@ class NCZ(Compressor):
     def held_by(self, optimizer: Optimizer, knows_names: bool, takes_part: bool) -> OptimizerCompressor:
         """This compressor in the hands of an optimizer.
 
-        One that is made anew for the same parameters goes on with what error feedback kept.
+        One that is made anew for the same parameters goes on with what error feedback kept. The first must be gone by
+        then, and Horovod's hooks with it.
 
         Args:
             knows_names: whether it is told the names of its parameters.
             takes_part: whether this rank is in its process set.
         """
         self._is_optimizers |= takes_part
-        first = optimizer.param_groups[0]["params"][0]
+        first = next((each for group in optimizer.param_groups for each in group["params"]), optimizer)
         known = (at for at, parameter in enumerate(self._first_parameters) if parameter() is first)
         number = next(known, len(self._first_parameters))
         if number == len(self._first_parameters):

@@ -54,13 +54,17 @@ class OwnConnections:
         if self._routes is not None:
             self._routes.close()
 
+    def abort(self, error: BaseException) -> None:
+        """Close what was made at once: what is under way fails."""
+        if self._routes is not None:
+            self._routes.abort(error)
+
 
 def _open(process_set, settings: TransportConfig) -> Routes:
     rank, world_size = process_set.rank(), process_set.size()
     seconds = settings.timeout_seconds
     timeout = _TIMEOUT if seconds is None else timedelta(seconds=seconds)
     channels = 1 if settings.connections == "auto" else settings.connections
-    first = process_set.ranks[0] if process_set.ranks else 0
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
-    broadcast = partial(hvd.broadcast, root_rank=first, name="ncz.ring", process_set=process_set)
+    broadcast = partial(hvd.broadcast, root_rank=process_set.ranks[0], name="ncz.ring", process_set=process_set)
     return Routes(open_store(rank, world_size, timeout, host, broadcast), rank, world_size, timeout, channels, channels)

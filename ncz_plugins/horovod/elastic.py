@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import horovod.torch as hvd
 from horovod.torch.elastic import state
 
 from .compressor import NCZ
@@ -28,4 +29,8 @@ class _Handler(state.StateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Nothing to send: ranks that come later take the step from the others with their first reduction."""
+        """Take over the configuration of the first rank, with what it found for `auto` at its number of ranks.
+
+        There is nothing else to send: ranks that come later take the step from the others with their first reduction.
+        """
+        self.value.training.config = hvd.broadcast_object(self.value.config, name="ncz.config")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedError
+from ..core.runtime.inference_mode import outside_of_inference_mode
 from .compressor import NCZ, as_instance
 from .pending import Pending
 from .reduction import submit
@@ -106,7 +107,15 @@ def _of_gradient(name: str | None) -> str | None:
 
 def _start(tensors, grouped, average, name, op, prescale_factor, postscale_factor, process_set, compression):
     op = hvd.mpi_ops.handle_average_backwards_compatibility(op, average)
-    outputs = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    if not tensors:
+        raise ValueError("grouped_allreduce: the list of tensors is empty; pass at least one")
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(
+                f"{name or 'allreduce'}: a tensor of layout {tensor.layout} can't be compressed; pass tensor.to_dense()"
+            )
+    with outside_of_inference_mode():  # of which the thread that reduces knows nothing
+        outputs = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     compressor = as_instance(compression)
     if compressor is None:
         raise UnsupportedError(f"compression={compression!r} is not NCZ; hvd.allreduce takes it")

@@ -34,8 +34,14 @@ def flattened(tensors: list[PendingTensor]) -> Tensor:
 
 
 def copy_back(flat: Tensor, tensors: list[PendingTensor]) -> None:
-    """Write values that `flattened` has put together to the tensors that they came from."""
+    """Give values that `flattened` has put together to the tensors that they came from.
+
+    In host memory these become new tensors, which Horovod's optimizer puts in place on the program's own thread. The
+    program may be changing the old ones, on each rank at another moment.
+    """
     for pending, values in zip(tensors, flat.split([pending.tensor.numel() for pending in tensors])):
+        if not flat.is_cuda:
+            pending.tensor = torch.empty_like(pending.tensor)
         pending.tensor.copy_(values.view(pending.tensor.shape))
 
 

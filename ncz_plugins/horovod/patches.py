@@ -173,7 +173,8 @@ def _what_is_active(compressor: NCZ) -> str:
 
 def _forgets(original):
     def init(*args, **kwargs):
-        reduction.reset()
+        if not hvd.is_initialized():  # else Horovod does nothing either, and other ranks need not call it
+            reduction.reset()
         return original(*args, **kwargs)
 
     return init

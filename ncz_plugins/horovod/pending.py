@@ -54,11 +54,11 @@ class Kind(NamedTuple):
 
 @dataclass(eq=False)
 class PendingTensor:
-    """A tensor that is to be reduced, in place.
+    """A tensor that is to be reduced.
 
     Attributes:
         name, index: what sorts it alike on all ranks: how it was submitted, and its number within a group.
-        tensor: of any shape and strides.
+        tensor: of any shape and strides. The result takes its place.
         parameter: by which policies know it.
         residual: by which error feedback knows it, apart from the parameters of other optimizers.
         ready: on a GPU, when its values are there.
@@ -85,7 +85,7 @@ class PendingTensor:
 
 
 class Pending:
-    """The handle of tensors that wait for their reduction, in place.
+    """The handle of tensors that wait for their reduction.
 
     Args:
         compressor: whose settings they are reduced with.
@@ -95,7 +95,8 @@ class Pending:
         process_set: the ranks that reduce them.
         grouped: whether the result is a list.
 
-    Raises UnsupportedError for tensors on devices that have no kernels.
+    Raises UnsupportedError for tensors on devices that have no kernels, and for a process set that Horovod does not
+    know.
     """
 
     def __init__(
@@ -111,6 +112,11 @@ class Pending:
         *,
         grouped: bool,
     ):
+        if process_set.process_set_id is None:
+            raise UnsupportedError(
+                f"{names[0] or 'allreduce'}: the process set of ranks {process_set.ranks} was never added or was "
+                "removed; pass it to hvd.init(process_sets=...) or hvd.add_process_set"
+            )
         for tensor, name in zip(tensors, names):
             try:
                 require_kernels(tensor.device)

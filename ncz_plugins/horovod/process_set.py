@@ -86,8 +86,10 @@ class ProcessSetReducer:
 
     def close(self, seconds: float) -> None:
         """End the thread, after at most so many seconds for what it is at, and close its connections."""
-        self._worker.close(seconds)
-        self._connections.close()
+        if self._worker.close(seconds):
+            self._connections.close()
+        else:  # it still uses them
+            self._connections.abort(PeerError("Horovod was initialized again before this reduction was over"))
 
     # ---------------------------------------------------------------- on the thread
 

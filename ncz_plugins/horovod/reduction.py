@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 
 import horovod.torch as hvd
@@ -35,6 +36,7 @@ class _Reductions:
         self._plans: weakref.WeakKeyDictionary[OptimizerCompressor, BucketPlan] = weakref.WeakKeyDictionary()
         self._process = os.getpid()
         self._pending: list[weakref.ref[Pending]] = []
+        self._lock = threading.Lock()  # autograd has a thread for each device, and all of them submit gradients
 
     def submit(self, pending: Pending) -> Pending:
         """Put among the pending, and begin to reduce the buckets that are complete now."""
@@ -43,8 +45,9 @@ class _Reductions:
         plan = self._plans.get(pending.owner)
         if plan is not None and pending.compressor.may_run_ahead:
             job = Job(pending.compressor, pending.owner, plan, pending.process_set)
-            for number, bucket in plan.complete(pending.tensors):
-                plan.under_way.append(self._reducer(pending.process_set).start(job, number, bucket))
+            with self._lock:
+                for number, bucket in plan.complete(pending.tensors):
+                    plan.under_way.append(self._reducer(pending.process_set).start(job, number, bucket))
         return pending
 
     def reduce_all(self, compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:

@@ -54,6 +54,10 @@ def test_a_ring_that_broke_is_opened_again(living):
     assert [rank["opened again"] for rank in living] == [[True] * 3] * 2
 
 
+def test_a_rank_may_initialize_horovod_again(living):
+    assert [rank["initialized again"] for rank in living] == [True] * 2
+
+
 @pytest.mark.parametrize("case", ["killed", "stopped"])
 def test_the_others_notice_a_rank_that_is_lost(case, tmp_path):
     command = horovod_ranks(WORKERS / "horovod_faults.py", case, ranks=3)

@@ -107,6 +107,19 @@ def test_two_optimizers_can_share_one_ncz(ranks):
     assert identical(rank["two optimizers"] for rank in ranks)
 
 
+def test_the_first_group_of_parameters_can_be_empty(ranks):
+    assert [rank["empty first group"]["counts"] for rank in ranks] == [[COMPRESSED_ONCE]] * len(ranks)
+    assert identical(rank["empty first group"] for rank in ranks)
+
+
+def test_a_copy_of_a_model_with_a_frozen_layer_can_train_all_of_it(ranks):
+    for rank in ranks:
+        first, *others = rank["unfrozen"]["bytes_in"]
+        assert 0 < first < rank["unfrozen"]["all_bytes"]
+        assert others == [rank["unfrozen"]["all_bytes"]] * 2
+    assert identical(rank["unfrozen"] for rank in ranks)
+
+
 def test_a_metric_can_be_averaged_before_the_optimizer_synchronizes(ranks):
     for rank in ranks:
         assert rank["average of a metric"]["error"] <= 1.01 * BOUND

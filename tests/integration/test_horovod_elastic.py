@@ -66,6 +66,8 @@ def test_what_goes_plain_still_does(run):
 
 # ------------------------------------------------------------------ a worker joins, and leaves again
 
+CHANGED_VALUE = 0.05  # of the configuration that the worker finds, as the worker's program has it
+
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory):
@@ -93,6 +95,11 @@ def test_steps_are_counted_on(joined):
         steps = [start["step"] for start in rank["seen"]]
         assert steps == [start["ncz_step"] for start in rank["seen"]] == sorted(steps)
         assert rank["ncz_step"] == rank["step"] > steps[-1]
+
+
+def test_a_worker_that_joins_takes_over_the_configuration(joined):
+    for rank in joined:
+        assert all(start["values"] == [CHANGED_VALUE] * 3 for start in rank["seen"] if start["size"] == 3)
 
 
 def test_replicas_are_identical_at_the_end(joined):

@@ -77,6 +77,11 @@ def test_gradients_flow_back(ranks):
             assert 0 < result["error"] <= 2.01 * BOUND, name  # doubled in the group
 
 
+def test_evaluation_in_inference_mode_can_average(ranks):
+    for rank in ranks:
+        assert all(0 < error <= 1.01 * BOUND for error in rank["inference"]["errors"])
+
+
 def test_horovod_run_takes_an_instance_to_all_ranks(tmp_path):
     (found,) = launch([sys.executable, WORKERS / "horovod_run.py"], tmp_path, timeout=120).ranks
     (weights, compressed), other = found

@@ -47,7 +47,10 @@ def alone(beside=nullcontext, branches=("ab",), schedule: str = "direct") -> dic
 
 
 def waiting() -> dict:
-    """All that can be reduced ahead gets the time for it: nothing is left when the program waits."""
+    """All that can be reduced ahead gets the time for it: nothing is left when the program waits.
+
+    What a rank does to its own gradients in the meantime has no effect.
+    """
     compressor, model = NCZ(CONFIG), new_model()
     optimizer = wrapped(model, compressor)
     found = [train(compressor, optimizer, model, steps=[0])["calls"][0]]
@@ -58,6 +61,8 @@ def waiting() -> dict:
         while compressor.stats.total.calls < (1 + step) * found[0][1] and time.monotonic() < deadline:
             time.sleep(0.01)
         found.append([compressor.stats.total.calls])
+        for parameter in model.parameters():
+            parameter.grad.mul_(rank)
         optimizer.step()
         found[-1].append(compressor.stats.total.calls)
     return {"calls": found, "sha256": sha256(model.parameters()), "step": compressor.training.step}

@@ -1,5 +1,6 @@
 """Cases of hvd.DistributedOptimizer that need more than other settings."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -235,6 +236,35 @@ def two_optimizers() -> dict:
     }
 
 
+def empty_first_group() -> dict:
+    """As where parameters are sorted into groups, one of which gets none."""
+    model, compressor = new_model(), NCZ(bounded())
+    sgd = torch.optim.SGD([{"params": []}, {"params": model.parameters()}], lr=0.05)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compressor)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    return {"counts": counts(compressor), "sha256": sha256(model.parameters())}
+
+
+def unfrozen() -> dict:
+    """A layer that was frozen at first. A copy of the model has none of the hooks that Horovod gave the first one."""
+    model, compressor = new_model(), NCZ(bounded())
+    model.entry.requires_grad_(False)
+    for frozen, steps in ((True, 1), (False, 2)):
+        if not frozen:
+            model = copy.deepcopy(model).requires_grad_(True)
+        optimizer = wrapped(model, compressor)
+        for number in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+    return {
+        "bytes_in": [done.bytes_in for done in compressor.stats.steps],
+        "all_bytes": sum(p.nbytes for p in model.parameters()),
+        "sha256": sha256(model.parameters()),
+    }
+
+
 def average_of_a_metric() -> dict:
     """Between backward and synchronize, with the optimizer's own NCZ, while one rank has a gradient less."""
     compressor = NCZ(bounded())
@@ -358,6 +388,8 @@ results = {
     "restored": restored(),
     "schedule": schedule(),
     "two optimizers": two_optimizers(),
+    "empty first group": empty_first_group(),
+    "unfrozen": unfrozen(),
     "average of a metric": average_of_a_metric(),
     "transport": transport(),
 }

@@ -189,6 +189,16 @@ def backward() -> dict:
     }
 
 
+def inference() -> dict:
+    """Averages in inference mode, as evaluation makes them."""
+    tensor = own_values(SIZE)
+    expected = hvd.allreduce(tensor)
+    with torch.inference_mode():
+        mine = tensor.clone()
+        results = [hvd.allreduce(mine, compression=NCZ), *hvd.grouped_allreduce([mine, mine], compression=NCZ)]
+    return {"errors": [largest_error([result], [expected]) for result in results]}
+
+
 hvd.init()
-checks = (compressed, plain, exact, fixed_rate, handles, backward)
+checks = (compressed, plain, exact, fixed_rate, handles, backward, inference)
 save({check.__name__: check() for check in checks})

@@ -81,7 +81,7 @@ def waited_for_after_a_failure() -> None:
 
 hvd.init()
 different, invalid = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
-tensor = own_values(SIZE)
+tensor, unknown = own_values(SIZE), hvd.ProcessSet([0, 1])
 cases = {
     "unknown section": lambda: NCZ(quantiser={"value": 0.1}),
     "impossible value": lambda: NCZ({"quantizer": {"value": -1}}),
@@ -100,6 +100,9 @@ cases = {
     "an optimizer imported before": optimizer_imported_before,
     "reducescatter": lambda: hvd.reducescatter(tensor, compression=NCZ),
     "grouped reducescatter": lambda: hvd.grouped_reducescatter([tensor], compression=NCZ()),
+    "a sparse tensor": lambda: hvd.allreduce(torch.eye(9).to_sparse(), compression=NCZ),
+    "no tensors": lambda: hvd.grouped_allreduce([], compression=NCZ),
+    "a process set that was not added": lambda: hvd.allreduce(tensor, process_set=unknown, compression=NCZ),
     "other names": lambda: same_names(["a", "bc"[hvd.rank()]]),
     "fewer on one rank": lambda: same_names(["a", "b"][hvd.rank() :]),
     "other dtypes": lambda: reduce_different({"dtype": torch.int32}, {}),

@@ -4,6 +4,7 @@ usage: horovod_training.py FOLDER all|resumed
 NCZ_CONFIG names the configuration of the run that leaves checkpoints in FOLDER, and of those that go on from there.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -113,8 +114,12 @@ def names() -> dict:
         (model, optimizer), second = wrapped(compressor), wrapped(compressor)
         take_step(model, optimizer, 0)
         take_step(*second, 0)
+        del optimizer
+        gc.collect()  # else its hooks stay with the parameters
         anew = torch.optim.SGD(model.parameters(), lr=0.1)
-        take_step(model, hvd.DistributedOptimizer(anew, model.named_parameters(), compression=compressor), 1)
+        optimizer = hvd.DistributedOptimizer(anew, model.named_parameters(), compression=compressor)
+        for number in (1, 2):
+            take_step(model, optimizer, number)
 
     def group(compressor):
         ncz_plugins.horovod.grouped_allreduce([own_values(3), own_values(4)], name="g", compression=compressor)
