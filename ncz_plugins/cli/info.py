@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-
 from . import machine
-from .output import grid, print_json
+from .output import grid, print_json, unbroken_console
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -25,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(report)
     else:
-        Console().print(grid(rows(report)))
+        unbroken_console().print(grid(rows(report)))
 
 
 def rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -98,7 +98,7 @@ def describe(quantizer: QuantizerConfig) -> str:
         return "harmless: nothing is lost"
     found = expected(quantizer)
     if not found:
-        return f"not measured for {quantizer.describe()}: compare with a plain run of some hundred steps"
+        return "not measured for such settings: compare with a plain run of some hundred steps"
     return f"{'; '.join(map(_said, found))} ({LIMITS})"
 
 

@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.command = shlex.join(["ncz", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.run(options)
-        sys.stdout.flush()
+        if sys.stdout:  # None if whoever started this has closed it
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; spare Python's own flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (NczError, OSError) as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,12 @@ _NO_BREAKS = 10_000  # columns, where no screen is looked at
 
 def size(nbytes: float) -> str:
     """1234567 is "1.23 MB"."""
-    return _scaled(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
+    return _scaled(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
 
 
 def duration(seconds: float) -> str:
     """0.0123 is "12.3 ms"."""
-    return _scaled(seconds, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+    return _scaled(seconds, (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def milliseconds(seconds: float) -> str:
@@ -64,18 +65,27 @@ def yaml_value(value: object) -> str:
 
 
 def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
-    """`value` with three digits, in the largest unit of which there is at least one."""
+    """`value` with three digits, in the largest unit of which there is at least one; 0 below 0.001 of the smallest."""
     value = float(f"{value:.3g}")  # so that 0.9999 s are 1 s, and not a thousand milliseconds
     name, unit = next(((name, unit) for name, unit in units if value >= unit), units[-1])
-    return f"{value / unit:.3g} {name}"
+    digits = float(f"{value / unit:.3g}")
+    return f"{digits if digits >= 1e-3 else 0:.15g} {name}"  # of which none is written as a power of ten
 
 
 # ------------------------------------------------------------------ tables
 
 
+class OutputConsole(Console):
+    """A console whose reader may go: BrokenPipeError is then for `main`. Rich's own would end the process with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # what rich has just caught
+
+
 def unbroken_console() -> Console:
     """A console that breaks lines at the edge of a terminal only: what a pipe or a file takes need not fit a screen."""
-    return Console(width=None if sys.stdout.isatty() else _NO_BREAKS)
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return OutputConsole(width=None if on_terminal else _NO_BREAKS)
 
 
 def table(
@@ -124,22 +134,20 @@ def print_json(document: Any) -> None:
 
 def write_text(option: str, file: str | os.PathLike, text: str) -> None:
     """Write the file that an option of the command line names. Raises UnsupportedError, which names both."""
-    try:
+    with naming(option, file):
         Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _cannot_be_written(option, file, error) from None
 
 
 def save_figure(option: str, file: str | os.PathLike, figure: Any) -> None:
     """Write a figure of matplotlib to the file that an option names. Raises UnsupportedError, which names both."""
-    try:
+    with naming(option, file):
         figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise _cannot_be_written(option, file, error) from None
 
 
 def require_writable(option: str, file: str | os.PathLike) -> None:
-    """Raise UnsupportedError, before any work, if the folder of the file that an option names can't be written."""
+    """Raise UnsupportedError, before any work, if what an option names is a folder, or no file can be made there."""
+    if Path(file).is_dir():
+        raise UnsupportedError(f"{option} {os.fspath(file)}: is a folder: name a file in it")
     if not os.access(Path(file).absolute().parent, os.W_OK):
         raise UnsupportedError(f"{option} {os.fspath(file)}: no file can be made there")
 
@@ -156,5 +164,10 @@ def require_picture(option: str, file: str | os.PathLike) -> None:
     require_writable(option, file)
 
 
-def _cannot_be_written(option: str, file: str | os.PathLike, error: OSError) -> UnsupportedError:
-    return UnsupportedError(f"{option} {os.fspath(file)}: cannot be written: {error.strerror or error}")
+@contextmanager
+def naming(option: str, file: str | os.PathLike) -> Iterator[None]:
+    """In place of an OSError from writing the file that an option names, raise UnsupportedError, which names both."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(f"{option} {os.fspath(file)}: cannot be written: {error.strerror or error}") from None

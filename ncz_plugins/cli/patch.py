@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.text import Text
 
 from ..core.errors import UnsupportedError
 from ..core.whole_files import write_whole
@@ -46,7 +46,7 @@ def _make(options: argparse.Namespace) -> None:
     _write(options.patch, patch)
     whole = sum(tensor.nbytes for tensor in new.values())
     fewer = f", {whole / len(patch):.1f} times fewer than its {size(whole)}"
-    unbroken_console().print(f"{options.patch}: {size(len(patch))}{fewer}")
+    unbroken_console().print(Text(f"{options.patch}: {size(len(patch))}{fewer}"))
 
 
 def _apply(options: argparse.Namespace) -> None:
@@ -54,7 +54,7 @@ def _apply(options: argparse.Namespace) -> None:
 
     made = apply_patch(_bytes_of(options.patch), None if options.base is None else _read(options.base))
     _write(options.new, _safetensors().save({name: each.contiguous() for name, each in made.items()}, {"format": "pt"}))
-    unbroken_console().print(f"{options.new}: {len(made)} tensors")
+    unbroken_console().print(Text(f"{options.new}: {len(made)} tensors"))
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -66,8 +66,8 @@ def _show(options: argparse.Namespace) -> None:
     for entry in contents.tensors:
         shape = " x ".join(map(str, entry.shape)) or "a number"
         add_row(found, entry.name, entry.dtype, shape, entry.kind, f"{sum(entry.frames):,}")
-    console: Console = unbroken_console()
-    console.print(f"{options.patch}: makes version {contents.identity:08x}, {base}")
+    console = unbroken_console()
+    console.print(Text(f"{options.patch}: makes version {contents.identity:08x}, {base}"))
     console.print(found)
 
 

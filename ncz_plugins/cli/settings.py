@@ -20,15 +20,16 @@ def load_config(file: str) -> tuple[Config, dict[str, Any] | None]:
     return Config.load(Path(file)), None
 
 
-def config_with(file: str | None, given: dict[str, dict[str, Any]]) -> Config:
+def config_with(file: str | None, given: dict[str, dict[str, Any]], otherwise: Config | None = None) -> Config:
     """The configuration in a file, or the default one, with the values that options gave in place of its own.
 
     Args:
         given: values by section and setting; None for what no option gave.
+        otherwise: what is taken without a file, in place of the default one.
 
     Raises ConfigError.
     """
-    settings = (load_config(file)[0] if file else Config()).model_dump(mode="json")
+    settings = (load_config(file)[0] if file else otherwise or Config()).model_dump(mode="json")
     for section, values in given.items():
         settings[section] |= {name: value for name, value in values.items() if value is not None}
     return Config(**settings)

@@ -11,9 +11,10 @@ import pytest
 from links import gone, needs_links
 from processes import WORKERS
 
+from ncz_plugins.cli.perf import launch
 from ncz_plugins.cli.perf.launch import run
 from ncz_plugins.cli.perf.link import link
-from ncz_plugins.core.errors import NczError
+from ncz_plugins.core.errors import NczError, UnsupportedError
 
 SECONDS = 120
 
@@ -50,6 +51,12 @@ def test_ranks_of_several_nodes_are_told_who_they_are(tmp_path):
         assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == (nodes[0].address, nodes[0].interface)
         assert found["host"] == nodes[rank // 2].address
         assert found["OMP_NUM_THREADS"] == "2"
+
+
+def test_what_starts_ranks_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "which", lambda name: None)
+    with pytest.raises(UnsupportedError, match="setpriv, which is not here: install util-linux"):
+        launched("received", tmp_path)
 
 
 def test_ranks_of_one_host_meet(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ...core.config import DEEPSPEED_KEY, Config, settings
@@ -50,7 +49,7 @@ def _show_settings(file: str, config: Config, deepspeed: dict[str, Any] | None) 
         for name in key.split("."):
             value = getattr(value, name)
         add_row(rows, key, yaml_value(value), "default" if value == default else f"default: {yaml_value(default)}")
-    console = Console()
+    console = unbroken_console()
     console.print(Text(f"{file}: {verdict}"))
     console.print(Text(config.describe()))
     if tuning:

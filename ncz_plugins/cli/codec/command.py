@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
 from rich.text import Text
 
 from ...core.config import Config
 from ...core.errors import ConfigError, UnsupportedError
 from .. import loss
-from ..output import grid, print_json, require_picture
+from ..output import grid, print_json, require_picture, unbroken_console
 from ..settings import config_with, parse_bound, parse_number
 
 
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(show.document(trip, own))
     else:
-        console = Console()
+        console = unbroken_console()
         console.print(Text(f"{options.file}: {array.size:,} {array.dtype}, {array.nbytes / 1e6:,.1f} MB"))
         console.print(Text(config.describe()))
         console.print(Text(f"loss of a training: {loss.describe(config.quantizer)}"))

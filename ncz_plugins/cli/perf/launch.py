@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from shutil import which
 from typing import IO, Any
 
-from ...core.errors import NczError
+from ...core.errors import NczError, UnsupportedError
 from .link import Node
 
 RECORDS = "NCZ_PERF_OUT"  # rank 0 finds the number of a file descriptor here, to write JSON lines to
@@ -87,7 +88,10 @@ def run(
         timeout: seconds for all of it.
 
     Raises NczError if a rank fails or the time is over; the message ends with the last lines that the rank printed.
+    Raises UnsupportedError where setpriv is missing.
     """
+    if which("setpriv") is None:
+        raise UnsupportedError("ranks are started by setpriv, which is not here: install util-linux, or use a launcher")
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
         output = stack.enter_context(records.open("w"))

@@ -14,8 +14,8 @@ class Ranks(NamedTuple):
 
     Attributes:
         launcher: what started this process as one of several ranks, "torchrun" or "horovodrun"; None if nothing did.
-        count: how many ranks to start. Without meaning under a launcher, as is `per_node`.
-        per_node: how many of them share a link.
+        count: how many ranks there are, or are to be started.
+        per_node: how many of them share a link. Without meaning under a launcher.
     """
 
     launcher: str | None
@@ -31,13 +31,15 @@ def ranks_of(options: argparse.Namespace) -> Ranks:
             if getattr(options, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option}: the ranks are those that {launcher} started, on the network as it is")
+        size = "WORLD_SIZE" if launcher == "torchrun" else "HOROVOD_SIZE"
+        return Ranks(launcher, parse_count(size, os.environ.get(size), 2), 1)
     ranks = parse_count("--ranks", options.ranks, 2)
     per_node = parse_count("--ranks-per-node", options.ranks_per_node, 1)
     if per_node > 1 and options.link is None:
         raise ConfigError("--ranks-per-node: nodes are those of --link RATE, which is missing")
     if ranks % per_node:
         raise ConfigError(f"--ranks-per-node: {per_node} does not divide --ranks {ranks}")
-    return Ranks(launcher, ranks, per_node)
+    return Ranks(None, ranks, per_node)
 
 
 def started_by() -> str | None:

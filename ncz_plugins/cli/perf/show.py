@@ -6,12 +6,12 @@ import platform
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ...core.config import Config
 from ...version import __version__
 from .. import machine
+from ..output import OutputConsole
 from .contenders import CONTENDERS
 from .job import DATA
 from .request import Request
@@ -40,7 +40,7 @@ def document(command: str, request: Request, records: list[dict[str, Any]]) -> d
 
 def show(request: Request, config: Config, records: list[dict[str, Any]]) -> None:
     """Print the records as people read them."""
-    console = Console(width=200)  # a narrower terminal breaks the lines, which is better than cut numbers
+    console = OutputConsole(width=200)  # a narrower terminal breaks the lines, which is better than cut numbers
     job = request.jobs[0]
     console.print(Text(f"{title(request, records)}: {DATA.get(job.data, 'from the file')}"))
     console.print(Text(f"ncz: {config.describe()}"))

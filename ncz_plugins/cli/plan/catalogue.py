@@ -59,9 +59,9 @@ class Catalogue(Entry):
     costs: dict[str, Costs] = {}
     sources: dict[str, Source] = {}
 
-    def instance(self, name: str) -> Instance:
-        """Raises ConfigError for an unknown name."""
-        return _named(self.instances, name, "--instance")
+    def instance(self, name: str, option: str) -> Instance:
+        """Raises ConfigError for an unknown name, which stands in `option`."""
+        return _named(self.instances, name, option)
 
     def cost(self, name: str) -> Costs:
         """Raises ConfigError for an unknown name."""

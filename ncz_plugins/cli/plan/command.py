@@ -8,16 +8,16 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from rich.console import Console
-
+from ...core.config import Config
 from ...core.errors import ConfigError
 from ...core.tuning.decisions import connections_to_use
-from ...core.tuning.tuning_file import Tuning
-from ..output import print_json, require_picture
+from ...core.tuning.tuning_file import apply_tuning_file
+from ..output import print_json, require_picture, unbroken_console
+from ..report.read import Run, read
 from ..settings import config_with, parse_bound
 from .catalogue import Catalogue, Instance, load
 from .strategy import STRATEGIES, sendings
-from .workload import ITEMSIZES, Interval, Workload, compute_from_tokens, from_run
+from .workload import ITEMSIZES, Interval, Workload, compute_from_tokens, from_run, settings_of
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kMBT]?)", re.ASCII)
 _MOST_COUNT = 1e15
@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--strategy", choices=tuple(STRATEGIES), default="ddp", help="ddp by default")
     how.add_argument("--every", metavar="H", type=int, default=500, help="with diloco: steps between synchronizations")
-    how.add_argument("--config", metavar="FILE", help="our settings; the default ones without it")
+    how.add_argument("--config", metavar="FILE", help="our settings; without it those of --run, or the default ones")
     how.add_argument("--bound", metavar="MODE:VALUE", help="error bound, in place of that of the file")
     how.add_argument("--ratio", metavar="R", type=float, help="what codes of one rank compress to, to fp32")
     parser.add_argument("--json", action="store_true", help="everything as JSON, which `ncz report --plan` reads")
@@ -98,7 +98,14 @@ def run(options: argparse.Namespace) -> None:
     """Predict, and show it. Raises ConfigError and UnsupportedError."""
     if options.plot:
         require_picture("--plot", options.plot)
-    config = config_with(options.config, {"quantizer": parse_bound(options.bound)})
+    recorded = read(options.recorded) if options.recorded else None
+    otherwise = settings_of(recorded) if recorded else None
+    config = config_with(options.config, {"quantizer": parse_bound(options.bound)}, otherwise)
+    if options.ratio is not None and config.quantizer.bits is not None:
+        raise ConfigError(
+            f"--ratio {options.ratio:g}: quantizer.mode: bits sends {config.quantizer.bits} bits per value, whatever "
+            "the data: leave it out"
+        )
     catalogue = load(options.catalogue)
     places = _places(options, catalogue)
     from .plot import draw  # these modules import torch
@@ -108,13 +115,13 @@ def run(options: argparse.Namespace) -> None:
 
     plans = []
     for place in places:
-        setup = _setup(options, catalogue, place, config)
+        setup = _setup(options, catalogue, place, config, _workload(options, place, recorded, config))
         steps = [predict(setup, kind) for kind in setup.kinds]
         plans.append((place, setup, steps, judge(setup, steps)))
     if options.json:
         print_json(document(options.command, options.strategy, plans))
     else:
-        show(Console(), options.strategy, plans)
+        show(unbroken_console(), options.strategy, plans)
     if options.plot:
         draw(options.plot, plans)
 
@@ -128,14 +135,18 @@ def _places(options: argparse.Namespace, catalogue: Catalogue) -> list[Place]:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: allowed: a number above 0")
+    if options.efficiency is not None and options.efficiency > 1:
+        raise ConfigError(f"--efficiency {options.efficiency:g}: allowed: a share of the peak, up to 1, such as 0.4")
     if options.latency_us is not None and not 0 <= options.latency_us < math.inf:
         raise ConfigError(f"--latency-us {options.latency_us:g}: allowed: a number of 0 or more")
     if options.link_gbps is not None:
         size = options.ranks_per_node or 1
         name = f"{options.link_gbps:g} Gbit/s"
         return [Place(name, size, options.link_gbps, options.flow_gbps, options.tflops, options.price, "--link-gbps")]
-    names = options.compare.split(",") if options.compare else [options.instance]
-    return [_of_instance(options, name, catalogue.instance(name), catalogue) for name in names]
+    option, names = "--instance", [options.instance]
+    if options.compare is not None:
+        option, names = "--compare", [name.strip() for name in options.compare.split(",")]
+    return [_of_instance(options, name, catalogue.instance(name, option), catalogue) for name in names]
 
 
 def _of_instance(options: argparse.Namespace, name: str, instance: Instance, catalogue: Catalogue) -> Place:
@@ -151,18 +162,16 @@ def _of_instance(options: argparse.Namespace, name: str, instance: Instance, cat
     )
 
 
-def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, config):
+def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, config: Config, workload: Workload):
     from .simulation.calls import Group  # these modules import torch
     from .simulation.fleet import Link
     from .step import Setup
 
-    workload = _workload(options, place)
     costs = catalogue.cost(options.costs or ("cpu" if options.link_gbps is not None else "gpu"))
-    if costs.kind == "cpu":
-        measured = config.entropy.costs
-        if measured is None and config.transport.tuning is not None:
-            measured = Tuning.read(config.transport.tuning).costs
-        costs = costs if measured is None else costs.with_coders(measured)
+    costs_from = config.transport.tuning if config.entropy.costs is None else "entropy.costs"
+    config = apply_tuning_file(config, options.nodes * place.ranks_per_node)
+    if costs.kind == "cpu" and config.entropy.costs is not None:
+        costs = costs.with_coders(config.entropy.costs, costs_from)
     connections = config.transport.connections
     if costs.kind == "gpu":
         connections = _NCCL_CONNECTIONS
@@ -179,16 +188,29 @@ def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, conf
     return Setup(workload, sendings(options.strategy, workload, options.every), group, config, price)
 
 
-def _workload(options: argparse.Namespace, place: Place) -> Workload:
+def _workload(options: argparse.Namespace, place: Place, recorded: Run | None, config: Config) -> Workload:
+    """What is trained. Raises ConfigError where the options don't tell, or tell of nothing to train."""
+    workload = _trained(options, place, recorded, config)
+    if not workload.parameters:
+        raise ConfigError(
+            f"{workload.name}: trains no parameter, so no gradient is sent: name a model or a run that trains some"
+        )
+    return workload
+
+
+def _trained(options: argparse.Namespace, place: Place, recorded: Run | None, config: Config) -> Workload:
     given = [each for each in ("parameters", "model", "recorded") if getattr(options, each)]
     if len(given) != 1:
         raise ConfigError("name one of --parameters, --model and --run: what is trained decides what is sent")
     itemsize = ITEMSIZES[options.dtype or "float32"]
-    if options.recorded:
-        workload = from_run(options.recorded, itemsize)
+    if recorded:
+        for name in ("tokens", "tflops", "efficiency"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name}: how long a step computes follows from --run: leave one of them out")
+        workload = from_run(options.recorded, recorded, itemsize, config.quantizer)
         if options.compute_seconds:
             workload = replace(workload, compute=_seconds(options.compute_seconds), how="--compute-seconds")
-        return workload if options.ratio is None else replace(workload, ratio=options.ratio)
+        return workload if options.ratio is None else replace(workload, ratio=options.ratio, ratio_ranks=1)
     if options.parameters:
         name, parameters = options.parameters, _count("--parameters", options.parameters)
         computed = parameters

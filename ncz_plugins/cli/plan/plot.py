@@ -39,15 +39,17 @@ def _steps(axes, name: str, steps) -> None:
 def _ranks(axes, setup) -> None:
     """The largest call of gradients, by schedule."""
     sending = max((each for each in setup.sendings if each.role == "gradient"), key=lambda each: each.nbytes)
-    group, itemsize = setup.group, setup.workload.itemsize
+    group, workload = setup.group, setup.workload
+    itemsize, ratio = sending.itemsize or workload.itemsize, (workload.ratio, workload.ratio_ranks)
     nodes = [2**power for power in range(1, 13) if 2**power * group.ranks_per_node <= _MOST_RANKS]
     config = resolved(setup.config, group).with_transport(min_bytes=0)
     for name in ("ring", "direct"):
         chosen = config.with_transport(schedule=name)
-        seconds = [
-            calls.compressed(replace(group, nodes=n), sending.collective, sending.nbytes, chosen, itemsize).seconds
+        timed = [
+            calls.compressed(replace(group, nodes=n), sending.collective, sending.nbytes, chosen, itemsize, *ratio)
             for n in nodes
         ]
+        seconds = [each.seconds for each in timed]
         axes.loglog([n * group.ranks_per_node for n in nodes], seconds, marker="o", markersize=3, label=name)
     plain = [calls.plain(replace(group, nodes=n), sending.collective, sending.nbytes, itemsize).seconds for n in nodes]
     axes.loglog([n * group.ranks_per_node for n in nodes], plain, color="0.5", marker="o", markersize=3, label="plain")

@@ -63,21 +63,25 @@ def show(console: Console, strategy: str, plans: list[Plan]) -> None:
 
 def _steps(steps: list[Step]):
     headings = ("step", "between", "computing", "exposed", "hidden", "sent", "1,000")
-    found = table("gradients", *headings, numbers=headings, gap=2, no_wrap=True)
+    found = table("gradients", *headings, numbers=headings, gap=2)
     for step in steps:
         low, _, high = step.seconds
         add_row(
             found,
             step.kind,
             duration(step.seconds.middle),
-            f"{low:.2g} to {high:.2g} s",
+            f"{duration(low)} to {duration(high)}",
             duration(step.compute),
             duration(step.exposed),
             duration(step.hidden),
             size(step.wire_bytes),
-            "" if step.dollars is None else f"${step.dollars.middle:,.0f}",
+            "" if step.dollars is None else _dollars(step.dollars.middle),
         )
     return found
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.0f}" if amount >= 10 else f"${amount:.2f}"
 
 
 def _lines(place, setup: Setup, steps: list[Step], verdict: Verdict) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,9 @@ class _Calls:
             return self._weights(group, sending, nbytes)
         if self.kind == "compressed" and "gradient" in self.setup.config.roles:
             config = resolved(self.setup.config, group)
-            return calls.compressed(group, sending.collective, nbytes, config, itemsize, self.setup.workload.ratio)
+            workload = self.setup.workload
+            ratio = workload.ratio, workload.ratio_ranks
+            return calls.compressed(group, sending.collective, nbytes, config, itemsize, *ratio)
         return calls.plain(group, sending.collective, nbytes, itemsize, cast=self.kind == "bfloat16")
 
     def _weights(self, group: Group, sending: Sending, nbytes: int) -> Timed:

@@ -73,12 +73,16 @@ def _gains(setup: Setup) -> bool:
 
 
 def _break_even_link(setup: Setup) -> float | None:
-    """By bisection, as it pays below some speed only."""
-    low, high = _SLOWEST_GBPS, _FASTEST_GBPS
-    if not _gains(setup.with_link(low)):
-        return None
-    if _gains(setup.with_link(high)):
-        return high
+    """By bisection, as it pays below some speed only: above the link that there is if it pays there, else below."""
+    given = setup.group.link.gbps
+    if _gains(setup):
+        low, high = given, max(given, _FASTEST_GBPS)
+        if _gains(setup.with_link(high)):
+            return high
+    else:
+        low, high = min(given, _SLOWEST_GBPS), given
+        if not _gains(setup.with_link(low)):
+            return None
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if _gains(setup.with_link(middle)) else (low, middle)

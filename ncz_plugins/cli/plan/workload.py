@@ -6,9 +6,12 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...core.config import Config, QuantizerConfig
 from ...core.errors import ConfigError
-from ..report.read import read
+from ..output import duration
+from ..report.read import Run
 from ..report.summary import summarize
+from ..report.verdict import UNTIMED
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EFFICIENCY = (0.3, 0.4, 0.5)  # of a GPU's peak that a training reaches: a guess where nobody says it
@@ -41,7 +44,8 @@ class Workload:
         itemsize: bytes of one gradient, as the framework sends it.
         compute: seconds that a rank computes in a step, forward and backward pass and optimizer.
         how: where `compute` comes from.
-        ratio: what gradients were measured to compress to, to fp32, in codes of one rank; None: as a sample does.
+        ratio: what gradients were measured to compress to, to fp32; None: as a sample does.
+        ratio_ranks: of how many ranks' all-reduces that was measured; 1: of the codes of one rank.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Workload:
     compute: Interval
     how: str
     ratio: float | None = None
+    ratio_ranks: int = 1
 
     @property
     def gradient_bytes(self) -> int:
@@ -78,14 +83,28 @@ def compute_from_tokens(
     return Interval(low, middle, high), how
 
 
-def from_run(file: str, itemsize: int) -> Workload:
-    """The training that a file of `statistics.jsonl` recorded.
+def settings_of(run: Run) -> Config:
+    """The settings that a run was made with; the default ones where it has none, or those of another version.
+
+    Its tuning file is left out, as it was measured on the machines of the run.
+    """
+    document = run.header.config.model_dump(exclude_unset=True) if run.header else {}
+    try:
+        return Config(**document).with_transport(tuning=None)
+    except ConfigError:
+        return Config()
+
+
+def from_run(file: str, run: Run, itemsize: int, quantizer: QuantizerConfig) -> Workload:
+    """The training that `run` is, which was read from a file of `statistics.jsonl`.
 
     How much of a step is computing is only known between two ends: collectives may have run beside it, or not.
 
+    Args:
+        quantizer: of the plan. What the run compressed to says nothing about any other than its own.
+
     Raises ConfigError where the file does not tell enough.
     """
-    run = read(file)
     summary = summarize(run)
     ranks = run.header.ranks if run.header else None
     if not ranks or ranks < 2 or not summary.times.steps:
@@ -94,8 +113,13 @@ def from_run(file: str, itemsize: int) -> Workload:
     sent = (gradients.plain_bytes if gradients else summary.plain_bytes) / summary.steps
     parameters = round(sent * ranks / (2 * (ranks - 1)) / itemsize)
     times = summary.times
-    least = max(0.0, times.step - times.collectives)
+    timed = summary.untimed <= UNTIMED  # else a step may have waited for calls whose time nobody measured
+    least = max(0.0, times.step - times.collectives) if timed else 0.0
     compute = Interval(least, statistics.fmean((least, times.step)), times.step)
-    how = f"the step of the run, {times.step:.3g} s, with between all and none of its collectives beside computing"
+    how = f"the step of the run, {duration(times.step)}, with between all and none of its collectives beside computing"
+    if not timed:
+        how += f"; how long {summary.untimed:.0%} of its bytes took is not known, as they went plain at once"
     ratio = summary.compressed_ratio
-    return Workload(file, parameters, itemsize, compute, how, None if ratio is None else ratio * 4 / itemsize)
+    if ratio is not None:
+        ratio = ratio * 4 / itemsize if quantizer == settings_of(run).quantizer else None
+    return Workload(file, parameters, itemsize, compute, how, ratio, ranks)

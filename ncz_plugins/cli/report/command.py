@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
-from ..output import print_json, require_picture
+from ..output import print_json, require_picture, unbroken_console
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -40,6 +38,6 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(document(options.file, found, summary, conclusions, comparison))
     else:
-        show(Console(), options.file, found, summary, conclusions, comparison)
+        show(unbroken_console(), options.file, found, summary, conclusions, comparison)
     if options.plot:
         draw(options.plot, found, options.file)

@@ -48,7 +48,7 @@ class PlannedPlace(PlanPart):
     """A plan for one place."""
 
     ranks: int
-    steps: list[PlannedStep]
+    steps: Annotated[list[PlannedStep], Field(min_length=1)]
 
 
 class PlanFile(PlanPart):
@@ -93,7 +93,7 @@ def read_plan(path: str | os.PathLike) -> PlannedPlace:
     """The plan in a file that `ncz plan --json` wrote. Raises ConfigError, naming the file."""
     path = os.fspath(path)
     try:
-        found = PlanFile(**read_document(path))
+        found = PlanFile.model_validate(read_document(path))
     except ValidationError as error:
         raise ConfigError(f"--plan {path}: {first_problem(error)}; `ncz plan --json` writes such files") from None
     if len(found.plans) > 1:
@@ -119,7 +119,9 @@ def compare(plan: PlannedPlace, summary: Summary, header: Header | None) -> Comp
     figures = {
         "step": Figure(planned.seconds.middle, times.step, planned.seconds.low, planned.seconds.high),
         "collectives": Figure(planned.communication, times.collectives),
-        "the rest": Figure(max(0.0, planned.seconds.middle - planned.communication), times.step - times.collectives),
+        "the rest": Figure(
+            max(0.0, planned.seconds.middle - planned.communication), max(0.0, times.step - times.collectives)
+        ),
         "sent": Figure(planned.wire_bytes, summary.wire_bytes / summary.steps),
     }
     return Comparison(figures, _words(figures, kind))

@@ -62,7 +62,7 @@ def show(
 
 def _described(run: Run, summary: Summary) -> str:
     header = run.header
-    ranks = f", {header.ranks} ranks" if header and header.ranks else ""
+    ranks = f", {header.ranks} rank{'s' if header.ranks > 1 else ''}" if header and header.ranks else ""
     version = f", ncz_plugins {header.ncz_plugins}" if header else ""
     starts = f", started {summary.runs} times" if summary.runs > 1 else ""
     return f"steps {summary.first:,} to {summary.last:,}{starts}{ranks}{version}; all figures are those of rank 0"

@@ -134,6 +134,12 @@ class Summary:
     def bypassed_bytes(self) -> int:
         return sum(bypassed.bytes for bypassed in self.bypasses.values())
 
+    @property
+    def untimed(self) -> float:
+        """Of the bytes, the share that calls sent which went plain at once: nobody measures the time of these."""
+        sent = sum(bypassed.bytes for reason, bypassed in self.bypasses.items() if reason not in LATE)
+        return sent / self.wire_bytes if self.wire_bytes else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""
         return asdict(self)

@@ -83,8 +83,9 @@ def _of_time(summary: Summary, header: Header | None) -> Conclusion:
         return Conclusion(
             "time", "unknown", "Unknown: only first steps after a start are here, and these are not timed."
         )
-    untimed = sum(bypassed.bytes for reason, bypassed in summary.bypasses.items() if reason not in LATE)
-    untimed /= summary.wire_bytes or 1
+    if not summary.wire_bytes:
+        return Conclusion("time", "elsewhere", "Something else: nothing was sent, so compression can't gain anything.")
+    untimed = summary.untimed
     if untimed >= MOST:
         limit = "unknown"
         words = (
@@ -195,7 +196,8 @@ def _send_less(summary: Summary) -> str:
 
 def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
     if not summary.wire_bytes:
-        return Conclusion("ratio", "nothing", "Nothing was sent.")
+        why = f" {ADVICE['one rank']}" if "one rank" in summary.bypasses else ""
+        return Conclusion("ratio", "nothing", f"Nothing was sent.{why}")
     bypassed, compressed = summary.bypassed_bytes / summary.wire_bytes, summary.compressed_ratio
     shrank = f"what was compressed shrank {compressed:.2f} times" if compressed else "nothing was compressed"
     if summary.bypasses and (bypassed >= MOST or compressed is None):
@@ -239,8 +241,8 @@ def _of_loss(summary: Summary, config: Settings) -> Conclusion:
     if error is not None and harmless is not None and error > _ABOUT * harmless:
         limit = "harmful" if limit == "harmful" else "outside"
         words += (
-            f" The guard's largest relative error, {error:.3g}, is outside of what was shown to be harmless under "
-            f"AdamW, {harmless:.2g}: compare with a plain run, or lower quantizer.value."
+            f" The guard's largest relative error, {_figure(summary.guard.relative_error)}, is outside of what was "
+            f"shown to be harmless under AdamW, {harmless:.2g}: compare with a plain run, or lower quantizer.value."
         )
     return Conclusion("loss", limit, words)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...core.errors import ConfigError
-from ..output import require_writable
+from ..output import naming, require_writable
 from ..perf.ranks import ranks_of
 from ..settings import config_with
 
@@ -40,5 +40,6 @@ def run(options: argparse.Namespace) -> None:
 
     tuning = run_job(config, seconds, ranks, options.link)
     if tuning:  # on rank 0
-        tuning.write(options.output)
+        with naming("--output", options.output):
+            tuning.write(options.output)
         show(tuning, options.output)

@@ -17,7 +17,8 @@ from torch import Tensor
 from ...kernels.format import Rows, packed_bytes
 from ..codec.fixed_rate import FixedRateCodec
 from ..runtime.statistics import Counters
-from ..transport.base import CollectiveTransport, replace_by_largest
+from ..runtime.trace import span
+from ..transport.base import CollectiveTransport, Work, replace_by_largest
 
 _PIECE_BYTES = 1 << 20  # packed, of a row: less would wait for latency
 _MOST_PIECES = 4
@@ -50,7 +51,7 @@ def all_reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: 
         gathers.append((piece, gathered, transport.plain.all_gather_into_tensor(gathered, sums), sums))
         counters.wire_bytes += (n - 1) * sums.nbytes
     for piece, gathered, work, _ in gathers:
-        work.wait()
+        _wait(work, gathered, counters)
         codec.unpack(gathered, n, piece, magnitudes, range(n))
 
 
@@ -64,7 +65,7 @@ def _all_reduce_of_two(
         gathers.append((piece, gathered, transport.plain.all_gather_into_tensor(gathered, packed), packed))
         counters.wire_bytes += packed.nbytes
     for piece, gathered, work, _ in gathers:
-        work.wait()
+        _wait(work, gathered, counters)
         codec.unpack(codec.add(gathered, 2), 2, piece, magnitudes, range(2))
 
 
@@ -80,8 +81,8 @@ def all_gather(transport: CollectiveTransport, codec: FixedRateCodec, counters: 
         gathered.append((together, transport.plain.all_gather_into_tensor(together, tensor)))
         counters.wire_bytes += (n - 1) * tensor.nbytes
     (magnitudes, first), (codes, second) = gathered
-    first.wait()
-    second.wait()
+    _wait(first, magnitudes, counters)
+    _wait(second, codes, counters)
     codec.unpack(codes, 1, codec.all_rows, magnitudes, range(n))
 
 
@@ -94,17 +95,26 @@ def broadcast(transport: CollectiveTransport, codec: FixedRateCodec, counters: C
     # On other ranks this is memory of the right sizes.
     magnitudes = codec.magnitudes(rows)
     packed = codec.pack(rows, magnitudes)
-    for work in [transport.plain.broadcast(tensor, root) for tensor in (magnitudes, packed)]:
-        work.wait()
+    sent = [(tensor, transport.plain.broadcast(tensor, root)) for tensor in (magnitudes, packed)]
+    for tensor, work in sent:
+        _wait(work, tensor, counters)
     counters.wire_bytes += (magnitudes.nbytes + packed.nbytes) * (n - 1) // n
     codec.unpack(packed, 1, rows, magnitudes, range(len(codec.layout.lengths)))
 
 
 def _agreed(transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, counters: Counters) -> Tensor:
     """The largest magnitude over ranks of each block."""
-    magnitudes = codec.magnitudes(rows)
-    replace_by_largest(transport, magnitudes, counters)
+    with span("agree", codec.source.data.nbytes, counters):
+        magnitudes = codec.magnitudes(rows)
+        with span("wait", magnitudes.nbytes, counters):
+            replace_by_largest(transport, magnitudes, counters)
     return magnitudes
+
+
+def _wait(work: Work, received: Tensor, counters: Counters) -> None:
+    """Wait for what is received, and count it. On a GPU only the current stream waits, so hardly anything counts."""
+    with span("wait", received.nbytes, counters):
+        work.wait()
 
 
 def _summed(
@@ -119,7 +129,7 @@ def _summed(
         exchanges.append((piece, received, transport.plain.all_to_all_single(received, packed), packed))
         counters.wire_bytes += packed.nbytes * (n - 1) // n
     for piece, received, work, _ in exchanges:
-        work.wait()
+        _wait(work, received, counters)
         yield piece, codec.add(received, n)
 
 

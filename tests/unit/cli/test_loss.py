@@ -46,7 +46,7 @@ def test_what_is_finer_counts_as_the_next_coarser_setting():
 )
 def test_what_was_not_measured_is_said(quantizer):
     assert classes(**quantizer) == {}
-    assert loss.describe(QuantizerConfig(**quantizer)).startswith("not measured for ")
+    assert loss.describe(QuantizerConfig(**quantizer)).startswith("not measured for such settings")
 
 
 def test_without_loss_there_is_none():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -214,6 +215,38 @@ def start(*arguments, **options):
     )
 
 
+def test_nothing_is_cut_off_in_a_pipe(ncz, tmp_path, monkeypatch):
+    step = {"calls": 1, "compressed_calls": 1, "plain_bytes": 100, "wire_bytes": 10, "seconds": 0.1}
+    (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(step | {'step': at})}\n" for at in (1, 2)))
+    numpy.save(tmp_path / "x.npy", numpy.random.default_rng(0).standard_normal(5000, dtype=numpy.float32))
+    planned = ["--parameters", "1M", "--compute-seconds", "0.1", "--link-gbps", "1"]
+    for command in (
+        ["info"],
+        ["check", ROOT / "configs" / "ncclz.yaml"],
+        ["codec", tmp_path / "x.npy"],
+        ["report", tmp_path / "run.jsonl"],
+        ["plan", *planned],
+    ):
+        lines = []
+        for columns in ("400", "20"):
+            monkeypatch.setenv("COLUMNS", columns)
+            code, out, _ = ncz(*command)
+            assert code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in out
+            lines.append(len(out.splitlines()))
+        assert lines[0] == lines[1], command
+
+
+def test_a_tuning_file_that_cannot_be_written_is_named_with_its_option(ncz, tmp_path, monkeypatch):
+    def write(file):
+        raise OSError(28, "No space left on device")
+
+    code, _, err = ncz("tune", "--output", tmp_path)
+    assert code == 2 and f"--output {tmp_path}: is a folder" in err  # before anything is measured
+    monkeypatch.setattr("ncz_plugins.cli.tune.run_job.run_job", lambda *_: SimpleNamespace(write=write))
+    code, _, err = ncz("tune", "--output", tmp_path / "x.json")
+    assert code == 2 and f"--output {tmp_path}/x.json: cannot be written: No space left on device" in err
+
+
 @pytest.mark.processes
 def test_python_m_is_the_same_command():
     process = start("-m", "ncz_plugins", "check", "nowhere.yaml")
@@ -246,8 +279,12 @@ def test_ctrl_c_and_a_closed_pipe_leave_no_traceback(tmp_path):
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
 
-    process = start("-m", "ncz_plugins", "schema")
-    process.stdout.close()
-    process.stdout = None
-    _, err = process.communicate(timeout=60)
-    assert err == ""
+    for command in (["schema"], ["check", "configs/ncclz.yaml"]):
+        process = start("-m", "ncz_plugins", *command)
+        process.stdout.close()
+        process.stdout = None
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "")
+
+    process = start("-m", "ncz_plugins", "schema", preexec_fn=lambda: os.close(1))
+    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0

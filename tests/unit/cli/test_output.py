@@ -1,6 +1,7 @@
 """What all commands share for their output."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -48,6 +49,22 @@ def test_without_a_terminal_no_line_is_broken(capsys):
     assert len(capsys.readouterr().out.strip().splitlines()) == 1
 
 
+def test_a_reader_that_goes_is_left_to_the_command(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as gone, pytest.raises(BrokenPipeError):
+        monkeypatch.setattr(sys, "stdout", gone)
+        try:
+            output.unbroken_console().print("x")
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # what is left goes there as the file is closed
+
+
+def test_without_any_output_nothing_is_printed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as where the caller has closed it
+    output.unbroken_console().print("x")
+
+
 def test_json_is_strict(capsys):
     output.print_json({"a": float("nan"), "b": [float("inf"), 1]})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1]}
@@ -60,6 +77,8 @@ def test_a_file_that_cannot_be_written_is_named_with_its_option(tmp_path):
     with pytest.raises(UnsupportedError, match=f"^--output {file}: no file can be made there$"):
         output.require_writable("--output", file)
     output.require_writable("--output", tmp_path / "x.json")
+    with pytest.raises(UnsupportedError, match=f"^--output {tmp_path}: is a folder: name a file in it$"):
+        output.require_writable("--output", tmp_path)
 
 
 def test_a_picture_is_refused_before_any_work(tmp_path, monkeypatch):

@@ -44,6 +44,14 @@ def test_a_patch_without_a_base_holds_everything(versions, capsys):
     assert "holds everything" in shown and "200 x 100" in shown and "whole" in shown
 
 
+def test_names_are_shown_as_they_are(versions, capsys):
+    assert main(["patch", "make", "new.safetensors", "v[2].patch"]) == 0
+    assert main(["patch", "show", "v[2].patch"]) == 0
+    assert main(["patch", "apply", "v[2].patch", "[red]made.safetensors"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("v[2].patch: ") == 2 and "[red]made.safetensors: 2 tensors" in shown
+
+
 MISTAKES = {
     "no such file": (["make", "none.safetensors", "p"], "none.safetensors: cannot be read"),
     "no safetensors": (["make", "text", "p"], "text: is no whole file of safetensors"),

@@ -106,14 +106,20 @@ class Timed:
 
 
 def compressed(
-    group: Group, collective: str, nbytes: int, config: Config, itemsize: int = 4, ratio: float | None = None
+    group: Group,
+    collective: str,
+    nbytes: int,
+    config: Config,
+    itemsize: int = 4,
+    ratio: float | None = None,
+    ratio_ranks: int = 1,
 ) -> Timed:
     """A call with the settings of `config`, plain where these say so.
 
     Args:
         collective: all_reduce, reduce_scatter or all_gather.
         nbytes: of the whole tensor.
-        ratio: see `sizes_for`.
+        ratio, ratio_ranks: see `sizes_for`.
     """
     if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu", group.ranks):
         return plain(group, collective, nbytes, itemsize)
@@ -121,7 +127,7 @@ def compressed(
         group = replace(group, costs=group.costs.at_a_fixed_rate)
     hierarchical = group.ranks_per_node > 1 and group.nodes > 1 and config.transport.hierarchy != "off"
     fleet = group.fleet(between_nodes=hierarchical)
-    sizes = sizes_for(config, ratio)
+    sizes = sizes_for(config, ratio, ratio_ranks)
     counters = Counters()
     name = "direct" if config.quantizer.bits else config.transport.schedule  # as a fixed rate exchanges its codes
     name = schedule_for(fleet.world_size) if name == "auto" else name

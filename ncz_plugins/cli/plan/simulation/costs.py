@@ -74,9 +74,14 @@ class Costs(BaseModel):
             return self
         return self.model_copy(update={"call_us": self.fixed_rate_call_us, "message_us": self.plain_message_us})
 
-    def with_coders(self, measured: CoderCosts) -> Costs:
-        """The same with what `ncz tune` measured of coders: encoding and decoding together, which count half each."""
+    def with_coders(self, measured: CoderCosts, source: str) -> Costs:
+        """The same with what `ncz tune` measured of coders: encoding and decoding together, which count half each.
+
+        Args:
+            source: where that stands.
+        """
         rans = measured.rans + _OTHER_VALUES * measured.rans_rest
         found = {"raw": measured.raw, "fixed": measured.fixed, "huffman": measured.huffman, "rans": rans}
         halves = {name: CodingCosts(encode=both / 2, decode=both / 2) for name, both in found.items()}
-        return self.model_copy(update={"coders": self.coders | halves})
+        source = f"{self.source.strip().removesuffix('.')}, coders from {source}"
+        return self.model_copy(update={"coders": self.coders | halves, "source": source})

@@ -6,6 +6,7 @@ The sample are Laplace values, other ones on every rank, which compress as the g
 from __future__ import annotations
 
 import math
+import statistics
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -36,11 +37,12 @@ class CodeSizes(Protocol):
         """The name of the coder that writes such sums."""
 
 
-def sizes_for(config: Config, ratio: float | None = None) -> CodeSizes:
+def sizes_for(config: Config, ratio: float | None = None, ratio_ranks: int = 1) -> CodeSizes:
     """What codes take with the settings of `config`, a resolved one.
 
     Args:
-        ratio: what the codes of one rank are known to compress to, to fp32. None: as those of the sample do.
+        ratio: what codes are known to compress to, to fp32. None: as those of the sample do.
+        ratio_ranks: of how many ranks' all-reduces that is known; 1: of the codes of one rank.
 
     Raises ConfigError where no sample can tell and `ratio` is None, and where nothing would be compressed.
     """
@@ -55,15 +57,19 @@ def sizes_for(config: Config, ratio: float | None = None) -> CodeSizes:
         return LosslessSizes(ratio)
     if quantizer.mode == "abs":  # sums grow alike, whatever the bound is relative to
         config = config.model_copy(update={"quantizer": QuantizerConfig()})
-    return SampledSizes(config, ratio)
+    return SampledSizes(config, ratio, ratio_ranks)
 
 
 class SampledSizes:
     """Those of a sample; see `sizes_for`."""
 
-    def __init__(self, config: Config, ratio: float | None = None):
+    def __init__(self, config: Config, ratio: float | None = None, ratio_ranks: int = 1):
         self._config = config
-        self._more = 0.0 if ratio is None else _BITS / ratio - self._sampled(1).bits
+        self._more = 0.0
+        if ratio is not None:
+            # Two ranks exchange codes of single ranks. More send as many values again as sums of all.
+            ends = (1, ratio_ranks) if ratio_ranks > 2 else (1,)
+            self._more = _BITS / ratio - statistics.fmean(map(self.bits, ends))
 
     def bits(self, addends: int) -> float:
         most = min(addends, _MOST_ADDENDS)

@@ -201,17 +201,19 @@ def test_slower_links_get_more_time(read):
 @pytest.mark.parametrize(
     "environment, launcher",
     [
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "torchrun"),
-        ({"HOROVOD_RANK": "0"}, "horovodrun"),
+        ({"RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "here"}, "torchrun"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "16"}, "horovodrun"),
         ({"RANK": "0"}, None),
     ],
 )
 def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
-    read()  # which clears the environment
+    [of_two] = read().jobs  # with the environment cleared
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert read().ranks.launcher == launcher
+    found = read()
+    assert found.ranks.launcher == launcher
     if launcher:
+        assert found.ranks.count == 16 and found.jobs[0].timeout > 3 * of_two.timeout  # they have more to send
         for option in ("--link=1gbit", "--ranks=2", "--ranks-per-node=2"):
             with pytest.raises(
                 ConfigError, match=f"{option.split('=')[0]}: the ranks are those that {launcher} started"
@@ -236,6 +238,7 @@ def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
         (["--plot", "x.foo"], "--plot x.foo: allowed are names in"),
         (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: no file can be made there"),
         (["--trace", "/nowhere/x.json"], "--trace /nowhere/x.json: no file can be made there"),
+        (["--trace", "/"], "--trace /: is a folder: name a file in it"),
     ],
     ids=" ".join,
 )

@@ -1,6 +1,7 @@
 """`ncz plan` from its options to its output, and what is known about machines."""
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -10,14 +11,16 @@ from repository import ROOT
 
 from ncz_plugins.cli import main as cli
 from ncz_plugins.cli.plan.catalogue import load
+from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
 from ncz_plugins.cli.plan.simulation.fleet import Link
 from ncz_plugins.cli.plan.step import Setup, predict
 from ncz_plugins.cli.plan.strategy import STRATEGIES, sendings
 from ncz_plugins.cli.plan.verdict import judge
 from ncz_plugins.cli.plan.workload import Interval, Workload, compute_from_tokens
-from ncz_plugins.core.config import Config
+from ncz_plugins.core.config import CoderCosts, Config
 from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.tuning.tuning_file import SpeedComparison, Trial, Tuning
 
 RESULTS = ROOT / "benchmarks" / "results"
 SLOW = ["plan", "--parameters", "25M", "--compute-seconds", "0.5", "--link-gbps", "1"]
@@ -88,6 +91,16 @@ def test_it_pays_below_the_break_even(capsys):
         assert (ours < 0.97 * best) == expected
 
 
+def test_what_pays_here_has_a_break_even():
+    """Also where it pays on no slower link: half the bytes gain nothing over bfloat16, but fewer messages do."""
+    found = setup(gbps=10, nodes=8)
+    found = replace(found, workload=replace(found.workload, ratio=1.9))
+    verdict = judge(found, [predict(found, kind) for kind in found.kinds])
+    assert verdict.pays != "no" and verdict.break_even_gbps > 10
+    slowest = found.with_link(0.01)
+    assert judge(slowest, [predict(slowest, kind) for kind in slowest.kinds]).pays == "no"
+
+
 def test_tells_what_is_hidden_and_what_is_exposed(capsys):
     """With much computing nothing of a call is seen but the last bucket's."""
     long = predict(setup(compute=100.0), "plain")
@@ -119,6 +132,8 @@ def test_compares_instances(capsys):
     options = ["plan", "--parameters", "1B", "--tokens", "4096", "--nodes", "2", "--strategy", "zero-2"]
     found = plan(capsys, *options, "--compare", "g6e.48xlarge,p4d.24xlarge")["plans"]
     assert [each["place"]["name"] for each in found] == ["g6e.48xlarge", "p4d.24xlarge"]
+    spaced = plan(capsys, *options, "--compare", "g6e.48xlarge, p4d.24xlarge")["plans"]
+    assert [each["place"]["name"] for each in spaced] == ["g6e.48xlarge", "p4d.24xlarge"]
 
 
 def test_a_model(capsys, tmp_path):
@@ -146,6 +161,52 @@ def test_a_picture(capsys, tmp_path):
     file = tmp_path / "plan.png"
     assert cli.main([*SLOW, "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_is_of_the_planned_calls(monkeypatch, tmp_path):
+    seen = []
+    known = calls.compressed
+    monkeypatch.setattr(calls, "compressed", lambda *arguments: seen.append(arguments[4:]) or known(*arguments))
+    options = [*SLOW, "--dtype", "bfloat16", "--strategy", "diloco", "--ratio", "9"]
+    assert cli.main([*options, "--plot", str(tmp_path / "plan.png")]) == 0
+    assert set(seen) == {(4, 9, 1)}  # replicas tell what they have moved by in float32
+
+
+def test_what_is_printed_has_its_units(capsys):
+    assert cli.main(["plan", "--parameters", "7B", "--compute-seconds", "600", *SLOW[5:], "--price", "0.01"]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("plain")]
+    assert " min to " in row and " min " in row and row.split()[-1].startswith("$") and "." in row.split()[-1]
+
+
+# ------------------------------------------------------------------ a tuning file
+
+
+def tuned(tmp_path: Path, **changes) -> Path:
+    """A configuration that names a tuning file of 2 ranks with these choices."""
+    choices = {"schedule": "direct", "frame_bytes": 1 << 20, "min_bytes": 1 << 17, "link_gbps": 1.0} | changes
+    Tuning(
+        format=1,
+        world_size=2,
+        **choices,
+        costs=CoderCosts(raw=1200, fixed=1100, huffman=2400, rans=2000, rans_rest=4000),
+        latency_seconds=1e-4,
+        trials=(Trial(schedule="direct", frame_bytes=1 << 20, nbytes=1 << 26, seconds=0.1),),
+        comparisons=(SpeedComparison(nbytes=1 << 26, plain_seconds=0.2, compressed_seconds=0.1),),
+        quantizer=Config().quantizer.describe(),
+        kernels="avx2",
+        version="0.1.0",
+    ).write(tmp_path / "tuned.json")
+    file = tmp_path / "ours.yaml"
+    file.write_text("transport: {tuning: tuned.json, min_bytes: auto, frame_bytes: auto}\n")
+    return file
+
+
+def test_the_choices_of_a_tuning_file_count(capsys, tmp_path):
+    [found] = plan(capsys, *SLOW, "--config", str(tuned(tmp_path)))["plans"]
+    assert found["steps"][2]["compressed_calls"] == 1
+    assert found["costs_from"].endswith(f", coders from {tmp_path / 'tuned.json'}")
+    [found] = plan(capsys, *SLOW, "--config", str(tuned(tmp_path, min_bytes="never")))["plans"]
+    assert found["steps"][2]["compressed_calls"] == 0 and found["verdict"]["pays"] == "no"
 
 
 # ------------------------------------------------------------------ what is measured of trainings
@@ -188,6 +249,12 @@ def test_computing_from_tokens():
         ([*SLOW[1:], "--latency-us", "-1"], "--latency-us -1: allowed: a number of 0 or more"),
         ([*SLOW[1:], "--flow-gbps", "nan"], "--flow-gbps nan: allowed: a number above 0"),
         (["--parameters", "1M", "--tokens", "10", "--efficiency", "0", *SLOW[5:]], "--efficiency 0: allowed"),
+        (
+            ["--parameters", "1M", "--tokens", "10", "--efficiency", "40", *SLOW[5:]],
+            "--efficiency 40: allowed: a share",
+        ),
+        ([*SLOW[1:], "--bound", "bits:4", "--ratio", "8"], "--ratio 8: quantizer.mode: bits sends 4 bits per value"),
+        (["--parameters", "1M", "--tokens", "10", "--compare", "x1,"], "--compare x1: unknown; known are"),
         ([*SLOW[1:], "--costs", "tpu"], "--costs tpu: unknown; known are cpu, gpu"),
         ([*SLOW[1:], "--bound", "abs:0.1"], "give --ratio"),
         (["--parameters", "many", *SLOW[3:]], "--parameters many: allowed"),
@@ -236,11 +303,13 @@ def test_users_add_machines(tmp_path, capsys):
 # ------------------------------------------------------------------ a finished run beside its plan
 
 
-def recorded(path: Path, step_seconds: float, wire_bytes: int, seconds: float, ranks: int = 2) -> Path:
-    header = {"ncz_plugins": "0.1.0", "config": {}, "ranks": ranks}
+def recorded(
+    path: Path, step_seconds: float, wire_bytes: int, seconds: float, ranks: int = 2, config=None, **more
+) -> Path:
+    header = {"ncz_plugins": "0.1.0", "config": config or {}, "ranks": ranks}
     step = {
         "calls": 4, "compressed_calls": 4, "plain_bytes": 100_000_000, "wire_bytes": wire_bytes, "seconds": seconds,
-        "step_seconds": step_seconds,
+        "step_seconds": step_seconds, **more,
     }  # fmt: skip
     lines = [header, *({"step": number, **step} for number in range(1, 6))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -284,8 +353,18 @@ def test_plans_that_cant_be_compared(tmp_path, capsys, planned):
     file, step = planned
     run = recorded(tmp_path / "run.jsonl", 1.0, 10, 0.5, ranks=8)
     assert "is for 2 ranks, and the run had 8" in refusal(capsys, "report", str(run), "--plan", str(file))
-    file.write_text("{}")
-    assert "`ncz plan --json` writes such files" in refusal(capsys, "report", str(run), "--plan", str(file))
+    one = json.loads(file.read_text())["plans"][0]
+    for text in ("{}", json.dumps({"plans": [one | {"steps": []}]}), '{"plans": [1]}'):
+        file.write_text(text)
+        assert "`ncz plan --json` writes such files" in refusal(capsys, "report", str(run), "--plan", str(file))
+    other = file.with_suffix(".yaml")
+    other.write_text("1: 2\n")  # a key that is no name
+    assert "`ncz plan --json` writes such files" in refusal(capsys, "report", str(run), "--plan", str(other))
+
+
+def test_collectives_beside_computing_leave_no_less_than_nothing(tmp_path, capsys, planned):
+    run = recorded(tmp_path / "run.jsonl", 1.0, 10_000_000, 1.5)
+    assert report(capsys, run, planned[0])["figures"]["the rest"]["measured"] == 0
 
 
 def test_a_run_is_planned_anew(tmp_path, capsys):
@@ -295,3 +374,55 @@ def test_a_run_is_planned_anew(tmp_path, capsys):
     assert found["parameters"] == 25_000_000
     assert found["compute_seconds"] == {"low": pytest.approx(0.6), "middle": pytest.approx(0.8), "high": 1.0}
     assert found["steps"][0]["wire_bytes"] / found["steps"][2]["wire_bytes"] == pytest.approx(8, rel=0.05)
+
+
+def test_computing_is_not_told_from_calls_that_went_plain_at_once(tmp_path, capsys):
+    """Nobody measured how long these took, so all of the step may have been waiting."""
+    plain = {"bypasses": {"too small": 1}, "bypassed_bytes": {"too small": 90_000_000}}
+    run = recorded(tmp_path / "run.jsonl", 1.0, 92_000_000, 0.01, **plain)
+    [found] = plan(capsys, "plan", "--run", str(run), "--link-gbps", "1")["plans"]
+    assert found["compute_seconds"] == {"low": 0, "middle": 0.5, "high": 1.0}
+    assert "98% of its bytes took is not known" in found["compute_from"]
+
+
+def test_a_run_planned_where_it_ran_sends_what_it_sent(tmp_path, capsys):
+    """With more than 2 ranks its ratio is that of codes and of sums."""
+    sent = plan(capsys, *SLOW, "--nodes", "4")["plans"][0]["steps"][2]["wire_bytes"]
+    run = recorded(tmp_path / "run.jsonl", 1.0, round(sent), 0.4, ranks=4, plain_bytes=150_000_000)
+    [found] = plan(capsys, "plan", "--run", str(run), "--link-gbps", "1", "--nodes", "4")["plans"]
+    assert found["parameters"] == 25_000_000
+    assert found["steps"][2]["wire_bytes"] == pytest.approx(sent, rel=0.05)
+
+
+def test_a_run_is_planned_with_its_own_settings(tmp_path, capsys):
+    def sent(quantizer: dict, *options: str) -> float:
+        config = Config(quantizer=quantizer, transport={"tuning": "gone.json"}).model_dump(mode="json")
+        run = recorded(tmp_path / "run.jsonl", 1.0, 12_500_000, 0.4, config=config)
+        [found] = plan(capsys, "plan", "--run", str(run), "--link-gbps", "0.1", *options)["plans"]
+        return found["steps"][0]["wire_bytes"] / found["steps"][2]["wire_bytes"]
+
+    assert sent({"mode": "bits", "value": 8}) == pytest.approx(4, rel=0.02)
+    assert sent({"value": 0.1}) == pytest.approx(8, rel=0.05)  # as it did
+    assert sent({"value": 0.1}, "--bound", "rms:0.05") < 7  # what it did says nothing of another bound
+
+
+def test_what_follows_from_a_run_is_not_given_beside_it(tmp_path, capsys):
+    run = str(recorded(tmp_path / "run.jsonl", 1.0, 12_500_000, 0.4))
+    for option, value in (("--tokens", "10"), ("--tflops", "100"), ("--efficiency", "0.5")):
+        words = refusal(capsys, "plan", "--run", run, "--link-gbps", "1", option, value)
+        assert f"{option}: how long a step computes follows from --run" in words
+
+
+def test_settings_of_another_version_are_not_taken(tmp_path, capsys):
+    run = recorded(tmp_path / "run.jsonl", 1.0, 12_500_000, 0.4, config={"quantizer": {"kind": "wavelets"}})
+    [found] = plan(capsys, "plan", "--run", str(run), "--link-gbps", "0.1")["plans"]
+    assert found["verdict"]["loss"] == judge(setup(), [predict(setup(), kind) for kind in setup().kinds]).loss
+
+
+def test_something_must_be_trained(tmp_path, capsys):
+    file = tmp_path / "model.py"
+    file.write_text("import torch\n\nnet = torch.nn.Linear(9, 9).requires_grad_(False)\n")
+    options = ["--compute-seconds", "0.1", "--link-gbps", "1"]
+    assert "trains no parameter" in refusal(capsys, "plan", "--model", f"{file}:net", *options)
+    run = recorded(tmp_path / "run.jsonl", 1.0, 0, 0.4, plain_bytes=0)
+    assert f"{run}: trains no parameter" in refusal(capsys, "plan", "--run", str(run), "--link-gbps", "1")

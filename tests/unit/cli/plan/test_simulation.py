@@ -208,6 +208,9 @@ def test_sums_take_half_a_bit_more_for_each_doubling():
 def test_a_ratio_that_was_measured():
     assert sizes_for(config(), ratio=16).bits(1) == pytest.approx(2)
     assert sizes_for(config(), ratio=16).bits(2) > 2
+    assert sizes_for(config(), ratio=16, ratio_ranks=2).bits(1) == pytest.approx(2)
+    of_four = sizes_for(config(), ratio=10, ratio_ranks=4)
+    assert of_four.bits(1) + of_four.bits(4) == pytest.approx(6.4)
 
 
 def test_a_fixed_rate():
@@ -259,7 +262,8 @@ def test_nccl_takes_a_tree_where_a_ring_is_long():
 def test_coders_as_ncz_tune_measured_them():
     """A tuning file, or entropy.costs, tells what coders take here."""
     slower = CoderCosts(raw=1200, fixed=5000, huffman=14000, rans=2000, rans_rest=4000)
-    costs = COSTS.with_coders(slower)
+    costs = COSTS.with_coders(slower, "tuned.json")
+    assert costs.source.endswith("docs/results/planning.md, coders from tuned.json")
     assert costs.coders["huffman"].encode == costs.coders["huffman"].decode == 7000
     link = Link(1e6)
     fast, slow = (all_reduce(Group(2, 1, link, each), 16 * MiB).busy_seconds for each in (COSTS, costs))

@@ -248,7 +248,11 @@ def test_the_worst_that_the_guard_found_may_be_not_finite(file):
 
 def test_numbers_are_in_the_unit_that_suits_them():
     assert [size(n) for n in (0, 999, 1_234, 12_345_678, 5e9)] == ["0 B", "999 B", "1.23 kB", "12.3 MB", "5 GB"]
+    assert [size(n) for n in (2.5e12, 5e16)] == ["2.5 TB", "50000 TB"]
     assert [duration(s) for s in (0, 2e-5, 0.0123, 12)] == ["0 us", "20 us", "12.3 ms", "12 s"]
+    assert [duration(s) for s in (1e-12, 2e-9, 59.99, 90, 9000, 1e8)] == [
+        "0 us", "0.002 us", "1 min", "1.5 min", "2.5 h", "27800 h",
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------ the verdict
@@ -296,15 +300,27 @@ RATIOS = {
     "most bytes plain": ("plain: policy", {"wire_bytes": 16_000_000} | bypassed("policy", 9_000_000)),
     "few bytes plain": ("none", {"wire_bytes": 10_000_000} | bypassed("policy", 2_000_000)),
     "nothing sent": ("nothing", {"plain_bytes": 0, "wire_bytes": 0}),
+    "a fixed rate": ("bits", {"wire_bytes": 40_000_000, "quantizer": {"mode": "bits", "value": 8}}),
 }
 
 
 @pytest.mark.parametrize("case", RATIOS)
 def test_what_limited_the_ratio(file, case):
     limit, changes = RATIOS[case]
-    run = read(file(HEADER, record(1, **changes)))
+    step = {**changes}
+    header = HEADER | {"config": {"quantizer": step.pop("quantizer", {})}}
+    run = read(file(header, record(1, **step)))
     finding = verdict(summarize(run), run.header)[1]
     assert (finding.about, finding.limit) == ("ratio", limit), finding.words
+
+
+def test_one_rank_is_told_that_it_has_nothing_to_send(file, ncz):
+    alone = PLAIN | {"plain_bytes": 0, "wire_bytes": 0, "seconds": 0.0} | bypassed("one rank", 0)
+    path = file(HEADER | {"ranks": 1}, *(record(step, **alone) for step in (1, 2, 3)))
+    _, out, _ = ncz("report", path)
+    assert "3, 1 rank, ncz_plugins" in out
+    assert "Something else: nothing was sent, so compression can't gain anything." in out
+    assert "Nothing was sent. There is only one rank" in out
 
 
 def test_a_lossless_run_is_not_told_to_change_its_bound(file):
@@ -324,7 +340,8 @@ def loss_of(file, quantizer: dict, error: float | None = None):
 def test_what_the_loss_is_known_to_suffer(file):
     assert "AdamW: " in loss_of(file, {"mode": "rms", "value": 0.375}).words
     assert loss_of(file, {"kind": "error_bound", "value": 0.25, "block": 4096}).limit in ("visible", "harmful")
-    assert loss_of(file, {"mode": "rel", "value": 0.01}).limit == "unknown"
+    unknown = loss_of(file, {"mode": "rel", "value": 0.01})
+    assert unknown.limit == "unknown" and unknown.words.count("rel:0.01") == 1
     assert loss_of(file, {"kind": "lossless"}).limit == "harmless"
     assert "another version" in loss_of(file, {"kind": "wavelets"}).words
 
@@ -333,6 +350,8 @@ def test_an_error_outside_of_what_was_harmless_is_told(file):
     assert "outside" not in loss_of(file, {"value": 0.375}, error=0.1).words
     found = loss_of(file, {"value": 0.375}, error=0.6)
     assert found.limit in ("outside", "harmful") and "0.6, is outside of what was shown to be harmless" in found.words
+    run = read(file(HEADER, record(1, guard=[Finding("fc.weight", None, 0.0, True)])))
+    assert "error, not finite, is outside" in verdict(summarize(run), run.header)[2].words
 
 
 @pytest.mark.parametrize("alarm", [False, True])

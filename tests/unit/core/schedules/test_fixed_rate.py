@@ -1,5 +1,8 @@
 """Calls at a fixed rate, over real gloo with all ranks in one process: bounds, the same bits on all ranks, bytes."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,6 +240,56 @@ def test_bytes_are_known_beforehand():
     for once, zeros, of_more in play(2, body, reuse=True):
         assert once == zeros  # whatever the data
         assert of_more == 2 * (numel * 4 // 8 + 2 * numel // RATE_BLOCK)  # what ranks compare is the same
+
+
+class Slow:
+    """Plain collectives whose results come late."""
+
+    seconds = 0.02
+
+    def __init__(self, plain):
+        self._plain = plain
+        self.works = 0
+
+    def __getattr__(self, name):
+        def start(*arguments):
+            work = getattr(self._plain, name)(*arguments)
+            return SimpleNamespace(wait=lambda: self._wait(work))
+
+        return start
+
+    def _wait(self, work):
+        self.works += 1
+        time.sleep(self.seconds)
+        work.wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_waiting_for_others_is_counted_as_such(world_size):
+    """Or `ncz report` would say that something else had the cores."""
+
+    def body(transport):
+        n, whole = transport.world_size, values(transport.rank, transport.world_size * RATE_BLOCK)
+        part, all_of_it = torch.empty(RATE_BLOCK), [ParameterSlice(None, whole.numel())]
+        found = []
+        for request in (
+            Request("all_reduce", whole, whole, SUM, parts=all_of_it),
+            Request("reduce_scatter_tensor", whole, part, SUM, parts=all_of_it),
+            Request("all_gather_into_tensor", part, torch.empty(n * RATE_BLOCK), parts=all_of_it),
+            Request("broadcast", whole, whole, root=0, parts=all_of_it),
+        ):
+            ours, transport.plain = collectives(transport), Slow(plain := transport.plain)
+            ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+            found.append((transport.plain.works, ours.training.stats.total))
+            transport.plain = plain
+        return found
+
+    for found in play(world_size, body, reuse=True):
+        assert [works for works, _ in found] == [2 if world_size == 2 else 3, 2, 2, 2]
+        for works, total in found:
+            assert works * Slow.seconds <= total.wait_seconds <= total.seconds
+        for _, total in found[:2]:  # sums agree on scales first
+            assert Slow.seconds <= total.agree_seconds - total.measure_seconds < total.wait_seconds
 
 
 def test_float64_goes_plain_by_its_dtype():
