@@ -518,6 +518,8 @@ def run(
         counters.bypasses[bypass.value] = 1
         counters.bypassed_bytes[bypass.value] = plain_bytes
     counters.seconds = time.perf_counter() - started
+    if bypass is None:
+        transport.learn(counters.wire_bytes, counters.seconds, counters.wait_seconds)
     return counters
 
 
@@ -601,6 +603,7 @@ def _agree(
         scales,
         counters=counters,
         link_gbps=transport.link_gbps,
+        carried_gbps=transport.carried_gbps,
         noise=noise_for(call.config, call.number, transport.rank, call.addends),
         divisor=call.divisor,
         kind=call.kind,
@@ -626,7 +629,7 @@ def _pieces(call: Call, transport: Transport) -> list[range]:
     """In which the tensor of a call is measured, as frames of every segment."""
     if not (call.in_pieces and transport.overlaps):
         return [range(call.layout.frames)]
-    return pieces_of(call.layout, call.config, transport.trip_seconds)
+    return pieces_of(call.layout, call.config, transport.is_far)
 
 
 def _versions(call: Call, baseline: Baseline, backend: Backend) -> dict[str, int]:
@@ -658,7 +661,7 @@ def _updating_codec(
     return UpdatingCodec(
         device,
         CodedTensor(call.layout, call.source, call.output),
-        coding_for(call.config, device.backend, transport.link_gbps),
+        coding_for(call.config, device.backend, transport.link_gbps, transport.carried_gbps),
         call.config.entropy.checksum,
         counters,
         base=call.source if sent is None else replace(call.source, data=sent),

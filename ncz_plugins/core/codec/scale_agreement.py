@@ -21,20 +21,19 @@ from .quantize import Scales, joined
 
 _FIRST_FRAMES = 2  # of a segment, in the first piece: one that travels while the next piece is measured, and one after
 _FIRST_FRAMES_FAR = 8  # as one agreement more takes longer there than to measure them
-_FAR_SECONDS = 0.005  # of a message
 
 
-def pieces_of(layout: Layout, config: Config, trip_seconds: float = 0.0) -> list[range]:
+def pieces_of(layout: Layout, config: Config, is_far: bool = False) -> list[range]:
     """The pieces that a tensor is measured in, as frames of every segment. One piece if scales are not per block.
 
     Each piece is as long as all before it, and the last one may be longer. Measuring is a few times as fast as a slow
     link, so the link has enough to carry meanwhile.
 
     Args:
-        trip_seconds: see `Transport.trip_seconds`.
+        is_far: see `Transport.is_far`.
     """
     frames, block = layout.frames, config.quantizer.block_in_effect
-    first = _FIRST_FRAMES_FAR if trip_seconds > _FAR_SECONDS else _FIRST_FRAMES
+    first = _FIRST_FRAMES_FAR if is_far else _FIRST_FRAMES
     # On a fast link ranks wait for each other, once more for every piece, and not for the link.
     if config.transport.has_fast_link or not block or first * layout.frame_elements % block:
         return [range(frames)]

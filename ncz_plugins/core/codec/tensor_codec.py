@@ -47,13 +47,14 @@ class FrameSum(NamedTuple):
     frames: list[Tensor]
 
 
-def coding_for(config: Config, backend: Backend, link_gbps: float | None = None) -> Coding:
+def coding_for(config: Config, backend: Backend, link_gbps: float | None = None, carried_gbps: float = 0.0) -> Coding:
     """How `config` wants codes to be written.
 
     Args:
         link_gbps: what is known of the link, in Gbit/s, for where `config` leaves that open.
+        carried_gbps: what calls tell of it, if that is more; see `Transport.learn`.
     """
-    gbps = config.transport.link_gbps or link_gbps or 1
+    gbps = max(config.transport.link_gbps or link_gbps or 1, carried_gbps)
     costs = backend.costs._replace(link=max(1, round(8000 / gbps)))
     if config.entropy.costs is not None and backend.name != "cuda":
         costs = costs._replace(**config.entropy.costs.model_dump())
@@ -494,6 +495,7 @@ def codec_for(
     *,
     counters: Counters | None = None,
     link_gbps: float | None = None,
+    carried_gbps: float = 0.0,
     noise: Noise | None = None,
     divisor: float = 1,
     kind: str = "",
@@ -503,13 +505,19 @@ def codec_for(
     Args:
         scales: the quantization steps, or what fills them in, whose first frames have theirs; None for a codec that
             keeps floats as they are.
-        link_gbps: see `coding_for`.
+        link_gbps, carried_gbps: see `coding_for`.
         noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0, unshifted.
         divisor: see LosslessCodec; `scales` are divided already.
         kind: see QuantizingCodec.
     """
     counters = Counters() if counters is None else counters
-    common = (device, tensor, coding_for(config, device.backend, link_gbps), config.entropy.checksum, counters)
+    common = (
+        device,
+        tensor,
+        coding_for(config, device.backend, link_gbps, carried_gbps),
+        config.entropy.checksum,
+        counters,
+    )
     if scales is None:
         return LosslessCodec(*common, divisor)
     noise = noise_for(config, call=0, rank=0, addends=1) if noise is None else noise

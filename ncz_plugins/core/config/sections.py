@@ -168,8 +168,8 @@ class EntropyConfig(Section):
     coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
         default="auto",
         description="auto: the coder that takes the least time to code and to send, judged by a sample of each "
-        "frame; raw: 8, 16 or 32 bits per code; fixed: each 32 codes at the width that their largest "
-        "needs; huffman: short bit strings for frequent codes; rans: fractions of a bit, for data in "
+        "frame; raw: 8, 16 or 32 bits per code, on GPUs as fixed; fixed: each 32 codes at the width that their "
+        "largest needs; huffman: short bit strings for frequent codes; rans: fractions of a bit, for data in "
         "which most codes are the same.",
     )
     predictor: Literal["auto", "none", "delta"] = Field(

@@ -29,6 +29,10 @@ from ..errors import ErrorTranslation, FrameError, NczError, PeerError, Unsuppor
 from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
+_FAR_SECONDS = 0.005  # of a message
+_KEPT = 0.9  # of what calls before told of a link, with each that tells less
+_TELLING_BYTES = 1 << 20  # that a call must have sent to tell what a link carries: more than passes at once
+
 
 class Work(Protocol):
     """An operation that was started and may still be under way. torch.distributed's `Work` is one."""
@@ -244,6 +248,7 @@ class Transport(FrameTransport):
         overlaps: whether frames travel while others are coded.
         most_with_comparison: bytes of values that may travel in the same message as a comparison.
         trip_seconds: what a short message takes to the other ranks, the same on all; 0 where nobody has measured it.
+        carried_gbps: what calls tell that a far link carries, in Gbit/s, see `learn`; 0: nothing.
         plain: the uncompressed collectives.
         small: those of small tensors, which compare the ranks' calls as well; None where there are none.
     """
@@ -252,8 +257,27 @@ class Transport(FrameTransport):
     overlaps: bool = True
     most_with_comparison: int = 0
     trip_seconds: float = 0.0
+    carried_gbps: float = 0.0
     plain: PlainCollectives
     small: SmallCollectives | None = None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether messages are long on their way, as between cities."""
+        return self.trip_seconds > _FAR_SECONDS
+
+    def learn(self, nbytes: int, seconds: float, waiting: float) -> None:
+        """Learn what a far link carries from a call that sent so many bytes, and waited for a part of its time.
+
+        It takes TCP many trips to find out how much it may send at once, longer than anyone wants to measure before the
+        first call. What that measures is far too little, and coders would be chosen that are too slow. A call that
+        hardly waits could have sent more: up to twice as much is assumed. A call after a pause finds the link slow, so
+        what those before it told is forgotten slowly. Nothing depends on the coder that a rank chooses, so each learns
+        for itself.
+        """
+        if self.is_far and nbytes >= _TELLING_BYTES:
+            told = 8e-9 * nbytes / max(waiting, seconds / 2)
+            self.carried_gbps = max(told, _KEPT * self.carried_gbps)
 
     @abstractmethod
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:

@@ -234,8 +234,7 @@ NCZ_DEVICE void write_chunk(TileCodes& codes, int64_t chunk, int length, bool is
             atomicOr(&written.misfits, 1u);
             __threadfence();
         }
-        unsigned long long placed = atomicAdd(&written.placed, (unsigned long long)(PLACED_CHUNK + of_chunk));
-        shared.placed = placed;
+        shared.placed = atomicAdd(&written.placed, (unsigned long long)(PLACED_CHUNK + of_chunk));
     }
     __syncthreads();
     if (threadIdx.x == 0 && int64_t(shared.placed / PLACED_CHUNK) + 1 == written_chunks(piece)) {
@@ -429,7 +428,7 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
     if (!atomicOr(&writing.written[f].misfits, 1u)) spoil(piece, f, writing);
 }
 
-// Of these blocks fewer fit on a multiprocessor.
+// Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor.
 #if NCZ_DTYPE == 3
 constexpr int SUM_BLOCKS = 3;
 #else

@@ -60,9 +60,9 @@ def call(
 
 
 def test_pieces_are_whole_frames_and_blocks():
-    def pieces(frames: int, link_gbps: float | None = None, trip_seconds: float = 0.0, **quantizer) -> list[range]:
+    def pieces(frames: int, link_gbps: float | None = None, is_far: bool = False, **quantizer) -> list[range]:
         config = Config(quantizer=quantizer, transport={"link_gbps": link_gbps})
-        return pieces_of(Layout.split(2 * frames * 4 * CHUNK - 5, 2, 4 * CHUNK, 0), config, trip_seconds)
+        return pieces_of(Layout.split(2 * frames * 4 * CHUNK - 5, 2, 4 * CHUNK, 0), config, is_far)
 
     assert pieces(3) == [range(3)]
     assert pieces(4) == [range(0, 2), range(2, 4)]
@@ -73,8 +73,8 @@ def test_pieces_are_whole_frames_and_blocks():
     for whole in ({"block": 0}, {"block": 3 * CHUNK}, {"mode": "abs"}, {"kind": "lossless"}):
         assert pieces(8, **whole) == [range(8)]
     assert len(pieces(8, link_gbps=1)) == 3 and len(pieces(8, link_gbps=10)) == 1
-    assert len(pieces(15, trip_seconds=0.001)) == 3 and pieces(15, trip_seconds=0.02) == [range(15)]
-    assert pieces(40, trip_seconds=0.02) == [range(0, 8), range(8, 16), range(16, 40)]
+    assert len(pieces(15)) == 3 and pieces(15, is_far=True) == [range(15)]
+    assert pieces(40, is_far=True) == [range(0, 8), range(8, 16), range(16, 40)]
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -33,6 +33,12 @@ def test_a_byte_costs_what_the_link_says(configured, known, picoseconds):
     assert costs == BACKEND.costs._replace(link=picoseconds)
 
 
+def test_a_byte_costs_less_where_calls_tell_that_the_link_carries_more():
+    for configured, carried, gbps in ((0.04, 2.0, 2.0), (None, 4.0, 4.0), (10, 2.0, 10)):
+        costs = coding_for(Config(transport={"link_gbps": configured}), BACKEND, None, carried).costs
+        assert costs.link == 8000 / gbps
+
+
 def test_coding_costs_what_the_configuration_says_on_cpus_only():
     costs = {"raw": 1, "fixed": 2, "huffman": 3, "rans": 4, "rans_rest": 5}
     config = Config(entropy={"costs": costs})

@@ -100,7 +100,7 @@ def test_several_connections_are_used_where_they_carry_more(
     monkeypatch.setattr(module, "_BURST_SECONDS", 0)  # as hardly any time passes in coding
     found = measure_link(subject, [[0, 1]]).transport
     assert subject.transport.channels == used
-    assert subject.transport.trip_seconds == pytest.approx(subject.passes)
+    assert subject.transport.trip_seconds == pytest.approx(subject.passes / 2)  # the clock is looked at for two
     assert 1000 * found.link_gbps == pytest.approx(megabits) and found.min_bytes is None
     said = capsys.readouterr().err
     assert f"the link carries {found.link_gbps:g} Gbit/s" in said
@@ -117,6 +117,27 @@ def test_on_a_long_way_an_exchange_takes_more_than_its_trip(trip, monkeypatch):
     found = measure_link(subject, [[0, 1]]).transport
     assert subject.transport.trip_seconds == pytest.approx(trip)
     assert 1 >= found.link_gbps >= 0.99 * 0.015 / (0.015 + trip)
+
+
+class BegunLater(OverLink):
+    """Another rank began a trip earlier: its message is there at once, and then takes twice as long, in turns."""
+
+    meetings = 0
+
+    def highest(self, numbers):
+        self.meetings += 1
+        self.now += self.trip * (self.meetings % 2 * 2 - 1)
+        return super().highest(numbers)
+
+
+def test_ranks_that_begin_a_trip_apart_measure_the_trip(monkeypatch):
+    subject = BegunLater(1, 1, 1000, 1000)
+    subject.passes, subject.trip = 1e-9, 0.025
+    monkeypatch.setattr(module, "time", subject)
+    monkeypatch.setattr(module, "_BURST_SECONDS", 0)
+    found = measure_link(subject, [[0, 1]]).transport
+    assert subject.transport.trip_seconds == pytest.approx(0.025)
+    assert 0.4 < found.link_gbps < 1.1
 
 
 class OneOfFour(OverLink):
