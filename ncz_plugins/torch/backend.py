@@ -59,8 +59,8 @@ class CompressedBackend(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
         opts = dist.AllreduceOptions() if opts is None else opts
         op = opts.reduceOp.op
-        # By sums of one number DDP counts the ranks that have data left. C++ alone keeps the work then, as torch's own
-        # can be kept, and one written in Python does not.
+        # DDP counts the ranks that have data left by sums of one number, and lets C++ alone keep the work: that keeps
+        # torch's own alive, but not one that is written in Python.
         if len(tensors) != 1 or tensors[0].numel() == 1 or not _reduces_gradients(tensors[0], op):
             return self._plain.allreduce(tensors, opts)
         return self._work(all_reduce(self._connected(), tensors, op))
