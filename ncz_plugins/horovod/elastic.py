@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 
-import horovod.torch as hvd
-import torch
 from horovod.torch.elastic import state
 
 from .compressor import NCZ
+from .gathering import gathered
 
 
 def install() -> None:
@@ -35,12 +33,4 @@ class _Handler(state.StateHandler):
 
         There is nothing else to send: ranks that come later take the step from the others with their first reduction.
         """
-        self.value.training.config = json.loads(_of_first_rank(self.value.config.model_dump_json()))
-
-
-def _of_first_rank(text: str) -> str:
-    """The text of rank 0. Horovod's own broadcast of objects would run what a rank sends."""
-    data = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
-    size = hvd.broadcast(torch.tensor([data.numel()]), 0, name="ncz.config.size")
-    sent = data if hvd.rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
-    return bytes(hvd.broadcast(sent, 0, name="ncz.config").tolist()).decode()
+        self.value.training.config = gathered(self.value.config.model_dump(mode="json"), "ncz.config")[0]

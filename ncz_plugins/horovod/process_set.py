@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections import Counter
@@ -31,6 +30,7 @@ from .bucket_plan import BucketPlan
 from .compressor import NCZ, OptimizerCompressor
 from .connections import OwnConnections
 from .fusion import copy_back, flattened, fused
+from .gathering import gathered
 from .pending import TORCH_OPS, UNNAMED, PendingTensor
 from .streams import Streams
 from .transport import HorovodCollectives, HorovodTransport, result_of
@@ -294,11 +294,7 @@ def _differences(job: Job, tensors: list[PendingTensor]) -> str:
         "settings": described(job.compressor.config),
         "tensors": [_in_words(each) for each in sorted(tensors, key=lambda each: (each.name, each.index))],
     }
-    encoded = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    name = f"ncz.{process_set.process_set_id}.differences"
-    sizes = hvd.allgather(torch.tensor([encoded.numel()]), name=f"{name}.sizes", process_set=process_set)
-    texts = hvd.allgather(encoded, name=name, process_set=process_set).split(sizes.tolist())
-    everyone = [json.loads(text.numpy().tobytes()) for text in texts]
+    everyone = gathered(mine, f"ncz.{process_set.process_set_id}.differences", process_set)
     lists = [each["tensors"] for each in everyone]
     counts = [{_COUNT: len(each)} for each in lists]
     found = [differences([each["settings"] for each in everyone], process_set.ranks)]

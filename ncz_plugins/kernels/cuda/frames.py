@@ -323,7 +323,8 @@ class _Writer(_Batch):
         n, chunks = len(counts), self._first_chunks[-1]
         huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)
         rans = coding.coder in (Coder.RANS, Coder.AUTO)
-        lengths = _WRITTEN * n, 8 * (chunks + n), huffman * _HUFFMAN_ENCODING * n, rans * _RANS_ENCODING * n
+        places = 8 * (chunks + n) if huffman or rans else 0  # PLANES needs none
+        lengths = _WRITTEN * n, places, huffman * _HUFFMAN_ENCODING * n, rans * _RANS_ENCODING * n
         written, self._places, self._huffman, self._rans = _sections(torch.zeros, sizes.device, *lengths)
         self._coding = coding
         self._device = sizes.device

@@ -429,11 +429,7 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
 }
 
 // Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor.
-#if NCZ_DTYPE == 3
-constexpr int SUM_BLOCKS = 3;
-#else
-constexpr int SUM_BLOCKS = 5;
-#endif
+constexpr int SUM_BLOCKS = sizeof(Element) == 8 ? 3 : 5;
 #define NCZ_SUM_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, SUM_BLOCKS, name)
 
 // Of each piece the sum of its values' codes and of its frames, as PLANES frame.

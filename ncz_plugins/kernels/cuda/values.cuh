@@ -16,11 +16,7 @@ static_assert(ROW == SCALE_BLOCK, "a row has one step");
 // Kernels that work on chunks: NCZ_CHUNK_KERNEL(ncz_name)(arguments). So many blocks must fit on a multiprocessor; with more, the
 // kernels would spill.
 constexpr int CHUNK_THREADS = TILES_OF_CHUNK * WARP;
-#if NCZ_DTYPE == 3
-constexpr int CHUNK_BLOCKS = 3;
-#else
-constexpr int CHUNK_BLOCKS = 8;
-#endif
+constexpr int CHUNK_BLOCKS = sizeof(Element) == 8 ? 3 : 8;
 #define NCZ_CHUNK_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, CHUNK_BLOCKS, name)
 
 typedef int32_t TileCodes[TILE_ROWS][RUN];
