@@ -3,10 +3,10 @@
     sudo .venv/bin/python benchmarks/connections.py [--json FILE]
 
 Two ranks in network namespaces, whose packets pass through a relay of this program: it limits each flow, that is each
-TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long distance does. Pairs of
-all-reduces with 1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. The second one counts:
-in a training calls follow each other, while connections that were idle for long begin anew. Wants root, and
-/dev/net/tun.
+TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long distance does. Rows of four
+all-reduces with 1, 2, 4 and 8 connections, and with as many as the ranks choose, take turns. In a row calls follow each
+other as the buckets of a training do. A row's first call does not count: connections that were idle for long begin
+anew. Wants root, and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from ncz_plugins.cli.perf.link import Node, _ip, _namespace
 CONNECTIONS = (1, 2, 4, 8, "auto")
 SIZES = (16 << 20, 256 << 20)
 ROUNDS = 5
+IN_A_ROW = 4  # calls, of which the first does not count
 MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x400454CA, 0x0001, 0x1000, 0x4000
 _TUNSETOFFLOAD, _TUN_F_CSUM, _TUN_F_TSO4 = 0x400454D0, 0x01, 0x02
@@ -149,8 +150,8 @@ def _relay(pids: list[int], way: Way, ready) -> None:
 # ------------------------------------------------------------------ the ranks
 
 
-def worker(delay: float, value: float) -> None:
-    """One rank: seconds of all-reduces of each size with each number of connections."""
+def worker(value: float) -> None:
+    """One rank: seconds of an all-reduce of each size with each number of connections."""
     emit = emitter()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -164,11 +165,13 @@ def worker(delay: float, value: float) -> None:
         seconds: dict[int, list[float]] = {count: [] for count in CONNECTIONS}
         for _ in range(ROUNDS):
             for count, communicator in communicators.items():
-                for _ in range(2):
-                    tensor = source.clone()
-                    started = _begun_together(delay)
+                first, *others = [source.clone() for _ in range(IN_A_ROW)]
+                dist.barrier()
+                communicator.all_reduce(first)
+                started = time.perf_counter()
+                for tensor in others:
                     communicator.all_reduce(tensor)
-                taken = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+                taken = torch.tensor([(time.perf_counter() - started) / len(others)], dtype=torch.float64)
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
                 seconds[count].append(taken.item())
         chosen = communicators["auto"].transport.channels
@@ -179,24 +182,13 @@ def worker(delay: float, value: float) -> None:
     dist.destroy_process_group()
 
 
-def _begun_together(delay: float) -> float:
-    """Seconds of `time.perf_counter`, which has one zero on a machine. A barrier ends a trip later on one rank."""
-    begin = torch.tensor([time.perf_counter() + 0.05 + 4 * delay], dtype=torch.float64)  # gloo's sum takes three trips
-    dist.all_reduce(begin, dist.ReduceOp.MAX)
-    left = begin.item() - time.perf_counter()
-    if left < 0:
-        raise RuntimeError(f"the ranks learned {-left:.3f} s too late when to begin")
-    time.sleep(left)
-    return begin.item()
-
-
 # ------------------------------------------------------------------ what came out
 
 
 def measured(way: Way) -> list[dict]:
     records: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, relayed(way) as nodes:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.delay), str(way.value)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.value)]
         run(command, 2, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=400)
     return [{"way": way.name} | record for record in records]
 
@@ -214,10 +206,10 @@ def table(records: list[dict]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
-    parser.add_argument("--worker", type=float, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker(*arguments.worker)
+    if arguments.worker is not None:
+        worker(arguments.worker)
         return
     records = [record for way in WAYS for record in measured(way)]
     Console().print(table(records))
@@ -228,6 +220,7 @@ def main() -> None:
             "versions": versions | {"python": platform.python_version()},
             "machine": {"platform": platform.platform(), "cpu": machine.cpu()},
             "rounds": ROUNDS,
+            "in_a_row": IN_A_ROW,
             "mtu": MTU,
             "records": records,
         }
