@@ -102,7 +102,7 @@ def _is_candidate(value: Any, module: ModuleType) -> bool:
         return True
     if getattr(value, "__module__", None) != module.__name__:  # it was imported there
         return False
-    if inspect.isclass(value):
+    if _is_class(value):
         makes_a_model = issubclass(value, nn.Module)
     else:
         makes_a_model = inspect.isfunction(value) and _returns_a_model(value)
@@ -114,7 +114,11 @@ def _returns_a_model(function: Callable) -> bool:
         returned = typing.get_type_hints(function).get("return")
     except Exception:  # an annotation may be any expression, and only some can be evaluated
         return False
-    return inspect.isclass(returned) and issubclass(returned, nn.Module)
+    return _is_class(returned) and issubclass(returned, nn.Module)
+
+
+def _is_class(value: Any) -> bool:
+    return inspect.isclass(value) and typing.get_origin(value) is None  # to Python 3.10 list[int] is one as well
 
 
 def _required(make: Callable) -> list[str]:

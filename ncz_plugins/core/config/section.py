@@ -46,7 +46,8 @@ def settings_of(
 
 
 def _is_section(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    # To Python 3.10 tuple[int, ...] is a type as well.
+    return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _element(annotation: object) -> type[BaseModel] | None:
