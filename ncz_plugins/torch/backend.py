@@ -42,6 +42,7 @@ class CompressedBackend(dist.ProcessGroup):
         self.communicator: Communicator | None = None
         self._store = store
         self._last: Handle | None = None  # of what is compressed
+        self._works: list[dist.Work] = []  # under way: where C++ alone has one, torch 2.6 forgets what Python made of it
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
@@ -95,8 +96,9 @@ class CompressedBackend(dist.ProcessGroup):
         return NAME
 
     def _work(self, handle: Handle) -> dist.Work:
-        self._last = handle
-        return _HandleWork(handle)
+        self._last, work = handle, _HandleWork(handle)
+        self._works = [each for each in self._works if not each.is_completed()] + [work]
+        return work
 
     def _connected(self) -> Communicator:
         if self.communicator is None:
