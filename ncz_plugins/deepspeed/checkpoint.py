@@ -26,6 +26,8 @@ def file_of(folder: str | os.PathLike, rank: int) -> Path:
 def save(training: Training, folder: str | os.PathLike, engine_step: int) -> None:
     """Write this rank's state, atomically: a reader finds the whole new file, or what was there before.
 
+    Rank 0 removes what a run of more ranks has left under the same tag: another such run would take it for its own.
+
     Args:
         engine_step: DeepSpeed's own count, by which `load` knows files that a tag has from an earlier run.
     """
@@ -37,6 +39,11 @@ def save(training: Training, folder: str | os.PathLike, engine_step: int) -> Non
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    if dist.get_rank() == 0:
+        last = file_of(folder, dist.get_world_size() - 1)
+        for other in path.parent.glob("ncz_plugins_rank_*.pt"):
+            if other.name > last.name:
+                other.unlink(missing_ok=True)
 
 
 def load(training: Training, folder: str | os.PathLike, device: torch.device, engine_step: int) -> None:

@@ -36,7 +36,7 @@ class GradientCompression:
         self.training = Training(config)
         # DeepSpeed passes different group objects for the same ranks, so the ranks are the key.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
-        self._baselines: dict[tuple, Baseline] = {}
+        self._baselines: dict[int, Baseline] = {}
         self._by_parameter = bool(config.policies) or config.quantizer.feeds_back
 
     def __repr__(self) -> str:
@@ -61,14 +61,17 @@ class GradientCompression:
         """Whether gathered weights are compressed, without loss."""
         return "parameter" in self.config.roles
 
-    def gather_weights(self, whole: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    def gather_weights(
+        self, number: int, whole: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup | None
+    ) -> None:
         """Fill `whole`, [elements of all parts], with the parts of all ranks. All hold what was gathered before.
 
         Args:
+            number: of the group of parameters, whose memory moves when DeepSpeed offloads and reloads its states.
             parts: views of `whole`, one for each rank of `group`.
         """
         own = parts[dist.get_rank(group)]
-        baseline = self._baselines.setdefault((whole.data_ptr(), whole.numel(), whole.dtype), Baseline())
+        baseline = self._baselines.setdefault(number, Baseline())
         self.communicator(group).all_gather_into_tensor(whole, own, role="parameter", baseline=baseline)
 
     def forget_weights(self) -> None:
@@ -140,11 +143,20 @@ def _read(deepspeed_config) -> Config | None:
     return config
 
 
-def describe(compression: GradientCompression, zero_stage: int) -> str:
-    """The one line that says what is active."""
+def describe(compression: GradientCompression, zero_stage: int, replicas: int) -> str:
+    """The one line that says what is active.
+
+    Args:
+        replicas: ranks that reduce the same gradients.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return f"ncz_plugins {__version__}: nothing is compressed, as one rank has nothing to send (ZeRO {zero_stage})"
+    if replicas == 1:
+        return (
+            f"ncz_plugins {__version__}: nothing is compressed, as no two of {ranks} ranks have the same parameters "
+            f"(ZeRO {zero_stage})"
+        )
     weights = ", and gathered weights are without loss" if compression.sends_weights else ""
     return (
         f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {ranks} ranks): "
@@ -164,6 +176,12 @@ def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
         raise UnsupportedError(
             f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: without ZeRO no weights are gathered. Set roles to "
             '["gradient"], or zero_optimization.stage to 1 or more'
+        )
+    if "parameter" in config.roles and zero.stage == 3 and zero.use_all_reduce_for_fetch_params:
+        raise UnsupportedError(
+            f"zero_optimization.stage3_use_all_reduce_for_fetch_params: true can't be combined with {DEEPSPEED_KEY}: "
+            f"roles: {list(config.roles)}: it adds weights up instead of gathering them. Set it to false (the "
+            'default), or roles to ["gradient"]'
         )
     try:
         require_kernels(torch.device(get_accelerator().device_name()))

@@ -13,7 +13,7 @@ import sys
 from deepspeed.comm import comm
 from deepspeed.comm.torch import TorchBackend
 
-from ..core.config import DEEPSPEED_KEY
+from ..core.config import DEEPSPEED_KEY, find_in_deepspeed
 from ..core.errors import UnsupportedError
 from . import checkpoint
 from .compression import configured, describe
@@ -51,12 +51,14 @@ def configure_engine(original):
         if compression is not None:
             if self.optimizer is not None:
                 setattr(self.optimizer, ATTRIBUTE, compression)
-                if hasattr(self.optimizer, "parameter_offload"):  # ZeRO 3
-                    setattr(self.optimizer.parameter_offload.get_param_coordinator(), ATTRIBUTE, compression)
+                # ZeRO 3 gathers weights by an object of the optimizer, or which is in its place where there is none.
+                gathers = getattr(self.optimizer, "parameter_offload", self.optimizer)
+                if hasattr(gathers, "get_param_coordinator"):
+                    setattr(gathers.get_param_coordinator(), ATTRIBUTE, compression)
             if self.monitor.enabled:
                 compression.feed(self.monitor)
             if self.global_rank == 0:
-                print(describe(compression, self.zero_optimization_stage()), flush=True)
+                print(describe(compression, self.zero_optimization_stage(), self.seq_dp_world_size), flush=True)
 
     return __init__
 
@@ -75,6 +77,7 @@ def end_step(original):
     """Replaces _take_model_step: an optimizer step ends a step of compression."""
 
     def _take_model_step(self, *args, **kwargs):
+        _require_configured(self)
         result = original(self, *args, **kwargs)
         compression = getattr(self, ATTRIBUTE)
         if compression is not None:
@@ -82,6 +85,15 @@ def end_step(original):
         return result
 
     return _take_model_step
+
+
+def _require_configured(engine) -> None:
+    """Raise UnsupportedError if `engine` has our key, but is older than the plugin, which could not read it then."""
+    if ATTRIBUTE not in vars(engine) and find_in_deepspeed(engine._config._param_dict) is not None:
+        raise UnsupportedError(
+            "ncz_plugins.deepspeed was imported after deepspeed.initialize had made this engine, so that "
+            f"{DEEPSPEED_KEY} has no effect. Import it before"
+        )
 
 
 def save_compression(original):

@@ -12,16 +12,20 @@ from ..core.errors import UnsupportedError
 from . import engine, gradients, weights
 from .parameter_slices import of_engine, of_stage_3, of_stages_1_and_2
 
+_BF16 = "deepspeed.runtime.bf16_optimizer"
+_STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+_STAGE_3 = "deepspeed.runtime.zero.stage3"
+
 # By class: a function that lists the gradients that may be reduced now, with their parameters' names, and the methods
 # that reduce gradients. Inside these methods every collective carries the gradients that the first argument names, and
 # nothing else.
 _GRADIENT_METHODS = {
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): (of_engine, ("allreduce_bucket",)),
-    ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): (
+    (_STAGES_1_AND_2, "DeepSpeedZeroOptimizer"): (
         of_stages_1_and_2,
         ("allreduce_bucket", "gradient_reduction_w_predivide"),
     ),
-    ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): (
+    (_STAGE_3, "DeepSpeedZeroOptimizer_Stage3"): (
         of_stage_3,
         (
             "allreduce_bucket",
@@ -41,11 +45,13 @@ def install() -> None:
     if hasattr(engine_class, engine.ATTRIBUTE):
         return
     backend = _lookup("deepspeed.comm.torch", "TorchBackend")
-    stage_3 = import_module("deepspeed.runtime.zero.stage3")
-    stages_1_and_2 = import_module("deepspeed.runtime.zero.stage_1_and_2")
-    bf16 = import_module("deepspeed.runtime.bf16_optimizer")
-    parameters = import_module("deepspeed.runtime.zero.partition_parameters")
+    bf16 = _lookup(_BF16, "BF16_Optimizer")
+    stages_1_and_2 = _lookup(_STAGES_1_AND_2, "DeepSpeedZeroOptimizer")
+    stage_3 = _lookup(_STAGE_3, "DeepSpeedZeroOptimizer_Stage3")
     coordinator = _lookup("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+    in_groups, by_parameter = (
+        functools.partial(weights.mark_gathers, how) for how in (weights.in_groups, weights.by_parameter)
+    )
     wrappers = [
         (_lookup(module, name), method, functools.partial(gradients.mark_gradients, list_gradients))
         for (module, name), (list_gradients, methods) in _GRADIENT_METHODS.items()
@@ -53,15 +59,16 @@ def install() -> None:
     ] + [
         (backend, "all_reduce", gradients.compressed_all_reduce),
         (backend, "reduce_scatter_tensor", gradients.compressed_reduce_scatter),
+        (backend, "all_gather_into_tensor", weights.gather_parameters),
         # The optimizer imported the function by name, so its module is where it must be replaced.
-        (stage_3, "reduce_scatter_coalesced", gradients.group_by_settings),
-        (stages_1_and_2, "all_gather_dp_groups", weights.gather_changes),
-        (bf16, "all_gather_dp_groups", weights.gather_changes),
-        (stages_1_and_2.DeepSpeedZeroOptimizer, "step", weights.mark_gathers),
-        (stages_1_and_2.DeepSpeedZeroOptimizer, "update_lp_params", weights.mark_gathers),
-        (bf16.BF16_Optimizer, "update_lp_params", weights.mark_gathers),
-        (coordinator, "_PartitionedParameterCoordinator__all_gather_params_", weights.mark_gathers),
-        (parameters, "_dist_allgather_fn", weights.gather_parameters),
+        (import_module(_STAGE_3), "reduce_scatter_coalesced", gradients.group_by_settings),
+        (import_module(_STAGES_1_AND_2), "all_gather_dp_groups", weights.gather_changes),
+        (import_module(_BF16), "all_gather_dp_groups", weights.gather_changes),
+        (stages_1_and_2, "step", in_groups),
+        (stages_1_and_2, "update_lp_params", in_groups),
+        (bf16, "update_lp_params", in_groups),
+        (coordinator, "_PartitionedParameterCoordinator__all_gather_params_", by_parameter),
+        (stage_3, "_post_step", by_parameter),
         (engine_class, "__init__", engine.configure_engine),
         (engine_class, "_take_model_step", engine.end_step),
         (engine_class, "save_checkpoint", engine.save_compression),

@@ -61,7 +61,14 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(runs):
     """A run that is not stopped."""
+    of_more_ranks(runs.folder).parent.mkdir(parents=True)
+    of_more_ranks(runs.folder).write_bytes(b"what a third rank saved")
     return runs("save")
+
+
+def of_more_ranks(folder):
+    """What an earlier run has left under the tag of the last checkpoint, of which 3 ranks go on."""
+    return folder / "stage 0" / f"global_step{SAVED[-1]}" / "ncz_plugins_rank_00002.pt"
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +130,11 @@ def test_files_are_whole_and_hold_nothing_but_plain_data(runs, saved):
     assert files == ["ncz_plugins_rank_00000.pt", "ncz_plugins_rank_00001.pt"]
     for file in files:
         assert torch.load(folder / file, weights_only=True)["step"] == SAVED[-1]
+
+
+def test_what_a_run_of_more_ranks_has_left_under_a_tag_is_removed(runs, saved):
+    assert not of_more_ranks(runs.folder).exists()
+    assert len(list(of_more_ranks(runs.folder).parent.glob("ncz_plugins_rank_*"))) == 2
 
 
 def test_without_the_optimizers_state_compression_begins_anew(resumed):

@@ -1,4 +1,4 @@
-"""Non-finite gradients, `no_sync`, and collectives of the user's own beside compressed gradients."""
+"""Non-finite gradients, `no_sync`, engines that do not train, and the user's own collectives beside compressed ones."""
 
 import math
 
@@ -57,3 +57,10 @@ def test_no_sync_reduces_once_compressed(ranks):
         assert rank["no_sync"]["calls"] == [0, 1]
         assert rank["no_sync"]["compressed_calls"] == 1
     assert len({rank["no_sync"]["sha256"] for rank in ranks}) == 1
+
+
+def test_an_engine_without_an_optimizer_gathers_weights_without_loss(ranks):
+    for rank in ranks:
+        plain, sent = rank["without optimizer"]["gathered"]
+        assert 0 < sent < plain
+        assert rank["without optimizer"]["losses"][0] == rank["without optimizer"]["losses"][1]

@@ -59,6 +59,12 @@ CASES = {
         "UnsupportedError",
         ["roles", "without ZeRO", '["gradient"]'],
     ),
+    "weights that are added up": (
+        [config({"roles": ["gradient", "parameter"]}, {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True})]
+        * RANKS,
+        "UnsupportedError",
+        ["stage3_use_all_reduce_for_fetch_params: true", "Set it to false", '["gradient"]'],
+    ),
     "deepcompile": (
         [config(compile={"deepcompile": True})] * RANKS,
         "UnsupportedError",

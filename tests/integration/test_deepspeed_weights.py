@@ -26,13 +26,14 @@ def case(stage: int, dtype: str = "bf16", *, zero: dict | None = None, **top_lev
     }
 
 
-NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}  # else small parameters are gathered once
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}  # else small parameters are kept
 CASES = {
     **{f"{dtype} stage {stage}": case(stage, dtype) for stage in (1, 2) for dtype in ("fp32", "bf16")},
     "bf16 stage 2 overlapping": case(2, zero={"overlap_comm": True}),
     "bf16 stage 1 accumulating in fp32": case(1, data_types={"grad_accum_dtype": "fp32"}),
     "fp32 stage 3": case(3, "fp32", zero=NOTHING_PERSISTS),
     "bf16 stage 3": case(3, zero=NOTHING_PERSISTS | {"overlap_comm": True}),
+    "bf16 stage 3 keeping small parameters": case(3),
 }
 THREE_RANKS = ["bf16 stage 2", "bf16 stage 3"]
 
@@ -92,6 +93,13 @@ def test_fewer_bytes_travel(found):
         assert rank["stats"]["bypasses"] == {}
         plain, sent = (rank["stats"][f"{kind}_bytes_by_role"]["parameter"] for kind in ("plain", "wire"))
         assert sent < (0.8 if "bf16" in name else 1) * plain
+
+
+def test_every_step_counts_what_it_gathers(found):
+    """ZeRO 3 gathers the small parameters that it keeps after the step, and the others before they are used."""
+    _, ranks = found
+    for rank in ranks:
+        assert all(rank["gathered"])
 
 
 def test_the_copy_takes_a_ranks_own_part(found):

@@ -110,6 +110,22 @@ def accumulate_without_sync(stage: int) -> dict:
     return {"calls": calls, "compressed_calls": step.compressed_calls, "sha256": parameters_sha256(engine)}
 
 
+def evaluate_without_optimizer() -> dict:
+    """Forward passes under ZeRO 3 of an engine that does not train, with its weights compressed and without."""
+    settings = config(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    del settings["optimizer"]
+    settings[KEY]["roles"] = ["gradient", "parameter"]
+    losses = []
+    for each in (settings, without_key(settings)):
+        engine = start(each)
+        with torch.no_grad():
+            losses.append([loss_of(engine, number).item() for number in range(2)])
+        if each is settings:
+            total = engine.communication_compression.stats.total
+            gathered = total.plain_bytes_by_role.get("parameter", 0), total.wire_bytes_by_role.get("parameter", 0)
+    return {"losses": losses, "gathered": gathered}
+
+
 save(
     {
         "fp32": compare_poisoned(config(2)),
@@ -117,6 +133,7 @@ save(
         "bf16 stage 3": compare_poisoned(config(3, bf16={"enabled": True, "check_grad_overflow": True})),
         "own collective": own_collective(),
         "no_sync": accumulate_without_sync(stage=1),
+        "without optimizer": evaluate_without_optimizer(),
     }
 )
 finish()

@@ -19,6 +19,7 @@ import ncz_plugins.deepspeed  # noqa: F401
 KEY = "communication_compression"
 STEPS = 7
 CHANGED, SAVED = 3, 5  # the steps before which rank 0 changes weights, and a checkpoint is saved
+MOVED = 2  # the step before which weights move to other memory
 cases, folder = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 
 
@@ -35,6 +36,14 @@ def change(engine) -> None:
             list(engine.module.parameters())[-1].view(-1)[-1] += 1
 
 
+def move(engine) -> None:
+    """As between the phases of reinforcement learning."""
+    # DeepSpeed's optimizer for bf16 can't do it, and that of ZeRO 3 only on GPUs.
+    if engine.zero_optimization_stage() < 3 and hasattr(engine.optimizer, "offload_states"):
+        engine.offload_states()
+        engine.reload_states()
+
+
 def compare(name: str, config: dict) -> dict:
     ours = start(config)
     plain = start(config | {KEY: config[KEY] | {"roles": ["gradient"]}})
@@ -43,6 +52,8 @@ def compare(name: str, config: dict) -> dict:
     for number in range(STEPS):
         if number == SAVED:
             ours.save_checkpoint(f"{folder}/{name}")
+        if number == MOVED:
+            move(ours)
         before = compression.stats.total.wire_bytes_by_role.get("parameter", 0)
         found["ours"].append(step(ours, number))
         found["plain"].append(step(plain, number))
