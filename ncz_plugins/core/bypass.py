@@ -147,6 +147,7 @@ class BypassBackoff:
 
     _HOPELESS = (Bypass.NOT_WORTH, Bypass.CODE_OVERFLOW)
     _LONGEST = 64
+    _MOST_KINDS = 1000  # are remembered; then the oldest goes, as sizes may be others in each call
 
     def __init__(self):
         self._kinds: dict[str, _Hopeless] = {}
@@ -162,6 +163,8 @@ class BypassBackoff:
     def learn(self, kind: str, bypass: Bypass | None) -> None:
         """What became of a call that was measured: it was compressed (None), or went plain for this reason."""
         if bypass in self._HOPELESS:
+            if kind not in self._kinds and len(self._kinds) >= self._MOST_KINDS:
+                del self._kinds[next(iter(self._kinds))]
             hopeless = self._kinds.setdefault(kind, _Hopeless())
             hopeless.reason = bypass
             hopeless.length = hopeless.left = min(2 * hopeless.length or 1, self._LONGEST)

@@ -24,7 +24,8 @@ class WeightPublisher:
     """The trainer's side: keeps some versions of a state dict, and makes patches from each of them to the newest.
 
     Args:
-        keep: how many versions it can make patches from. Each takes the memory of a state dict, on the host.
+        keep: how many versions it keeps, the newest among them: 2 serve workers that are one version behind. Each takes
+            the memory of a state dict, on the host.
 
     Attributes:
         version: how often was published.
@@ -139,8 +140,8 @@ class WeightSync:
     def publish(self, state: Mapping[str, Tensor]) -> int:
         """Send `state` to all other ranks. Returns the number of the version, from 1.
 
-        Raises UnsupportedError on any rank but `src`, and for a state that can't be published, of which all other ranks
-        learn by a MismatchError; and PeerError.
+        Raises UnsupportedError on any rank but `src`, and for a state that can't be published; and PeerError. Of
+        whatever keeps a state from being published, all other ranks learn by a MismatchError.
         """
         if dist.get_rank() != self._src:
             raise UnsupportedError(
@@ -148,7 +149,7 @@ class WeightSync:
             )
         try:
             version = self._publisher.publish(state)
-        except UnsupportedError:
+        except Exception:  # whatever it was, a worker would wait for this rank until its time-out
             bases = self._bases(_NONE)
             if bases:
                 self._broadcast(torch.full((len(bases),), _REFUSED))

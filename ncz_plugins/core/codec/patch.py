@@ -285,7 +285,7 @@ def _is_text(name: str) -> bool:
 
 def on_host(name: str, tensor: Tensor, copy: bool = False) -> Tensor:
     """A tensor of a version in host memory, contiguous; it or a copy of it. Raises UnsupportedError as `make_patch`."""
-    if not isinstance(tensor, Tensor) or not has_memory(tensor):
+    if not isinstance(tensor, Tensor) or not has_memory(tensor) or tensor.is_meta:
         raise UnsupportedError(
             f"{name}: {type(tensor).__name__} is no tensor with memory of its own; leave it out, or of a DTensor pass "
             "full_tensor(), which all ranks must call"

@@ -37,7 +37,7 @@ class Residuals:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the residuals take."""
-        return sum(each.nbytes for each in self.by_name.values())
+        return sum(each.nbytes for each in list(self.by_name.values()))  # a call on another thread may add some
 
     def of(self, part: ParameterSlice, like: Tensor) -> Tensor:
         """A view of the residual of `part`, [part.length], on the device of `like`; zeros for a new parameter.
@@ -50,7 +50,8 @@ class Residuals:
         if residual.numel() != part.of:
             raise MismatchError(
                 f"{part.name} has {part.of} elements and had {residual.numel()} before: error feedback needs one name "
-                "for each parameter; pass another name, or set quantizer.error_feedback to false"
+                "for each parameter; pass another name, or set quantizer.error_feedback to false. If the model has "
+                'changed since the state that was loaded, empty the "residuals" of that state first'
             )
         if residual.device != like.device:  # from a checkpoint
             residual = self.by_name[part.name] = residual.to(like.device)

@@ -16,6 +16,7 @@ from ..errors import AccuracyError
 from ..runtime.statistics import Counters
 
 _PIECE = 1 << 17  # elements that are widened to float64 at a time
+_LEAST_TIGHTENING = 2.0**-300  # more than float32 has room for; halved without end it would become zero
 _REMEDY = "Set a smaller quantizer.value, in general or by a policy for this tensor, or thresholds in guard that fit"
 
 
@@ -87,8 +88,8 @@ class Guard:
             whole: whether every rank holds all of both sums (all_reduce), rather than a part of its own.
             transport: a transport between all ranks of the group.
 
-        Returns None if the uncompressed sum is not finite, as that is no fault of compression. Squares of magnitudes
-        beyond 1e150 are not finite in float64 either.
+        Returns None if the uncompressed sum is not finite in the dtype of `result`, as that is no fault of compression.
+        Squares of magnitudes beyond 1e150 are not finite in float64 either.
 
         Raises PeerError.
         """
@@ -132,7 +133,7 @@ class Guard:
         if settings.on_alarm == "stop":
             raise AccuracyError(f"{alarm} to the uncompressed sum; {allowed}. {_REMEDY}; or guard.on_alarm: warn")
         if settings.on_alarm == "tighten":
-            self.tightening /= 2
+            self.tightening = max(self.tightening / 2, _LEAST_TIGHTENING)
             advice = f"All bounds are now {self.tightening:g} times what they would be"
         else:
             advice = _REMEDY
@@ -147,12 +148,13 @@ def _share(numel: int, transport) -> slice:
 
 
 def _sums(compressed: Tensor, uncompressed: Tensor) -> Tensor:
-    """The float64 sums of (c - u)^2, c^2, u^2 and c * u, in this order."""
+    """The float64 sums of (c - u)^2, c^2, u^2 and c * u, in this order; u^2 is inf where c's dtype can't hold u."""
     sums = torch.zeros(4, dtype=torch.float64, device=compressed.device)
     for pieces in zip(compressed.split(_PIECE), uncompressed.split(_PIECE)):
         c, u = (piece.double() for piece in pieces)
-        difference = c - u
-        sums += torch.stack([difference.dot(difference), c.dot(c), u.dot(u), c.dot(u)])
+        difference, fits = c - u, u.to(compressed.dtype).isfinite().all()
+        squares = u.dot(u).where(fits, math.inf)
+        sums += torch.stack([difference.dot(difference), c.dot(c), squares, c.dot(u)])
     return sums.cpu()
 
 

@@ -74,7 +74,8 @@ class Metrics:
             if sink in self.sinks:
                 action(what)
         except Exception as error:  # a full disk, or a service that a monitor sends to
-            self.sinks.remove(sink)
+            with suppress(ValueError):  # it has removed itself
+                self.sinks.remove(sink)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             name = getattr(sink, "__qualname__", None) or str(sink)
             print(f"ncz_plugins: {name}: {reason}; no more metrics there", file=sys.stderr, flush=True)

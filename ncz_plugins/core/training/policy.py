@@ -17,6 +17,9 @@ import torch
 from ..bypass import Bypass, by_policy, by_warm_up
 from ..config import Config, Policy, QuantizerConfig, QuantizerOverrides
 
+_MOST_KNOWN = 100_000  # parts; tensors without names may have another size in each call
+_UNKNOWN = -1  # in place of the index of a policy
+
 
 class ParameterSlice(NamedTuple):
     """Neighbouring elements of one parameter, as they lie in a flat tensor.
@@ -91,11 +94,16 @@ class Policies:
 
     def fitting(self, part: ParameterSlice, dtype: torch.dtype, role: str | None) -> int | None:
         """The index of the first policy that fits, or None."""
+        if not self._config.policies:
+            return None
         key = (part.name, part.of, dtype, role)
-        if key not in self._fitting:
+        found = self._fitting.get(key, _UNKNOWN)
+        if found == _UNKNOWN:
+            if len(self._fitting) >= _MOST_KNOWN:
+                self._fitting.clear()
             fit = (at for at, policy in enumerate(self._config.policies) if _fits(policy, *key))
-            self._fitting[key] = next(fit, None)
-        return self._fitting[key]
+            found = self._fitting[key] = next(fit, None)
+        return found
 
     def _made(self, at: int | None, role: str | None, times: float) -> Treatment:
         quantizer, bypass, because, changes = self._config.quantizer, None, "default", False

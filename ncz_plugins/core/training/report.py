@@ -15,7 +15,7 @@ _REMEDIES = {
     Bypass.ROLE: "the setting roles names what is compressed",
     Bypass.POLICY: "a policy says action: skip",
     Bypass.WARM_UP: "steps.warmup says so",
-    Bypass.DTYPE: "floats of 16, 32 and 64 bits are compressed",
+    Bypass.DTYPE: "floats of 16, 32 and 64 bits are compressed, with mode bits none of 64",
     Bypass.OP: "sums and averages are compressed",
     Bypass.TOO_SMALL: "use larger buckets, or name a smaller transport.min_bytes",
     Bypass.FAST_LINK: "compression was measured to lose time on this link: nothing to do, or name transport.min_bytes",

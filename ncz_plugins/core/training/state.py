@@ -16,11 +16,12 @@ import torch.distributed as dist
 from ...version import __version__
 from ..config import Config
 from ..config.sections import StepsConfig
-from ..errors import ConfigError
+from ..errors import AccuracyError, ConfigError
 from ..runtime.inference_mode import outside_of_inference_mode
 from ..runtime.statistics import Counters, Statistics
 from .error_feedback import Residuals
 from .group import GroupState
+from .guard import Guard
 from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
@@ -170,8 +171,7 @@ class Training:
         if self._my_rank() == 0:
             self._record(done)
         self._records.end_step()
-        for group in groups:
-            group.guard.end_step()
+        _end_step_of_each([group.guard for group in groups])
         return done
 
     def _record(self, done: Counters) -> None:
@@ -224,7 +224,7 @@ class Training:
 
         Of the state of another rank, all is taken over but what that rank had yet to contribute: residuals start at
         zero. If that run had another number of ranks, it is the same, and random numbers begin anew. A line on stderr
-        says so. The step and what the guard has tightened are kept in any case.
+        says so. The step and what the guard has tightened among all ranks are kept in any case.
 
         Raises ConfigError if `state` is none of this version's.
         """
@@ -240,7 +240,7 @@ class Training:
         self.residuals = Residuals()
         self._groups.clear()
         self._loaded = {}
-        self._tightening = min((each["guard"]["tightening"] for each in loaded.values()), default=1.0)
+        self._tightening = _tightening_of_all(loaded, state["world_size"])
         rank, ranks, lost = self._my_rank(), self._ranks(), []
         if state["world_size"] == ranks:
             self._loaded = loaded  # which all ranks of a group have alike
@@ -260,6 +260,27 @@ class Training:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _end_step_of_each(guards: Sequence[Guard]) -> None:
+    """Close a step for all of them, also where one raises: their groups have other ranks, which do not learn of it."""
+    errors = []
+    for guard in guards:
+        try:
+            guard.end_step()
+        except AccuracyError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _tightening_of_all(groups: Mapping[tuple[int, ...], Mapping], world_size: int) -> float:
+    """Where a group begins that a saved state does not know. Its ranks have read states of different ranks.
+
+    So what all of these have in common counts: the group of all ranks, if there was one.
+    """
+    of_all = groups.get(tuple(range(world_size)))
+    return min((each["guard"]["tightening"] for each in ([of_all] if of_all else groups.values())), default=1.0)
 
 
 def _no_communicator() -> None:

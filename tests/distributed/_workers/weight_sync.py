@@ -1,5 +1,7 @@
 """A trainer and its workers: versions that follow each other, a worker that lost its weights, one that changed them."""
 
+from contextlib import suppress
+
 import torch
 import torch.distributed as dist
 from common import attempt, finish, start
@@ -33,6 +35,10 @@ for number, state in enumerate(versions()):
         exact.append(all(torch.equal(weights[name], tensor) for name, tensor in state.items()))
 unfit = {"w": torch.ones(3, dtype=torch.complex64)}
 unpublished = attempt((lambda: sync.publish(unfit)) if trainer else sync.receive)
+if trainer:
+    with suppress(AttributeError):  # of Python, for what is no mapping: not an error that we raise
+        sync.publish([torch.ones(3)])
+no_mapping = None if trainer else attempt(sync.receive)
 if not trainer:
     weights["w"] = unfit["w"]  # which the next version replaces
 if trainer:
@@ -44,4 +50,5 @@ refused = attempt(sync.receive if trainer else lambda: sync.publish({}))
 alone = WeightSync(dist.new_group([0]), src=0) if rank == 0 else dist.new_group([0]) and None
 if alone is not None:
     assert alone.publish({"w": torch.ones(3)}) == 1 and alone.bytes_sent == 0
-finish({"sent": sent, "exact": exact, "refused": refused, "unpublished": unpublished, "published": published})
+outcomes = {"refused": refused, "unpublished": unpublished, "no mapping": no_mapping}
+finish({"sent": sent, "exact": exact, "published": published} | outcomes)

@@ -96,9 +96,20 @@ def test_backoff_is_saved_and_restored():
     backoff, restored = BypassBackoff(), BypassBackoff()
     for _ in range(3):
         backoff.learn("kind", Bypass.NOT_WORTH)
+    backoff.next("kind")
     restored.load_state_dict(backoff.state_dict())
-    assert [restored.next("kind") for _ in range(5)] == [backoff.next("kind") for _ in range(5)]
+    for left in (3, 8):
+        for each in (backoff, restored):
+            assert [each.next("kind") for _ in range(left + 1)] == [Bypass.NOT_WORTH] * left + [None]
+            each.learn("kind", Bypass.NOT_WORTH)
 
 
 def test_every_dtype_that_frames_know_can_be_compressed():
     assert all(before_call(ANY, 2, None, dist.ReduceOp.SUM, (dtype,)) is None for dtype in DTYPES)
+
+
+def test_kinds_that_never_come_again_take_no_more_and_more_memory():
+    backoff, most = BypassBackoff(), BypassBackoff._MOST_KINDS
+    for number in range(most + 5):
+        backoff.learn(f"kind {number}", Bypass.NOT_WORTH)
+    assert list(backoff.state_dict()) == [f"kind {number}" for number in range(5, most + 5)]

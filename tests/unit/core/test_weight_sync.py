@@ -133,6 +133,16 @@ def test_weights_that_no_version_has_begin_anew():
     assert worker.identity is None and not worker.weights
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_workers_that_are_fewer_versions_behind_than_are_kept_get_changes(keep):
+    publisher, identities = WeightPublisher(keep), []
+    for state in versions(5):
+        publisher.publish(state)
+        identities.append(publisher.identity)
+    whole = publisher.patch()
+    assert [publisher.patch(each) is whole for each in identities] == [True] * (5 - keep) + [False] * keep
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, "2"])
 def test_how_many_versions_are_kept(keep):
     with pytest.raises(ValueError, match="keep"):

@@ -91,6 +91,14 @@ def test_tensors_of_several_frames(monkeypatch):
     assert same(apply_patch(patch, old), new)
 
 
+def test_bits_that_compare_as_equal_or_never_do_are_told_apart():
+    old = {"x": torch.tensor([0.0, 1.0]), "y": torch.tensor([torch.nan, 1.0])}
+    new = {"x": torch.tensor([-0.0, 1.0]), "y": old["y"].clone()}
+    patch = make_patch(new, old)
+    assert [entry.kind for entry in read_patch(patch)[0].tensors] == ["changes", "same"]
+    assert same(apply_patch(patch, old), new)
+
+
 def test_the_wrong_base_is_named():
     old, new = state(), state(1, 1e-4)
     patch = make_patch(new, old)
@@ -168,8 +176,17 @@ def test_a_forged_head_is_an_error_and_takes_no_memory(change):
         apply_patch(forged(make_patch(new, old), change), old)
 
 
-def test_sparse_tensors_and_complex_numbers_are_refused_by_name():
-    for tensor in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex64)):
+@pytest.mark.parametrize("kind", ["same", "changes"])
+def test_a_whole_version_changes_nothing(kind):
+    def change(head):
+        head["tensors"][0].update(kind=kind, **({"frames": []} if kind == "same" else {}))
+
+    with pytest.raises(FrameError, match="impossible"):
+        read_patch(forged(make_patch({"x": torch.zeros(0 if kind == "same" else 3)}), change))
+
+
+def test_sparse_tensors_complex_numbers_and_what_has_no_memory_are_refused_by_name():
+    for tensor in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex64), torch.zeros(2, device="meta")):
         with pytest.raises(UnsupportedError, match="layer.3"):
             make_patch({"layer.3": tensor})
 

@@ -165,5 +165,25 @@ def test_one_name_for_two_parameters_is_refused():
     assert residuals.nbytes == 40
 
 
+def test_a_model_that_has_changed_since_its_state_is_told_what_to_do():
+    residuals = Residuals()
+    residuals.by_name["head"] = torch.zeros(5)  # as loaded
+    with pytest.raises(MismatchError, match='has 7 elements and had 5 before.*empty the "residuals" of that state'):
+        residuals.of(ParameterSlice("head", 7), torch.zeros(1))
+
+
 def test_lossless_keeps_nothing():
     assert not config(kind="lossless").quantizer.feeds_back
+
+
+def test_their_memory_can_be_asked_for_while_a_call_adds_some():
+    residuals = Residuals()
+
+    class Adding(torch.Tensor):
+        @property
+        def nbytes(self):
+            residuals.of(ParameterSlice("b", 2), torch.zeros(1))  # as the background thread of a call does
+            return 20
+
+    residuals.by_name["a"] = torch.zeros(5).as_subclass(Adding)
+    assert residuals.nbytes == 20 and residuals.by_name.keys() == {"a", "b"}

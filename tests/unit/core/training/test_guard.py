@@ -108,6 +108,13 @@ def test_a_sum_that_overflows_is_not_judged_but_a_result_that_does_is():
         assert finding(broken, finite)[1:] == (math.inf, 0.0, True)
 
 
+def test_a_sum_that_only_its_own_dtype_can_not_hold_is_not_judged():
+    """The uncompressed sum is formed in float32; in float16 it would overflow as well, which loss scalers expect."""
+    exact = torch.tensor([1.0, 1e5, 1.0])
+    assert finding(exact.half(), exact) is None
+    assert finding(torch.tensor([1.0, math.inf, 1.0]).half(), exact / 2)[1:] == (math.inf, 0.0, True)
+
+
 def test_only_one_rank_with_a_broken_part_is_seen_by_all():
     finite, broken = torch.ones(2), torch.tensor([1.0, math.nan])
     assert [own.findings for own in verify([finite, finite], [finite, broken], whole=False)] == [[], []]
@@ -204,6 +211,19 @@ def test_tighten_halves_the_bounds_once_for_each_step_with_alarms(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].count("a tensor without a name") == 2
     assert lines[1].endswith("All bounds are now 0.25 times what they would be")
+
+
+def test_bounds_that_no_tightening_helps_never_become_zero(capsys):
+    """As with mode bits, when there are no more bits: a state with zero could not be loaded."""
+
+    def rank(transport):
+        own = Guard(GuardConfig(every=1, on_alarm="tighten"))
+        own.tightening = 2.0**-1074  # the smallest float
+        own.verify(None, 3 * EXACT, EXACT, True, transport)
+        own.end_step()
+        return own.tightening
+
+    assert play(1, rank)[0] > 0
 
 
 def test_stop_raises_on_every_rank_and_names_everything():

@@ -144,6 +144,17 @@ def test_a_sink_that_fails_is_named_once_and_the_others_go_on(tmp_path, capsys):
     assert "unreachable: the service is down; no more metrics there" in line
 
 
+def test_a_sink_that_takes_itself_out_and_fails_ends_no_training(capsys):
+    def once(record):
+        one.sinks.remove(once)
+        raise OSError("gone")
+
+    one = metrics()
+    one.sinks.append(once)
+    one.write(RECORD)
+    assert not one.sinks and "gone; no more metrics there" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_none_of_a_sinks_failures():
     def interrupted(record):
         raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
+from ncz_plugins.core.training import policy
 from ncz_plugins.core.training.policy import ParameterSlice, Policies, named
 
 CONFIG = Config(
@@ -45,6 +46,15 @@ def treatment(name="weight", numel=5000, dtype=torch.float32, role="gradient", s
 )
 def test_the_first_policy_that_fits_counts(asked, because):
     assert treatment(**asked).because == because
+
+
+def test_sizes_that_are_others_in_each_call_take_no_more_and_more_memory(monkeypatch):
+    monkeypatch.setattr(policy, "_MOST_KNOWN", 4)
+    for config, most in ((CONFIG, 4), (Config(), 0)):
+        policies = Policies(config)
+        found = [policies.fitting(ParameterSlice(None, 98 + n), torch.bfloat16, None) for n in range(6)]
+        assert found == ([1, 1, 1, None, None, None] if most else [None] * 6)
+        assert len(policies._fitting) <= most
 
 
 def test_a_policy_changes_what_it_names_and_nothing_else():

@@ -49,6 +49,11 @@ def test_every_reason_has_a_remedy(bypass):
     )
 
 
+def test_a_fixed_rate_is_not_said_to_compress_all_floats():
+    ((_, line),) = lines([step(DTYPE=1)] * FIRST_STEPS, {"quantizer": {"mode": "bits", "value": 4}})
+    assert line.endswith("as dtype: floats of 16, 32 and 64 bits are compressed, with mode bits none of 64")
+
+
 def test_it_is_said_once_more_if_it_changes_much():
     said = lines([step(10)] * FIRST_STEPS + [step(9, DTYPE=1)] * LATER_STEPS + [step(1, DTYPE=9)] * 3 * LATER_STEPS)
     assert [number for number, _ in said] == [FIRST_STEPS, FIRST_STEPS + 2 * LATER_STEPS]

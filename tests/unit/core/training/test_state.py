@@ -8,8 +8,9 @@ import torch
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.errors import AccuracyError, ConfigError
 from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.training.guard import Finding
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 
@@ -194,6 +195,33 @@ def test_what_replaces_a_configuration_is_checked_before_it_does():
     with pytest.raises(ConfigError, match="valeu"):
         training.config = {"quantizer": {"valeu": 1.0}}
     assert training.config.quantizer.value == 2
+
+
+def test_an_alarm_in_one_group_ends_the_step_in_all_of_them():
+    """Another group may have a rank that is not in the first, and would pick other sums than these from then on."""
+    training = of_two_ranks(guard={"every": 1, "on_alarm": "stop"})
+    one, other = (training.of_group(ranks).guard for ranks in (RANKS, (0, 1, 2)))
+    for sum_of_step in range(3):
+        other.picks(0, sum_of_step)
+    for guard in (one, other):
+        guard.findings.append(Finding("weight", 2.0, 0.1, alarm=guard is one))
+    with pytest.raises(AccuracyError):
+        training.end_step()
+    assert not one.findings and not other.findings
+    assert other.state_dict()["calls"] == 3
+
+
+def test_a_group_that_a_state_does_not_know_begins_alike_on_all_ranks():
+    """Only the ranks of the smaller group know what that has tightened."""
+    states = [saved(of_a_run()) for _ in range(2)]
+    for state in states:
+        state["world_size"] = 3
+        state["groups"] = {"0 1 2": GROUP}
+    states[0]["groups"]["0 1"] = GROUP | {"guard": {"tightening": 0.125, "calls": 1}}
+    for state in states:
+        training = of_two_ranks()
+        training.load_state_dict(state)
+        assert training.of_group(RANKS).guard.tightening == 0.5
 
 
 def test_a_configuration_may_be_replaced_between_steps():
