@@ -394,12 +394,15 @@ class Collectives:
         device.synchronize()
         self.count_plain(request, call.bypass)
 
-    def refuse(self, collective: str, device: Device, transport: Transport) -> None:
+    def refuse(self, collective: str, number: int, device: Device, transport: Transport) -> None:
         """Tell the other ranks that this one can't make its call.
 
         Raises MismatchError unless all refuse it, and PeerError.
+
+        Args:
+            number: of `calls` before it.
         """
-        numbers = refusal(self.calls)
+        numbers = refusal(number)
         _require_same_call(collective, numbers, transport, Counters(), self.ranks)
 
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
@@ -409,9 +412,9 @@ class Collectives:
             transport.plain.all_reduce(exact, torch.distributed.ReduceOp.SUM).wait()
         device.synchronize()
         exact /= call.divisor
-        start, result = call.output.start, call.output.data
-        whole = call.collective == "all_reduce"
-        exact = exact[start : start + result.numel()]
+        result, whole = call.output.data, call.collective == "all_reduce"
+        if not whole:  # part of this rank, which a call through nodes has elsewhere in its layout
+            exact = exact[self.rank * result.numel() :][: result.numel()]
         self.state.guard.verify(call.verify_as or None, result, exact, whole, transport)
 
 

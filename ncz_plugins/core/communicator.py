@@ -111,6 +111,7 @@ class Communicator:
         else:
             self._connect(config, training, store)
         self._plain_on_gpu: Handle | None = None  # the last of each kind that GPUs do without the host
+        self._plain_memory: Sequence[Tensor] = ()  # of that call, if nobody may have waited for it yet
         self._queued_on_gpu: StreamHandle | None = None
         self._gpus: set[torch.device] = set()  # those that are connected, or about to be
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
@@ -485,9 +486,22 @@ class Communicator:
 
     def _follow_calls_on_gpus(self) -> None:
         """Let the current stream wait for the calls before that no host waits for."""
-        for earlier in (self._plain_on_gpu, self._queued_on_gpu):
-            if earlier is not None:
-                earlier.wait()
+        self._follow_plain_on_gpu()
+        if self._queued_on_gpu is not None:
+            self._queued_on_gpu.wait()
+
+    def _follow_plain_on_gpu(self) -> None:
+        """Let the current stream wait for the plain call before.
+
+        NCCL's work lets go of its tensors when any stream waits for it. The caller's own stream may not have waited, and
+        would get their memory while NCCL still uses it. So they are noted as used on the stream that waits.
+        """
+        if self._plain_on_gpu is None:
+            return
+        for tensor in self._plain_memory:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self._plain_memory = ()
+        self._plain_on_gpu.wait()
 
     def _start_on_stream(self, request: Request, call: Call, async_op: bool, captured: bool):
         """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing.
@@ -501,8 +515,8 @@ class Communicator:
         self._collectives.note_uncompared(request, None, call.config)
 
         def work() -> None:
-            if self._plain_on_gpu is not None and not captured:
-                self._plain_on_gpu.wait()
+            if not captured:
+                self._follow_plain_on_gpu()
             with request.pieces_in_place():
                 self._collectives.queue(call, stream.backend, transport)
 
@@ -552,9 +566,13 @@ class Communicator:
         if self.world_size > 1:  # while the data travel, as all below
             self._collectives.note_uncompared(request, bypass)
         self._collectives.count_plain(request, bypass)
+        if not async_op:
+            handle.wait()
         if request.input.is_cuda and not is_captured(request.input):
-            self._plain_on_gpu = handle
-        return handle.giving(request.output) if async_op else handle.wait() and None
+            # A work that was waited for would keep its output until the next plain call.
+            self._plain_on_gpu = handle if async_op else StreamHandle.of_current(device)
+            self._plain_memory = request.memory if async_op else ()
+        return handle.giving(request.output) if async_op else None
 
     def require_open(self) -> None:
         """Raise what broke this communicator, if anything did, and UnsupportedError in a fork of its process."""
@@ -562,10 +580,14 @@ class Communicator:
             self._queue.require_open()
 
     def refuse(self, collective: str) -> None:
-        """Tell the other ranks, which would wait for it, that this one can't make its call."""
+        """Tell the other ranks, which would wait for it, that this one can't make its call.
+
+        Nobody waits for them here: those whose GPUs carry the call without the host compare nothing before a later one.
+        """
         if self.world_size > 1:
+            refuse = partial(self._collectives.refuse, collective, self._collectives.calls)
             with suppress(NczError):  # what matters is why it was refused
-                self._queue.run(collective, torch.device("cpu"), partial(self._collectives.refuse, collective))
+                self._queue.submit(collective, torch.device("cpu"), refuse)
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)

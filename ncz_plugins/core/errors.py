@@ -72,7 +72,7 @@ class AccuracyError(NczError):
 
 
 class OutOfMemoryError(NczError, MemoryError):
-    """There was no memory for frames or results; the other ranks of the call get a PeerError.
+    """There was no memory for frames or results; the other ranks get a PeerError, in the same call or in the next.
 
     Remedy: smaller frames (`transport.frame_bytes`), smaller calls, or more memory for the process.
     """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.futures import Future, collect_all
 
@@ -87,12 +89,30 @@ class Handles(Handle):
         return next((error for handle in self._handles if (error := handle.exception()) is not None), None)
 
     def get_future(self) -> Future[list[Tensor]]:
-        def result(done: Future) -> list[Tensor]:
-            for each in done.value():
-                each.value()  # which raises what went wrong
-            return list(self.outputs)
+        future = self._new_future()  # that of collect_all knows of no GPU, and nobody's stream would wait for it
 
-        return collect_all([handle.get_future() for handle in self._handles]).then(result)
+        def complete(done: Future) -> None:
+            with _aside(self.outputs[0].device):  # to look at values holds up the current stream
+                try:
+                    for each in done.value():
+                        each.value()  # which raises what went wrong
+                except Exception as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(list(self.outputs))
+
+        collect_all([handle.get_future() for handle in self._handles]).add_done_callback(complete)
+        return future
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """A context in which a GPU's current stream is one that nobody else waits for."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def seconds_of(timeout: float | timedelta) -> float:

@@ -7,8 +7,9 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -44,12 +45,16 @@ class FutureHandle(Handle):
 
     def get_future(self) -> Future[list[Tensor]]:
         future = self._new_future()
+        where = self.outputs[0].device
 
         def complete() -> None:  # on a GPU, too, the result is in place by now
-            if (error := self.exception()) is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(list(self.outputs))
+            # A thread begins with GPU 0. A future goes from there to the GPU of its tensors and back, and to go back to
+            # one that this process does not use makes a context there, of half a gigabyte.
+            with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+                if (error := self.exception()) is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(list(self.outputs))
 
         asking = threading.get_ident()
 

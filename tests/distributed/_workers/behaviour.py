@@ -250,6 +250,15 @@ def negated_views_and_a_name_twice_are_refused(group):
 
 
 @check
+def a_refused_call_is_told_at_once_and_to_the_others_when_they_make_it(group):
+    with Communicator(group=group) as communicator:
+        if rank == 0:  # whose error must not wait for the others
+            raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(5), torch.empty(7)))
+        dist.all_reduce(torch.zeros(1))
+        raises(MismatchError, lambda: communicator.all_reduce(mine()), "rank 0")
+
+
+@check
 def closing_twice_is_fine_and_using_it_afterwards_is_not(group):
     communicator = Communicator(group=group)
     communicator.close()

@@ -83,4 +83,11 @@ for schedule in ("ring", "direct"):
             total = communicator.stats.total
             assert (total.compressed_calls > 0) == (world_size > 1), total
 
+config = {"quantizer": {"mode": "abs", "value": BOUND}, "guard": {"every": 1}}
+with Communicator(config | {"transport": {"min_bytes": 0, "hierarchy": hierarchy}}) as communicator:
+    whole = values(rank, 4096 * world_size).to(device)
+    communicator.reduce_scatter_tensor(torch.empty(4096, device=device), whole, name="weight")
+    findings = communicator.training.of_group(communicator.ranks).guard.findings
+    assert all(each.relative_error < BOUND for each in findings) and (world_size == 1 or findings), findings
+
 finish(outcomes)

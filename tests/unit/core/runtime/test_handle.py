@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.runtime.handle import Handles
 from ncz_plugins.core.runtime.worker import Worker
 
 
@@ -33,3 +34,14 @@ def test_a_future_raises_what_went_wrong(worker):
         future.wait()
     with pytest.raises(RuntimeError, match="PeerError: rank 1"):  # torch keeps the text only
         future.then(lambda done: done.value()).wait()
+
+
+def test_the_future_of_several_has_all_outputs_or_raises_what_went_wrong(worker):
+    first, second = torch.zeros(2), torch.zeros(3)
+    handles = [worker.submit(lambda: first.fill_(1)), worker.submit(lambda: second.fill_(2))]
+    future = Handles([each.giving(out) for each, out in zip(handles, (first, second))]).giving(first, second).get_future()
+    got = future.wait()
+    assert got[0] is first and got[1] is second and first.sum() + second.sum() == 8
+    both = [handles[0].giving(first), worker.submit(refused).giving(second)]
+    with pytest.raises(PeerError, match="rank 1"):
+        Handles(both).giving(first, second).get_future().wait()
