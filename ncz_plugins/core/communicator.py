@@ -493,8 +493,8 @@ class Communicator:
     def _follow_plain_on_gpu(self) -> None:
         """Let the current stream wait for the plain call before.
 
-        NCCL's work lets go of its tensors when any stream waits for it. The caller's own stream may not have waited, and
-        would get their memory while NCCL still uses it. So they are noted as used on the stream that waits.
+        NCCL's work lets go of its tensors when any stream waits for it. The caller's own stream may not have waited,
+        and would get their memory while NCCL still uses it. So they are noted as used on the stream that waits.
         """
         if self._plain_on_gpu is None:
             return

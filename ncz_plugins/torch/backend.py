@@ -42,7 +42,7 @@ class CompressedBackend(dist.ProcessGroup):
         self.communicator: Communicator | None = None
         self._store = store
         self._last: Handle | None = None  # of what is compressed
-        self._works: list[dist.Work] = []  # under way: where C++ alone has one, torch 2.6 forgets what Python made of it
+        self._works: list[dist.Work] = []  # under way; torch 2.6 forgets what Python made of one that C++ alone has
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)

@@ -39,8 +39,8 @@ def test_a_future_raises_what_went_wrong(worker):
 def test_the_future_of_several_has_all_outputs_or_raises_what_went_wrong(worker):
     first, second = torch.zeros(2), torch.zeros(3)
     handles = [worker.submit(lambda: first.fill_(1)), worker.submit(lambda: second.fill_(2))]
-    future = Handles([each.giving(out) for each, out in zip(handles, (first, second))]).giving(first, second).get_future()
-    got = future.wait()
+    both = Handles([each.giving(out) for each, out in zip(handles, (first, second))]).giving(first, second)
+    got = both.get_future().wait()
     assert got[0] is first and got[1] is second and first.sum() + second.sum() == 8
     both = [handles[0].giving(first), worker.submit(refused).giving(second)]
     with pytest.raises(PeerError, match="rank 1"):
