@@ -305,7 +305,8 @@ def on_host(name: str, tensor: Tensor, copy: bool = False) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor on the host."""
-    return tensor.view(-1).view(torch.uint8)
+    # One element is contiguous whatever its stride is, and is then no array of bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _described(name: str, tensor: Tensor, digest: int) -> dict:

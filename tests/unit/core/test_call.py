@@ -1,5 +1,7 @@
 """What is asked for, and the call that serves it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,28 @@ def test_calls_are_of_one_kind_whatever_their_number():
     assert call().kind == call(number=7).kind
     assert call().kind != call(layout=Layout.of([4, 5], 4)).kind
     assert call().kind != call(config=Config.load({"quantizer": {"value": 0.5}})).kind
+
+
+def test_requests_are_of_one_kind_only_if_ranks_tell_the_same_of_them():
+    """What is decided of one, and what is told of it, goes for all others of its kind."""
+    tensor = torch.zeros(8)
+    request = Request("all_reduce", tensor, tensor, dist.ReduceOp.SUM, role="gradient")
+    assert request.kind == replace(request, input=torch.ones(8), output=torch.ones(2, 4)).kind
+    others = [
+        {"collective": "broadcast"},
+        {"op": None},
+        {"op": dist.ReduceOp.AVG},
+        {"scale": 0.5},
+        {"root": 1},
+        {"role": None},
+        {"role": "parameter"},
+        {"together": 7},
+        {"input": torch.zeros(9), "output": torch.zeros(9)},
+        {"input": tensor.double()},
+        {"output": tensor.double()},
+    ]
+    kinds = {request.kind, *(replace(request, **changes).kind for changes in others)}
+    assert len(kinds) == 1 + len(others)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,18 @@ import torch.distributed as dist
 from ncz_plugins.core import call_description
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
-from ncz_plugins.core.call_description import bypassing, checksum_of, described, refusal, require_plain, require_same
+from ncz_plugins.core.call_description import (
+    bypassing,
+    checksum_of,
+    checksum_of_list,
+    described,
+    refusal,
+    require_plain,
+    require_same,
+)
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.transport.comparison import RankComparison
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
@@ -56,6 +65,7 @@ def verdict(*ranks: dict[str, int], known_as=None) -> str:
         (plain(op=AVG), "reduce op AVG on rank 1, SUM on rank 0"),
         (plain(op=MAX), "reduce op MAX on rank 1, SUM on rank 0"),
         (plain(scale=0.5), "scale differs between rank 0 and rank 1"),
+        (plain(scale=2.0), "scale differs between rank 0 and rank 1"),
         (plain(root=1), "source rank 1 on rank 1, 0 on rank 0"),
         (
             described(request(), 1, Bypass.ROLE),
@@ -64,11 +74,27 @@ def verdict(*ranks: dict[str, int], known_as=None) -> str:
         (plain(together=5), "list of tensors differs between rank 0 and rank 1"),
         (compressed(), "transfer plain (too small) on rank 0, compressed on rank 1"),
         (described(request(), 1, Bypass.TOO_SMALL, uncompared=5), "calls on GPUs before it differs"),
+        (described(request(), 1, Bypass.TOO_SMALL, step=1), "training step 1 on rank 1, 0 on rank 0"),
         (refusal(1), "rank 1 refused its call"),
     ],
 )
 def test_what_differs_is_said_in_words(other, words):
     assert words in verdict(plain(), other)
+
+
+@pytest.mark.parametrize("before", [[], [ParameterSlice(None, 3)]])
+def test_the_parameters_of_a_sum_must_be_the_same_also_if_only_some_have_names(before):
+    assert "list of parameters differs" in verdict(
+        *(plain(parts=[*before, ParameterSlice(name, 5)]) for name in ("key", "query"))
+    )
+
+
+def test_the_tensors_of_one_call_must_have_the_same_sizes_and_dtypes_in_the_same_order():
+    """Else the calls, one for each dtype, could be of equal sizes, and sum tensors that have nothing in common."""
+    floats, integers = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    lists = [floats, floats, integers], [floats, integers, floats], [torch.zeros(6), integers]
+    assert len({checksum_of_list(tensors) for tensors in lists} | {0}) == 4
+    assert checksum_of_list(lists[0]) == checksum_of_list([torch.ones(3), torch.ones(3), integers])
 
 
 def test_ranks_are_called_by_their_global_numbers():

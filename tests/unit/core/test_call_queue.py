@@ -155,6 +155,32 @@ def test_a_call_that_is_given_up_meanwhile_fails_even_if_it_comes_to_its_end():
     play(1, body)
 
 
+def test_what_ended_a_queue_first_is_what_it_tells_from_then_on():
+    """However it is given up, and closed, after that."""
+
+    def body(transport):
+        queue = queue_of(transport)
+        with pytest.raises(PeerError, match="gone"):
+            queue.run("all_reduce", HOST, Jobs({1: PeerError("gone")}).job(1))
+        for end in (lambda: queue.abort(PeerError("aborted")), queue.close):
+            end()
+            with pytest.raises(PeerError, match="gone"):
+                queue.require_open()
+
+    play(1, body)
+
+
+def test_what_is_given_up_ends_its_thread():
+    def body(transport):
+        queue, jobs = queue_of(transport), Jobs()
+        submit(queue, jobs.job(1)).wait()
+        queue.abort(PeerError("aborted"))
+        jobs.threads[0].join(5)
+        assert not jobs.threads[0].is_alive()
+
+    play(1, body)
+
+
 @pytest.mark.parametrize("waits_for", ["a new call", "an earlier one", "a future"])
 def test_a_callback_may_wait_for_further_calls(waits_for):
     """As those of torch's PowerSGD hook do."""
@@ -258,5 +284,25 @@ def test_at_the_end_calls_under_way_come_to_their_end():
         threading.Timer(0.1, go.set).start()
         queue.end(30)
         assert handle.is_success() and queue.routes.ended_by == [None]
+
+    play(1, body)
+
+
+def test_at_the_end_a_call_that_takes_longer_is_given_up(monkeypatch):
+    monkeypatch.setattr(call_queue, "_CLOSE_SECONDS", 0.1)
+
+    def body(transport):
+        queue, go = queue_of(transport), threading.Event()
+        handle = submit(queue, blocked_by(go))
+        late = threading.Timer(3, go.set)
+        late.start()
+        queue.end(0.1)
+        [error] = queue.routes.ended_by
+        late.cancel()
+        go.set()
+        with pytest.raises(NczError, match="the program ended before this call did"):
+            raise error
+        with pytest.raises(NczError, match="the program ended"):
+            handle.wait()
 
     play(1, body)

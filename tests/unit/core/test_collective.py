@@ -1,18 +1,22 @@
 """The way of every call: decided, compared, run and counted, on ranks in one process."""
 
 import socket
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import call
 from ranks import play, play_communicators, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives, frames_of
+from ncz_plugins.core.collective import Collectives, frames_of, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.errors import MismatchError, PeerError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 
@@ -77,6 +81,12 @@ def test_error_feedback_needs_a_name():
     chosen = collectives(quantizer={"error_feedback": True})
     with pytest.raises(UnsupportedError, match="pass name="):
         chosen.decide(summed(torch.zeros(4)))
+    request = summed(torch.zeros(4), "weight")
+    parts = [ParameterSlice("weight", 3), ParameterSlice(None, 1)]  # of which only one is kept
+    assert chosen.decide(replace(request, parts=parts)).bypass is None
+    assert chosen.decide(replace(summed(torch.zeros(4)), collective="broadcast", op=None)).bypass is None
+    with pytest.raises(UnsupportedError, match="pass name="):
+        chosen.decide(replace(request, residual_parts=[ParameterSlice(None, 4)]))
 
 
 def reduce(chosen: Collectives, transport, tensor: torch.Tensor) -> None:
@@ -124,6 +134,40 @@ def test_a_call_is_compressed_and_counted():
     assert total.wire_bytes < total.plain_bytes == 40_000
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
+@pytest.mark.parametrize("quantizer", [{"mode": "abs", "value": 0.01}, {"kind": "lossless"}])
+def test_a_sum_is_multiplied_by_its_scale(quantizer, op):
+    """Within the bound as well, which is that of the sum times the scale."""
+
+    def body(transport):
+        chosen, tensor = collectives(transport.rank, quantizer=quantizer), values(transport.rank, 1000)
+        request = replace(summed(tensor, op=op), scale=0.25)
+        chosen.run(chosen.prepare(request, chosen.decide(request).config), Host(), transport)
+        assert chosen.training.stats.total.compressed_calls == 1
+        return tensor
+
+    times = 0.25 if op == dist.ReduceOp.SUM else 0.125
+    exact = times * (values(0, 1000) + values(1, 1000))
+    assert all((each - exact).abs().max() <= times * 0.02 + 1e-6 for each in play(2, body))
+
+
+def test_a_call_that_fails_leaves_nobody_who_writes_to_its_tensors():
+    """Its caller may free them at once."""
+
+    def body(transport):
+        device, written = Host(two_threads=True), []
+
+        def schedule(transport, codec, counters):
+            device.submit(lambda: (time.sleep(0.1), written.append(codec.output)))
+            raise PeerError("gone")
+
+        with pytest.raises(PeerError, match="gone"):
+            run(call(config=Config().resolved(), schedule=schedule), device, transport)
+        assert len(written) == 1
+
+    play(1, body)
+
+
 def test_values_that_are_not_finite_go_plain_on_all_ranks_alike():
     def body(transport):
         chosen, tensor = collectives(transport.rank), values(transport.rank, 10_000)
@@ -135,6 +179,35 @@ def test_values_that_are_not_finite_go_plain_on_all_ranks_alike():
     (tensor, bypasses), (other, _) = play(2, body)
     assert same_bits([tensor, other]) and tensor[7] == torch.inf
     assert bypasses == {"non-finite": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_values_whose_sum_overflows_go_plain_although_each_is_finite(dtype):
+    """Whoever scales the loss sees by the infinity which steps to leave out."""
+
+    def body(transport):
+        chosen, tensor = collectives(transport.rank), values(transport.rank, 10_000, dtype)
+        tensor[7] = 0.9 * torch.finfo(dtype).max
+        reduce(chosen, transport, tensor)
+        return tensor, chosen.training.stats.total
+
+    for tensor, total in play(2, body):
+        assert tensor[7] == torch.inf and tensor.isfinite().sum() == 9999
+        assert total.bypasses == {"non-finite": 1} and total.bypassed_bytes == {"non-finite": tensor.nbytes}
+        assert total.plain_bytes == tensor.nbytes < total.wire_bytes  # with what the ranks agreed on before
+
+
+def test_the_transport_learns_from_calls_that_go_compressed_what_the_link_carries(monkeypatch):
+    def body(transport):
+        told = []
+        monkeypatch.setattr(transport, "learn", lambda *arguments: told.append(arguments))
+        chosen = collectives(transport.rank)
+        reduce(chosen, transport, values(transport.rank, 10_000))
+        total = chosen.training.stats.total
+        reduce(chosen, transport, torch.full((10_000,), torch.nan))
+        assert told == [(total.wire_bytes, total.seconds, total.wait_seconds)]
+
+    play(2, body)
 
 
 def test_each_communicator_of_a_training_learns_from_its_own_calls():
@@ -187,6 +260,27 @@ def test_each_communicator_of_a_training_keeps_what_its_own_calls_lose():
     assert play(2, body) == [[{"weight": 1000}, {"weight": 1000, "communicator 2/weight": 1001}]] * 2
 
 
+def test_a_call_that_turns_out_late_to_go_plain_leaves_what_error_feedback_keeps():
+    """Frames of it have travelled by then, for nothing. What is sent plain loses nothing."""
+
+    def body(transport):
+        travel = {"min_bytes": 0, "frame_bytes": "16KiB", "schedule": "ring"}
+        chosen = collectives(transport.rank, quantizer={"error_feedback": True}, transport=travel)
+
+        def kept_after(tensor: torch.Tensor) -> torch.Tensor:
+            request = summed(tensor, "weight")
+            chosen.run(chosen.prepare(request, chosen.decide(request).config), Host(), transport)
+            return chosen.training.residuals.by_name["weight"].clone()
+
+        before, tensor = kept_after(values(transport.rank, 1 << 20)), values(transport.rank, 1 << 20)
+        assert before.any()
+        tensor[-1] = torch.inf
+        assert torch.equal(kept_after(tensor), before)
+        assert chosen.training.stats.total.bypasses == {"non-finite": 1}
+
+    play(2, body)
+
+
 def test_a_role_that_nobody_knows_is_none():
     request = summed(torch.zeros(4))
     request.role = "grad"
@@ -209,6 +303,40 @@ def test_hopeless_calls_are_no_longer_measured():
         2,
         2,
     )  # of three calls the second was spared
+
+
+def test_exact_calls_leave_the_random_numbers_of_others_as_they_are():
+    """Such as those of weights that are sent as changes, or not at all in some runs."""
+    chosen, request = collectives(), summed(torch.zeros(4))
+    assert chosen.prepare(request, chosen.config).number == 1
+    chosen.prepare(request, Config.load({"quantizer": {"kind": "lossless"}}).resolved())
+    chosen.prepare_plain(request, Bypass.OP)
+    assert chosen.prepare(request, chosen.config).number == 2
+    assert chosen.calls == 4
+
+
+def test_a_baseline_is_forgotten_when_a_call_goes_plain():
+    chosen, baseline = collectives(), Baseline()
+    baseline.keep(torch.zeros(4))
+    chosen.count_plain(replace(summed(torch.zeros(4)), baseline=baseline), Bypass.POLICY)
+    assert baseline.nbytes == 0
+
+
+def test_all_calls_that_ranks_did_not_compare_are_compared_with_the_next_one():
+    """Not only the last of them, and on whatever way they went."""
+
+    def before_next(*calls: tuple[int, Bypass | None]) -> tuple[int, int]:
+        chosen = collectives()
+        for numel, bypass in calls:
+            chosen.note_uncompared(summed(torch.zeros(numel)), bypass, None if bypass else chosen.config)
+        described = chosen.prepare_plain(summed(torch.zeros(4)), Bypass.TOO_SMALL).described
+        return described["call number"], described["calls on GPUs before it"]
+
+    plain = Bypass.OP
+    histories = [(4, plain), (5, plain)], [(6, plain), (5, plain)], [(4, plain), (6, plain)], [(4, None), (5, plain)]
+    assert len({before_next(*calls)[1] for calls in histories} | {before_next()[1]}) == 5
+    assert before_next(*histories[0]) == before_next(*histories[0])
+    assert [before_next()[0], before_next((4, plain))[0]] == [1, 2]
 
 
 def test_ranks_that_make_different_calls_are_told_on_all_of_them():

@@ -1,5 +1,7 @@
 """Several tensors that one call reduces: what the call gets, where results go, and the handles of several calls."""
 
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -140,6 +142,31 @@ def test_several_handles_are_one(worker):
     assert len(result) == 2 and all(each is tensor for each, tensor in zip(result, tensors))
 
 
+def test_several_handles_share_one_time_out():
+    class Slow:
+        def wait(self, timeout):
+            given.append(timeout)
+            time.sleep(0.02)
+
+    given: list[float] = []
+    Handles([Slow(), Slow(), Slow()]).wait(0.03)
+    assert given[0] <= 0.03 and given[1] <= 0.01 and 0 < given[2] <= given[1]  # none would be no limit to some works
+
+
+def test_what_went_wrong_is_told_once_all_of_several_are_over(worker):
+    go = threading.Event()
+    failed = worker.submit(gone)
+    handle = Handles([failed, worker.submit(partial(go.wait, 10))])
+    with pytest.raises(PeerError):
+        failed.wait()
+    assert not handle.is_completed() and handle.exception() is None
+    go.set()
+    with pytest.raises(PeerError, match="gone"):
+        handle.wait()
+    worker.submit(lambda: None).wait()
+    assert handle.is_completed() and isinstance(handle.exception(), PeerError)
+
+
 def test_the_first_failure_of_several_is_raised_each_time(worker):
     handle = Handles([worker.submit(job).giving(torch.zeros(1)) for job in (lambda: None, gone, lambda: None)])
     for _ in range(2):
@@ -147,5 +174,5 @@ def test_the_first_failure_of_several_is_raised_each_time(worker):
             handle.wait()
     worker.submit(lambda: None).wait()
     assert handle.is_completed() and not handle.is_success() and str(handle.exception()) == "gone"
-    with pytest.raises(RuntimeError, match="PeerError: gone"):
+    with pytest.raises(PeerError, match="gone"):
         handle.giving(torch.zeros(1)).get_future().wait()

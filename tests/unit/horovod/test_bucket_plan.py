@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("horovod.torch")
 
+from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.horovod import bucket_plan
 from ncz_plugins.horovod.bucket_plan import BucketPlan
@@ -52,7 +53,9 @@ def test_buckets_come_in_their_order_once_they_are_complete_whatever_comes_first
         there, came = set(), []
         for at in order:
             there.add(mine[at])
-            came += [in_order(some) for _, some in made.complete([mine[at]])]
+            for _, some in made.complete([mine[at]]):
+                assert [piece.order for piece in some] == sorted(piece.order for piece in some)  # as on other ranks
+                came.append(in_order(some))
             complete = next((n for n, some in enumerate(expected) if not there.issuperset(some)), len(expected))
             assert came == expected[:complete]
         assert came == expected
@@ -69,6 +72,19 @@ def test_nothing_comes_any_more_once_it_is_stopped():
     assert len(list(made.complete(mine))) == 4
 
 
+def test_after_an_error_nothing_more_is_begun_in_this_step():
+    class Failed:
+        def wait(self):
+            raise PeerError("gone")
+
+    mine = tensors()
+    made = BucketPlan(mine, POSITIONS)
+    made.under_way.append(Failed())
+    with pytest.raises(PeerError, match="gone"):
+        made.wait()
+    assert list(made.complete(mine)) == []
+
+
 def test_tensors_that_it_was_not_made_for():
     mine, others = tensors(), tensors([*ELEMENTS[:-1], ELEMENTS[-1] + 1])
     made = BucketPlan(mine, POSITIONS)
@@ -83,7 +99,8 @@ def test_buckets_that_ranks_would_divide_differently_become_one():
     plan.join()
     assert [number for number, _ in plan.buckets(mine)] == [0] and plan.stopped
     plan.begin()
-    [(number, together)] = plan.complete(mine)
+    assert list(plan.complete(mine[1:])) == []
+    [(number, together)] = plan.complete(mine[:1])
     assert number == 0 and len(together) == len(mine)
 
 

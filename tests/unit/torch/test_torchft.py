@@ -37,3 +37,11 @@ def test_one_replica(group):
     group.abort()
     with pytest.raises(PeerError, match="no quorum"):
         group.allreduce([tensor], dist.ReduceOp.SUM)
+
+
+def test_another_quorum_gives_up_the_connections_of_the_one_before(group, monkeypatch):
+    store, aborted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+    group.configure(f"127.0.0.1:{store.port}/first", "replica", 0, 1)
+    monkeypatch.setattr(group._communicator, "abort", lambda: aborted.append("first"))
+    group.configure(f"127.0.0.1:{store.port}/second", "replica", 0, 1)
+    assert aborted == ["first"]

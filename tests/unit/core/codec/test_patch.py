@@ -191,6 +191,13 @@ def test_sparse_tensors_complex_numbers_and_what_has_no_memory_are_refused_by_na
             make_patch({"layer.3": tensor})
 
 
+def test_one_element_of_any_stride():
+    old = {"w": torch.arange(6.0)[::3][:1]}
+    new = {"w": torch.arange(1.0, 7.0)[::3][:1]}
+    assert torch.equal(apply_patch(make_patch(new, old), old)["w"], new["w"])
+    assert torch.equal(apply_patch(make_patch(new), {})["w"], new["w"])
+
+
 def negated(values: torch.Tensor) -> torch.Tensor:
     """What torch has not negated in memory yet."""
     view = torch.complex(torch.zeros_like(values), -values).conj().imag

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from ncz_plugins import BoundError, compress, decompress, kernels
 from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.codec.quantize import Scales, measure, measured_bytes, most_summable, smallest_value
+from ncz_plugins.core.codec.quantize import (
+    Scales,
+    measure,
+    measured_bytes,
+    most_summable,
+    smallest_value,
+    step_rule,
+)
 from ncz_plugins.core.codec.tensor_codec import noise_for
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, Noise, blocks_of
@@ -424,14 +431,36 @@ def test_what_ranks_agree_on_takes_as_many_bytes_as_is_known_before(mode, dtype,
         assert measured_bytes(layout, frames, quantizer, dtype) == measured.nbytes
 
 
+@pytest.mark.parametrize("block", [SCALE_BLOCK, 2 * SCALE_BLOCK])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_small_blocks_go_plain_where_a_sum_may_overflow_and_not_sooner(dtype):
+def test_small_blocks_go_plain_where_a_sum_may_overflow_and_not_sooner(dtype, block):
     """The largest magnitude is not known afterwards, and could be 16 times the root mean square."""
-    quantizer = QuantizerConfig(mode="rms", value=0.25, block=SCALE_BLOCK)
-    of_each = torch.full((SCALE_BLOCK,), torch.finfo(dtype).max / 3, dtype=dtype)
+    quantizer = QuantizerConfig(mode="rms", value=0.25, block=block)
+    of_each = torch.full((block,), torch.finfo(dtype).max / 3, dtype=dtype)
     assert agree([of_each] * 2, quantizer) is not Bypass.NON_FINITE
     assert agree([of_each] * 3, quantizer) is Bypass.NON_FINITE
     assert agree([of_each] * 3, quantizer, divisor=3) is not Bypass.NON_FINITE
+
+
+@pytest.mark.parametrize("mode", ["abs", "rel", "rms"])
+def test_what_overflows_only_by_its_error_goes_plain_too(mode):
+    """A result may be off by the bound, and a finite one must not become infinite by that."""
+    dtype, most = torch.float16, 65504.0
+    tensor = torch.full((CHUNK,), 0.8 * most, dtype=dtype)
+
+    def agreed(share: float) -> Scales | Bypass:
+        value = share * most if mode == "abs" else share / 0.8
+        return agree([tensor], QuantizerConfig(mode=mode, value=value, block=0))
+
+    assert agreed(0.25) is Bypass.NON_FINITE and isinstance(agreed(0.15), Scales)
+
+
+def test_the_rounding_of_a_result_is_reserved_where_nothing_is_added():
+    """A sum of short floats may be off by it on top of the bound, whoever adds."""
+    quantizer = QuantizerConfig(mode="abs", value=0.25)
+    assert step_rule(quantizer, torch.bfloat16, 1).rounding == 2.0**-8
+    assert step_rule(quantizer, torch.float16, 1).rounding == 2.0**-11
+    assert step_rule(quantizer, torch.bfloat16, 2).rounding == step_rule(quantizer, torch.float32, 1).rounding == 0
 
 
 @pytest.mark.parametrize("exponent", [-600, -540, -537, -530, -500, 0, 500, 600])

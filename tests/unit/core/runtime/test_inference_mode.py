@@ -59,6 +59,15 @@ def test_an_ordinary_tensor_has_the_same_memory_and_can_be_written():
     assert ordinary(other) is other
 
 
+def test_an_ordinary_view_has_the_same_elements():
+    with torch.inference_mode():
+        whole = torch.arange(12.0).view(3, 4)
+        for view in (whole[1:], whole[:, 1:3], whole.t()[2]):
+            with outside_of_inference_mode():
+                other = ordinary(view)
+            assert torch.equal(other, view) and other.data_ptr() == view.data_ptr()
+
+
 def test_nothing_changes_outside_of_inference_mode():
     with outside_of_inference_mode():
         assert torch.is_grad_enabled()

@@ -63,6 +63,26 @@ def test_closing_does_not_wait_for_ever():
     go.set()
 
 
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_closing_ends_the_threads_of_callbacks_as_well(is_under_way):
+    """At once, or when their callbacks return."""
+    worker, begun, go, threads = Worker("test"), threading.Event(), threading.Event(), []
+
+    def callback():
+        threads.append(threading.current_thread())
+        begun.set()
+        go.wait(10)
+
+    if not is_under_way:
+        go.set()
+    worker._callbacks.run(callback)
+    assert begun.wait(10)
+    assert worker.close(5)
+    go.set()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+
+
 def test_an_idle_thread_holds_on_to_nothing():
     class Tensor:
         def job(self):

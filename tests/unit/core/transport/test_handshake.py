@@ -6,7 +6,21 @@ from ranks import play
 
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError, MismatchError, PeerError
-from ncz_plugins.core.transport.handshake import compare_ranks, described, differences
+from ncz_plugins.core.transport.handshake import compare_ranks, described, differences, meet
+
+# ---------------------------------------------------------------- meeting
+
+
+def test_ranks_share_a_store_by_themselves_each_time_they_meet(monkeypatch):
+    default = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: default)
+    meetings = [[meet([0, 1, 2], "test") for _ in range(3)] for _ in range(2)]
+    others = [[meet([0, 1], "test")], [meet([0, 1, 2], "something else")]]
+    for number, stores in enumerate([*meetings, *others]):
+        assert not any(store.check(["key"]) for store in stores)
+        stores[-1].set("key", str(number))
+        assert all(store.check(["key"]) and store.get("key") == str(number).encode() for store in stores)
+
 
 # ---------------------------------------------------------------- configurations
 

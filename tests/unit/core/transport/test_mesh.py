@@ -232,6 +232,27 @@ def test_what_is_not_awaited_is_taken_in_while_waiting():
     assert play(2, body, seconds=20, channels=2)[0] == (32 << 20, [7])
 
 
+def test_who_only_sends_takes_in_what_comes_meanwhile():
+    """Else two ranks that code and send, and wait only at the end, would hold up each other."""
+    large, left, arrived = bytes(32 << 20), threading.Event(), threading.Event()
+
+    def body(rank, opened):
+        if rank == 0:
+            opened.finish([opened.send(1, large)])
+            left.set()
+            return arrived.wait(10)  # as what has not been read is lost when a connection is closed
+        received = opened.receive(0, 0, 1 << 26)
+        deadline = time.monotonic() + 10
+        while not left.is_set():
+            assert time.monotonic() < deadline
+            opened.send(0, b"")
+            time.sleep(0.001)
+        opened.finish([received])
+        arrived.set()
+
+    play(2, body)
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -356,10 +377,27 @@ def test_another_thread_may_close_while_one_waits():
         with pytest.raises(PeerError, match="closed by somebody else"):
             opened.start([message(1)] * 2, 1, 1).wait()
         assert time.monotonic() - started < 0.9
+        for use in (
+            lambda: opened.start([message(1)] * 2, 1, 1),
+            lambda: opened.send(1, b"x"),
+            lambda: opened.receive(1, 1, 1),
+        ):
+            with pytest.raises(PeerError, match="closed by somebody else"):
+                use()
+        opened.close("closed once more")
         with pytest.raises(PeerError, match="closed by somebody else"):
-            opened.start([message(1)] * 2, 1, 1)
+            opened.send(1, b"x")
 
     play(2, body)
+
+
+def test_closing_lets_go_of_the_memory_of_what_was_under_way():
+    def body(rank, opened):
+        opened.start([[bytes(32 << 20)]] * 2, 0, 1 << 26)  # of which some has left
+        opened.close("for this test")
+        return [len(peer.outgoing) + len(peer.incoming) for peer in opened._peers]
+
+    assert play(2, body) == [[0]] * 2
 
 
 def test_a_fork_does_not_keep_connections_open():
@@ -427,15 +465,18 @@ def test_the_end_of_one_channel_is_noticed():
 
 
 def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
-    """They come first, and say nothing, too little, or something else."""
+    """They come first, and say nothing, too little, or something else; or know the secret, and are not expected."""
     monkeypatch.setattr(mesh, "_HELLO_SECONDS", 0.2)
-    listen = mesh._listener
+    monkeypatch.setattr(mesh.secrets, "token_bytes", lambda count: bytes(range(count)))
+    listen, secret = mesh._listener, bytes(range(16))
+    said = [b"", b"short", mesh._HELLO.pack(bytes(16), 1, 0)]
+    said += [mesh._HELLO.pack(secret, rank, channel) for rank, channel in ((0, 0), (2, 0), (1, 1))]
 
     def visited(address):
         listener = listen(address)
-        visitors.extend(socket.create_connection(listener.getsockname()) for _ in range(3))
-        visitors[-2].send(b"short")
-        visitors[-1].send(mesh._HELLO.pack(bytes(16), 1, 0))
+        for hello in said:
+            visitors.append(socket.create_connection(listener.getsockname()))
+            visitors[-1].send(hello)
         return listener
 
     visitors: list[socket.socket] = []
@@ -443,6 +484,29 @@ def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
     assert play(2, lambda rank, opened: lists(opened.start([message(rank)] * 2, 1, 1).wait())) == [[[1]], [[0]]]
     for visitor in visitors:
         visitor.close()
+
+
+def test_who_closes_before_saying_hello_is_not_waited_for(monkeypatch):
+    listen = mesh._listener
+
+    def visited(address):
+        listener = listen(address)
+        socket.create_connection(listener.getsockname()).close()
+        return listener
+
+    monkeypatch.setattr(mesh, "_listener", visited)
+    started = time.monotonic()
+    play(2, lambda rank, opened: opened.start([message(rank)] * 2, 1, 1).wait())
+    assert time.monotonic() - started < 0.8 * mesh._HELLO_SECONDS
+
+
+def test_a_connection_that_was_reset_is_not_answered():
+    """As one is whose hello came when the other rank had closed it: it calls again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as mine:
+        theirs, _ = listener.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        assert mesh._is_answered(mine, time.monotonic() + 20) is False
 
 
 def late(monkeypatch, before: float = 0, after: float = 0) -> None:

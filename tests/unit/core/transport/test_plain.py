@@ -1,5 +1,6 @@
 """Uncompressed collectives over the connections of our own."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from ranks import play
 
 from ncz_plugins.core.errors import PeerError
-from ncz_plugins.core.transport.plain import WorkHandle
+from ncz_plugins.core.transport.plain import TorchCollectives, WorkHandle
 
 WORLD = 3
 
@@ -99,6 +100,24 @@ def gloo_of_two(body) -> None:
     with ThreadPoolExecutor(2) as ranks:
         for each in [ranks.submit(run, rank) for rank in range(2)]:
             each.result(timeout=60)
+
+
+@pytest.mark.parametrize("way", ["asked", "its future"])
+def test_an_average_is_divided_once_whoever_looks_at_it_first(way):
+    def body(group, rank):
+        tensor = torch.full((4,), 6.0)
+        work = TorchCollectives(lambda: group).all_reduce(tensor, dist.ReduceOp.AVG)
+        if way == "asked":
+            deadline = time.monotonic() + 20
+            while not work.is_completed():
+                assert time.monotonic() < deadline
+        else:
+            work.get_future().wait()
+        assert tensor.tolist() == [6.0] * 4
+        work.wait()
+        assert work.is_completed() and tensor.tolist() == [6.0] * 4
+
+    gloo_of_two(body)
 
 
 def test_the_handle_of_a_work_tells_how_it_ended():

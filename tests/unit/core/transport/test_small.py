@@ -1,5 +1,8 @@
 """Uncompressed collectives of small tensors: exact, alike on all ranks, and in place of none that gloo must make."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import play, same_bits, values
 
-from ncz_plugins.core.errors import MismatchError
+from ncz_plugins import kernels
+from ncz_plugins.core.errors import MismatchError, PeerError
 from ncz_plugins.core.transport import small
 from ncz_plugins.core.transport.comparison import RankComparison
+from ncz_plugins.kernels.format import Combination
 
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -131,6 +136,32 @@ def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
 
 
+class Arriving:
+    """In place of the opening of a call: values come no earlier than they are waited for."""
+
+    def __init__(self, values: torch.Tensor, place: torch.Tensor):
+        self._values, self._place = values, place
+
+    def reach(self, nbytes: int) -> list[memoryview]:
+        count = nbytes // self._values.itemsize
+        self._place[:count] = self._values[:count]
+        return []
+
+    compare = reach
+
+    def wait(self) -> list[memoryview]:
+        return self.reach(self._values.nbytes)
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 500, 400])
+def test_a_piece_is_formed_once_its_values_are_there(piece_bytes):
+    own, theirs, received, out = values(0, 1000), values(1, 1000), torch.zeros(1000), torch.empty(1000)
+    combination = partial(kernels.cpu_backend().combination, how=Combination.ADD, divisor=1)
+    here = SimpleNamespace(rank=0)
+    small._Sum(here, Arriving(theirs, received), [own, received], [out], combination, piece_bytes).finish(lambda: None)
+    assert torch.equal(out, own + theirs)
+
+
 def test_sums_in_place_are_formed_in_pieces():
     """Each is told to the others while the next one is on its way."""
 
@@ -214,13 +245,14 @@ def test_what_overflows_is_infinite_and_no_warning(dtype):
     assert play(2, body) == [["inf", "nan", "nan", "2.0"]] * 2
 
 
-@pytest.mark.parametrize("elements", [(10, 20), (10, 30_000), (0, 5)])
+@pytest.mark.parametrize("elements", [(10, 20), (10, 30_000), (0, 5), (10, 3 << 20)])
 def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
     def body(transport):
         tensor = torch.ones(elements[transport.rank])
         with pytest.raises(MismatchError):
             run(transport, "all_reduce", tensor, tensor, dist.ReduceOp.SUM, call=1 + transport.rank)
         assert torch.equal(tensor, torch.ones_like(tensor))
+        assert not any(peer.outgoing or peer.incoming for peer in transport._connections.mesh._peers)
         again = torch.ones(3)
         run(transport, "all_reduce", again, again, dist.ReduceOp.SUM)  # nothing is left of it in the connections
         return again
@@ -244,6 +276,20 @@ def test_what_other_calls_send_is_not_put_into_place(collective):
     assert play(2, body) == [wanted] * 2
 
 
+@pytest.mark.parametrize("collective", ["broadcast", "all_gather_into_tensor", "all_reduce"])
+def test_values_of_another_size_are_an_error_although_the_calls_are_said_to_be_the_same(collective):
+    def body(transport):
+        tensor = torch.ones(5 + transport.rank)
+        output = torch.zeros(2 * tensor.numel()) if collective == "all_gather_into_tensor" else tensor
+        op = dist.ReduceOp.SUM if collective == "all_reduce" else None
+        if collective == "broadcast" and transport.rank == 0:  # which gets nothing
+            return run(transport, collective, tensor, output)
+        with pytest.raises(PeerError, match="parts of other sizes"):
+            run(transport, collective, tensor, output, op)
+
+    play(2, body)
+
+
 @pytest.mark.parametrize(
     ("collective", "nbytes", "served"),
     [
@@ -262,5 +308,7 @@ def test_what_is_small(collective, nbytes, served):
     assert found == [served] * 3
 
 
-def test_bitwise_reductions_are_left_to_gloo():
-    assert play(2, lambda each: each.small.serve("all_reduce", torch.zeros(4), dist.ReduceOp.BXOR)) == [False] * 2
+@pytest.mark.parametrize(("dtype", "op"), [(torch.float32, dist.ReduceOp.BXOR), (torch.int16, dist.ReduceOp.SUM)])
+def test_bitwise_reductions_and_those_of_other_dtypes_are_left_to_gloo(dtype, op):
+    tensor = torch.zeros(4, dtype=dtype)
+    assert play(2, lambda each: each.small.serve("all_reduce", tensor, op)) == [False] * 2

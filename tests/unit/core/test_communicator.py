@@ -1,0 +1,99 @@
+"""What a communicator refuses before anything is sent, and what the handles of its calls give."""
+
+import pytest
+import torch
+from ranks import play_communicators
+
+from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.training.policy import ParameterSlice
+
+FOUR, SHORT, LONG = ([ParameterSlice("a", 1), ParameterSlice("b", length)] for length in (3, 2, 4))
+
+
+def zeros(count: int = 4) -> torch.Tensor:
+    return torch.zeros(count)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.reduce_scatter_tensor(zeros(3), zeros(4)), "4 elements are not 1 .ranks. times 3"),
+        (lambda c: c.reduce_scatter_tensor(zeros(4), zeros(3)), "3 elements are not 1 .ranks. times 4"),
+        (lambda c: c.all_gather_into_tensor(zeros(3), zeros(4)), "3 elements are not 1 .ranks. times 4"),
+        (lambda c: c.all_gather_into_tensor(zeros(4), zeros(3)), "4 elements are not 1 .ranks. times 3"),
+        (lambda c: c.all_reduce(zeros(), parts=SHORT), "parts of 3 elements are not the 4"),
+        (lambda c: c.all_reduce(zeros(), parts=LONG), "parts of 5 elements are not the 4"),
+        (lambda c: c.all_reduce(zeros(), name="a", parts=FOUR), "name='a' and parts"),
+        (lambda c: c.all_reduce(zeros(), kept_as=FOUR), "kept_as without a name"),
+        (lambda c: c.all_reduce(zeros(), name="a", kept_as=SHORT), "kept_as of 3 elements are not the 4"),
+        (lambda c: c.all_reduce(zeros(), name="a", kept_as=LONG), "kept_as of 5 elements are not the 4"),
+        (lambda c: c.reduce_scatter_tensor(zeros(), zeros(), name="a", kept_as=LONG), "kept_as of 5 elements"),
+        (lambda c: c.all_reduce_coalesced([]), "no tensors"),
+        (lambda c: c.all_reduce_coalesced([zeros()] * 2, names=["a"]), "1 names for 2 tensors"),
+        (lambda c: c.all_reduce_coalesced([zeros()] * 2, names=["a"] * 3), "3 names for 2 tensors"),
+        (lambda c: c.all_reduce_coalesced([zeros()], parts=[FOUR] * 2), "2 parts for 1 tensors"),
+        (lambda c: c.all_reduce_coalesced([zeros()] * 2, parts=[FOUR, LONG]), "tensor 1: parts of 5 elements"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(call, words):
+    def body(communicator):
+        with pytest.raises(ValueError, match=words):
+            call(communicator)
+        return communicator.stats.total.calls
+
+    assert play_communicators(1, "ncclz", body) == [0]
+
+
+def test_no_call_of_several_begins_if_one_is_refused():
+    def body(communicator):
+        tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]
+        with pytest.raises(UnsupportedError, match="int16"):
+            communicator.all_reduce_coalesced(tensors)
+        return tensors[0].tolist(), communicator.stats.total.calls
+
+    assert play_communicators(2, "ncclz", body) == [([1.0] * 4, 0)] * 2
+
+
+def test_parts_that_are_treated_differently_are_reduced_by_calls_of_their_own():
+    def body(communicator):
+        tensor = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        communicator.all_reduce(tensor, parts=FOUR)
+        assert tensor[0] == 2.0 and (tensor - torch.tensor([2.0, 4.0, 6.0, 8.0])).abs().max() <= 0.02
+        total = communicator.stats.total
+        return total.compressed_calls, total.bypasses
+
+    quantizer = {"mode": "abs", "value": 0.01}
+    policies = [{"name": "a", "action": "skip"}]
+    config = {"transport": {"min_bytes": 0}, "quantizer": quantizer, "policies": policies}
+    assert play_communicators(2, config, body) == [(1, {"policy": 1})] * 2
+
+
+def test_ranks_that_pass_other_lists_of_tensors_are_told_so():
+    """Although the calls of each dtype have the same sizes: they would sum tensors that have nothing in common."""
+    floats, integers = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    lists = [floats, floats, integers], [floats, integers, floats]
+
+    def body(communicator):
+        with pytest.raises(MismatchError, match="list of tensors differs"):
+            communicator.all_reduce_coalesced([each.clone() for each in lists[communicator.rank]])
+
+    play_communicators(2, {"transport": {"min_bytes": 0}}, body)
+
+
+@pytest.mark.parametrize("min_bytes", [0, "1GiB"], ids=["compressed", "plain"])
+def test_the_future_of_a_call_gives_what_the_result_is_in(min_bytes):
+    def body(communicator):
+        whole, part, gathered = zeros(8), zeros(4), zeros(8)
+        for started, output in (
+            (communicator.all_reduce(whole, async_op=True), whole),
+            (communicator.reduce_scatter_tensor(part, whole, async_op=True), part),
+            (communicator.all_gather_into_tensor(gathered, part, async_op=True), gathered),
+            (communicator.broadcast(whole, 1, async_op=True), whole),
+        ):
+            [result] = started.get_future().wait()
+            assert result is output
+        several = [zeros(), zeros().double()]
+        results = communicator.all_reduce_coalesced(several, async_op=True).get_future().wait()
+        assert all(result is tensor for result, tensor in zip(results, several, strict=True))
+
+    play_communicators(2, {"transport": {"min_bytes": min_bytes}}, body)
