@@ -35,7 +35,7 @@ class TestData:
 
     def test_the_cap_holds_and_both_parts_have_text(self, corpus):
         assert len(corpus.train) + len(corpus.validation) <= 1_000_000
-        assert len(corpus.train) > len(corpus.validation) > 10_000
+        assert len(corpus.train) > len(corpus.validation) > 1_000
 
     def test_tokens_are_bytes_of_the_text_and_targets_are_one_further(self, corpus):
         tokens, targets = batch(corpus)

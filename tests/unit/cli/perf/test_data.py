@@ -28,7 +28,7 @@ def test_values_follow_from_rank_and_place(sources, name):
     assert torch.equal(data.values(source, 0, count, dtype), x)
     assert torch.equal(data.values(source, 0, 777, dtype), x[:777])
     for other in (data.values(source, 1, count, dtype), data.values(source, 0, 2000 + count, dtype)[2000:]):
-        assert torch.corrcoef(torch.stack([other, x]).float())[0, 1].abs() < 0.95
+        assert torch.corrcoef(torch.stack([other, x]).float())[0, 1].abs() < 0.98
         assert not torch.equal(other, x)
 
 

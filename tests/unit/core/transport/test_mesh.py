@@ -253,7 +253,52 @@ def test_who_only_sends_takes_in_what_comes_meanwhile():
     play(2, body)
 
 
+def test_no_connection_gets_far_ahead_of_one_that_is_slow():
+    large, looked = bytes(8 << 20), threading.Event()
+
+    def body(rank, opened):
+        if rank == 0:
+            opened.keep_together(1 << 16)
+            opened.finish([opened.send(1, large), opened.send(2, large)])
+            opened.keep_together(None)  # from here on any number of bytes
+            return opened.finish([opened.send(2, large)])
+        if rank == 1:
+            assert looked.wait(10)
+        received = opened.receive(0, 0, 1 << 26)
+        if rank == 2:
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline:  # while rank 1 takes nothing but what its socket's buffer holds
+                opened.send(1, b"")
+                time.sleep(0.01)
+            assert 0 < received._arrived < 4 << 20
+            looked.set()
+        opened.finish([received])
+        if rank == 2:
+            opened.finish([opened.receive(0, 0, 1 << 26)])
+        return received.values.nbytes
+
+    assert play(3, body)[1:] == [8 << 20] * 2
+
+
 # ---------------------------------------------------------------- faults
+
+
+def test_who_holds_up_the_others_is_named():
+    """And not who waits for more because of that."""
+
+    def body(rank, opened):
+        if rank == 0:
+            opened.keep_together(1 << 16)
+            opened.send(1, bytes(8 << 20))
+            with pytest.raises(PeerError, match="rank 1 has not answered"):
+                opened.finish([opened.send(2, bytes(8 << 20))])
+        elif rank == 2:
+            with pytest.raises(PeerError, match="rank 0"):
+                opened.finish([opened.receive(0, 0, 1 << 26)])
+        else:
+            time.sleep(3)
+
+    play(3, body, seconds=1.5)
 
 
 @pytest.mark.parametrize("sent", [0, 3, 8, 1000])
