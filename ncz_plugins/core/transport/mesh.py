@@ -264,11 +264,11 @@ class Mesh:
                     self._balance.let_go_on()
                 awaited = _awaited(messages, nbytes)
                 if awaited:
-                    if self._balance.is_on:
-                        awaited = self._balance.slowest(awaited)
                     self._require_open()  # first, as peers seem to have closed what another thread closed
                     for peer in awaited:
                         peer.require_reachable()
+                    if self._balance.is_on:
+                        awaited = self._balance.slowest(awaited)
                     ready = self._wait_for(awaited)
 
     def _wait_for(self, awaited: Sequence[_Peer]) -> list[_Peer]:
@@ -584,11 +584,16 @@ class _Balance:
             peer.send_more()
 
     def slowest(self, awaited: Sequence[_Peer]) -> Sequence[_Peer]:
-        """Who is really awaited: those that hold up all others, if what is awaited is still to be sent."""
+        """Who is really awaited: those that hold up all others, if what is awaited is still to be sent.
+
+        Raises PeerError if one of these can't be reached.
+        """
         if not any(peer.outgoing for peer in awaited):
             return awaited
         least = self._least()
         behind = [peer for peer in self._peers if peer.outgoing and peer.taken == least]
+        for peer in behind:
+            peer.require_reachable()
         return [peer for peer in awaited if not peer.outgoing] + behind
 
     def _least(self) -> int:
