@@ -244,7 +244,7 @@ class Transport(FrameTransport):
     """Frames, agreements and plain collectives between the ranks of one group, for tensors on one device.
 
     Attributes:
-        link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states it; else None.
+        link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states or measures it; else None.
         overlaps: whether frames travel while others are coded.
         most_with_comparison: bytes of values that may travel in the same message as a comparison.
         trip_seconds: what a short message takes to the other ranks, the same on all; 0 where nobody has measured it.

@@ -28,8 +28,9 @@ _FRAME_TAG = 2  # of messages; nccl.py and plain.py have the others
 # Receives that are posted at one time, in bytes for each peer. A sender waits until a receive is posted, and a receiver
 # posts none while it is busy coding.
 _AHEAD_BYTES = 32 << 20
-# Of frames that go to several ranks: what a link carries in so long, no less than so much, up to so fast a link.
-_AHEAD_SECONDS, _LEAST_AHEAD_BYTES, _MOST_TOGETHER_GBPS = 0.004, 64 << 10, 2.0
+# How far frames to one rank may be ahead of those to others: by what the link carries in so long, by so much at the
+# least. On faster links than that they are not kept together.
+_TOGETHER_SECONDS, _LEAST_TOGETHER_BYTES, _MOST_TOGETHER_GBPS = 0.004, 64 << 10, 2.0
 
 
 class GlooTransport(Transport):
@@ -63,14 +64,14 @@ class GlooTransport(Transport):
         ]
 
     def _most_ahead(self, peers: list[tuple[int, int]]) -> int | None:
-        """How far one of the ranks that frames go to may be ahead of others, in bytes. None: as far as may be.
+        """By how many bytes the frames to one rank may be ahead of those to others; None: by any number.
 
         On faster links cores limit calls, and connections over a distance do not go as fast as each other.
         """
         link = self.link_gbps
         if len(peers) < 2 or self.channels > 1 or self.is_far or link is None or link > _MOST_TOGETHER_GBPS:
             return None
-        return max(_LEAST_AHEAD_BYTES, round(_AHEAD_SECONDS * link * 1e9 / 8))
+        return max(_LEAST_TOGETHER_BYTES, round(_TOGETHER_SECONDS * link * 1e9 / 8))
 
     @property
     def channels(self) -> int:

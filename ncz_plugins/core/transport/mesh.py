@@ -554,21 +554,24 @@ class _Balance:
     Args:
         peers: all of its connections.
 
-    Attributes:
-        is_on: whether it does.
     """
 
     def __init__(self, peers: list[_Peer]):
-        self.is_on = False
         self._peers = peers
         self._most_ahead: int | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it does."""
+        return self._most_ahead is not None
+
     def begin(self, most_ahead: int | None) -> None:
+        """Count from here on. Nothing is under way."""
         for peer in self._peers:
             peer.taken = 0
         if most_ahead == self._most_ahead:
             return
-        self._most_ahead, self.is_on = most_ahead, most_ahead is not None
+        self._most_ahead = most_ahead
         for peer in self._peers:
             # A socket takes in no more than that before it has left: so what it took tells how far it is.
             peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most_ahead or _NO_LOW_WATER)

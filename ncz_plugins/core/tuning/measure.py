@@ -196,7 +196,6 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         subject.host.use_one_thread()
     costs = None if times < SHARED else _costs_of(subject, backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
-    transport.link_gbps = config.transport.link_gbps
     if subject.rank == 0:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
         if transport.channels > 1:
