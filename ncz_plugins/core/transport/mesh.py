@@ -553,7 +553,6 @@ class _Balance:
 
     Args:
         peers: all of its connections.
-
     """
 
     def __init__(self, peers: list[_Peer]):
