@@ -7,6 +7,7 @@ GPT do.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -44,7 +45,8 @@ _LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link
 _ENOUGH = 0.75  # of them
 _LEAST_SECONDS = 1e-6  # that an exchange takes beyond a trip, as clocks and trips vary
 _BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
-_WAITING_SECONDS = 0.2  # of coding before that until all ranks code, and after it until all have measured, at the most
+_READY_SECONDS = 0.01  # from when on all ranks should know when it begins, beyond what messages take
+_ENOUGH_CORES = 2.0  # for a rank, which codes in up to two threads
 _FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
 _FRAMES_AT_OPENING = 2
 _LEAST_BYTES, _GROWTH = 16 * KiB, 4
@@ -191,7 +193,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     else:
         gbps = carried(transport.channels)
     # As long as by itself that coding takes, if it is more than 1.
-    times = ranks_on_a_core(_cores_of_each(subject, backend), machines)
+    times = ranks_on_a_core(_cores_of_each(subject, backend, trip, machines), machines)
     if 1 / times < SPARE:
         subject.host.use_one_thread()
     costs = None if times < SHARED else _costs_of(subject, backend, times)
@@ -333,35 +335,49 @@ def _link_gbps(
     return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
 
 
-def _cores_of_each(subject: Subject, backend: Backend) -> list[float]:
-    """How many cores each rank has while all of them code in two threads, [ranks]; more than 0."""
+def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Sequence[Sequence[int]]) -> list[float]:
+    """How many cores each rank has while all of them code in two threads, [ranks]; more than 0.
+
+    What the ranks of a machine had is taken from a time in which all of them coded, by its clock: in times of their
+    own, each may happen to look when it has a core. No message travels meanwhile: on busy cores one may take seconds.
+
+    Args:
+        trip: seconds of a short message.
+        machines: see `measure_link`.
+    """
     x = torch.linspace(-1, 1, _TILE)
     steps = torch.ones(blocks_of(_TILE))
-    both = torch.empty(2, _TILE, dtype=torch.int32)
-    all_code, all_have_measured = threading.Event(), threading.Event()
+    machine = next(ranks for ranks in machines if subject.rank in ranks)
 
-    def share_of_a_core(codes: Tensor, seconds: float, until: threading.Event | None = None) -> float:
-        started, worked = time.perf_counter(), time.thread_time()
-        while (taken := time.perf_counter() - started) < seconds and not (until and until.is_set()):
+    def latest(seconds: float) -> float:
+        """Of what the ranks of this machine say."""
+        said = [-math.inf] * subject.world_size
+        said[subject.rank] = seconds
+        said = subject.highest(said)
+        return max(said[rank] for rank in machine)
+
+    def code() -> list[tuple[float, float]]:
+        """How many seconds this thread had worked at which times."""
+        codes = torch.empty(_TILE, dtype=torch.int32)
+        worked = [(time.monotonic(), time.thread_time())]
+        while worked[-1][0] < end:
             backend.quantize(x, steps, codes)
-        return (time.thread_time() - worked) / taken
+            worked.append((time.monotonic(), time.thread_time()))
+        return worked
 
+    start = latest(time.monotonic()) + 2 * trip + _READY_SECONDS
+    end = start + _BURST_SECONDS
+    time.sleep(max(0.0, start - time.monotonic()))
+    started = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
-        for codes in both:
-            threads.submit(share_of_a_core, codes, _WAITING_SECONDS, until=all_code)
-        try:
-            subject.highest([0.0])
-        finally:
-            all_code.set()
-        shares = list(threads.map(partial(share_of_a_core, seconds=_BURST_SECONDS), both))
-        for codes in both:
-            threads.submit(share_of_a_core, codes, _WAITING_SECONDS, until=all_have_measured)
-        cores = [0.0] * subject.world_size
-        cores[subject.rank] = max(sum(shares), 1e-9)
-        try:
-            return subject.highest(cores)
-        finally:
-            all_have_measured.set()
+        both = [thread.result() for thread in [threads.submit(code), threads.submit(code)]]
+    start = latest(started)
+    cores = [0.0] * subject.world_size
+    cores[subject.rank] = _ENOUGH_CORES
+    if start < end:  # else a rank began too late for anything to be known
+        worked = sum(np.diff(np.interp((start, end), *zip(*each))).item() for each in both)
+        cores[subject.rank] = max(worked / (end - start), 1e-9)
+    return subject.highest(cores)
 
 
 def _costs_of(subject: Subject, backend: Backend, times: float) -> CoderCosts:

@@ -1,5 +1,6 @@
 """What is tried, and what is not. Real measurements by real ranks are in tests/distributed/test_tuning_ranks.py."""
 
+import math
 import threading
 from types import SimpleNamespace
 
@@ -61,11 +62,30 @@ class OverLink(Instant):
         self.transport = SimpleNamespace(channels=opened)
         self.host = Host(two_threads=True)
         self._each, self._together = megabits_each * 1e6 / 8, megabits * 1e6 / 8
-        self.now = 0.0
+        self._clocks, self._begun = threading.local(), 0.0
+        self._both = threading.Barrier(2)  # that code
+
+    @property
+    def now(self) -> float:
+        """By the clock of this thread. Two that begin together find that of the thread which waits for them."""
+        if not hasattr(self._clocks, "now") and threading.current_thread() is not threading.main_thread():
+            self._both.wait(10)
+        return getattr(self._clocks, "now", self._begun)
+
+    @now.setter
+    def now(self, seconds):
+        self._clocks.now = seconds
+        if threading.current_thread() is threading.main_thread():
+            self._begun = seconds
 
     def perf_counter(self):
         self.now += self.passes
         return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds):
+        self.now += seconds
 
     def thread_time(self):
         return self.of_a_core * self.now
@@ -165,6 +185,34 @@ def test_coders_cost_as_much_as_on_the_slowest_rank(monkeypatch):
     monkeypatch.setattr(module, "time", subject)
     costs = measure_link(subject, [[0], [1]]).entropy.costs
     assert costs.fixed == pytest.approx(3 * 2 * cpu_backend().costs.fixed, rel=0.1)
+
+
+class WithLateNeighbor(OverLink):
+    """The other rank of this machine begins to code later, and both have a quarter of what this one has alone."""
+
+    late, alone_until = 0.0, math.inf
+
+    def highest(self, numbers):
+        if len(numbers) == 2 and numbers[1] == -math.inf:  # a time
+            self.alone_until = numbers[0] + self.late
+            return [numbers[0], self.alone_until]
+        return super().highest(numbers)
+
+    def thread_time(self):
+        return min(self.now, self.alone_until) + max(0.0, self.now - self.alone_until) / 4
+
+
+@pytest.mark.parametrize(("late", "times"), [(0.0, 2), (0.02, 2), (0.05, None)])
+def test_cores_are_counted_while_all_ranks_of_a_machine_code(late, times, monkeypatch):
+    """And are taken to be enough where there is no such time."""
+    subject = WithLateNeighbor(1, 1, 100, 100)
+    subject.passes, subject.late = 1e-3, late
+    monkeypatch.setattr(module, "time", subject)
+    costs = measure_link(subject, [[0, 1]]).entropy.costs
+    if times is None:
+        assert costs is None
+    else:
+        assert costs.fixed == pytest.approx(times * cpu_backend().costs.fixed, rel=0.1)
 
 
 @pytest.mark.parametrize("megabits", [100, 5000])
