@@ -206,6 +206,7 @@ class Mesh:
             self._require_open()
             outgoing = self._by_rank[to][channel].send([message])
             for peer in self._in_use:
+                peer.is_full = False  # some of it has left since
                 peer.advance()
             return outgoing
 
@@ -288,10 +289,15 @@ class Mesh:
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        ready = [self._by_socket[number] for number, _ in self._poll.poll(1000 * min(left, _POLL_SECONDS))]
+        events = self._poll.poll(1000 * min(left, _POLL_SECONDS))
         heard = time.monotonic()
-        for peer in ready:
+        ready = []
+        for number, event in events:
+            peer = self._by_socket[number]
             peer.heard = heard
+            if event != select.POLLIN:  # it takes more, or whoever tries learns what is wrong
+                peer.is_full = False
+            ready.append(peer)
         return ready
 
 
@@ -474,6 +480,7 @@ class _Peer:
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # what happened to the connection
         self._watched = 0  # the events that are polled for
+        self.is_full = False  # the socket, which took no more when it was last tried
         self.balance: _Balance | None = None  # with the others
         self.taken = 0  # bytes that the socket took since that began
         self.heard = 0.0  # when it last sent or took something, or somebody began to wait for it
@@ -501,6 +508,7 @@ class _Peer:
         """Start to send a message, behind those before it."""
         message = Outgoing(self, parts)
         self.outgoing.append(message)
+        self._sends_otherwise()
         self.send_more()
         return message
 
@@ -535,17 +543,27 @@ class _Peer:
         """Send what is possible now."""
         most = None
         try:
-            while self.outgoing:
-                if self.balance is not None and (most := self.balance.room_of(self)) <= 0:
+            while self.outgoing and not self.is_full:
+                if self.balance is not None and (most := self.balance.room_of(self)) == 0:
                     return
-                self.taken += self.outgoing[0].advance(self.socket, most)
-                if self.outgoing[0].ended is not None:
+                sent = self.outgoing[0].advance(self.socket, most)
+                self.taken += sent
+                if self.outgoing[0].ended is None:
+                    self.is_full = sent != most
+                else:
                     self.outgoing.popleft()
+                self._sends_otherwise()
         except BlockingIOError:
-            pass
+            self.is_full = True
         except OSError as error:
             self._lost = error
             self.outgoing.clear()
+            self._sends_otherwise()
+
+    def _sends_otherwise(self) -> None:
+        """What there is to send, or how much was, has changed."""
+        if self.balance is not None:
+            self.balance.least = None
 
 
 class _Balance:
@@ -558,6 +576,7 @@ class _Balance:
     def __init__(self, peers: list[_Peer]):
         self._peers = peers
         self._most_ahead: int | None = None
+        self.least: int | None = None  # that one which has something to send has taken; None: to be looked up
 
     @property
     def is_on(self) -> bool:
@@ -566,6 +585,7 @@ class _Balance:
 
     def begin(self, most_ahead: int | None) -> None:
         """Count from here on. Nothing is under way."""
+        self.least = None
         for peer in self._peers:
             peer.taken = 0
         if most_ahead == self._most_ahead:
@@ -577,13 +597,15 @@ class _Balance:
             peer.balance = None if most_ahead is None else self
 
     def room_of(self, peer: _Peer) -> int:
-        """How many bytes this one, which has something to send, may send now."""
-        return self._least() + self._most_ahead - peer.taken
+        """How many bytes this one, which has something to send, may send now: none, unless that is worth a call."""
+        room = self._least() + self._most_ahead - peer.taken
+        return room if 2 * room >= self._most_ahead else 0
 
     def let_go_on(self) -> None:
         """Send what is possible now, as some are no longer too far ahead."""
         for peer in self._peers:
-            peer.send_more()
+            if peer.outgoing:
+                peer.send_more()
 
     def slowest(self, awaited: Sequence[_Peer]) -> Sequence[_Peer]:
         """Who is really awaited: those that hold up all others, if what is awaited is still to be sent.
@@ -599,7 +621,9 @@ class _Balance:
         return [peer for peer in awaited if not peer.outgoing] + behind
 
     def _least(self) -> int:
-        return min(peer.taken for peer in self._peers if peer.outgoing)
+        if self.least is None:
+            self.least = min(peer.taken for peer in self._peers if peer.outgoing)
+        return self.least
 
 
 def _gone(rank: int) -> str:

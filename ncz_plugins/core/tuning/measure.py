@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

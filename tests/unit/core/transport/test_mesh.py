@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport import mesh
-from ncz_plugins.core.transport.mesh import open_mesh
+from ncz_plugins.core.transport.mesh import Outgoing, open_mesh
 from ncz_plugins.core.transport.mesh_stream import MeshStream
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 
@@ -278,6 +278,25 @@ def test_no_connection_gets_far_ahead_of_one_that_is_slow():
         return received.values.nbytes
 
     assert play(3, body)[1:] == [8 << 20] * 2
+
+
+@pytest.mark.parametrize(("behind", "room"), [(1000, 0), (501, 0), (500, 500), (200, 800), (0, 1000)])
+def test_who_is_ahead_does_not_send_little_by_little(behind, room):
+    """Else it would send a few KiB whenever the slowest one has taken some."""
+
+    def body(rank, opened):
+        if rank > 0:
+            return opened.finish([opened.receive(0, 0, 1 << 20)])
+        opened.keep_together(1000)
+        slow, fast = opened._peers
+        sent = [Outgoing(peer, [bytes(4000)]) for peer in (slow, fast)]
+        for peer, message in zip((slow, fast), sent):
+            peer.outgoing.append(message)
+        fast.taken = behind
+        assert (opened._balance.room_of(slow), opened._balance.room_of(fast)) == (1000, room)
+        opened.finish(sent)
+
+    play(3, body)
 
 
 # ---------------------------------------------------------------- faults
