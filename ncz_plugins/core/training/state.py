@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..communicator import Communicator
 
 _FORMAT = 2  # of state_dict
+_OF_COMMUNICATORS = "entropy", "transport", "roles"  # sections that each takes as it is made
 
 
 class Training:
@@ -41,7 +42,8 @@ class Training:
         config: anything that `Config.load` takes.
 
     Attributes:
-        config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes.
+        config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes. ConfigError
+            where that would change what a communicator has connected with.
         stats: what was counted.
         step: steps that are over.
         ends_steps_in_order: whether all ranks end a step between the same calls, so that each call can compare it. Not
@@ -53,6 +55,7 @@ class Training:
 
     def __init__(self, config=None):
         self._groups: dict[tuple[int, ...], GroupState] = {}
+        self._communicators: dict[tuple[int, ...], list[Callable[[], Communicator | None]]] = {}
         self.ends_steps_in_order = True
         self.config = config
         self.stats = Statistics(self.config.statistics.history)
@@ -62,7 +65,6 @@ class Training:
         self._report = CompressionReport(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
-        self._communicators: dict[tuple[int, ...], list[Callable[[], Communicator | None]]] = {}
         self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
@@ -74,6 +76,7 @@ class Training:
     @config.setter
     def config(self, config) -> None:
         config = Config.load(config)
+        self._require_connected_with(config)
         self._config = config
         self._policies = Policies(config)
         self._depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()
@@ -106,8 +109,7 @@ class Training:
         So one that takes the place of another, in this run or in one that goes on from a checkpoint, finds what that
         one has kept. Ranks that have yet to collect one of their garbage find a higher number than others.
         """
-        known = self._communicators.get(tuple(ranks), [])
-        used = [other is not None and other.error is None for other in (each() for each in known)]
+        used = [_is_used(each) for each in self._communicators.get(tuple(ranks), [])]
         return used.index(False) if False in used else len(used)
 
     def number(self, communicator: Communicator, number: int) -> None:
@@ -115,6 +117,17 @@ class Training:
         known = self._communicators.setdefault(tuple(communicator.ranks), [])
         known.extend([_no_communicator] * (number + 1 - len(known)))
         known[number] = weakref.ref(communicator)
+
+    def _require_connected_with(self, config: Config) -> None:
+        """Raise ConfigError where communicators that are in use would go on with other settings than these."""
+        if not any(_is_used(each) for known in self._communicators.values() for each in known):
+            return
+        for section in _OF_COMMUNICATORS:
+            if getattr(config, section) != getattr(self._config, section):
+                raise ConfigError(
+                    f"{section}: the communicators of this training have connected with {section} as they were, and "
+                    "would keep them: leave them as they are, or close the communicators and make new ones"
+                )
 
     def forget_groups(self) -> None:
         """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
@@ -285,6 +298,11 @@ def _tightening_of_all(groups: Mapping[tuple[int, ...], Mapping], world_size: in
 
 def _no_communicator() -> None:
     """In place of a weak reference."""
+
+
+def _is_used(communicator: Callable[[], Communicator | None]) -> bool:
+    there = communicator()
+    return there is not None and there.error is None
 
 
 def _text(ranks: tuple[int, ...]) -> str:

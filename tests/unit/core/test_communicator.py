@@ -4,7 +4,8 @@ import pytest
 import torch
 from ranks import play_communicators
 
-from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import ConfigError, MismatchError, UnsupportedError
 from ncz_plugins.core.training.policy import ParameterSlice
 
 FOUR, SHORT, LONG = ([ParameterSlice("a", 1), ParameterSlice("b", length)] for length in (3, 2, 4))
@@ -97,3 +98,22 @@ def test_the_future_of_a_call_gives_what_the_result_is_in(min_bytes):
         assert all(result is tensor for result, tensor in zip(results, several, strict=True))
 
     play_communicators(2, {"transport": {"min_bytes": min_bytes}}, body)
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [("transport", {"schedule": "ring"}), ("entropy", {"coder": "raw"}), ("roles", ["gradient", "activation"])],
+)
+def test_what_a_communicator_has_connected_with_can_not_be_replaced(section, value):
+    def body(communicator):
+        training = communicator.training
+        before = training.config
+        with pytest.raises(ConfigError, match=f"{section}: the communicators of this training"):
+            training.config = before.model_dump(mode="json") | {section: value}
+        assert training.config == before
+        training.config = {"quantizer": {"value": 0.5}}  # from the next call on
+        communicator.close()
+        training.config = {section: value}
+        return training.config.quantizer.value
+
+    assert play_communicators(2, {}, body) == [Config().quantizer.value] * 2
