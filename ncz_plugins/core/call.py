@@ -123,7 +123,8 @@ class Call:
             random numbers by it.
         within_node: what the ranks of a node do among themselves first, once it is sure that all ranks make
             the same call: takes the transport and the counters, and returns what is contributed in place of `source`.
-        addends: ranks whose values are summed.
+        addends: how many values are summed for each element: of ranks, or of nodes that have summed their ranks'.
+        addend: the number of this rank's among them.
         divisor: what the sum is divided by.
         root: rank that a broadcast starts from.
         feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
@@ -145,6 +146,7 @@ class Call:
     number: int = 1
     within_node: Callable[..., Window] | None = None
     addends: int = 1
+    addend: int = 0
     divisor: float = 1
     root: int = 0
     feedback: Feedback | None = None

@@ -318,6 +318,7 @@ class Collectives:
         call = partial(
             call,
             addends=n,
+            addend=rank,
             divisor=divisor if request.scale == 1 else divisor / request.scale,
             feedback=feedback,
             verify_as=(named(request.parts) or "") if self.state.picks(self.training.step) else None,
@@ -607,7 +608,7 @@ def _agree(
         counters=counters,
         link_gbps=transport.link_gbps,
         carried_gbps=transport.carried_gbps,
-        noise=noise_for(call.config, call.number, transport.rank, call.addends),
+        noise=noise_for(call.config, call.number, call.addend, call.addends),
         divisor=call.divisor,
         kind=call.kind,
     )
@@ -680,7 +681,7 @@ def _fixed_rate_codec(
     source = call.source if call.within_node is None else call.within_node(transport, counters)
     if call.feedback:
         source = call.feedback.added_to(source)
-    noise = noise_for(call.config, call.number, transport.rank, call.addends)
+    noise = noise_for(call.config, call.number, call.addend, call.addends)
     tensor = CodedTensor(call.layout, source, call.output)
     return FixedRateCodec(backend, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
 

@@ -87,6 +87,7 @@ def all_reduce(
             schedule=SCHEDULES[schedule].all_reduce,
             plain=lambda _: pytest.fail("the call went plain"),
             addends=world_size,
+            addend=transport.rank,
         )
         for sizes in [expected] * 4 if expected else []:
             transport.forecasts.of(call.kind).learn(sizes)
@@ -255,6 +256,7 @@ def calls_of_two(tensors_of, config: Config) -> list[list[tuple[int, int, int, i
                 schedule=direct.all_reduce,
                 plain=lambda plain, tensor=tensor: plain.all_reduce(tensor),
                 addends=2,
+                addend=transport.rank,
             )
             sent = run(call, device, transport).wire_bytes
             on_gpu = device.in_batches

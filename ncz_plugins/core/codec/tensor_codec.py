@@ -520,22 +520,26 @@ def codec_for(
     )
     if scales is None:
         return LosslessCodec(*common, divisor)
-    noise = noise_for(config, call=0, rank=0, addends=1) if noise is None else noise
+    noise = noise_for(config, call=0, addend=0, addends=1) if noise is None else noise
     if isinstance(scales, ScaleAgreement):
         there = scales.scales.to(tensor.source.data.device)
         return QuantizingCodec(*common, there, noise, scales, kind)
     return QuantizingCodec(*common, scales, noise, kind=kind)
 
 
-def noise_for(config: Config, call: int, rank: int, addends: int) -> Noise | None:
+def noise_for(config: Config, call: int, addend: int, addends: int) -> Noise | None:
     """The random numbers that a stochastic quantizer rounds by, other ones in each call. None for other quantizers.
 
     Ranks whose codes are added have the same numbers, shifted by equal parts of their range. So where one of them
     rounds up another one rounds down, and errors of values that are alike cancel in the sum: stratified sampling.
+
+    Args:
+        call: its number.
+        addend: the number of this rank's values among the `addends` that are summed.
     """
     if config.quantizer.kind_in_effect != "stochastic":
         return None
-    return Noise(config.quantizer.seed, call % 2**32, (rank << 32) // addends % 2**32)
+    return Noise(config.quantizer.seed, call % 2**32, (addend << 32) // addends % 2**32)
 
 
 def _name(batch: list[FrameSum]) -> str:

@@ -61,7 +61,8 @@ def _all_reduce(call: Call, nodes: Nodes) -> Call:
         if not codec.bypass:
             _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
 
-    return replace(call, measured=own, within_node=within_node, schedule=schedule, addends=nodes.count)
+    call = replace(call, addends=nodes.count, addend=nodes.node)
+    return replace(call, measured=own, within_node=within_node, schedule=schedule)
 
 
 def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
@@ -84,7 +85,7 @@ def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
     output = Window(call.output.data, call.layout.segment(own[nodes.node]).start)
     order = [rank for local_rank in range(nodes.size) for rank in _having(nodes, local_rank)]
     feedback = call.feedback and call.feedback.in_order(order, of=nodes.count * nodes.size)
-    call = replace(call, feedback=feedback, addends=nodes.count)
+    call = replace(call, feedback=feedback, addends=nodes.count, addend=nodes.node)
     return replace(call, output=output, measured=own, within_node=within_node, schedule=schedule)
 
 

@@ -60,6 +60,12 @@ def test_strides_do_not_matter(config):
     assert torch.equal(compress(whole, config), compress(whole.detach(), config))
 
 
+def test_bytes_may_have_strides_as_well():
+    tensor = randn(5000)
+    data = compress(tensor, LOSSLESS)
+    assert same_bits(decompress(torch.stack([data, data + 1], 1)[:, 0]), tensor)
+
+
 def test_a_frame_size_that_is_to_be_measured_is_the_default_one():
     x = randn(1 << 19)
     left_open = {"frame_bytes": "auto", "min_bytes": "auto", "tuning": "none.json"}
@@ -128,6 +134,13 @@ def test_what_is_not_finite_is_held_without_loss(dtype, poison):
     tensor = randn(9001, dtype=dtype)
     tensor[5000] = poison
     data = compress(tensor)
+    assert kind_of(data) == "lossless" and same_bits(decompress(data), tensor)
+
+
+def test_what_overflows_by_its_error_is_held_without_loss():
+    tensor = randn(9001, dtype=torch.float16)
+    tensor[5000] = torch.finfo(torch.float16).max
+    data = compress(tensor, {"quantizer": {"mode": "rel", "value": 1e-11}})  # besides, it is too fine a bound
     assert kind_of(data) == "lossless" and same_bits(decompress(data), tensor)
 
 
@@ -253,7 +266,8 @@ def test_a_head_that_can_not_be_is_refused():
     assert decompress(with_head(data)).shape == (9001,)
     assert decompress(with_head(data, shape=[1, 9001, 1])).shape == (1, 9001, 1)
     refused(with_head(data, magic=1), "not a compressed tensor")
-    refused(with_head(data, version=2), "version 2; this build reads version 1")
+    for version in (0, 2):
+        refused(with_head(data, version=version), f"version {version}; this build reads version 1")
     refused(with_head(data, dtype=4), "dtype 4")
     refused(with_head(data, dtype=1), "damaged")
     refused(with_head(data, kind=3), "kind 3")

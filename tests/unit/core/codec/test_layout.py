@@ -63,6 +63,17 @@ def test_blocks_cover_every_element_and_step(numel, segments, block):
 def test_a_segment_is_cut_into_several_frames_so_that_coding_and_transfer_overlap():
     assert Layout.split(1 << 20, 2, 1 << 20, 0).frames >= 2
     assert Layout.split(1 << 20, 2, 1 << 20, 0, overlap=False).frames == 1
+    assert Layout.split(1 << 19, 2, 1 << 20, 0).frames == 1  # 1 MiB of float32 is too little to cut
+
+
+def test_a_part_is_cut_as_the_whole_is():
+    whole = Layout((5 * CHUNK, 7 * CHUNK + 3, 0, 2 * CHUNK), 3 * CHUNK)
+    part = whole.part(range(1, 4))
+    check(part)
+    for segment in range(3):
+        for index in range(part.frames):
+            here, there = part.frame(segment, index), whole.frame(1 + segment, index)
+            assert (here.start + 5 * CHUNK, here.stop + 5 * CHUNK) == (there.start, there.stop)
 
 
 def test_a_window_is_a_view():

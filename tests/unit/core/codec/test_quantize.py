@@ -11,6 +11,7 @@ from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import (
     Scales,
+    derive,
     measure,
     measured_bytes,
     most_summable,
@@ -63,6 +64,18 @@ def test_kernels_find_the_steps_that_numpy_finds(magnitude, numel, dtype, kind, 
         assert torch.equal(ours.inverse_steps, theirs.inverse_steps) and torch.equal(ours.scales, theirs.scales)
     else:
         assert ours == theirs
+
+
+def test_a_block_that_needs_many_bits_does_not_decide_whether_quantizing_is_worth_it():
+    x = torch.zeros(64 * SCALE_BLOCK, dtype=torch.bfloat16)
+    quantizer = QuantizerConfig(mode="rms", value=1e-4, block=SCALE_BLOCK)
+    layout = Layout.split(x.numel(), 1, 1 << 20, SCALE_BLOCK)
+    for noisy, is_worthwhile in ((1, True), (64, False)):
+        x[: noisy * SCALE_BLOCK] = torch.randn(noisy * SCALE_BLOCK, generator=torch.Generator().manual_seed(1))
+        measured = measure(BACKEND, Window(x), layout, range(1), quantizer)
+        for backend in (BACKEND, None):
+            derived = derive(measured, layout, quantizer, x.dtype, 1, backend=backend)
+            assert derived.is_worthwhile(x.dtype) == is_worthwhile
 
 
 def sum_of_codes(tensors: list[torch.Tensor], scales: Scales, quantizer: QuantizerConfig | None = None) -> torch.Tensor:

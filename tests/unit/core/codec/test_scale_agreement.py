@@ -1,5 +1,6 @@
 """Large tensors are measured in pieces while their first frames travel: that changes no bit and no decision."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from ranks import play, same_bits
 from ncz_plugins.core.bypass import BypassBackoff
 from ncz_plugins.core.call import Call, Request
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.codec.scale_agreement import pieces_of
+from ncz_plugins.core.codec.quantize import Scales
+from ncz_plugins.core.codec.scale_agreement import DeviceAgreement, pieces_of
 from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.runtime.device import Host
@@ -218,6 +220,26 @@ class Noting:
         return noted
 
 
+def test_measuring_pieces_is_part_of_the_agreement():
+    seconds = 0.01
+
+    def body(transport):
+        device = Host()
+        measure = device.backend.root_mean_squares
+
+        def slowly(*args):
+            time.sleep(seconds)
+            return measure(*args)
+
+        device.backend = Noting(device.backend, [])
+        device.backend.root_mean_squares = slowly
+        made, _ = call(transport, config_of(), "all_reduce", ring, values(transport.rank, 2 * FRAMES * CHUNK))
+        return run(made, device, transport)
+
+    for counters in play(2, body):
+        assert 6 * seconds <= counters.measure_seconds <= counters.agree_seconds  # three pieces of two segments
+
+
 def kernels_used(poisoned: bool, schedule=ring, world_size: int = 2) -> list[list[str]]:
     """On each rank, in an all-reduce whose last value may be infinite."""
 
@@ -253,3 +275,26 @@ def test_nothing_is_coded_once_it_is_known_to_be_for_nothing():
     for used in kernels_used(poisoned=True):
         measure = ["measure"] * 2
         assert used == [*measure, "encode", *measure, *["encode"] * 2, *measure, "encode"]
+
+
+@pytest.mark.parametrize("outcome, reason", [([0, 0, 5], None), ([0, 1, 5], "code overflow")])
+def test_on_a_gpu_ranks_agree_once_and_the_host_learns_the_outcome_later(outcome, reason):
+    measured, scales = torch.ones(3), Scales(torch.ones(3), torch.ones(3))
+    on_device = torch.tensor(outcome)
+    agreed = []
+
+    def derive(found):
+        assert agreed == [measured] and found is measured
+        return scales, on_device
+
+    def judge(found, seen):
+        assert found is scales
+        return "code overflow" if seen[1] else None
+
+    agreement = DeviceAgreement(measured, agreed.append, derive, judge)
+    for frames in (1, 9):
+        assert not agreement.complete
+        agreement.require(frames)
+        assert agreement.scales is scales and agreement.outcome is on_device and agreement.bypass is None
+    agreement.learn(outcome)
+    assert agreement.complete and agreement.bypass == reason and agreement.outcome is None

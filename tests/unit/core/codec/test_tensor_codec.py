@@ -9,10 +9,13 @@ from ncz_plugins import kernels
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales
+from ncz_plugins.core.codec.scale_agreement import DeviceAgreement
 from ncz_plugins.core.codec.tensor_codec import (
     LosslessCodec,
     QuantizingCodec,
     TensorCodec,
+    UpdatingCodec,
+    codec_for,
     coding_for,
 )
 from ncz_plugins.core.config import Config
@@ -100,3 +103,55 @@ def test_sums_of_frames(lossless):
         assert torch.equal(one.output.data, factor * one.source.data)
     one.decode(0, 0, one.reduce(0, 0, frame))
     assert torch.equal(one.output.data, 2 * one.source.data)
+
+
+# ---------------------------------------------------------------- what is told
+
+
+@pytest.mark.parametrize("two_threads", [False, True])
+@pytest.mark.parametrize("use", ["decode", "decode_sum", "reduce"])
+def test_a_damaged_frame_is_named(use, two_threads):
+    layout = Layout((3 * CHUNK, 3 * CHUNK), CHUNK)
+    window, ones = Window(torch.ones(layout.numel)), torch.ones(layout.steps)
+    made = QuantizingCodec(
+        Host(two_threads), CodedTensor(layout, window, window), Coding(), False, Counters(), Scales(ones, ones)
+    )
+    frame = made.encode(1, 2)
+    frame[0] ^= 1
+    with pytest.raises(FrameError, match="^frame 2 of segment 1 is damaged"):
+        getattr(made, use)(1, 2, [frame] if use == "decode_sum" else frame)
+        made.finish()
+
+
+def test_coding_takes_time():
+    one = codec(lossless=False, checksum=False, numel=100 * CHUNK)
+    counters, frames = one.counters, []
+    for step, kind in (
+        (lambda: frames.append(one.encode(0, 0)), "encode_seconds"),
+        (lambda: one.decode(0, 0, frames[0]), "decode_seconds"),
+        (lambda: one.decode_sum(0, 0, frames), "decode_seconds"),
+    ):
+        before = getattr(counters, kind)
+        step()
+        one.finish()
+        assert getattr(counters, kind) > before
+
+
+def test_a_codec_of_scales_that_are_agreed_on_knows_the_kind_of_its_call():
+    scales = Scales(torch.ones(1), torch.ones(1))
+    agreement = DeviceAgreement(torch.ones(1), lambda _: None, lambda _: (scales, torch.zeros(3)), lambda *_: None)
+    agreement.require(1)
+    window = Window(torch.ones(20))
+    tensor = CodedTensor(Layout.of([20], CHUNK), window, window)
+    assert codec_for(Config(), Host(), tensor, agreement, kind="of its own").kind == "of its own"
+
+
+def test_the_own_values_of_who_sends_changes_are_copied_to_the_output():
+    source, output = torch.ones(3 * CHUNK), torch.zeros(3 * CHUNK)
+    tensor = CodedTensor(Layout((CHUNK, 2 * CHUNK), CHUNK), Window(source), Window(output))
+    made = UpdatingCodec(
+        Host(), tensor, Coding(), False, Counters(), base=Window(source), own=range(1, 2), whole=frozenset()
+    )
+    for index in range(2):
+        made.decode(1, index, made.encode(1, index))
+    assert output.tolist() == [0.0] * CHUNK + [1.0] * 2 * CHUNK

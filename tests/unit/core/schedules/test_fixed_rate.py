@@ -15,10 +15,11 @@ from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.schedules import fixed_rate
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.topology import Nodes
-from ncz_plugins.kernels.format import RATE_BLOCK
+from ncz_plugins.kernels.format import RATE_BLOCK, Rows, packed_bytes
 
 SIZES = (1, 2 * RATE_BLOCK, 4099, 100_003)  # the last two are primes
 PARTS = (1, 257, 4099)
@@ -172,7 +173,8 @@ def test_rounding_at_random_is_unbiased_and_errors_of_equal_values_cancel():
     assert abs(drawn.mean() - 0.6) < 6 * deviation
 
 
-def test_error_feedback_adds_what_was_lost_to_the_next_call():
+@pytest.mark.parametrize("op", [SUM, AVG], ids=["sum", "average"])
+def test_error_feedback_adds_what_was_lost_to_the_next_call(op):
     numel, steps = 3 * RATE_BLOCK + 5, 40
 
     def body(transport):
@@ -180,9 +182,9 @@ def test_error_feedback_adds_what_was_lost_to_the_next_call():
         total = torch.zeros(numel, dtype=torch.float64)
         for _ in range(steps):
             tensor = values(transport.rank, numel)
-            reduced(transport, tensor, ours=ours, name="weight")
+            reduced(transport, tensor, op, ours=ours, name="weight")
             total += tensor
-        return total
+        return total if op == SUM else 2 * total
 
     outcomes = play(2, body, reuse=True)
     contributed = [values(rank, numel) for rank in range(2)]
@@ -190,6 +192,50 @@ def test_error_feedback_adds_what_was_lost_to_the_next_call():
     # What is missing in the end is one call's loss, of values that hold at most the loss of one call besides.
     assert ((outcomes[0] - exact).abs() <= 4 * half_steps(contributed, numel, 3)).all()
     assert same_bits(outcomes)
+
+
+def nodes_of_two(rank: int) -> Nodes:
+    return Nodes(((0, 1), (2, 3)), rank // 2, rank % 2)
+
+
+@pytest.mark.parametrize("numel", [1, 3 * RATE_BLOCK + 5])  # of one value, most ranks have none
+def test_error_feedback_knows_what_was_lost_between_nodes(numel):
+    steps = 20
+
+    def body(transport):
+        ours = collectives(transport, nodes_of_two(transport.rank), value=3, error_feedback=True)
+        total = torch.zeros(numel, dtype=torch.float64)
+        for _ in range(steps):
+            tensor = values(transport.rank, numel)
+            reduced(transport, tensor, ours=ours, name="weight")
+            total += tensor
+        return total
+
+    outcomes = play(4, body, reuse=True)
+    contributed = [values(rank, numel) for rank in range(4)]
+    exact = steps * sum(each.double() for each in contributed)
+    of_nodes = [contributed[0] + contributed[1], contributed[2] + contributed[3]]
+    assert ((outcomes[0] - exact).abs() <= 4 * half_steps(of_nodes, numel, 3) + 1e-4).all()
+    assert same_bits(outcomes)
+
+
+def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
+    """All ranks hold the same, so equal results in two places would show equal random numbers."""
+    alike = torch.full((4 * RATE_BLOCK,), 0.3)
+    alike[::RATE_BLOCK] = 1
+
+    def body(transport):
+        ours, summed = collectives(transport, nodes_of_two(transport.rank), kind="stochastic"), alike.clone()
+        reduced(transport, summed, ours=ours)
+        ours, gathered = collectives(transport, kind="stochastic"), torch.empty(4 * RATE_BLOCK)
+        parts = [ParameterSlice(None, gathered.numel())]
+        request = Request("all_gather_into_tensor", alike[:RATE_BLOCK], gathered, parts=parts)
+        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        return summed, gathered
+
+    for summed, gathered in play(4, body, reuse=True):
+        for blocks in (summed.view(4, RATE_BLOCK), gathered.view(4, RATE_BLOCK)):
+            assert not any(torch.equal(blocks[i], blocks[j]) for i in range(4) for j in range(i))
 
 
 @pytest.mark.parametrize("way", ["mesh", "rounds"], ids=["read from memory", "messages"])
@@ -240,6 +286,80 @@ def test_bytes_are_known_beforehand():
     for once, zeros, of_more in play(2, body, reuse=True):
         assert once == zeros  # whatever the data
         assert of_more == 2 * (numel * 4 // 8 + 2 * numel // RATE_BLOCK)  # what ranks compare is the same
+
+
+def bytes_sent(transport, request: Request) -> int:
+    """By one call on values, or by what compares and announces it where `request` holds none."""
+    ours = collectives(transport)
+    ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+    return ours.training.stats.total.wire_bytes
+
+
+def test_bytes_of_three_ranks_are_known_beforehand():
+    """A rank sends two of three rows to their owners, and its own row to two others. Sums of three take 6 bits."""
+    of_block, of_sum, magnitude = packed_bytes(4), packed_bytes(6), torch.bfloat16.itemsize
+    blocks = 30  # of a tensor
+
+    def body(transport):
+        def more(collective: str, before: int, after: int, **options) -> int:
+            """Bytes sent for each block more of a tensor of three times as many blocks."""
+            numel = blocks * RATE_BLOCK
+            sent = []
+            for times in (1, 3):
+                input, output = torch.ones(times * numel // before), torch.ones(times * numel // after)
+                output = input if before == after else output
+                parts = [ParameterSlice(None, times * numel)]
+                sent.append(bytes_sent(transport, Request(collective, input, output, parts=parts, **options)))
+            return (sent[1] - sent[0]) / (2 * blocks)
+
+        return (
+            more("all_reduce", 1, 1, op=SUM),
+            more("reduce_scatter_tensor", 1, 3, op=SUM),
+            more("all_gather_into_tensor", 3, 1),
+            more("broadcast", 1, 1),
+        )
+
+    agreed = 2 * 2 / 3 * magnitude
+    for each in play(3, body, reuse=True):
+        assert each == pytest.approx(
+            (
+                agreed + 2 / 3 * of_block + 2 / 3 * of_sum,
+                agreed + 2 / 3 * of_block,
+                2 / 3 * (of_block + magnitude),
+                2 / 3 * (of_block + magnitude),
+            ),
+            rel=1e-3,
+        )
+
+
+def test_large_rows_on_a_cpu_go_in_pieces():
+    """Each is some neighbouring blocks of all rows, and together they are all blocks."""
+    rows = Rows.of(6 << 20, 2, 3 << 20)
+    pieces = list(fixed_rate._pieces(rows, 8, on_gpu=False))
+    ends = [0, *(piece.first + piece.blocks for piece in pieces)]
+    assert [piece.first for piece in pieces] == ends[:-1] and ends[-1] == rows.blocks
+    assert [piece.blocks for piece in pieces] == [rows.blocks // 3] * 3  # a row takes 3 MiB
+    assert all(piece._replace(first=0, blocks=rows.blocks) == rows for piece in pieces)
+    assert list(fixed_rate._pieces(rows, 8, on_gpu=True)) == [rows]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pieces_change_no_bit(world_size, monkeypatch):
+    part = 9 * RATE_BLOCK + 5
+
+    def body(transport):
+        summed, whole = values(transport.rank, world_size * part), values(transport.rank, world_size * part)
+        reduced(transport, summed)
+        own = torch.empty(part)
+        request = Request("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, whole.numel())])
+        ours = collectives(transport)
+        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        return torch.cat([summed, own])
+
+    at_once = play(world_size, body, reuse=True)
+    monkeypatch.setattr(fixed_rate, "_PIECE_BYTES", packed_bytes(4))
+    in_pieces = play(world_size, body, reuse=True)
+    assert all(same_bits(both) for both in zip(at_once, in_pieces))
 
 
 class Slow:

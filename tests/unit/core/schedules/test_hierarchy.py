@@ -1,7 +1,7 @@
 """Plain inside nodes, compressed between them, over real gloo with all ranks in one process."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -9,13 +9,17 @@ import torch
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.call import Call, plain_wire_bytes
+from ncz_plugins.core.codec.coded_tensor import Codec, CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.schedules.hierarchy import in_nodes
+from ncz_plugins.core.training.error_feedback import Feedback, Residuals
+from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.transport.intra_node import with_memory
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.format import CHUNK
@@ -62,11 +66,13 @@ def never_plain(_):
 
 
 def sum_of(tensor, transport, config: Config, schedule, divisor: int = 1, plain=never_plain) -> Call:
-    n = transport.world_size
+    n, rank = transport.world_size, transport.rank
     flat = Window(tensor)
     layout = layout_of_sum(tensor, n, config)
     reduce = schedule.all_reduce
-    return Call("all_reduce", config, layout, flat, flat, range(n), reduce, plain, addends=n, divisor=divisor)
+    return Call(
+        "all_reduce", config, layout, flat, flat, range(n), reduce, plain, addends=n, addend=rank, divisor=divisor
+    )
 
 
 def equal_parts(numel: int, transport) -> Layout:
@@ -123,6 +129,7 @@ def test_reduce_scatter(schedule, shape, name):
             SCHEDULES[schedule].reduce_scatter,
             never_plain,
             addends=world_size,
+            addend=transport.rank,
         )
         go(transport, shape, config, call)
         assert torch.equal(whole, given)
@@ -288,6 +295,33 @@ def test_one_value_that_is_not_finite_sends_the_call_plain_on_every_rank(poison,
     assert error[torch.arange(50_000) != place].max() < 1e-5
 
 
+@dataclass
+class FoundHopeless(Codec):
+    """Learns while frames travel that the call must go plain, as the codec of a GPU does."""
+
+    tensor: CodedTensor
+    bypass = "non-finite"
+
+    def part(self, segments):
+        return replace(self, tensor=self.tensor.part(segments))
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather_into_tensor", "broadcast"])
+def test_nothing_is_shared_in_a_node_once_the_call_must_go_plain(collective):
+    """The output may hold what the plain call is about to send, on each rank its own."""
+    layout = Layout.of([10] * 4, CHUNK)
+    whole = Window(torch.arange(40.0))
+    source = Window(whole.data[:10]) if collective == "all_gather_into_tensor" else whole
+    call = Call(collective, CONFIGS["nearest"], layout, source, whole, range(4), lambda *_, **root: None, never_plain)
+    call = in_nodes(call, nodes_of("2x2", rank=0), 0)
+    codec = FoundHopeless(CodedTensor(call.layout, call.source, call.output))
+    call.schedule(transport=None, codec=codec, counters=Counters())  # which sends nothing
+    assert torch.equal(whole.data, torch.arange(40.0))
+
+
 def test_lossless_lets_them_pass():
     config = CONFIGS["lossless"]
 
@@ -346,6 +380,105 @@ def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
     assert out.mean() == pytest.approx(1.2, abs=0.05)  # 1.2 = 4 x 0.3, without a bias
     segments = out.view(4, CHUNK)
     assert not any(torch.equal(segments[i], segments[j]) for i in range(4) for j in range(i))
+
+
+@pytest.mark.parametrize("shape", ["2x2", "2x3"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor"])
+def test_errors_of_nodes_that_hold_alike_cancel(shape, collective):
+    """Both nodes hold half a step, and where one of them rounds up the other one rounds down."""
+    config = Config(quantizer={"kind": "stochastic", "mode": "abs", "value": 0.5})
+    world_size = world_size_of(shape)
+    numel = world_size * CHUNK
+
+    def body(transport):
+        tensor = torch.full((numel,), 0.5 / world_size)
+        call = sum_of(tensor, transport, config, ring)
+        if collective == "reduce_scatter_tensor":
+            layout = equal_parts(CHUNK, transport)
+            here = layout.segment(transport.rank)
+            output = Window(tensor.new_empty(CHUNK), here.start)
+            call = replace(call, collective=collective, layout=layout, output=output, schedule=ring.reduce_scatter)
+        go(transport, shape, config, call)
+        return call.output.data
+
+    for out in play(world_size, body, reuse=True):
+        assert (out - 0.5).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor"])
+def test_what_overflows_is_told_by_sums_of_nodes(collective):
+    """Twice 20,000 is a float16, and four times that would be none."""
+    config = CONFIGS["nearest"]
+
+    def body(transport):
+        tensor = torch.full((4 * CHUNK,), 10_000.0, dtype=torch.float16)
+        call = sum_of(tensor, transport, Config(quantizer={"mode": "rel", "value": 0.01}), ring)
+        if collective == "reduce_scatter_tensor":
+            layout = equal_parts(CHUNK, transport)
+            output = Window(tensor.new_empty(CHUNK), layout.segment(transport.rank).start)
+            call = replace(call, collective=collective, layout=layout, output=output, schedule=ring.reduce_scatter)
+        go(transport, "2x2", config, call)
+        return call.output.data
+
+    for out in play(4, body, reuse=True):
+        assert ((out - 40_000).abs() <= 1_000).all()
+
+
+@pytest.mark.parametrize("others", [1e6, float("nan")])
+def test_the_bound_of_a_broadcast_is_that_of_the_roots_values(others):
+    config, numel = Config(quantizer={"mode": "rel", "value": BOUND}), 3 * CHUNK + 5
+
+    def body(transport):
+        tensor = values(2, numel) if transport.rank == 2 else torch.full((numel,), others)
+        cast = partial(ring.broadcast, root=2)
+        flat, measured = Window(tensor), range(1 if transport.rank == 2 else 0)
+        layout = Layout.of([numel], 4 * CHUNK)
+        go(transport, "2x2", config, Call("broadcast", config, layout, flat, flat, measured, cast, never_plain, root=2))
+        return tensor
+
+    outcomes = play(4, body, reuse=True)
+    assert 0 < (outcomes[0] - values(2, numel)).abs().max() <= BOUND * values(2, numel).abs().max()
+    assert same_bits(outcomes)
+
+
+def test_a_broadcast_has_the_blocks_of_a_flat_one():
+    numel = 5 * CHUNK + 3
+    config = Config(quantizer={"kind": "error_bound", "mode": "rel", "value": BOUND, "block": 2 * CHUNK})
+
+    def body(transport, in_nodes: bool):
+        tensor = values(0, numel) * torch.linspace(0.1, 30, numel)
+        flat, measured = Window(tensor), range(1 if transport.rank == 0 else 0)
+        cast, layout = partial(ring.broadcast, root=0), Layout.of([numel], 4 * CHUNK)
+        call = Call("broadcast", config, layout, flat, flat, measured, cast, never_plain)
+        if in_nodes:
+            go(transport, "2x2", config, call)
+        else:
+            run(call, Host(), transport)
+        return tensor
+
+    results = [play(4, partial(body, in_nodes=in_nodes), reuse=True) for in_nodes in (True, False)]
+    assert same_bits([*results[0], *results[1]])
+
+
+def test_what_a_reduce_scatter_loses_is_kept_under_the_right_names():
+    """Each piece is of parts that are not neighbours."""
+    config, part = CONFIGS["nearest"], 300
+
+    def body(transport):
+        residuals = Residuals()
+        whole = values(transport.rank, 4 * part)
+        whole[2 * part :] = 0
+        names = [ParameterSlice(name, 2 * part) for name in ("lossy", "zeros")]
+        layout = equal_parts(part, transport)
+        output = Window(torch.empty(part), layout.segment(transport.rank).start)
+        scatter, feedback = ring.reduce_scatter, Feedback(residuals, names)
+        call = Call("reduce_scatter_tensor", config, layout, Window(whole), output, range(4), scatter, never_plain)
+        go(transport, "2x2", config, replace(call, addends=4, addend=transport.rank, feedback=feedback))
+        return residuals.by_name
+
+    for rank, kept in enumerate(play(4, body, reuse=True)):
+        own = slice(rank % 2 * part, (rank % 2 + 1) * part)  # of what is lost, which this rank's piece has
+        assert kept["lossy"][own].any() and not kept["zeros"].any()
 
 
 # ---------------------------------------------------------------- what is counted

@@ -1,5 +1,6 @@
 """Ring and direct over real gloo, all ranks in one process: exact sums, and the same on every rank."""
 
+import time
 from functools import partial
 
 import pytest
@@ -93,6 +94,7 @@ def all_reduce(
             measured=range(world_size),
             schedule=SCHEDULES[schedule].all_reduce,
             addends=world_size,
+            addend=transport.rank,
             divisor=world_size if average else 1,
         )
         return tensor
@@ -137,6 +139,7 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
             measured=range(world_size),
             schedule=SCHEDULES[schedule].reduce_scatter,
             addends=world_size,
+            addend=transport.rank,
         )
         return output
 
@@ -292,6 +295,7 @@ def test_lossless_ranks_still_compare_their_calls():
                 measured=range(2),
                 schedule=ring.all_reduce,
                 addends=2,
+                addend=transport.rank,
             )
 
     play(2, body)
@@ -350,6 +354,7 @@ def test_with_checksums_every_frame_has_one_and_nothing_else_changes(schedule, w
             measured=range(world_size),
             schedule=SCHEDULES[schedule].all_reduce,
             addends=world_size,
+            addend=transport.rank,
         )
         return tensor
 
@@ -399,6 +404,7 @@ def test_wire_bytes_are_what_the_peer_receives():
             measured=range(2),
             schedule=schedule,
             addends=2,
+            addend=transport.rank,
         )
         return frames_only[0]
 
@@ -495,6 +501,69 @@ def test_frames_may_come_long_before_they_are_wanted():
     play(2, body)
 
 
+@pytest.mark.parametrize("way", ["mesh", "gloo"])
+def test_waiting_for_a_frame_is_counted_as_such(way):
+    seconds = 0.05
+
+    def body(transport):
+        counters = Counters()
+        [stream] = transport.streams([(1 - transport.rank,) * 2], 1 - transport.rank, 100, counters)
+        if transport.rank == 1:
+            frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+            HEADER.pack_into(frame.numpy(), 0, MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, 0, 0, 0)
+            time.sleep(seconds)
+            stream.send(frame)
+        else:
+            stream.receive()
+        stream.finish()
+        return counters.wait_seconds
+
+    assert play(2, body, way)[0] > seconds / 2
+
+
+def test_a_stream_ends_when_all_has_left():
+    """More than sockets hold, to a rank that takes none of it for a while."""
+    seconds, nbytes = 0.05, 1 << 25
+
+    def body(transport):
+        [stream] = transport.streams([(1 - transport.rank,) * 2], transport.rank, nbytes, Counters())
+        started = time.perf_counter()
+        if transport.rank == 0:
+            frame = torch.zeros(nbytes, dtype=torch.uint8)
+            fields = [MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, nbytes - HEADER_BYTES, 0, 0]
+            HEADER.pack_into(frame.numpy(), 0, *fields)
+            stream.send(frame)
+        else:
+            time.sleep(seconds)
+            stream.receive()
+        stream.finish()
+        return time.perf_counter() - started
+
+    assert play(2, body)[0] > seconds / 2
+
+
+def test_the_owner_of_a_segment_adds_codes_and_makes_no_frame_of_them():
+    part = 3 * CHUNK
+
+    def body(transport):
+        layout = Layout.of([part] * 3, CHUNK)
+        counters = go(
+            transport,
+            CONFIG,
+            collective="reduce_scatter_tensor",
+            layout=layout,
+            source=Window(values(transport.rank, 3 * part)),
+            output=Window(torch.empty(part), layout.segment(transport.rank).start),
+            measured=range(3),
+            schedule=direct.reduce_scatter,
+            addends=3,
+            addend=transport.rank,
+        )
+        return sum(counters.coders.values())
+
+    assert play(3, body, reuse=True) == [2 * 3] * 3  # what two others get
+
+
 # ---------------------------------------------------------------- a second thread
 
 
@@ -563,6 +632,7 @@ def test_hopeless_calls_are_measured_less_and_less_often():
                     schedule=ring.all_reduce,
                     plain=lambda plain: plain.all_reduce(tensor),
                     addends=2,
+                    addend=transport.rank,
                 ),
                 Host(),
                 transport,

@@ -47,6 +47,7 @@ def reduce(transport, tensor, residuals, config, number=1, divisor=1, parts=PART
             plain=lambda plain: plain.all_reduce(tensor),
             number=number,
             addends=transport.world_size,
+            addend=transport.rank,
             divisor=divisor,
             feedback=Feedback(residuals, parts) if residuals else None,
         ),

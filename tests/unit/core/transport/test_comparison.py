@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ncz_plugins.core.transport.comparison import Extremes, RankComparison
+from ncz_plugins.core.transport.comparison import Extremes, RankComparison, place_of
 
 NUMBERS = st.integers(-(1 << 40), 1 << 40)
 
@@ -49,3 +49,10 @@ def test_the_extremes_are_those_of_the_ranks(numbers):
         ends = found["a"]
         assert (ends.lowest, ends.highest) == (min(numbers), max(numbers))
         assert (ends.lowest_rank, ends.highest_rank) == (numbers.index(ends.lowest), numbers.index(ends.highest))
+
+
+def test_the_place_of_a_value_is_that_of_the_first_like_it():
+    names = ["min", "max", "max"]
+    assert place_of(names[1], names) == 1
+    assert place_of("".join(["m", "ax"]), names) == 1  # equal, and not the same
+    assert place_of("sum", names) == 3  # behind all

@@ -3,14 +3,16 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import play
 
-from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.errors import PeerError, UnsupportedError
 from ncz_plugins.core.transport.plain import TorchCollectives, WorkHandle
+from ncz_plugins.core.transport.subset import SubsetCollectives
 
 WORLD = 3
 
@@ -136,3 +138,48 @@ def test_the_handle_of_a_work_tells_how_it_ended():
             assert lost.is_completed() and not lost.is_success() and isinstance(lost.exception(), PeerError)
 
     gloo_of_two(body)
+
+
+# ---------------------------------------------------------------- between some ranks
+
+
+@pytest.mark.parametrize("numel", [1, 6, 7])
+def test_some_ranks_have_collectives_of_their_own(numel):
+    ranks = (3, 0, 2)
+
+    def body(transport):
+        if transport.rank not in ranks:
+            return None
+        rank = ranks.index(transport.rank)
+        some = SubsetCollectives(transport.plain, ranks, rank)
+        highest = torch.arange(numel) * (rank - 1)
+        some.all_reduce(highest, dist.ReduceOp.MAX).wait()
+        dealt, gathered, sent = (torch.full((count,), -1) for count in (3, 6, 2))
+        some.all_to_all_single(dealt, 10 * rank + torch.arange(3)).wait()
+        some.all_gather_into_tensor(gathered, torch.tensor([rank, 5])).wait()
+        if rank == 1:
+            sent.fill_(8)
+        some.broadcast(sent, 1).wait()
+        assert highest.tolist() == list(range(numel))
+        assert dealt.tolist() == [rank, 10 + rank, 20 + rank]
+        assert gathered.tolist() == [0, 5, 1, 5, 2, 5] and sent.tolist() == [8, 8]
+        with pytest.raises(UnsupportedError, match="SUM"):
+            some.all_reduce(highest, dist.ReduceOp.SUM)
+        return rank
+
+    assert play(4, body, reuse=True) == [1, None, 2, 0]
+
+
+def test_a_collective_of_some_ranks_is_complete_when_all_of_its_messages_are():
+    complete, waited = [True, False], []
+    messages = [
+        SimpleNamespace(is_completed=lambda i=i: complete[i], wait=lambda *timeout, i=i: waited.append((i, *timeout)))
+        for i in range(2)
+    ]
+    plain = SimpleNamespace(exchange=lambda sends, receives: messages)
+    work = SubsetCollectives(plain, (4, 6, 7), 0).broadcast(torch.ones(1), 0)
+    assert not work.is_completed()
+    complete[1] = True
+    assert work.is_completed()
+    second = timedelta(seconds=1)
+    assert work.wait(second) and waited == [(0, second), (1, second)]
