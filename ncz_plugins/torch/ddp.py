@@ -22,12 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.bypass import Bypass
 from ..core.call import plain_wire_bytes
 from ..core.communicator import Communicator
+from ..core.config import StepsConfig
 from ..core.errors import UnsupportedError
 from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Counters
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from .compression import ModelCompression, name_of, uncompiled
+
+_ending: weakref.WeakKeyDictionary[Training, Future] = weakref.WeakKeyDictionary()  # what ends a training's last step
 
 
 class Compression(ModelCompression):
@@ -61,6 +64,10 @@ class Compression(ModelCompression):
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._last: Handle | None = None  # of the calls of this pass
 
+    def __reduce__(self):
+        """A copy of a model, or a file of it, has None here: torch does not register hooks for copies."""
+        return type(None), ()
+
     def attach(self, model: DistributedDataParallel) -> None:
         """Become the communication hook of `model`."""
         try:
@@ -80,13 +87,18 @@ class Compression(ModelCompression):
         With the last bucket of a backward pass a step of the training is over.
         """
         self._require_initial_divisor()
+        self._wait_for_step()
         tensor = bucket.buffer()
         if tensor.layout is not torch.strided:
             return self._average_sparse(tensor, bucket.is_last())
         parts = [ParameterSlice(self._names.get(id(each)), _floats_of(each)) for each in bucket.parameters()]
         handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
         self._last = handle
-        return handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
+        future = handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
+        config = self.training.config
+        if bucket.is_last() and (config.guard.every or config.steps != StepsConfig()):
+            _ending[self.training] = future
+        return future
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
         """As `average`, uncompressed and at once, of a sparse gradient. It has a bucket of its own."""
@@ -109,6 +121,16 @@ class Compression(ModelCompression):
         result = _result_of(done)  # calls run in order, so all others of this pass are over as well
         self.communicator.end_step()
         return result
+
+    def _wait_for_step(self) -> None:
+        """Wait until the last step is over, where what is done to a tensor depends on the step.
+
+        One backward pass may go through several models that share a training: then another one's last bucket may be
+        under way, for longer on some ranks.
+        """
+        ending = _ending.pop(self.training, None)
+        if ending is not None and not ending.done():  # one that has failed was its own model's concern
+            ending.wait()
 
     def _require_initial_divisor(self) -> None:
         model = self._model and self._model()
@@ -156,6 +178,17 @@ def compress(
             "DistributedDataParallel(mixed_precision=...) uses the communication hook itself: use torch.autocast, or "
             "parameters in bfloat16"
         )
+    if getattr(model, "_use_python_reducer", False):
+        raise UnsupportedError(
+            'torch._dynamo.config.optimize_ddp = "python_reducer" gives a communication hook single gradients and no '
+            "buckets: leave it at its default when the model is wrapped"
+        )
+    if getattr(model, "_delay_all_reduce_params", None):
+        raise UnsupportedError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces these parameters beside the "
+            "communication hook, so they would go uncompressed: leave it out"
+        )
+    model._comm_hooks = [each for each in model._comm_hooks if each != (hook, None)]  # of the model it is a copy of
     if model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "one")
         raise UnsupportedError(

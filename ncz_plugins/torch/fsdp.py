@@ -29,7 +29,7 @@ from ..core.training.state import Training
 from ..core.transport.groups import require_group
 from .compression import ModelCompression, name_of, uncompiled
 
-_compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what compresses a model, by the model
+_compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what serves a sharded module, by the module
 
 
 class Compression(ModelCompression):
@@ -64,7 +64,7 @@ class Compression(ModelCompression):
         self._served = weakref.WeakSet(_sharded_modules(model).values())
         self._are_all_served = False  # which the first pass finds out
         self.closed = False
-        self._under_way = False  # a backward pass, which has reduced something
+        self._ending: weakref.ref | None = None  # what ends the pass under way, which has reduced something
         self._contributing: dict[str, list[tuple[str, int]]] = {}  # by module, see `note`
         self._of_replicas: dict[str, dist.ReduceOp] = {}
 
@@ -116,10 +116,12 @@ class Compression(ModelCompression):
         self._replicas.all_reduce(gradient, self._of_replicas[name], **how)
 
     def _end_step_with_this_pass(self) -> None:
-        if not self._under_way:
+        # A pass that failed has dropped what would have ended it.
+        if self._ending is None or self._ending() is None:
             self._require_all_served()
-            self._under_way = True
-            Variable._execution_engine.queue_callback(self._end_step)
+            ending = self._end_step
+            self._ending = weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
 
     def _require_all_served(self) -> None:
         """Raise UnsupportedError in the first pass if modules were sharded only after `compress`."""
@@ -134,7 +136,7 @@ class Compression(ModelCompression):
         self._are_all_served = True
 
     def _end_step(self) -> None:
-        self._under_way = False
+        self._ending = None
         self.training.end_step()
 
 
@@ -235,8 +237,11 @@ def compress(
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
     if not modules:
         raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
-    if (before := _compressing.get(model)) is not None and not before.closed:
-        raise UnsupportedError(f"{type(model).__name__}: its gradients are compressed already; close() that first")
+    for name, module in modules.items():
+        if (before := _compressing.get(module)) is not None and not before.closed:
+            raise UnsupportedError(
+                f"{name or type(model).__name__}: its gradients are compressed already; close() that first"
+            )
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     for name, module in modules.items():
         if len(_groups_of(module)) > 1:
@@ -288,7 +293,7 @@ def compress(
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
     for name, module in modules.items():
         _note_contributing(weakref.ref(compression), name or "model", module)
-    _compressing[model] = compression
+        _compressing[module] = compression
     return compression
 
 

@@ -1,6 +1,9 @@
 """What compression does to DistributedDataParallel: `ddp.py cpu | cuda`. Each check is a test of its own."""
 
+import copy
+import io
 import sys
+import time
 
 import torch
 from checks import check, raises, run_checks, same_on_all_ranks
@@ -9,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ncz_plugins import Communicator, MismatchError, Training, UnsupportedError
+from ncz_plugins.core.call import plain_wire_bytes
 from ncz_plugins.torch import ddp
 
 device = torch.device(sys.argv[1])
@@ -294,7 +298,10 @@ def sparse_and_complex_gradients(group):
         gradients.append([each.grad.to_dense() for each in model.parameters()])
     for mine, expected in zip(*gradients):
         torch.testing.assert_close(mine, expected)
-    assert compression.training.step == 2 and compression.stats.total.bypasses == {"sparse": 2}
+    stats, sparse = compression.stats, model.module.embedding.weight.grad
+    sent = plain_wire_bytes("all_reduce", sparse._indices().nbytes + sparse._values().nbytes, world_size)
+    assert stats.total.bypasses == {"sparse": 2} and stats.total.bypassed_bytes == {"sparse": 2 * sent}
+    assert compression.training.step == 2 and [each.calls for each in stats.steps] == [3, 3]
 
 
 @check
@@ -320,12 +327,58 @@ def two_models_share_a_training(group):
 
 
 @check
+def two_models_share_a_training_and_a_backward_pass(group):
+    """A step of the one ends among calls of the other, on some ranks later: warm-up ends with the same call on all."""
+    training = Training(SMALL | {"steps": {"warmup": 3}})
+    models = [wrapped(group), wrapped(group)]
+    for model in models:
+        communicator = ddp.compress(model, training=training).communicator
+
+        def late(end_step=communicator.end_step):
+            time.sleep(0.05 * (rank == 1))
+            return end_step()
+
+        communicator.end_step = late
+    for x, target in batches(3):
+        sum(nn.functional.cross_entropy(model(x), target) for model in models).backward()
+    assert training.step == 6 and {"warm-up"} == training.stats.total.bypasses.keys()
+    for model in models:
+        same_on_all_ranks(digest(torch.cat([each.grad.view(-1) for each in model.parameters()]).cpu()), group)
+
+
+@check
+def copies_of_a_model(group):
+    """Averaged, and of a file: torch gives them no hook, until they are compressed themselves."""
+    model = wrapped(None)  # torch copies those of the default group only
+    compression = ddp.compress(model, SMALL)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(model, 1)
+    average.update_parameters(model)
+    calls = compression.stats.total.calls
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        of_other = ddp.compress(other, SMALL)
+        train(other, 1)
+        same_replicas(other, group)
+        assert of_other.stats.total.compressed_calls > 0 and compression.stats.total.calls == calls
+
+
+@check
 def what_can_not_be_served_is_refused(group):
     model = wrapped(group)
     raises(UnsupportedError, lambda: ddp.compress(model.module), "Net", "wrap")
     ddp.compress(model, SMALL)
     raises(UnsupportedError, lambda: ddp.compress(model, SMALL), "hook already")
     raises(MismatchError, lambda: ddp.compress(wrapped(group), {"quantizer": {"value": 0.1 + rank}}), "value")
+    if device.type == "cpu":  # the buffer of those that wait is in host memory, or where `device_ids` says
+        net = Net()
+        late = {"delay_all_reduce_named_params": [("second.weight", net.second.weight)]}
+        late = DistributedDataParallel(net, process_group=group, param_to_hook_all_reduce=net.first.weight, **late)
+        raises(UnsupportedError, lambda: ddp.compress(late, SMALL), "delay_all_reduce_named_params", "leave it out")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = wrapped(group)
+    raises(UnsupportedError, lambda: ddp.compress(model, SMALL), "python_reducer", "default")
 
 
 @check

@@ -9,9 +9,9 @@ from common import digest, start
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from ncz_plugins import ConfigError, MismatchError, UnsupportedError
+from ncz_plugins import ConfigError, MismatchError, NczError, UnsupportedError
 from ncz_plugins.torch import fsdp
 
 device = torch.device(sys.argv[1])
@@ -144,6 +144,8 @@ def replicas_are_averaged(group):
     near(train(bounded), train(sharded(square)))
     same_on_all_ranks(digest(weights(bounded)), group)
     assert compression.stats.total.ratio > 4
+    compression.close()
+    raises(NczError, lambda: train(bounded, 1), "closed")
 
 
 @check
@@ -208,10 +210,25 @@ def error_feedback_keeps_parameters_that_take_turns_apart(group):
 
 
 @check
+def error_feedback_knows_parameters_that_only_a_pass_before_used(group):
+    """FSDP keeps such gradients in its `reduce_dtype`, and reduces them with the last pass."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(Branches().to(device), mesh=flat, mp_policy=policy)
+    compression = fsdp.compress(model, SMALL | {"quantizer": {"error_feedback": True}})
+    for number in (0, 1, 3):
+        model.set_requires_gradient_sync(number == 3)
+        model(number, torch.randn(8, 100, device=device)).sum().backward()
+    assert compression.training.residuals.by_name.keys() == {"left.weight", "right.weight"}
+    assert compression.training.step == compression.stats.total.compressed_calls == 1
+
+
+@check
 def a_model_is_compressed_once(group):
     model = sharded()
     compression = fsdp.compress(model, SMALL)
     raises(UnsupportedError, lambda: fsdp.compress(model, SMALL), "already", "close")
+    raises(UnsupportedError, lambda: fsdp.compress(model[1], SMALL), "Block", "already")
+    raises(UnsupportedError, lambda: fsdp.compress(nn.Sequential(nn.Identity(), model), SMALL), "1", "already")
     compression.close()
     again = fsdp.compress(model, SMALL | {"roles": ["gradient", "parameter"]})
     train(model, 1)
@@ -219,6 +236,23 @@ def a_model_is_compressed_once(group):
     once_more = fsdp.compress(model, SMALL)
     train(model, 1)
     assert once_more.stats.total.wire_bytes_by_role.keys() == {"gradient"}
+
+
+@check
+def steps_go_on_after_a_pass_that_failed(group):
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return  # before torch 2.13 FSDP itself does not go on
+    model = sharded()
+    compression = fsdp.compress(model, SMALL)
+    train(model, 1)
+    fails = model[0].register_full_backward_hook(lambda *unused: 1 / 0)
+    raises(ZeroDivisionError, lambda: train(model, 1), "division")
+    fails.remove()
+    model.reset_iter_state()
+    calls = compression.stats.total.calls
+    assert calls > 3 and compression.training.step == 1  # a part of the pass was reduced
+    train(model, 2)
+    assert compression.training.step == len(compression.stats.steps) == 3
 
 
 @check
