@@ -1,9 +1,14 @@
 """How `make test` shares the tests out among its processes, and what all tests may rely on."""
 
+import os
 import signal
 from pathlib import PurePath
 
 import pytest
+
+# Before torch is imported, here and in what tests start. There is one test for each core already, and threads that wait
+# for each other on busy cores take a third more of them than one thread does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under nohup, in a script's background and in some CI systems SIGINT is ignored, and children inherit that. Tests that
 # interrupt a command would then wait for ever. Python's handler in this process gives children the system's default.
