@@ -215,6 +215,15 @@ def test_cores_are_counted_while_all_ranks_of_a_machine_code(late, times, monkey
         assert costs.fixed == pytest.approx(times * cpu_backend().costs.fixed, rel=0.1)
 
 
+def test_a_rank_does_not_wait_by_the_clock_of_another_machine(monkeypatch):
+    """Copies of a virtual machine can seem to be one machine."""
+    subject = WithLateNeighbor(1, 1, 100, 100)
+    subject.passes, subject.late = 1e-3, 1e6
+    monkeypatch.setattr(module, "time", subject)
+    assert measure_link(subject, [[0, 1]]).entropy.costs is None
+    assert subject.now < 10
+
+
 @pytest.mark.parametrize("megabits", [100, 5000])
 @pytest.mark.parametrize(("of_a_core", "times"), [(1.0, 1), (0.4, 1), (0.25, 2), (0.125, 4)])
 def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, megabits, monkeypatch, capsys):
