@@ -6,8 +6,8 @@ from pathlib import PurePath
 
 import pytest
 
-# Before torch is imported, here and in what tests start. There is one test for each core already, and threads that wait
-# for each other on busy cores take a third more of them than one thread does.
+# Before torch is imported, here and in what tests start. There is a process of tests for each core already. With more
+# threads they wait for each other on busy cores, which takes a third more of the processor's time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under nohup, in a script's background and in some CI systems SIGINT is ignored, and children inherit that. Tests that

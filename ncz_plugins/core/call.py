@@ -123,7 +123,7 @@ class Call:
             random numbers by it.
         within_node: what the ranks of a node do among themselves first, once it is sure that all ranks make
             the same call: takes the transport and the counters, and returns what is contributed in place of `source`.
-        addends: how many values are summed for each element: of ranks, or of nodes that have summed their ranks'.
+        addends: how many values are summed for each element: one of each rank, or of each node, as a sum of its ranks'.
         addend: the number of this rank's among them.
         divisor: what the sum is divided by.
         root: rank that a broadcast starts from.

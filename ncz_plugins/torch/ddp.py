@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.bypass import Bypass
 from ..core.call import plain_wire_bytes
 from ..core.communicator import Communicator
-from ..core.config import StepsConfig
 from ..core.errors import UnsupportedError
 from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Counters
@@ -95,8 +94,7 @@ class Compression(ModelCompression):
         handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
         self._last = handle
         future = handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
-        config = self.training.config
-        if bucket.is_last() and (config.guard.every or config.steps != StepsConfig()):
+        if bucket.is_last() and self.training.depends_on_step:
             _ending[self.training] = future
         return future
 

@@ -46,6 +46,7 @@ class Training:
             where that would change what a communicator has connected with.
         stats: what was counted.
         step: steps that are over.
+        depends_on_step: whether what is done to tensors depends on the step, by the guard or by what `steps` says.
         ends_steps_in_order: whether all ranks end a step between the same calls, so that each call can compare it. Not
             under DDP, where a step ends on another thread.
         residuals: what error feedback has kept.
@@ -79,14 +80,14 @@ class Training:
         self._require_connected_with(config)
         self._config = config
         self._policies = Policies(config)
-        self._depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()
+        self.depends_on_step = bool(config.guard.every) or config.steps != StepsConfig()
         for group in self._groups.values():
             group.guard.settings = config.guard
 
     @property
     def compared_step(self) -> int:
         """The step, where what is done to tensors depends on it, so that ranks must agree on it; else 0."""
-        return self.step if self._depends_on_step and self.ends_steps_in_order else 0
+        return self.step if self.depends_on_step and self.ends_steps_in_order else 0
 
     @property
     def metrics(self) -> Metrics:

@@ -563,7 +563,7 @@ class _Peer:
     def _sends_otherwise(self) -> None:
         """What there is to send, or how much was, has changed."""
         if self.balance is not None:
-            self.balance.least = None
+            self.balance.note_change()
 
 
 class _Balance:
@@ -576,7 +576,7 @@ class _Balance:
     def __init__(self, peers: list[_Peer]):
         self._peers = peers
         self._most_ahead: int | None = None
-        self.least: int | None = None  # that one which has something to send has taken; None: to be looked up
+        self._least: int | None = None  # that one which has something to send has taken; None: to be looked up
 
     @property
     def is_on(self) -> bool:
@@ -585,7 +585,7 @@ class _Balance:
 
     def begin(self, most_ahead: int | None) -> None:
         """Count from here on. Nothing is under way."""
-        self.least = None
+        self.note_change()
         for peer in self._peers:
             peer.taken = 0
         if most_ahead == self._most_ahead:
@@ -596,9 +596,13 @@ class _Balance:
             peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most_ahead or _NO_LOW_WATER)
             peer.balance = None if most_ahead is None else self
 
+    def note_change(self) -> None:
+        """What a connection has to send has changed, or how much of it was taken."""
+        self._least = None
+
     def room_of(self, peer: _Peer) -> int:
         """How many bytes this one, which has something to send, may send now: none, unless that is worth a call."""
-        room = self._least() + self._most_ahead - peer.taken
+        room = self._lowest() + self._most_ahead - peer.taken
         return room if 2 * room >= self._most_ahead else 0
 
     def let_go_on(self) -> None:
@@ -614,16 +618,16 @@ class _Balance:
         """
         if not any(peer.outgoing for peer in awaited):
             return awaited
-        least = self._least()
+        least = self._lowest()
         behind = [peer for peer in self._peers if peer.outgoing and peer.taken == least]
         for peer in behind:
             peer.require_reachable()
         return [peer for peer in awaited if not peer.outgoing] + behind
 
-    def _least(self) -> int:
-        if self.least is None:
-            self.least = min(peer.taken for peer in self._peers if peer.outgoing)
-        return self.least
+    def _lowest(self) -> int:
+        if self._least is None:
+            self._least = min(peer.taken for peer in self._peers if peer.outgoing)
+        return self._least
 
 
 def _gone(rank: int) -> str:

@@ -173,7 +173,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     With `connections: auto`, one of the connections is used from then on, or several where these carry more.
     Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
     has no second core, it decodes on the thread that does all else.
-    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s, and with a long round trip: 1.9 with one of 50 ms.
+    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s, and with a long round trip: about 2 with 50 ms.
 
     Args:
         machines: the ranks of each, which share its cores.
@@ -345,8 +345,6 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
         trip: seconds of a short message.
         machines: see `measure_link`.
     """
-    x = torch.linspace(-1, 1, _TILE)
-    steps = torch.ones(blocks_of(_TILE))
     machine = next(ranks for ranks in machines if subject.rank in ranks)
 
     def latest(seconds: float) -> float:
@@ -356,15 +354,6 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
         said = subject.highest(said)
         return max(said[rank] for rank in machine)
 
-    def code() -> list[tuple[float, float]]:
-        """How many seconds this thread had worked at which times."""
-        codes = torch.empty(_TILE, dtype=torch.int32)
-        worked = [(time.monotonic(), time.thread_time())]
-        while worked[-1][0] < end:
-            backend.quantize(x, steps, codes)
-            worked.append((time.monotonic(), time.thread_time()))
-        return worked
-
     begin = latest(time.monotonic()) + 2 * trip + _READY_SECONDS
     end = begin + _BURST_SECONDS
     wait = begin - time.monotonic()
@@ -373,7 +362,7 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
         time.sleep(max(0.0, wait))
         started = time.monotonic()
         with ThreadPoolExecutor(2) as threads:
-            both = [thread.result() for thread in [threads.submit(code), threads.submit(code)]]
+            both = list(threads.map(partial(_code, backend), [end, end]))
     start = latest(started)
     cores = [0.0] * subject.world_size
     cores[subject.rank] = _ENOUGH_CORES
@@ -381,6 +370,17 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
         worked = sum(np.diff(np.interp((start, end), *zip(*each))).item() for each in both)
         cores[subject.rank] = max(worked / (end - start), 1e-9)
     return subject.highest(cores)
+
+
+def _code(backend: Backend, end: float) -> list[tuple[float, float]]:
+    """Code until `end`. Returns at which times this thread had worked for how many seconds."""
+    worked = [(time.monotonic(), time.thread_time())]
+    x, steps = torch.linspace(-1, 1, _TILE), torch.ones(blocks_of(_TILE))
+    codes = torch.empty(_TILE, dtype=torch.int32)
+    while worked[-1][0] < end:
+        backend.quantize(x, steps, codes)
+        worked.append((time.monotonic(), time.thread_time()))
+    return worked
 
 
 def _costs_of(subject: Subject, backend: Backend, times: float) -> CoderCosts:
