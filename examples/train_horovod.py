@@ -50,8 +50,8 @@ def main():
     known = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "ncz": NCZ()}
     compression = known.get(arguments.compression) or NCZ(arguments.compression)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     corpus = Corpus()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..core.errors import UnsupportedError
+from ..core.errors import FrameError, MismatchError, UnsupportedError
 from ..core.whole_files import write_whole
 from .output import add_row, size, table, unbroken_console
 
@@ -52,7 +53,9 @@ def _make(options: argparse.Namespace) -> None:
 def _apply(options: argparse.Namespace) -> None:
     from ..core.codec.patch import apply_patch
 
-    made = apply_patch(_bytes_of(options.patch), None if options.base is None else _read(options.base))
+    base, patch = None if options.base is None else _read(options.base), _bytes_of(options.patch)
+    with _naming(options.patch):
+        made = apply_patch(patch, base)
     _write(options.new, _safetensors().save({name: each.contiguous() for name, each in made.items()}, {"format": "pt"}))
     unbroken_console().print(Text(f"{options.new}: {len(made)} tensors"))
 
@@ -60,7 +63,9 @@ def _apply(options: argparse.Namespace) -> None:
 def _show(options: argparse.Namespace) -> None:
     from ..core.codec.patch import read_patch
 
-    contents, _ = read_patch(_bytes_of(options.patch))
+    patch = _bytes_of(options.patch)
+    with _naming(options.patch):
+        contents, _ = read_patch(patch)
     base = "holds everything" if contents.base is None else f"for version {contents.base:08x}"
     found = table("tensor", "dtype", "shape", "held as", "bytes", numbers=["bytes"], gap=2)
     for entry in contents.tensors:
@@ -83,9 +88,9 @@ def _safetensors():
 
 
 def _read(file: str) -> Mapping[str, Tensor]:
-    safetensors = _safetensors()
+    safetensors, data = _safetensors(), _bytes_of(file)
     try:
-        return safetensors.load(_bytes_of(file))
+        return safetensors.load(data)
     except Exception as error:  # its own class for files that are damaged
         raise UnsupportedError(f"{file}: is no whole file of safetensors: {error}") from None
 
@@ -97,8 +102,21 @@ def _bytes_of(file: str) -> bytes:
         raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
+@contextmanager
+def _naming(patch: str) -> Iterator[None]:
+    """In an error of a patch, name its file, and the option that says what it is for."""
+    try:
+        yield
+    except MismatchError as error:
+        raise MismatchError(f"{patch}: {error} (--base names the version that it is for)") from None
+    except FrameError as error:
+        raise FrameError(f"{patch}: {error}") from None
+
+
 def _write(file: str, data: bytes) -> None:
     """Write the whole file, or leave what was there."""
+    if Path(file).is_dir():
+        raise UnsupportedError(f"{file}: cannot be written: is a folder: name a file in it")
     try:
         write_whole(file, data)
     except OSError as error:

@@ -157,6 +157,8 @@ def describe(compression: GradientCompression, zero_stage: int, replicas: int) -
             f"ncz_plugins {__version__}: nothing is compressed, as no two of {ranks} ranks have the same parameters "
             f"(ZeRO {zero_stage})"
         )
+    if compression.config.transport.min_bytes == "never":
+        return f"ncz_plugins {__version__}: nothing is compressed, as transport.min_bytes is never (ZeRO {zero_stage})"
     weights = ", and gathered weights are without loss" if compression.sends_weights else ""
     return (
         f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {ranks} ranks): "

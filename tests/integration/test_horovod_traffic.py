@@ -24,7 +24,8 @@ def train(private_network, compression: str | Path, steps: int, folder, ranks: i
     log = folder / "log.jsonl"
     options = ("--compression", compression, "--steps", steps, "--log-file", log, *MODEL)
     command = horovod_ranks(SCRIPT, *options, ranks=ranks)
-    launch([*private_network, *command], folder, timeout=280, environment=QUIET)
+    output = launch([*private_network, *command], folder, timeout=280, environment=QUIET).output
+    assert "before `optimizer.step()`" not in output  # which torch warns of if the schedule doesn't see the steps
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 

@@ -30,13 +30,13 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
     if size == "auto":
         return (
             f"{_KEY}: auto: Hugging Face makes it the square of hidden_size. For a hidden_size below "
-            f"{math.isqrt(enough - 1) + 1} that is less than transport.min_bytes ({least:,} bytes), and gradients go "
-            f"uncompressed. {remedy}"
+            f"{math.isqrt(enough - 1) + 1} that is less than transport.min_bytes ({least:,} bytes), and gradients of "
+            f"parameters below that size go uncompressed. {remedy}"
         )
     if isinstance(size, (int, float)) and size < enough:
         return (
             f"{_KEY}: {size:,.0f} elements of {itemsize} bytes are less than transport.min_bytes ({least:,} bytes), so "
-            f"gradients go uncompressed. {remedy}"
+            f"gradients of parameters below that size go uncompressed. {remedy}"
         )
     return None
 

@@ -103,7 +103,7 @@ def choose(text: str, collective: str, horovod: bool) -> tuple[list[str], list[s
     for name in wanted:
         if name not in CONTENDERS:
             near = get_close_matches(name, CONTENDERS, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = f"; did you mean {near[0]}?" if near else ";"
             raise ConfigError(
                 f"--peers: '{name}' is unknown{meant} allowed: all, none, or some of {', '.join(CONTENDERS)}"
             )

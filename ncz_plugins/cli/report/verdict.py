@@ -35,8 +35,8 @@ ADVICE = {
     "reduce op": "Only sums and averages can be compressed.",
     "too small": "Make tensors larger (DeepSpeed: zero_optimization.reduce_bucket_size), or lower transport.min_bytes, "
     "if latency allows.",
-    "link too fast": "It was measured that compression would lose time here; a number as transport.min_bytes "
-    "compresses all the same.",
+    "link too fast": "transport.min_bytes is never, or it was measured that compression would lose time here; a number "
+    "as transport.min_bytes compresses all the same.",
     "non-finite": "Gradients held NaN or infinity. If that goes on after the first steps, lower the loss scale or the "
     "learning rate.",
     "code overflow": "The bound is too fine for the data: raise quantizer.value, or take mode rms or rel.",

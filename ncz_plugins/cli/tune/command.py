@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ...core.errors import ConfigError
 from ..output import naming, require_writable
@@ -31,6 +32,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure, write the file, and show what it says and why. Raises NczError."""
     config = config_with(options.config, {})
     require_writable("--output", options.output)
+    if Path(options.output).suffix.lower() != ".json":
+        raise ConfigError(f"--output {options.output}: transport.tuning reads JSON by its name: name it FILE.json")
     ranks = ranks_of(options)
     seconds = _SECONDS if options.seconds is None else options.seconds
     if not 0 < seconds <= _MOST_SECONDS:

@@ -154,6 +154,8 @@ def contents_of(data: Tensor) -> Contents:
 
 
 def _flat(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedError(f"compress takes a tensor, not {type(tensor).__name__}: make one by torch.as_tensor")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise UnsupportedError(
             f"a tensor of {tensor.dtype} on {tensor.device}, layout {tensor.layout}; compress takes dense tensors of "

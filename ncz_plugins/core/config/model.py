@@ -206,6 +206,7 @@ class Config(Section):
             + (f", {self.steps.warmup} steps of warm-up" if self.steps.warmup else "")
             + (", a schedule of bounds" if self.steps.bounds else "")
             + (f", verified every {self.guard.every} steps" if self.guard.every else "")
+            + (", min_bytes never: nothing is compressed" if self.transport.min_bytes == "never" else "")
         )
 
     def _seen_from(self, folder: str) -> Config:

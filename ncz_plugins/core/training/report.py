@@ -18,7 +18,8 @@ _REMEDIES = {
     Bypass.DTYPE: "floats of 16, 32 and 64 bits are compressed, with mode bits none of 64",
     Bypass.OP: "sums and averages are compressed",
     Bypass.TOO_SMALL: "use larger buckets, or name a smaller transport.min_bytes",
-    Bypass.FAST_LINK: "compression was measured to lose time on this link: nothing to do, or name transport.min_bytes",
+    Bypass.FAST_LINK: "min_bytes is never, or compression was measured to lose time on this link: nothing to do, or "
+    "name a size for transport.min_bytes",
     Bypass.NON_FINITE: "a value is NaN or infinite: look at the loss and its scale",
     Bypass.CODE_OVERFLOW: "the bound is too fine for these values: use a larger quantizer.value, or kind: lossless",
     Bypass.SPARSE: "a sparse gradient is reduced as it is: use dense ones (sparse=False) to compress it",

@@ -247,6 +247,15 @@ def test_a_tuning_file_that_cannot_be_written_is_named_with_its_option(ncz, tmp_
     assert code == 2 and f"--output {tmp_path}/x.json: cannot be written: No space left on device" in err
 
 
+def test_a_tuning_file_has_a_name_that_a_configuration_can_read(ncz, tmp_path, monkeypatch):
+    monkeypatch.setattr("ncz_plugins.cli.tune.run_job.run_job", lambda *_: pytest.fail("measured for nothing"))
+    for name in ("tuned", "tuned.txt", "tuned.json.bak", "tuned.yaml"):
+        code, _, err = ncz("tune", "--output", tmp_path / name)
+        assert code == 2 and err == (
+            f"ncz: error: --output {tmp_path}/{name}: transport.tuning reads JSON by its name: name it FILE.json\n"
+        )
+
+
 @pytest.mark.processes
 def test_python_m_is_the_same_command():
     process = start("-m", "ncz_plugins", "check", "nowhere.yaml")

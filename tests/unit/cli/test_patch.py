@@ -53,11 +53,14 @@ def test_names_are_shown_as_they_are(versions, capsys):
 
 
 MISTAKES = {
-    "no such file": (["make", "none.safetensors", "p"], "none.safetensors: cannot be read"),
+    "no such file": (["make", "none.safetensors", "p"], "error: none.safetensors: cannot be read"),
     "no safetensors": (["make", "text", "p"], "text: is no whole file of safetensors"),
-    "no patch": (["apply", "text", "out.safetensors"], "too few for a patch"),
-    "no base": (["apply", "v2.patch", "out.safetensors"], "no version to apply them to"),
+    "no patch": (["apply", "text", "out.safetensors"], "error: text: 5 bytes are too few for a patch"),
+    "no patch to show": (["show", "text"], "error: text: 5 bytes are too few for a patch"),
+    "no base": (["apply", "v2.patch", "out.safetensors"], "(--base names the version that it is for)"),
     "another base": (["apply", "v2.patch", "out.safetensors", "--base", "new.safetensors"], "the patch is for version"),
+    "a folder": (["make", "new.safetensors", "."], "error: .: cannot be written: is a folder"),
+    "no name": (["apply", "v2.patch", "", "--base", "old.safetensors"], "cannot be written: is a folder"),
     "no folder": (["make", "new.safetensors", "none/p"], "none/p: cannot be written"),
 }
 

@@ -59,6 +59,8 @@ def test_the_first_line_says_where_ranks_have_nothing_to_send_each_other(monkeyp
     # As with pipeline stages of one rank each.
     line = compression.describe(active, 1, 1)
     assert line.endswith("nothing is compressed, as no two of 4 ranks have the same parameters (ZeRO 1)")
+    never = GradientCompression(Config(transport={"min_bytes": "never"}))
+    assert compression.describe(never, 1, 2).endswith("nothing is compressed, as transport.min_bytes is never (ZeRO 1)")
 
 
 @pytest.mark.parametrize("gone", ["deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage3"])

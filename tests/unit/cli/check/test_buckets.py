@@ -40,6 +40,7 @@ def test_large_buckets_are_fine(document):
 def test_small_ones_are_named_with_the_remedy(document, words):
     said = warned(document)
     assert all(word in said for word in [*words, "zero_optimization.reduce_bucket_size", "transport.min_bytes"]), said
+    assert "gradients of parameters below that size go uncompressed" in said  # larger ones are reduced by themselves
 
 
 @pytest.mark.parametrize("least", [0, "auto", "never"])

@@ -156,6 +156,8 @@ def test_a_contender_that_is_asked_for_and_cannot_take_part_is_an_error():
         ConfigError, match="'zst' is unknown; did you mean zstd[?] allowed: all, none, or some of plain"
     ):
         request.choose("zst", "all_reduce", horovod=True)
+    with pytest.raises(ConfigError, match="--peers: 'none such' is unknown; allowed: all, none, or some of plain"):
+        request.choose("none such", "all_reduce", horovod=True)
     with pytest.raises(UnsupportedError, match="--peers zstd: has no broadcast"):
         request.choose("zstd", "broadcast", horovod=True)
     with pytest.raises(UnsupportedError, match="--peers horovod: needs Horovod's ranks: start this by horovodrun"):

@@ -314,6 +314,11 @@ def test_what_limited_the_ratio(file, case):
     assert (finding.about, finding.limit) == ("ratio", limit), finding.words
 
 
+def test_calls_that_somebody_left_plain_are_not_said_to_be_measured(file):
+    run = read(file(HEADER, record(1, **PLAIN | bypassed("link too fast"))))
+    assert "transport.min_bytes is never, or it was measured" in verdict(summarize(run), run.header)[1].words
+
+
 def test_one_rank_is_told_that_it_has_nothing_to_send(file, ncz):
     alone = PLAIN | {"plain_bytes": 0, "wire_bytes": 0, "seconds": 0.0} | bypassed("one rank", 0)
     path = file(HEADER | {"ranks": 1}, *(record(step, **alone) for step in (1, 2, 3)))

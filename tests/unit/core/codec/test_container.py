@@ -193,6 +193,11 @@ def test_other_tensors_are_refused(tensor):
         compress(tensor)
 
 
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(UnsupportedError, match="not list: make one by torch.as_tensor"):
+        compress([1.0])
+
+
 def test_a_fixed_rate_is_refused():
     with pytest.raises(UnsupportedError, match="mode: bits serves collectives"):
         compress(torch.ones(3), {"quantizer": {"mode": "bits", "value": 4}})

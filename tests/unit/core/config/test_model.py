@@ -621,6 +621,8 @@ def test_whatever_is_given_the_only_error_is_ours(document):
 def test_describe_is_one_line_with_what_matters():
     assert Config().describe() == ("stochastic rms:0.375 per 128 elements, coder auto, schedule auto, roles gradient")
     assert "rms:0.375 per tensor" in Config.load({"quantizer": {"block": 0}}).describe()
+    never = Config.load({"transport": {"min_bytes": "never"}}).describe()
+    assert never.endswith("roles gradient, min_bytes never: nothing is compressed")
     assert Config.load({"quantizer": {"kind": "error_bound"}}).describe().startswith("error bound rms:0.375 per 128 el")
     assert Config.load({"quantizer": {"mode": "rel"}}).describe().startswith("error bound rel:0.375 per 4096 elements")
     assert Config.load({"quantizer": {"kind": "lossless"}}).describe().startswith("lossless, coder auto, schedule")

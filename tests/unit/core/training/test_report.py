@@ -49,6 +49,11 @@ def test_every_reason_has_a_remedy(bypass):
     )
 
 
+def test_what_somebody_chose_is_not_said_to_be_measured():
+    ((_, line),) = lines([step(FAST_LINK=1)] * FIRST_STEPS, {"transport": {"min_bytes": "never"}})
+    assert "as link too fast: min_bytes is never, or compression was measured to lose time on this link" in line
+
+
 def test_a_fixed_rate_is_not_said_to_compress_all_floats():
     ((_, line),) = lines([step(DTYPE=1)] * FIRST_STEPS, {"quantizer": {"mode": "bits", "value": 4}})
     assert line.endswith("as dtype: floats of 16, 32 and 64 bits are compressed, with mode bits none of 64")
