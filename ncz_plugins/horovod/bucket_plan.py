@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from weakref import WeakValueDictionary
 
 from ..core.runtime.handle import Handle
 from .pending import PendingTensor
@@ -46,7 +47,8 @@ class BucketPlan:
 
     def begin(self) -> None:
         """Be ready for another step."""
-        self._ready: dict[int, dict[tuple, PendingTensor]] = {}
+        # Weak, as a tensor whose handle was dropped must not complete a bucket of the next backward pass.
+        self._ready: dict[int, WeakValueDictionary[tuple, PendingTensor]] = {}
         self._next = 0
         self.stopped = False
         self.under_way: list[Handle] = []
@@ -81,7 +83,7 @@ class BucketPlan:
         """Take note of tensors that are ready. Yield each bucket that is complete now: its number and its tensors."""
         for pending in tensors:
             if pending.key in self._bucket_of:
-                self._ready.setdefault(self._bucket_of[pending.key], {})[pending.key] = pending
+                self._ready.setdefault(self._bucket_of[pending.key], WeakValueDictionary())[pending.key] = pending
         while not self.stopped and self._next < len(self._sizes):
             ready = self._ready.get(self._next, {})
             if len(ready) < self._sizes[self._next]:

@@ -18,13 +18,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from ..core.communicator import Communicator
 from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.runtime.handle import Handle
 from .strided import all_reduce, reduce_scatter
+from .work import HandleWork
 
 NAME = "ncz"
 ENVIRONMENT = "NCZ_CONFIG"
@@ -57,8 +57,8 @@ class CompressedBackend(dist.ProcessGroup):
             for group in (self, self._plain):
                 group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
 
-    def allreduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
-        opts = dist.AllreduceOptions() if opts is None else opts
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts=None) -> dist.Work:
+        tensors, opts = [tensors] if isinstance(tensors, Tensor) else tensors, _options(opts)
         op = opts.reduceOp.op
         # DDP counts the ranks that have data left by sums of one number, and lets C++ alone keep the work: that keeps
         # torch's own alive, but not one that is written in Python.
@@ -88,15 +88,22 @@ class CompressedBackend(dist.ProcessGroup):
         return self._plain.barrier(*args, **kwargs)
 
     def shutdown(self) -> None:
-        """Finish what was asked for and close the connections of what is compressed."""
+        """Finish what was asked for and close all connections."""
         if self.communicator is not None:
             self.communicator.close()
+        _end(self._plain, "shutdown")
+
+    def abort(self) -> None:
+        """Give up what is under way and close all connections."""
+        if self.communicator is not None:
+            self.communicator.abort()
+        _end(self._plain, "abort")
 
     def getBackendName(self) -> str:
         return NAME
 
     def _work(self, handle: Handle) -> dist.Work:
-        self._last, work = handle, _HandleWork(handle)
+        self._last, work = handle, HandleWork(handle)
         self._works = [each for each in self._works if not each.is_completed()] + [work]
         return work
 
@@ -138,33 +145,6 @@ for _name in (
         setattr(CompressedBackend, _name, _forwarded(_name))
 
 
-class _HandleWork(dist.Work):
-    """Stands for a handle of ours where torch wants a work of its own."""
-
-    def __init__(self, handle):
-        super().__init__()
-        self._handle = handle
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._handle.wait(timeout or None)  # torch's own calls pass 0 for none
-
-    def is_completed(self) -> bool:
-        return self._handle.is_completed()
-
-    def is_success(self) -> bool:
-        return self._handle.is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._handle.exception()
-
-    def result(self) -> list[Tensor]:
-        self._handle.wait()
-        return list(self._handle.outputs)
-
-    def get_future(self) -> Future[list[Tensor]]:
-        return self._handle.get_future()
-
-
 def _configured() -> Config:
     """The settings that the environment names. Raises ConfigError."""
     source = os.environ.get(ENVIRONMENT) or "ncclz"
@@ -172,6 +152,22 @@ def _configured() -> Config:
         return Config.load(source)
     except ConfigError as error:
         raise ConfigError(f"{ENVIRONMENT}={source}: {error}") from error
+
+
+def _end(group: dist.ProcessGroup, how: str) -> None:
+    """Shut a group down or abort it, where torch can: with 2.6 its connections close when nobody holds it any more."""
+    if hasattr(group, how):
+        getattr(group, how)()
+
+
+def _options(given) -> dist.AllreduceOptions:
+    """The options of an all-reduce. torch takes the reduce op alone as well."""
+    if isinstance(given, dist.AllreduceOptions):
+        return given
+    options = dist.AllreduceOptions()
+    if given is not None:
+        options.reduceOp = given
+    return options
 
 
 def _require_alone(backends: str) -> None:

@@ -24,10 +24,11 @@ except ImportError as error:
 from ..core.communicator import Communicator
 from ..core.config import Config, StepsConfig
 from ..core.errors import PeerError, UnsupportedError
-from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
+from ..core.transport.base import peer_errors
 from .strided import all_reduce
+from .work import HandleWork
 
 
 class CompressedProcessGroup(ProcessGroupWrapper):
@@ -79,16 +80,17 @@ class CompressedProcessGroup(ProcessGroupWrapper):
         self._abort_communicator()
         self.training.forget_groups()
         self.training.rank, self.training.world_size = rank, world_size
-        super().configure(store_addr, replica_id, rank, world_size, *more, **named)
-        store = create_store_client(f"{store_addr}/ncz_plugins", timeout=self._timeout)
+        with peer_errors("connecting the replicas of a new quorum"):
+            super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+            store = create_store_client(f"{store_addr}/ncz_plugins", timeout=self._timeout)
         self._communicator = Communicator(self._config, self._inner.parent, self.training, store)
 
-    def allreduce(self, tensors: list[Tensor], opts) -> Handle:
-        """Reduce tensors over replicas, in place. Returns a handle with `wait` and `get_future`."""
+    def allreduce(self, tensors: list[Tensor], opts) -> dist.Work:
+        """Reduce tensors over replicas, in place."""
         if self._communicator is None:
             raise PeerError("this process group has no quorum: it was not configured, or aborted since")
         op = opts.reduceOp.op if isinstance(opts, dist.AllreduceOptions) else opts
-        return all_reduce(self._communicator, tensors, op)
+        return HandleWork(all_reduce(self._communicator, tensors, op))
 
     def errored(self) -> Exception | None:
         """What broke the connections of this quorum, so that the next one opens new ones; None while all is well."""

@@ -83,8 +83,9 @@ def configure(groups, store, quorum: int) -> list:
 ONES = torch.ones(10_007)
 
 
-def sums(groups, tensor=ONES) -> list:
+def sums(groups, tensor=ONES, op=dist.ReduceOp.SUM) -> list:
     options = dist.AllreduceOptions()
+    options.reduceOp = op
 
     def work(group, rank):
         mine = tensor * (rank + 1)
@@ -108,6 +109,28 @@ def test_quorums_of_any_size_follow_each_other(store):
     assert groups[1].getBackendName() == "ncz-torchft-gloo"
     for group in groups:
         group.shutdown()
+
+
+def test_averages_and_maxima(store):
+    groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+    for result in sums(groups, op=dist.ReduceOp.AVG):
+        torch.testing.assert_close(result, torch.full([10_007], 1.5), rtol=0.3, atol=0)
+    for result in sums(groups, op=dist.ReduceOp.MAX):
+        assert torch.equal(result, ONES * 2)
+    assert groups[0].stats.total.compressed_calls == 1
+    for group in groups:
+        group.shutdown()
+
+
+def test_an_abort_ends_what_waits_for_a_replica(store):
+    groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+    handle = groups[0].allreduce([ONES.clone()], dist.AllreduceOptions())
+    groups[0].abort()
+    with pytest.raises(PeerError, match="aborted"):
+        handle.wait()
+    groups[1].shutdown()
 
 
 def test_several_tensors_are_one_call(store):

@@ -18,6 +18,7 @@ SAME = [
     "another process set",
     "two models",
     "dropped",
+    "dropped in part",
 ]
 
 

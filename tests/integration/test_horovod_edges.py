@@ -135,13 +135,30 @@ def test_while_a_rank_has_joined_the_others_reduce_plain_and_then_all_go_on_comp
     assert len({rank["join"]["last"] for rank in ranks}) == 1
 
 
+def test_while_a_rank_has_joined_gradients_are_not_reduced_early(ranks):
+    first, *others = (rank["joined before the optimizer"] for rank in ranks)
+    assert first["counts"] == [COMPRESSED_ONCE] * 2
+    for other in others:
+        assert other["errors"][0] <= ROUNDING * other["largest"]
+        joined = {"calls": 1, "compressed": 0, "bypasses": {"a rank has joined": 1}}
+        assert other["counts"] == [COMPRESSED_ONCE, COMPRESSED_ONCE, joined]
+
+
+def test_a_group_may_be_complete_in_one_step_and_not_in_another(ranks):
+    for rank in ranks:
+        assert all(0 < error <= 1.01 * BOUND for error in rank["incomplete groups"]["errors"])
+        assert rank["incomplete groups"]["counts"] == [COMPRESSED_ONCE] * 3
+    assert identical(rank["incomplete groups"] for rank in ranks)
+
+
 class TestProcessSets:
     @pytest.fixture(autouse=True)
     def found(self, three_ranks):
         self.ranks = [rank["process sets"] for rank in three_ranks]
 
-    def test_the_optimizer_reduces_over_its_own(self):
-        results = [rank["optimizer"] for rank in self.ranks]
+    @pytest.mark.parametrize("name", ["optimizer", "optimizer with groups"])
+    def test_the_optimizer_reduces_over_its_own(self, name):
+        results = [rank[name] for rank in self.ranks]
         assert [result["included"] for result in results] == [True, False, True]
         for result in (results[0], results[2]):
             assert result["compressed_calls"] == 1
@@ -156,6 +173,17 @@ class TestProcessSets:
             for i in members:
                 assert 0 < results[i]["error"] <= 2.01 * BOUND  # a sum of two
             assert identical(results[i] for i in members)
+
+    @pytest.mark.parametrize("kind", ["ring", "group"])
+    def test_averages_over_each(self, kind):
+        for name, members in {"0 2": [0, 2], "0 1": [0, 1], "1 2": [1, 2]}.items():
+            results = [self.ranks[i][kind][name] for i in members]
+            assert all(0 < result["error"] <= 1.01 * BOUND for result in results)
+            assert identical(results)
+
+    def test_error_feedback_tells_them_apart(self):
+        for i, sets in enumerate([["0 1", "0 2"], ["0 1", "1 2"], ["0 2", "1 2"]]):
+            assert self.ranks[i]["kept"] == [f"allreduce/ranks {name}/same" for name in sets]
 
     def test_a_new_set_that_gets_the_number_of_a_removed_one(self):
         results = [rank["reused"] for rank in self.ranks]

@@ -71,10 +71,19 @@ def test_handles_can_be_waited_for_in_any_order_and_again(ranks):
     assert len({rank["handles"]["sha256"] for rank in ranks}) == 1
 
 
+def test_ranks_that_have_made_other_numbers_of_unnamed_calls_sum_the_same_ones(ranks):
+    for rank in ranks:
+        assert all(0 < error <= 1.01 * BOUND for error in rank["unnamed"]["errors"])
+
+
 def test_gradients_flow_back(ranks):
     for rank in ranks:
+        assert len(rank["backward"]) == 6
         for name, result in rank["backward"].items():
-            assert 0 < result["error"] <= 2.01 * BOUND, name  # doubled in the group
+            times = (
+                (2 if name.startswith("group") else 1) * (2 if "sum" in name else 1) / (8 if "factors" in name else 1)
+            )
+            assert 0 < result["error"] <= 1.01 * times * BOUND, name
 
 
 def test_evaluation_in_inference_mode_can_average(ranks):

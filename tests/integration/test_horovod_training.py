@@ -65,6 +65,7 @@ def test_every_tensor_is_known_by_a_name_of_its_own(ranks):
         second = [f"optimizer 2/{name}" for name in parameters]
         assert names["two optimizers, the first then made anew"] == parameters + second
         assert names["a group"] == ["allreduce/g.0", "allreduce/g.1"]
+        assert names["a gradient through an average"] == ["allreduce/x", "allreduce/x.gradient"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,25 @@ def test_ranks_that_load_nothing_follow_the_one_that_does(ranks):
     for result in (first, second):
         assert result["step"] == 4 and result["compressed"] == [1]  # past the warm-up
     assert first["sha256"] == second["sha256"]
+
+
+def test_they_follow_a_guard_that_has_tightened(ranks):
+    results = [rank["known by the first only"]["guard"] for rank in ranks]
+    for result in results:
+        assert BOUND / 4 < result["error"] <= BOUND / 2 + result["rounding"]
+    assert len({result["sha256"] for result in results}) == 1
+
+
+def test_what_one_rank_knows_to_be_hopeless_is_tried_by_all(ranks):
+    first, second = (rank["known by the first only"]["hopeless"] for rank in ranks)
+    assert first["bypasses"] == second["bypasses"] and sum(first["bypasses"].values()) == 1
+    assert first["error"] <= first["rounding"] and first["sha256"] == second["sha256"]
+
+
+def test_elastic_training_can_go_back_to_a_commit_again(ranks):
+    for rank in ranks:
+        committed, *restored = rank["restored twice"]["states"]
+        assert committed[0] == 1 and restored == [committed] * 2
 
 
 def test_what_another_rank_has_kept_is_left_to_it(launched, ranks):

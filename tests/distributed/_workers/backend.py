@@ -2,9 +2,12 @@
 
 import os
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from checks import check, raises, run_checks, same_on_all_ranks
 from common import digest
 from torch import nn
@@ -12,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ncz_plugins.torch.backend  # noqa: F401
-from ncz_plugins import ConfigError, UnsupportedError
+from ncz_plugins import ConfigError, NczError, PeerError, UnsupportedError
 
 device = torch.device(sys.argv[1])
 torch.set_num_threads(1)
@@ -32,6 +35,11 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     everyone = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(everyone, tensor)
     return torch.stack(everyone)
+
+
+def is_lossy(result: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether a result is off by what compression may lose, and by no less."""
+    return 0.01 < (result - exact).norm() / exact.norm() < 0.3
 
 
 @check
@@ -72,7 +80,13 @@ def lists_of_floats_are_compressed_together(group):
     assert total.compressed_calls == total.calls == 2, total
     integers = [torch.arange(5, device=device), torch.arange(3, device=device)]
     dist.all_reduce_coalesced(integers, group=group)
-    assert integers[0].tolist() == [world_size * each for each in range(5)] and total.calls == 2
+    assert integers[0].tolist() == [world_size * each for each in range(5)]
+    assert group.communicator.stats.total.calls == 2
+    average, largest = values.clone(), values.clone()
+    dist.all_reduce_coalesced([average], dist.ReduceOp.AVG, group=group)
+    assert is_lossy(average, gathered(values).mean(0)) and group.communicator.stats.total.calls == 3
+    dist.all_reduce_coalesced([largest], dist.ReduceOp.MAX, group=group)
+    assert torch.equal(largest, gathered(values).amax(0))
 
 
 @check
@@ -84,6 +98,11 @@ def reduce_scatters_are_compressed(group):
     error = (part - exact).norm() / exact.norm()
     assert 0.01 < error < 0.3, error
     assert group.communicator.stats.total.compressed_calls == 1
+    work = dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group=group, async_op=True)
+    [result] = work.get_future().wait()
+    assert result is part and is_lossy(part, exact / world_size)
+    dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.MAX, group=group)
+    assert torch.equal(part, gathered(whole).amax(0).view(world_size, -1)[rank])
 
 
 @check
@@ -95,6 +114,11 @@ def tensors_of_any_layout_are_reduced(group):
     error = (strided - expected).norm() / expected.norm()
     assert 0.01 < error < 0.3, error
     assert group.communicator.stats.total.compressed_calls == 1
+    columns = torch.randn(500, world_size * 200, generator=generator).to(device).t()
+    parts = torch.zeros(500, 200, device=device).t()
+    work = dist.reduce_scatter_tensor(parts, columns, group=group, async_op=True)
+    [result] = work.get_future().wait()
+    assert result is parts and is_lossy(parts, gathered(columns.contiguous()).sum(0).view(world_size, 200, 500)[rank])
     if device.type == "cpu":  # NCCL has no sums of sparse tensors
         sparse = torch.eye(5).to_sparse()
         dist.all_reduce(sparse, group=group)
@@ -190,6 +214,98 @@ def barriers_wait_for_sums_before_them(group):
     same_on_all_ranks(digest(result.cpu()), group)
     [same] = work.result()
     assert same is result
+
+
+@check
+def a_work_can_be_asked_and_waited_for_with_a_time_out(group):
+    if device.type == "cuda":  # there the host need not wait at all
+        return
+    dist.all_reduce(values.clone(), group=group)  # which connects
+    if rank == 0:
+        work = dist.all_reduce(values.clone(), group=group, async_op=True)
+        raises(PeerError, lambda: work.wait(timedelta(milliseconds=10)), "did not end within")
+        assert not work.is_completed() and not work.is_success() and work.exception() is None
+    dist.barrier()  # only now do the others make the call
+    if rank != 0:
+        work = dist.all_reduce(values.clone(), group=group, async_op=True)
+    [result] = work.result()
+    assert work.is_completed() and work.wait(timedelta(0)) and is_lossy(result, gathered(values).sum(0))
+
+
+@check
+def works_that_are_left_to_cpp(group):
+    """Functional collectives leave works to C++, several at once."""
+    sums = [functional.all_reduce(values[:each], "sum", group) for each in (99_999, 7, 77_777)]
+    averages = functional.all_reduce(values, "avg", group)
+    exact = gathered(values).sum(0)
+    for each in map(functional.wait_tensor, sums):
+        torch.testing.assert_close(each, exact[: each.numel()], rtol=0, atol=float(world_size))
+    assert is_lossy(functional.wait_tensor(averages), exact / world_size)
+    assert group.communicator.stats.total.compressed_calls == 3
+
+
+@check
+def methods_of_the_group_take_what_those_of_torch_take(group):
+    exact, one, several = gathered(values).sum(0), values.clone(), values.clone()
+    group.allreduce(one).wait()
+    group.allreduce([several], dist.ReduceOp.AVG).wait()
+    assert is_lossy(one, exact) and is_lossy(several, exact / world_size)
+    group.allreduce(one, dist.ReduceOp.MAX).wait()  # which all ranks have already
+    same_on_all_ranks(digest(one.cpu()), group)
+    assert is_lossy(one, exact) and group.communicator.stats.total.calls == 2
+
+
+@check
+def groups_of_some_ranks(group):
+    some = dist.new_group([0, world_size - 1])
+    if rank in (0, world_size - 1):
+        result = values.clone()
+        dist.all_reduce(result, group=some)
+        assert is_lossy(result, gathered_by_rank[0] + gathered_by_rank[-1])
+        part = torch.empty(50_000, device=device)
+        dist.reduce_scatter_tensor(part, values[:100_000], group=some)
+        whole = (gathered_by_rank[0] + gathered_by_rank[-1])[:100_000].view(2, -1)
+        assert is_lossy(part, whole[0 if rank == 0 else 1])
+
+
+def noted(group) -> list[str]:
+    """A list to which it is added when what carries plain calls of a group is shut down or aborted."""
+    plain, ended = group._plain, []
+    group._plain = SimpleNamespace(
+        shutdown=lambda: ended.append("shutdown") or plain.shutdown(),
+        abort=lambda: ended.append("abort") or plain.abort(),
+    )
+    return ended
+
+
+@check
+def a_group_that_is_destroyed_finishes_what_is_under_way(group):
+    group = dist.new_group()
+    dist.all_reduce(values.clone(), group=group)
+    work = dist.all_reduce(values.clone(), group=group, async_op=True)
+    ended = noted(group)
+    dist.destroy_process_group(group)
+    assert work.wait() and is_lossy(work.result()[0], gathered(values).sum(0)) and ended == ["shutdown"]
+    if device.type == "cpu":
+        raises(NczError, lambda: group.allreduce(values.clone()), "closed")
+
+
+@check
+def a_group_that_is_aborted_gives_up_what_is_under_way(group):
+    if device.type == "cuda":  # what NCCL does on the other ranks is not ours
+        return
+    dist.all_reduce(values.clone(), group=group)  # which connects
+    if rank == 0:
+        work = dist.all_reduce(values.clone(), group=group, async_op=True)
+        ended = noted(group)
+        group.abort()
+        assert ended == ["abort"]
+    dist.barrier()  # only now do the others make the call
+    if rank == 0:
+        raises(PeerError, work.wait, "aborted")
+        assert work.is_completed() and not work.is_success() and isinstance(work.exception(), PeerError)
+    else:
+        raises(PeerError, lambda: dist.all_reduce(values.clone(), group=group))
 
 
 @check

@@ -142,6 +142,21 @@ def dropped() -> dict:
     return {"sha256": sha256(model.parameters()), "step": compressor.training.step}
 
 
+def dropped_in_part() -> dict:
+    """As `dropped`, but the first pass has not come to all gradients, and the second comes to them in another order."""
+    compressor, model = NCZ(CONFIG), new_model()
+    optimizer = wrapped(model, compressor)
+    train(compressor, optimizer, model, steps=[0])
+    for step in range(1, STEPS):
+        for branches in ("a", orders[rank % 2]):
+            optimizer.zero_grad()
+            loss_of(model, step, branches=branches).backward()
+            if branches == "a":
+                optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    return {"sha256": sha256(model.parameters()), "step": compressor.training.step}
+
+
 def differing() -> dict:
     """In the third step the ranks have different bounds; the fourth is as all others."""
     compressor, model = NCZ(CONFIG), new_model()
@@ -191,6 +206,7 @@ else:
         "another process set": in_another_process_set,
         "two models": two_models,
         "dropped": dropped,
+        "dropped in part": dropped_in_part,
         "differing": differing,
     }
     save({name: case() for name, case in cases.items()})

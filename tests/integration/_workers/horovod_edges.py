@@ -310,19 +310,34 @@ def transport() -> dict:
     return result
 
 
+def one_step_on(process_set, compressor: NCZ, **arguments) -> dict:
+    """The gradients of an optimizer on some of the ranks."""
+    model = new_model()
+    plain = like(model, new_model)
+    ours, expected = (
+        reduced(m, wrapped(m, compression, prefix, process_set=process_set, **arguments), lambda m: loss_of(m, 0))
+        for m, compression, prefix in ((model, compressor, ""), (plain, hvd.Compression.none, "plain."))
+    )
+    return {
+        "included": process_set.included(),
+        "error": largest_error(ours, expected),
+        "sha256": sha256(ours),
+        "compressed_calls": compressor.stats.total.compressed_calls,
+    }
+
+
+def of_a_group(tensor, **arguments) -> torch.Tensor:
+    """The average of the second of a group."""
+    return ncz_plugins.horovod.grouped_allreduce([torch.ones(3), tensor], **arguments)[1]
+
+
 def process_sets() -> dict:
     """The optimizer on ranks 0 and 2; single tensors on overlapping sets; a set whose number is used again."""
     compressor = NCZ(bounded())
     result = {}
     pair = hvd.add_process_set([0, 2])
-    model = new_model()
-    plain = like(model, new_model)
-    ours, expected = (
-        reduced(m, wrapped(m, compression, prefix, process_set=pair), lambda m: loss_of(m, 0))
-        for m, compression, prefix in ((model, compressor, ""), (plain, hvd.Compression.none, "plain."))
-    )
-    result["optimizer"] = {"included": pair.included(), "error": largest_error(ours, expected), "sha256": sha256(ours)}
-    result["optimizer"] |= {"compressed_calls": compressor.stats.total.compressed_calls}
+    result["optimizer"] = one_step_on(pair, compressor)
+    result["optimizer with groups"] = one_step_on(pair, NCZ(bounded()), groups=2)
 
     sets = {"0 2": pair, "0 1": hvd.add_process_set([0, 1]), "1 2": hvd.add_process_set([1, 2])}
     mine = {name: process_set for name, process_set in sets.items() if process_set.included()}
@@ -337,6 +352,20 @@ def process_sets() -> dict:
         expected = hvd.allreduce(own_values(5000), name=f"plain {name}", op=hvd.Sum, process_set=mine[name])
         error = largest_error([ours[name]], [expected])
         result["overlapping"][name] = {"error": error, "sha256": sha256([ours[name]])}
+
+    on_ring = NCZ(bounded() | {"transport": {"min_bytes": 0, "schedule": "ring"}})
+    others = {"ring": (on_ring, ncz_plugins.horovod.allreduce), "group": (compressor, of_a_group)}
+    for kind, (its_compressor, average) in others.items():
+        result[kind] = {}
+        for name, process_set in mine.items():
+            ours = average(own_values(5000), name=kind, process_set=process_set, compression=its_compressor)
+            expected = hvd.allreduce(own_values(5000), name=f"plain {kind}", process_set=process_set)
+            result[kind][name] = {"error": largest_error([ours], [expected]), "sha256": sha256([ours])}
+
+    feeding_back = NCZ(quantizer={"value": 0.1, "error_feedback": True}, transport={"min_bytes": 0})
+    for process_set in mine.values():
+        ncz_plugins.horovod.allreduce(own_values(5000), name="same", process_set=process_set, compression=feeding_back)
+    result["kept"] = sorted(feeding_back.state_dict()["residuals"])
 
     # Ranks 0 and 1 have made another number of calls before they find themselves in a set of that number.
     number = pair.process_set_id
@@ -357,6 +386,42 @@ def process_sets() -> dict:
         ours = ncz_plugins.horovod.allreduce(own_values(5000), process_set=alone, compression=compressor)
         result["alone"] |= {"exact": torch.equal(ours, own_values(5000)), "counts": counts(compressor)[-1]}
     return result
+
+
+def incomplete_groups() -> dict:
+    """In the second of three steps no rank has a gradient for some members of both groups."""
+    model, compressor = new_model(), NCZ(bounded())
+    plain = like(model, new_model)
+    optimizer, plain_optimizer = (
+        wrapped(model, compressor, groups=2),
+        wrapped(plain, hvd.Compression.none, "plain.", groups=2),
+    )
+    errors = []
+    for number, branches in enumerate(["ab", "a", "ab"]):
+        plain.load_state_dict(model.state_dict())
+        ours, expected = (
+            reduced(m, o, lambda m, number=number, branches=branches: loss_of(m, number, branches=branches))
+            for m, o in ((model, optimizer), (plain, plain_optimizer))
+        )
+        errors.append(largest_error(ours, expected))
+        step(optimizer)
+    return {"errors": errors, "counts": counts(compressor), "sha256": sha256(model.parameters())}
+
+
+def joined_before_the_optimizer() -> dict:
+    """The first rank takes a step less than the others, which would else reduce their last gradients early."""
+    model, compressor = new_model(), NCZ(bounded())
+    optimizer = wrapped(model, compressor)
+    for number in range(2):
+        reduced(model, optimizer, lambda m, number=number: loss_of(m, number))
+        step(optimizer)
+    plain, errors = like(model, new_model), []
+    if hvd.rank() > 0:
+        loss = partial(loss_of, number=2)
+        expected = reduced(plain, wrapped(plain, hvd.Compression.none, "plain."), loss)
+        errors.append(largest_error(reduced(model, optimizer, loss), expected))
+    hvd.join()
+    return {"errors": errors, "largest": largest(gradients(plain)) if errors else 0, "counts": counts(compressor)}
 
 
 def join() -> dict:
@@ -391,9 +456,11 @@ results = {
     "empty first group": empty_first_group(),
     "unfrozen": unfrozen(),
     "average of a metric": average_of_a_metric(),
+    "incomplete groups": incomplete_groups(),
     "transport": transport(),
 }
 if hvd.size() == 3:
     results["process sets"] = process_sets()
+results["joined before the optimizer"] = joined_before_the_optimizer()
 results["join"] = join()
 save(results)

@@ -1,5 +1,6 @@
 """Single tensors, each beside Horovod's own function; NCZ_CONFIG names the configuration."""
 
+import itertools
 from functools import partial
 
 import horovod.torch as hvd
@@ -7,7 +8,7 @@ import torch
 from horovod_common import largest, largest_error, own_values, save, sha256
 
 import ncz_plugins.horovod as ncz
-from ncz_plugins.horovod import NCZ
+from ncz_plugins.horovod import NCZ, pending
 
 SIZE = 5001
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -68,6 +69,7 @@ def compressed() -> dict:
         "asynchronous": compare(through_handle(ncz.allreduce_async), through_handle(hvd.allreduce_async), mine),
         "group": groups(),
         "sum of a group": groups(op=hvd.Sum, scale=n),
+        "scaled group": groups(prescale_factor=0.25, postscale_factor=2.0, scale=0.5),
         "asynchronous group": compare(
             grouped(through_handle(ncz.grouped_allreduce_async)),
             grouped(through_handle(hvd.grouped_allreduce_async)),
@@ -173,19 +175,36 @@ def handles() -> dict:
     }
 
 
+def unnamed() -> dict:
+    """The ranks have made other numbers of calls without a name, and are about to need another digit for them."""
+    pending._unnamed = itertools.count(9 - hvd.rank())
+    tensors = [own_values(SIZE, number) for number in range(3)]
+    started = [ncz.allreduce_async(t) for t in tensors]
+    results = [hvd.synchronize(handle) for handle in started]
+    return {"errors": [largest_error([ours], [hvd.allreduce(t)]) for ours, t in zip(results, tensors)]}
+
+
 def backward() -> dict:
     """Gradients through the averages, where Horovod's own reduces with the same op."""
 
-    def gradient(function, grouped: bool):
+    def gradient(function, grouped: bool, how: dict):
         tensor = own_values(SIZE).requires_grad_()
-        result = function([tensor, 2 * tensor])[1] if grouped else function(tensor)
+        result = function([tensor, 2 * tensor], **how)[1] if grouped else function(tensor, **how)
         (result * own_values(SIZE, 1)).sum().backward()
         return tensor.grad
 
-    cases = {"one": (ncz.allreduce, hvd.allreduce), "group": (ncz.grouped_allreduce, hvd.grouped_allreduce)}
+    functions = {"one": (ncz.allreduce, hvd.allreduce), "group": (ncz.grouped_allreduce, hvd.grouped_allreduce)}
+    ways = {
+        "": {},
+        ", a sum": {"op": hvd.Sum},
+        ", factors": {"prescale_factor": 0.5, "postscale_factor": 0.25},
+    }
     return {
-        name: {"error": largest_error([gradient(ours, name == "group")], [gradient(theirs, name == "group")])}
-        for name, (ours, theirs) in cases.items()
+        name + way: {
+            "error": largest_error([gradient(ours, name == "group", how)], [gradient(theirs, name == "group", how)])
+        }
+        for name, (ours, theirs) in functions.items()
+        for way, how in ways.items()
     }
 
 
@@ -200,5 +219,5 @@ def inference() -> dict:
 
 
 hvd.init()
-checks = (compressed, plain, exact, fixed_rate, handles, backward, inference)
+checks = (compressed, plain, exact, fixed_rate, handles, unnamed, backward, inference)
 save({check.__name__: check() for check in checks})

@@ -124,6 +124,10 @@ def names() -> dict:
     def group(compressor):
         ncz_plugins.horovod.grouped_allreduce([own_values(3), own_values(4)], name="g", compression=compressor)
 
+    def through_average(compressor):
+        tensor = own_values(3).requires_grad_()
+        hvd.allreduce(tensor, name="x", compression=compressor).sum().backward()
+
     return {
         "parameters": sorted(name for name, _ in new_model().named_parameters()),
         "an optimizer": known(one),
@@ -131,6 +135,7 @@ def names() -> dict:
         "without names": known(lambda compressor: one(compressor, named=False)),
         "two optimizers, the first then made anew": known(two),
         "a group": known(group),
+        "a gradient through an average": known(through_average),
     }
 
 
@@ -237,6 +242,41 @@ def loaded_by_the_first_only() -> dict:
     }
 
 
+def known_by_the_first_only() -> dict:
+    """What a guard has tightened, and that calls are hopeless."""
+    guard = {"every": 2, "max_relative_error": 1e-9, "on_alarm": "tighten"}
+    kinds = {"guard": {"guard": guard}, "hopeless": {"value": 1e-12}}
+    found = {}
+    for kind, how in kinds.items():
+        before, after = compressor_with(**how), compressor_with(**how)
+        ncz_plugins.horovod.allreduce(own_values(SIZE), compression=before)
+        if hvd.rank() == 0:
+            after.load_state_dict(before.state_dict())
+        result = ncz_plugins.horovod.allreduce(own_values(SIZE), compression=after)
+        found[kind] = {
+            "error": largest([result - hvd.allreduce(own_values(SIZE))]),
+            "rounding": 2.0**-22 * largest([result]),
+            "bypasses": after.stats.total.bypasses,
+            "sha256": sha256([result]),
+        }
+    return found
+
+
+def restored_twice() -> dict:
+    """The state of elastic training: twice back to the same commit, with a step between."""
+    compressor = compressor_with(quantizer={"error_feedback": True})
+    states = []
+    for number in range(3):
+        ncz_plugins.horovod.allreduce(own_values(SIZE, number), name="x", compression=compressor)
+        if number == 0:
+            elastic = hvd.elastic.TorchState(ncz=compressor)
+        else:
+            elastic.restore()
+        kept = compressor.state_dict()
+        states.append([kept["step"], sha256(kept["residuals"].values())])
+    return {"states": states}
+
+
 def saved_by_another_rank() -> dict:
     compressor = compressor_with(quantizer={"error_feedback": True})
     ncz_plugins.horovod.allreduce(own_values(SIZE), name="x", compression=compressor)
@@ -260,6 +300,8 @@ else:
             "steps": steps_are_those_of_the_optimizer(),
             "verified": verified(),
             "loaded by the first only": loaded_by_the_first_only(),
+            "known by the first only": known_by_the_first_only(),
+            "restored twice": restored_twice(),
             "saved by another rank": saved_by_another_rank(),
         }
     )

@@ -72,6 +72,19 @@ def test_nothing_comes_any_more_once_it_is_stopped():
     assert len(list(made.complete(mine))) == 4
 
 
+def test_a_bucket_is_not_complete_by_a_tensor_that_was_dropped():
+    """As by an optimizer that is restored in the middle of a backward pass."""
+    mine = tensors()
+    made = BucketPlan(mine, POSITIONS)
+    _, (number, bucket), *_ = made.buckets(mine)
+    assert len(bucket) == 3
+    assert len(list(made.complete(mine[-1:]))) == number == 1
+    assert list(made.complete([tensors()[mine.index(bucket[0])]])) == []  # which nobody holds any more
+    assert list(made.complete(bucket[1:])) == []
+    [(_, together)] = made.complete(bucket[:1])
+    assert set(together) == set(bucket)
+
+
 def test_after_an_error_nothing_more_is_begun_in_this_step():
     class Failed:
         def wait(self):

@@ -1,0 +1,38 @@
+"""What stands for a handle of ours where torch wants a work of its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..core.runtime.handle import Handle
+
+
+class HandleWork(dist.Work):
+    """A handle as a work: torch's C++, which functional collectives go through, takes nothing else."""
+
+    def __init__(self, handle: Handle):
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._handle.wait(timeout or None)  # torch's own calls pass 0 for none
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def is_success(self) -> bool:
+        return self._handle.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._handle.exception()
+
+    def result(self) -> list[Tensor]:
+        self._handle.wait()
+        return list(self._handle.outputs)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._handle.get_future()
