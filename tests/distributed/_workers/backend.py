@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from checks import check, raises, run_checks, same_on_all_ranks
+from checks import PATIENCE, check, raises, run_checks, same_on_all_ranks
 from common import digest
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -220,16 +220,17 @@ def barriers_wait_for_sums_before_them(group):
 def a_work_can_be_asked_and_waited_for_with_a_time_out(group):
     if device.type == "cuda":  # there the host need not wait at all
         return
-    dist.all_reduce(values.clone(), group=group)  # which connects
+    other = dist.new_group(timeout=PATIENCE)
+    dist.all_reduce(values.clone(), group=other)  # which connects
     if rank == 0:
-        work = dist.all_reduce(values.clone(), group=group, async_op=True)
+        work = dist.all_reduce(values.clone(), group=other, async_op=True)
         raises(PeerError, lambda: work.wait(timedelta(milliseconds=10)), "did not end within")
         assert not work.is_completed() and not work.is_success() and work.exception() is None
-    dist.barrier()  # only now do the others make the call
+    dist.barrier(group)  # only now do the others make the call
     if rank != 0:
-        work = dist.all_reduce(values.clone(), group=group, async_op=True)
+        work = dist.all_reduce(values.clone(), group=other, async_op=True)
     [result] = work.result()
-    assert work.is_completed() and work.wait(timedelta(0)) and is_lossy(result, gathered(values).sum(0))
+    assert work.is_completed() and work.wait(timedelta(0)) and is_lossy(result, gathered_by_rank.sum(0))
 
 
 @check
@@ -280,32 +281,33 @@ def noted(group) -> list[str]:
 
 @check
 def a_group_that_is_destroyed_finishes_what_is_under_way(group):
-    group = dist.new_group()
-    dist.all_reduce(values.clone(), group=group)
-    work = dist.all_reduce(values.clone(), group=group, async_op=True)
-    ended = noted(group)
-    dist.destroy_process_group(group)
-    assert work.wait() and is_lossy(work.result()[0], gathered(values).sum(0)) and ended == ["shutdown"]
+    other = dist.new_group(timeout=PATIENCE)
+    dist.all_reduce(values.clone(), group=other)
+    work = dist.all_reduce(values.clone(), group=other, async_op=True)
+    ended = noted(other)
+    dist.destroy_process_group(other)
+    assert work.wait() and is_lossy(work.result()[0], gathered_by_rank.sum(0)) and ended == ["shutdown"]
     if device.type == "cpu":
-        raises(NczError, lambda: group.allreduce(values.clone()), "closed")
+        raises(NczError, lambda: other.allreduce(values.clone()), "closed")
 
 
 @check
 def a_group_that_is_aborted_gives_up_what_is_under_way(group):
     if device.type == "cuda":  # what NCCL does on the other ranks is not ours
         return
-    dist.all_reduce(values.clone(), group=group)  # which connects
+    other = dist.new_group(timeout=PATIENCE)
+    dist.all_reduce(values.clone(), group=other)  # which connects
     if rank == 0:
-        work = dist.all_reduce(values.clone(), group=group, async_op=True)
-        ended = noted(group)
-        group.abort()
-        assert ended == ["abort"]
-    dist.barrier()  # only now do the others make the call
+        work = dist.all_reduce(values.clone(), group=other, async_op=True)
+        ended = noted(other)
+        other.abort()
+    dist.barrier(group)  # only now do the others make the call
     if rank == 0:
         raises(PeerError, work.wait, "aborted")
         assert work.is_completed() and not work.is_success() and isinstance(work.exception(), PeerError)
+        assert ended == ["abort"]
     else:
-        raises(PeerError, lambda: dist.all_reduce(values.clone(), group=group))
+        raises(PeerError, lambda: dist.all_reduce(values.clone(), group=other))
 
 
 @check
