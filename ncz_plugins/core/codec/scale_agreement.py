@@ -68,7 +68,8 @@ class ScaleAgreement(ABC):
         """Return once the scales of the first `frames` frames of every segment are filled in, or there is a `bypass`.
 
         On a GPU they are in the order of the stream. All ranks must require the same, in the same order relative to
-        their other agreements.
+        their other agreements, and all of it before they receive a frame: a rank that waits here sends no frames
+        meanwhile, so another one that waits for these would never come here.
         """
 
     def learn(self, outcome: list[int]) -> None:  # noqa: B027 - a host has nothing to learn of itself
