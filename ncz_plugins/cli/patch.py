@@ -115,8 +115,6 @@ def _naming(patch: str) -> Iterator[None]:
 
 def _write(file: str, data: bytes) -> None:
     """Write the whole file, or leave what was there."""
-    if Path(file).is_dir():
-        raise UnsupportedError(f"{file}: cannot be written: is a folder: name a file in it")
     try:
         write_whole(file, data)
     except OSError as error:
