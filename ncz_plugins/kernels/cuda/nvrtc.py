@@ -26,6 +26,8 @@ KERNELS = FOLDER / "kernels.cu"
 # No contraction: a fused multiply-add rounds differently from the reference.
 FLAGS = ("--std=c++17", "--fmad=false")
 
+_opening = threading.Lock()
+
 
 class CompileError(RuntimeError):
     """NVRTC refused the kernels; the text is what it said."""
@@ -37,6 +39,7 @@ def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()
     Returns the cubin, and what the compiler said: with `--ptxas-options=-v`, the registers and the memory of each
     kernel. Raises CompileError.
     """
+    _open_builtins()
     program = nvrtc.createProgram(KERNELS.read_text(), KERNELS.name, (), ())
     try:
         nvrtc.compileProgram(program, (*_flags(dtype, arch), f"--include-path={FOLDER}", *options))
@@ -121,6 +124,20 @@ def compile_ahead() -> None:
     major, minor = torch.cuda.get_device_capability()
     with ThreadPoolExecutor(len(DTYPES)) as pool:
         list(pool.map(lambda dtype: cubin(dtype, f"sm_{major}{minor}"), DTYPES))
+
+
+def _open_builtins() -> None:
+    """Let one thread alone use NVRTC first: it opens a library then, which in NVRTC 13.0 fails for several at once."""
+    with _opening:
+        _compile_nothing()
+
+
+@functools.cache
+def _compile_nothing() -> None:
+    try:
+        nvrtc.compileProgram(nvrtc.createProgram("", "nothing.cu", (), ()), ())
+    except nvrtc.NVRTCError as error:
+        raise CompileError(f"NVRTC does not work: {error}. Install the package nvidia-cuda-nvrtc again.") from error
 
 
 def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:
