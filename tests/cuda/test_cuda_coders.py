@@ -173,6 +173,15 @@ def test_a_mode_that_the_sample_got_wrong(seed):
         assert_same_frames(cuda(seed), codes, coding)
 
 
+@pytest.mark.parametrize("sanitizer", [None, "thread"], ids=["plain", "tsan"])
+def test_rans_gives_way_after_pages_were_written(sanitizer):
+    """Where there is no room for a page: another block may look at the choice meanwhile, or has done so."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-(2**30), 2**30, (3 * RANS_PAGE - 7,), generator=generator, dtype=torch.int32)
+    for seed in range(1, 4):
+        assert_same_frames(cuda(seed, sanitizer), codes, Coding(Coder.RANS, Predictor.NONE))
+
+
 @seeds
 @pytest.mark.parametrize("predictor", [Predictor.NONE, Predictor.DELTA])
 def test_huffman_gives_way_to_planes(seed, predictor):

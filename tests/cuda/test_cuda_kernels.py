@@ -165,7 +165,7 @@ def test_updates_are_the_same_bytes(dtype):
         base = floats(count, dtype)
         for x in (base, (base * 1.01).to(dtype), any_floats(dtype, count, 3)):
             frames, outs = [], []
-            for backend in (REFERENCE, cuda()):
+            for backend in (REFERENCE, cuda(seed=1)):
                 room = torch.zeros(max_update_bytes(count, dtype.itemsize), dtype=torch.uint8)
                 coding = Coding(Coder.HUFFMAN, Predictor.NONE)
                 frames.append(room[: encode_update(backend, x, base, coding, room)])

@@ -391,13 +391,16 @@ REFUSED = {
     "ended_lane": r"thread (40: ended while others wait|\d+: .* names lanes that have ended).*",
     "other_operation": r"__s\w+\(mask ffffffff\).* meets block \d+, thread \d+ in __s\w+\(mask ffffffff\)",
     "deadlock": r"nobody is left to run:(\n.*)*block \d+, threads 33 to 33: waits in __syncthreads at refused.cuh:\d+",
+    "ended_thread": r"some threads ended while others wait in __syncthreads:(\n.*)*threads 40 to 40: has ended",
+    "other_barrier": r"threads meet in different __syncthreads:",
+    "misaligned_atomic": r"address \w+ of 4 bytes at refused.cuh:\d+ is not aligned",
     "too_much_shared": "second: more than 48 KB of shared memory",
 }
 
 
 @pytest.mark.parametrize("kernel", REFUSED)
 def test_kernels_that_cannot_end_well(kernel, layer):
-    arguments = [torch.empty(THREADS, dtype=torch.int32)] if kernel == "too_much_shared" else []
+    arguments = [torch.empty(THREADS, dtype=torch.int32)] if kernel in ("too_much_shared", "misaligned_atomic") else []
     for seed in SEEDS if layer == "plain" else (1,):
         with pytest.raises(EmulatorError, match=rf"{kernel}, seed \d+: .*{REFUSED[kernel]}"):
             launch(layer, seed, kernel, 2, THREADS, *arguments)

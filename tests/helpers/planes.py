@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from ncz_plugins.kernels import lossless
 from ncz_plugins.kernels.format import CHUNK, HEADER, HEADER_BYTES, PLANES_TILE, Coder, chunks_of, tiles_of
+
+SPLIT_HEAD = lossless._HEAD.size
 
 
 def in_order(frame: torch.Tensor) -> torch.Tensor:
-    """The same frame with its chunks in order, as the reference writes it; any other frame as it is."""
+    """The same frame with its chunks in order, as the reference writes it, and so the frames in a SPLIT frame.
+
+    Any other frame as it is.
+    """
+    if frame.numel() > HEADER_BYTES and frame[5] == Coder.SPLIT:
+        parts, rest = [frame[:SPLIT_HEAD]], frame[SPLIT_HEAD:]
+        while rest.numel():
+            size = HEADER_BYTES + HEADER.unpack(rest[:HEADER_BYTES].numpy().tobytes())[6]
+            parts, rest = [*parts, in_order(rest[:size])], rest[size:]
+        return torch.cat(parts)
     if frame.numel() <= HEADER_BYTES or frame[5] != Coder.PLANES:
         return frame
     header = HEADER.unpack(frame[:HEADER_BYTES].numpy().tobytes())

@@ -278,10 +278,11 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
     NCZ_SHARED(RansStep, mask_steps, BYTE_VALUES);
     NCZ_SHARED(RansStep, token_steps, BYTE_VALUES);
     NCZ_SHARED(int64_t, shared_number, 1);
+    NCZ_SHARED(int, is_last, 1);
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
-    int64_t count = piece.count;
-    if (unit_number(pieces.n) >= pages_of(count)) return;
+    int64_t count = piece.count, blocks = pages_of(count);
+    if (unit_number(pieces.n) >= blocks) return;
     Choice& choice = written[f].choice;
     if (choice.coder != RANS) return;
     const RansEncoding& encoding = encodings[f];
@@ -302,7 +303,7 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
     int64_t bytes = STATE_BYTES + 2 * words + extra_bytes;
     if (lane() == 0) leave_own(places, number, bytes);
     int64_t before = look_back(places, number, bytes);
-    int64_t end = encoding.table + 4 * pages_of(count) + before + bytes;
+    int64_t first_page = encoding.table + 4 * blocks, end = first_page + before + bytes;
     bool has_room = end <= count;
     uint8_t *payload = piece.frame + HEADER_BYTES, *out = payload + end - bytes;
     __syncwarp(ALL_LANES);  // the words of all lanes are written
@@ -311,13 +312,15 @@ NCZ_KERNEL_OF(RANS_ENCODERS, 16, ncz_rans_encode)
         copy_by_warp(out + STATE_BYTES, reinterpret_cast<const uint8_t*>(page.words + first_word), 2 * words);
         copy_by_warp(out + STATE_BYTES + 2 * words, reinterpret_cast<const uint8_t*>(page.extra), extra_bytes);
     }
-    if (lane()) return;
-    if (has_room) {
+    if (lane() == 0 && has_room) {
         store16(payload + encoding.table + 4 * number, unsigned(words));
         store16(payload + encoding.table + 4 * number + 2, unsigned(extra_bytes));
     }
-    if (number + 1 < pages_of(count)) return;
-    if (has_room) {
+    // The last block to come here, not that with the last page: then all others have read the choice. rans_collect counted
+    // each page once.
+    if (!finished_last(&written[f].counted, 2 * blocks, is_last) || lane()) return;
+    end = first_page + int64_t(load_relaxed(places + blocks - 1) / KINDS);
+    if (end <= count) {
         write_header(piece.frame, RANS, choice.predictor, 0, count, end);
         sizes[f] = HEADER_BYTES + end;
     } else {

@@ -13,9 +13,11 @@
 
 // How a kernel is declared: NCZ_KERNEL(ncz_name)(arguments), for blocks of THREADS threads. Four of them must fit on a
 // multiprocessor, so each thread has at most 64 registers, and the compiler has no reason to spill to save more.
-// NCZ_KERNEL_OF is for blocks of other sizes.
+// NCZ_KERNEL_OF is for blocks of other sizes; the emulator has its own.
 #define NCZ_KERNEL(name) NCZ_KERNEL_OF(THREADS, 4, name)
+#ifndef NCZ_KERNEL_OF
 #define NCZ_KERNEL_OF(threads, blocks, name) extern "C" __global__ void __launch_bounds__(threads, blocks) name
+#endif
 
 #define NCZ_DEVICE __device__ __forceinline__
 

@@ -49,7 +49,7 @@ def steps_of(agreed: np.ndarray, rule: StepRule) -> tuple[np.ndarray, np.ndarray
     too_fine = bound < finest(largest, rule)
     usable = usable_bound(bound, largest, rule)
     step = rounded_down(np.minimum(rule.steps_per_bound * usable, rule.cap), np.float32)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         spread = np.max(2 * typical / step.astype(np.float64) + 1, initial=0)
         return np.float32(1) / step, step / np.float32(rule.divisor), 0.0 if too_fine.any() else float(spread)
 

@@ -37,6 +37,11 @@
 #define __grid_constant__
 #define NCZ_CALLED inline
 #define __launch_bounds__(...)
+// How many threads a block has that runs a kernel, from its launch bounds.
+#define NCZ_KERNEL_OF(threads, blocks, name)  \
+    constexpr int name##_threads = (threads); \
+    extern "C" void name
+
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 #define threadIdx (emulator::thread->thread)
@@ -117,7 +122,7 @@ namespace emulator {
 // No other CUDA thread runs between the load and the exchange. TSan sees relaxed atomic operations, as on a GPU.
 template <class T, class Change>
 T atomic(T* address, Change change, Place place) {
-    before_atomic(address);
+    before_atomic(address, sizeof(T), place);
     T old = __atomic_load_n(address, __ATOMIC_RELAXED);
     T value = change(old);
     __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
@@ -154,6 +159,7 @@ inline void __threadfence() { emulator::fence(); }
 // The kernels' own ways to wait for another block, on a GPU a few instructions of PTX. They must let other threads run
 // between two looks.
 inline unsigned long long load_relaxed(const unsigned long long* from, NCZ_CALLER) {
+    emulator::require_aligned(from, sizeof *from, NCZ_PLACE);
     emulator::loaded(NCZ_PLACE);
     return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
@@ -165,6 +171,7 @@ inline void store_relaxed(unsigned long long* to, unsigned long long value) {
 
 // The same with an order, of planted kernels alone.
 inline unsigned long long load_acquire(const unsigned long long* from, NCZ_CALLER) {
+    emulator::require_aligned(from, sizeof *from, NCZ_PLACE);
     emulator::loaded(NCZ_PLACE);
     return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
@@ -175,7 +182,8 @@ inline void store_release(unsigned long long* to, unsigned long long value) {
 }
 
 // Copies arrive as late as they may.
-inline void copy_async(uint32_t* shared, const uint32_t* from) {
+inline void copy_async(uint32_t* shared, const uint32_t* from, NCZ_CALLER) {
+    emulator::require_aligned(from, sizeof *from, NCZ_PLACE);
     *shared = 0xA5A5A5A5u;
     emulator::begin({shared, from});
 }

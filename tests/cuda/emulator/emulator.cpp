@@ -339,7 +339,18 @@ uint64_t meet(const Offer& offer) {
 
 // ---- Barriers of blocks
 
+// As synccheck has it: all threads of the block, none of which has ended, at one __syncthreads.
+static void check_barrier(const Block& block) {
+    if (block.in_barrier != int(block_size.x)) fail("some threads ended while others wait in __syncthreads:" + states());
+    const Place& place = fibres[block.first_fibre]->waits_at;
+    for (int i = 1; i < int(block_size.x); i++) {
+        const Place& other = fibres[block.first_fibre + i]->waits_at;
+        if (other.line != place.line || strcmp(other.file, place.file)) fail("threads meet in different __syncthreads:" + states());
+    }
+}
+
 static void open_barrier(Block& block) {
+    check_barrier(block);
     Fibre* members[MAX_THREADS];
     int count = 0;
     for (uint64_t rest = block.warps; rest; rest &= rest - 1) {
@@ -463,6 +474,10 @@ const Copy* under_way() {
     return &here.copy;
 }
 
+void require_aligned(const void* address, size_t bytes, Place place) {
+    if (reinterpret_cast<uintptr_t>(address) % bytes) fail_here(text("address %p of %zu bytes at ", address, bytes) + at(place) + " is not aligned");
+}
+
 // For TSan: an atomic operation publishes what came before the last fence, and a fence orders what follows behind all
 // that the atomic operations before it have seen.
 void fence() {
@@ -482,7 +497,8 @@ void fence() {
     perhaps_let_others_run();
 }
 
-void before_atomic([[maybe_unused]] void* address) {
+void before_atomic([[maybe_unused]] void* address, size_t bytes, Place place) {
+    require_aligned(address, bytes, place);
 #ifdef EMULATOR_THREAD
     Fibre& here = self();
     here.recent[here.operations++ % RECENT] = address;
@@ -582,9 +598,10 @@ static void choose_policy() {
     policy.lanes = int(below(3));
 }
 
-// A lone block if in order: correct kernels don't need more. Otherwise at least two, of which some wait for others.
+// A lone block if in order, and at times in any order: correct kernels don't need more. Otherwise at least two, of which
+// some wait for others.
 static int choose_resident(int grid, int block) {
-    if (!policy.random) return 1;
+    if (!policy.random || chance(4)) return 1;
     int most = std::clamp(RESIDENT_THREADS / block, 2, MAX_RESIDENT);
     return std::min(grid, 2 + int(below(unsigned(most - 1))));
 }
@@ -675,6 +692,8 @@ static bool refuse(const std::string& what) {
 
 static bool check_launch(const char* name, int grid, int block) {
     if (!kernel) return refuse(text("there is no kernel %s", name));
+    if (kernel->threads && block != kernel->threads)
+        return refuse(text("%s: %d threads, but it is for %d", name, block, kernel->threads));
     if (grid < 1 || block < 1 || block > MAX_THREADS)
         return refuse(text("%s: cannot run %d blocks of %d threads", name, grid, block));
     return true;

@@ -47,6 +47,7 @@ struct Kernel {
     const char* name;
     void (*run)(void** arguments);  // as one CUDA thread
     const char* parameters;         // a letter and a size for each: p8 i4 u8 f4 s24; pointer, integer, ..., structure
+    int threads;                    // of a block, by its launch bounds; 0: not known
 };
 
 extern Thread* thread;  // that runs now
@@ -59,7 +60,8 @@ uint64_t meet(const Offer& offer);  // waits for all lanes of the mask; what thi
 void barrier(Place place);          // waits for all live threads of the block
 void* shared(Shared& array);        // this block's copy
 void fence();
-void before_atomic(void* address);
+void before_atomic(void* address, size_t bytes, Place place);
+void require_aligned(const void* address, size_t bytes, Place place);  // for a load, a store or an atomic operation
 void after_atomic(bool changed, Place place);  // others may run
 void loaded(Place place);                      // a look at a flag: others may run
 void stored();                                 // to a flag: others may run

@@ -44,6 +44,12 @@ struct Call<void(P...)> {
 
 }  // namespace
 
-#define NCZ_ROW(name) {#name, &Call<decltype(name)>::run<name>, Call<decltype(name)>::parameters()},
+// Planted kernels take blocks of any size.
+#ifdef NCZ_PLANTED
+#define NCZ_THREADS(name) 0
+#else
+#define NCZ_THREADS(name) name##_threads
+#endif
+#define NCZ_ROW(name) {#name, &Call<decltype(name)>::run<name>, Call<decltype(name)>::parameters(), NCZ_THREADS(name)},
 const emulator::Kernel emulator::kernels[] = {NCZ_KERNELS(NCZ_ROW)};
 const int emulator::kernel_count = sizeof(emulator::kernels) / sizeof(emulator::Kernel);

@@ -1,4 +1,5 @@
 // What test_emulator.py runs: the primitives, and pairs of kernels, one right and one with a planted bug.
+#define NCZ_PLANTED  // for unit.cpp
 constexpr unsigned ALL_LANES = 0xFFFFFFFF;
 
 // NAME, and NAME_planted, which does something wrong.

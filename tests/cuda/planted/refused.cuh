@@ -24,6 +24,22 @@ extern "C" __global__ void __launch_bounds__(64) deadlock() {
         __syncwarp();
 }
 
+extern "C" __global__ void __launch_bounds__(64) ended_thread() {
+    if (threadIdx.x == 40) return;
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(64) other_barrier() {
+    if (threadIdx.x < 32)
+        __syncthreads();
+    else
+        __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(64) misaligned_atomic(unsigned* out) {
+    atomicAdd(reinterpret_cast<unsigned*>(reinterpret_cast<char*>(out) + 2), 1u);
+}
+
 extern "C" __global__ void __launch_bounds__(64) never_stored(const unsigned long long* flag) {
     while (load_acquire(flag) == 0) continue;
 }
@@ -54,5 +70,5 @@ __device__ __attribute__((noinline)) unsigned deeper(volatile unsigned* out, uns
 extern "C" __global__ void __launch_bounds__(64) stack_overflow(unsigned* out) { out[1] = deeper(out, 0); }
 
 #define NCZ_REFUSED(X) \
-    X(not_in_own_mask) X(ended_lane) X(other_operation) X(deadlock) X(never_stored) X(endless) X(too_much_shared) \
-    X(wild_address) X(stack_overflow)
+    X(not_in_own_mask) X(ended_lane) X(other_operation) X(deadlock) X(ended_thread) X(other_barrier) X(misaligned_atomic) \
+    X(never_stored) X(endless) X(too_much_shared) X(wild_address) X(stack_overflow)
