@@ -1,6 +1,8 @@
 """Whole collectives with the CUDA kernels, executed by the emulator: the bits of the CPU's, and errors in time."""
 
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +13,15 @@ from ncz_plugins.core.call import Call, Request
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.collective import Collectives, run
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import FrameError
+from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Gpu, Host
+from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, padded, ring
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.base import replace_by_largest
+from ncz_plugins.core.transport.striped import StripedCollectives
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
 from ncz_plugins.kernels.format import CHUNK, HEADER_BYTES
@@ -292,6 +296,15 @@ def test_calls_that_are_like_those_before_wait_for_no_sizes():
     assert costs[0] == costs[1]  # both send as much
 
 
+def test_the_first_frames_travel_before_the_last_are_encoded(monkeypatch):
+    """In two batches where the host waits for each, and in more where it waits for none."""
+    monkeypatch.setattr(padded, "CODED_TOGETHER", CHUNK)
+    config = Config(quantizer=ABSOLUTE, entropy=FIXED)
+    launches = [SCALES + batches * (CODERS["fixed"][0] + PAD) + DECODE_SUMS for batches in (2, PLACES)]
+    for ours in calls_of_two(lambda rank: [normal(10 * rank + call) for call in range(6)], config):
+        assert [launched for launched, *_ in ours] == [launches[0]] * 4 + [launches[1]] * 2
+
+
 @pytest.mark.parametrize("frames", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize(("checksum", "together"), [(False, 4 * CHUNK), (True, CHUNK)])
@@ -407,6 +420,94 @@ def test_damage_among_padding(byte, expected):
     errors = all_reduce("direct", 2, config, EmulatedGpu, damaging(byte), CHUNK, layout, expected)
     assert isinstance(errors[1], FrameError), errors
     assert "damaged" in str(errors[1]) or "sent a frame" in str(errors[1]), errors
+
+
+def test_a_length_that_contradicts_its_frame_is_an_error():
+    """It stands in front of the frame, and no seal of that covers it."""
+
+    def damage(device):
+        pad_frames = device.backend.pad_frames
+
+        def pad_and_damage(memory, sizes):
+            pad_frames(memory, sizes)
+            memory[0][0] ^= 1
+
+        device.backend.pad_frames = pad_and_damage
+
+    config, layout = Config(quantizer=ABSOLUTE, entropy=FIXED), Layout.of([CHUNK], CHUNK)
+    errors = all_reduce("direct", 2, config, EmulatedGpu, damage, CHUNK, layout)
+    assert isinstance(errors[1], FrameError) and "a frame of rank 0 is damaged: its header says" in str(errors[1])
+
+
+class SlowGpu(EmulatedGpu):
+    """The host always waits for it."""
+
+    seconds = 0.02
+
+    def synchronize(self):
+        super().synchronize()
+        time.sleep(self.seconds)
+
+
+def cost_of_one(transport, device) -> Counters:
+    """What a call of two ranks with GPUs cost."""
+    tensor = normal(transport.rank)
+    call = Call(
+        "all_reduce",
+        Config(quantizer=ABSOLUTE, entropy=FIXED),
+        Layout.of([tensor.numel()], CHUNK),
+        source=Window(tensor),
+        output=Window(tensor),
+        measured=range(1),
+        schedule=direct.all_reduce,
+        plain=lambda _: pytest.fail("the call went plain"),
+        addends=2,
+        addend=transport.rank,
+    )
+    return run(call, device, transport)
+
+
+def test_waiting_for_the_gpu_is_counted_as_such():
+    def body(transport):
+        device = SlowGpu()
+        return cost_of_one(transport, device).wait_seconds, device.waits
+
+    for wait_seconds, waits in play(2, body, "rounds"):
+        assert waits == 2 and wait_seconds >= waits * SlowGpu.seconds
+
+
+def test_bytes_are_those_that_a_rank_sends():
+    """Each frame once: what the CPU sends, and padding."""
+    (on_cpu, _), (on_gpu, _) = (
+        play(2, lambda transport, device=device: cost_of_one(transport, device()).wire_bytes, "rounds")
+        for device in (Host, EmulatedGpu)
+    )
+    agreed = 4 * PLACES * torch.int64.itemsize  # on scales, and on lengths
+    assert on_cpu <= on_gpu < on_cpu + PLACES * (16 + 512) + agreed
+
+
+@pytest.mark.parametrize("when", ["lengths", "start", "wait"])
+def test_a_peer_that_is_gone_is_told(when, monkeypatch):
+    gather = StripedCollectives.all_gather_into_tensor
+
+    def fail(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    def fail_with_frames(self, output, input):
+        if input.nbytes < 512:  # scales, or lengths
+            return gather(self, output, input)
+        return fail() if when == "start" else SimpleNamespace(wait=fail)
+
+    def body(transport):
+        with pytest.raises(PeerError, match=f"{subject} failed: Connection closed by peer"):
+            cost_of_one(transport, EmulatedGpu())
+
+    subject = "agreeing on the lengths of frames" if when == "lengths" else "exchanging frames"
+    if when == "lengths":
+        monkeypatch.setattr(padded, "replace_by_largest", fail)
+    else:
+        monkeypatch.setattr(StripedCollectives, "all_gather_into_tensor", fail_with_frames)
+    play(2, body, "rounds")
 
 
 # ------------------------------------------------------------------ all collectives, as users ask for them

@@ -100,6 +100,8 @@ def test_quorums_of_any_size_follow_each_other(store):
     groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(3)]
     for quorum, some in enumerate([groups, groups[:2], groups[1:2], groups]):
         assert configure(some, store, quorum) == [None] * len(some)
+        places = [(group.training.rank, group.training.world_size) for group in some]
+        assert places == [(rank, len(some)) for rank in range(len(some))]
         expected = torch.full([10_007], float(sum(range(1, len(some) + 1))))
         for result in sums(some):
             torch.testing.assert_close(result, expected, rtol=0.3, atol=0)
@@ -157,11 +159,40 @@ def test_tensors_that_are_not_contiguous(store):
     def work(group, rank):
         images = torch.ones(8, 3, 16, 16).to(memory_format=torch.channels_last) * (rank + 1)
         handle = group.allreduce([images, images.transpose(0, 1).clone().transpose(0, 1)], dist.AllreduceOptions())
-        return torch.stack(handle.get_future().wait())
+        given = handle.get_future().wait()
+        assert given[0] is images
+        return torch.stack(given)
 
     for result in together(groups, work):
         torch.testing.assert_close(result, torch.full([2, 8, 3, 16, 16], 3.0), rtol=0.3, atol=0)
     for group in groups:
+        group.shutdown()
+
+
+def test_parameters_that_are_not_contiguous_are_reduced_in_place(store):
+    """Of a model itself: they require gradients."""
+    groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+
+    def work(group, rank):
+        weights = torch.nn.Parameter((torch.ones(100, 70) * (rank + 1)).t())
+        assert group.allreduce([weights], dist.AllreduceOptions()).wait()
+        return weights.detach()
+
+    for result in together(groups, work):
+        torch.testing.assert_close(result, torch.full([70, 100], 3.0), rtol=0.3, atol=0)
+    for group in groups:
+        group.shutdown()
+
+
+def test_what_is_reduced_are_gradients(store):
+    """So it goes plain where these are not to be compressed."""
+    groups = [CompressedProcessGroup(SMALL | {"roles": ["parameter"]}, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+    for result in sums(groups):
+        assert torch.equal(result, ONES * 3)
+    for group in groups:
+        assert group.stats.total.bypasses == {"role not enabled": 1}
         group.shutdown()
 
 

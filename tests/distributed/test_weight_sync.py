@@ -1,5 +1,6 @@
 """Weights over torch.distributed: every worker has every version to the bit, whatever happened to it in between."""
 
+import pytest
 from processes import results, run
 
 
@@ -19,7 +20,19 @@ def test_workers_follow_a_trainer(tmp_path):
     assert "rank 1 publishes" in first["refused"]["message"] and "which publishes" in trainer["refused"]["message"]
 
 
-def test_a_dead_trainer_is_an_error(tmp_path):
-    published, failed = results(run("weight_sync_death", 2, tmp_path))
+def test_a_group_of_some_ranks(tmp_path):
+    """Its trainer is not the rank of the group that it is of all, and the others have no part in it."""
+    _, worker, trainer = results(run("weight_sync_some", 3, tmp_path))
+    assert worker["exact"] == [True] * 4
+    assert trainer["sent"][1] < 0.5 * trainer["sent"][0]
+    assert trainer["sent"][3] > 0.9 * trainer["sent"][2]  # where only the newest is kept, nothing tells what changed
+    for member in (worker, trainer):
+        assert member["no member"]["error"] == "UnsupportedError"
+        assert "src=0 is not a rank of this group; they are [1, 2]" in member["no member"]["message"]
+
+
+@pytest.mark.parametrize("when", ["before", "within"])  # the second version
+def test_a_dead_trainer_is_an_error(when, tmp_path):
+    published, failed = results(run("weight_sync_death", 2, tmp_path, when))
     assert published == "published"
     assert failed["error"] == "PeerError" and failed["seconds"] < 30

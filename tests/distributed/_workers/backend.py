@@ -109,7 +109,10 @@ def tensors_of_any_layout_are_reduced(group):
     strided = whole[:, ::2]
     dist.all_reduce(strided, group=group)
     assert is_lossy(strided, expected)
-    assert group.communicator.stats.total.compressed_calls == 1
+    weights = nn.Parameter(values[:100_000].clone().view(200, 500).t())
+    dist.all_reduce(weights, group=group)
+    assert is_lossy(weights.detach(), gathered(values[:100_000]).sum(0).view(200, 500).t())
+    assert group.communicator.stats.total.compressed_calls == 2
     columns = torch.randn(500, world_size * 200, generator=generator).to(device).t()
     parts = torch.zeros(500, 200, device=device).t()
     work = dist.reduce_scatter_tensor(parts, columns, group=group, async_op=True)
@@ -327,6 +330,12 @@ def the_environment_names_the_configuration(group):
     result = values.clone()
     dist.all_reduce(result, group=dist.new_group())
     torch.testing.assert_close(result, gathered(values).sum(0))
+    with open(os.environ["NCZ_CONFIG"], "w") as file:
+        file.write("roles: [parameter]\n")  # what is reduced is taken for gradients
+    other, part = dist.new_group(), torch.empty(50_000, device=device)
+    dist.all_reduce(values.clone(), group=other)
+    dist.reduce_scatter_tensor(part, torch.ones(world_size * 50_000, device=device), group=other)
+    assert other.communicator.stats.total.bypasses == {"role not enabled": 2}
     file = os.environ["NCZ_CONFIG"]
     try:
         os.environ["NCZ_CONFIG"] = "missing.yaml"

@@ -61,9 +61,10 @@ def test_a_patch_for_another_version_leaves_the_weights_as_they_are():
     publisher.publish(states[1])
     between = publisher.identity
     publisher.publish(states[2])
+    followed = worker.identity
     with pytest.raises(MismatchError):
         worker.apply(publisher.patch(between))
-    assert same(worker.weights, states[0])
+    assert same(worker.weights, states[0]) and worker.identity == followed
 
 
 def test_weights_that_were_changed_in_place_no_longer_count():
@@ -94,6 +95,21 @@ def test_the_same_weights_again_cost_next_to_nothing():
     assert publisher.publish(state) == 2
     patch = publisher.patch(worker.identity)
     assert len(patch) < 500 and same(worker.apply(patch), state)
+
+
+def test_an_older_version_that_is_published_again_is_the_newest():
+    """Of those that are kept it is then the last one to go."""
+    publisher = WeightPublisher(keep=2)
+    first, second, third = versions(3)
+    for number, state in enumerate((first, second, first), 1):
+        assert publisher.publish(state) == number
+        again = publisher.identity
+        assert same(WeightSubscriber().apply(publisher.patch()), state)
+    publisher.publish(third)
+    worker = WeightSubscriber()
+    worker.weights, worker.identity = first, again
+    patch = publisher.patch(again)
+    assert len(patch) < len(publisher.patch()) and same(worker.apply(patch), third)
 
 
 def test_mistakes_are_told():

@@ -12,8 +12,9 @@ from ncz_plugins.core.training.state import Training
 
 pytest.importorskip("torchft")
 
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroupGloo, create_store_client
 
+from ncz_plugins.torch import torchft
 from ncz_plugins.torch.torchft import CompressedProcessGroup
 
 
@@ -43,6 +44,45 @@ def test_one_replica(group):
         group.allreduce([tensor], dist.ReduceOp.SUM)
 
 
+def test_after_a_shutdown_there_is_no_quorum(group):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"127.0.0.1:{store.port}/quorum", "replica", 0, 1)
+    group.shutdown()
+    with pytest.raises(PeerError, match="no quorum"):
+        group.allreduce([torch.zeros(3)], dist.ReduceOp.SUM)
+
+
+def test_settings_may_be_replaced_before_a_quorum(group):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group.training.config = {"quantizer": {"value": 0.01}}
+    group.configure(f"127.0.0.1:{store.port}/quorum", "replica", 0, 1)
+    tensor = torch.ones(3)
+    assert group.allreduce([tensor], dist.ReduceOp.SUM).wait() and tensor.tolist() == [1, 1, 1]
+
+
+def test_sparse_tensors_are_refused_by_name(group):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"127.0.0.1:{store.port}/quorum", "replica", 0, 1)
+    with pytest.raises(UnsupportedError, match="sparse"):
+        group.allreduce([torch.eye(3).to_sparse()], dist.ReduceOp.SUM)
+
+
+def test_what_else_torchft_tells_of_a_quorum_is_passed_on(group, monkeypatch):
+    """And the store of a quorum is waited for as long as the time-out says."""
+    waited = []
+
+    def noted(address, timeout):
+        waited.append(timeout)
+        return create_store_client(address, timeout)
+
+    monkeypatch.setattr(torchft, "create_store_client", noted)
+    group.set_timeout(timedelta(seconds=7))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"127.0.0.1:{store.port}/quorum", "replica", 0, 1, 5, group_world_size=3)
+    assert (group._inner._quorum_id, group._inner._group_world_size) == (5, 3)
+    assert waited == [timedelta(seconds=7)]
+
+
 def test_another_quorum_gives_up_the_connections_of_the_one_before(group, monkeypatch):
     store, aborted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
     group.configure(f"127.0.0.1:{store.port}/first", "replica", 0, 1)
@@ -67,9 +107,12 @@ def test_functional_collectives_go_through_it(group):
         dist.destroy_process_group()
 
 
-def test_a_replica_that_does_not_come(group):
+@pytest.mark.parametrize("had_a_quorum", [False, True])
+def test_a_replica_that_does_not_come(group, had_a_quorum):
     group.set_timeout(timedelta(seconds=1))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if had_a_quorum:
+        group.configure(f"127.0.0.1:{store.port}/before", "replica", 0, 1)
     with pytest.raises(PeerError, match="connecting the replicas of a new quorum failed"):
         group.configure(f"127.0.0.1:{store.port}/quorum", "replica", 0, 2)
     with pytest.raises(PeerError, match="no quorum"):

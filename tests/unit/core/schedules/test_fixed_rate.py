@@ -343,6 +343,13 @@ def test_large_rows_on_a_cpu_go_in_pieces():
     assert list(fixed_rate._pieces(rows, 8, on_gpu=True)) == [rows]
 
 
+@pytest.mark.parametrize(("row_mib", "count"), [(0.5, 1), (1.75, 1), (2, 2), (4, 4), (9, 4)])
+def test_pieces_are_few_and_not_small(row_mib, count):
+    numel = int(row_mib * 2**20)
+    pieces = list(fixed_rate._pieces(Rows.of(2 * numel, 2, numel), 8, on_gpu=False))
+    assert [piece.blocks for piece in pieces] == [numel // RATE_BLOCK // count] * count
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_pieces_change_no_bit(world_size, monkeypatch):
     part = 9 * RATE_BLOCK + 5
