@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Backend, GpuBackend
-from .bypass import Bypass, BypassBackoff, before_call, by_rate, by_scales, by_size, scales_or_bypass
+from ..kernels.backend import Backend
+from .bypass import Bypass, before_call, by_rate, by_size
 from .call import Call, PlainCall, Request, plain_wire_bytes
 from .call_description import (
-    bypassing,
     checksum_of,
     connecting,
     kind_described,
@@ -26,42 +24,26 @@ from .call_description import (
     require_plain,
     require_same,
 )
-from .codec.coded_tensor import Codec, CodedTensor
-from .codec.fixed_rate import FixedRateCodec, equal_rows
+from .call_layout import adds_up_whole, frames_of, layout_of_parts, layout_of_sum
+from .call_run import fixed_rate_codec, require_same_call, run
 from .codec.layout import Layout, Window
-from .codec.quantize import (
-    Scales,
-    derive_on_gpu,
-    derived_on_gpu,
-    measure,
-    measure_on_gpu,
-    measured_bytes,
-    most_summable,
-    step_rule,
-)
-from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
-from .codec.tensor_codec import UpdatingCodec, codec_for, coding_for, noise_for
 from .config import Config
 from .config.fields import Role
-from .errors import UnsupportedError, memory_errors
+from .errors import UnsupportedError
 from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
-from .runtime.trace import span
 from .schedules import direct, fixed_rate, ring
 from .schedules.choice import schedule_for
 from .schedules.hierarchy import in_nodes
-from .training.baseline import Baseline
 from .training.error_feedback import Feedback
 from .training.group import GroupState
 from .training.policy import ParameterSlice, named
 from .training.state import Training
-from .transport.base import CollectiveTransport, Transport, peer_errors, replace_by_largest
+from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.topology import Nodes
 
-_NO_VERSION = -1  # in place of a checksum
-_WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
 _MOST_KINDS = 1000  # of requests that are remembered
 _ROLES = (*get_args(Role), None)
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
@@ -149,7 +131,7 @@ class Collectives:
             number: of `calls` before it.
             device, transport: those of tensors in host memory.
         """
-        _require_same_call(collective, connecting(number), transport, Counters(), self.ranks)
+        require_same_call(collective, connecting(number), transport, Counters(), self.ranks)
 
     def measure_gpus(
         self, collective: str, device: Device, transport: Transport, *, config: Config, where: torch.device
@@ -163,7 +145,7 @@ class Collectives:
             where: this rank's GPU.
         """
         numbers = measuring(self.calls)
-        _require_same_call(collective, numbers, transport, Counters(), self.ranks)
+        require_same_call(collective, numbers, transport, Counters(), self.ranks)
         config = measured_on_gpus(config, device, transport, where)
         if self.nodes is None and self._schedule_of_frames() == "direct":  # in others no rank gathers frames
             use_fastest_groups(config, device, transport, where)
@@ -368,7 +350,7 @@ class Collectives:
         """
         counters = call.counters(transport.world_size)
         started = time.perf_counter()
-        codec = _fixed_rate_codec(call, backend, transport, counters)
+        codec = fixed_rate_codec(call, backend, transport, counters)
         call.schedule(transport, codec, counters)
         if call.feedback:
             call.feedback.keep(codec.remainder(call.measured), call.config.quantizer.bits is None)
@@ -389,7 +371,7 @@ class Collectives:
             self.count_plain(request, call.bypass)  # while the values travel
             under_way.finish(partial(require_same, request.collective, comparison, self.ranks))
             return
-        _require_same_call(request.collective, call.described, transport, Counters(), self.ranks)
+        require_same_call(request.collective, call.described, transport, Counters(), self.ranks)
         with peer_errors(f"the plain {request.collective}"):
             request.start_plain(transport.plain).wait()
         device.synchronize()
@@ -404,7 +386,7 @@ class Collectives:
             number: of `calls` before it.
         """
         numbers = refusal(number)
-        _require_same_call(collective, numbers, transport, Counters(), self.ranks)
+        require_same_call(collective, numbers, transport, Counters(), self.ranks)
 
     def _verify(self, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
         """Let the guard compare the result with the uncompressed sum of what the ranks contributed."""
@@ -419,9 +401,6 @@ class Collectives:
         self.state.guard.verify(call.verify_as or None, result, exact, whole, transport)
 
 
-# ------------------------------------------------------------------ error feedback
-
-
 def _feeds_back(request: Request, config: Config) -> bool:
     """Whether what a request loses is kept for the next one."""
     return request.op is not None and config.quantizer.feeds_back
@@ -432,307 +411,9 @@ def _residual_parts(request: Request) -> Sequence[ParameterSlice]:
     return request.parts if request.residual_parts is None else request.residual_parts
 
 
-# ------------------------------------------------------------------ sizes
-
-
-def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tuple[int, bool]:
-    """How segments of `tensor` are cut into frames: elements of a full one, and `overlap`, see `Layout.of`.
-
-    Args:
-        on_gpu: whether it is, or stands for one that is; None: as it is.
-    """
-    transport, on_gpu = config.transport, tensor.is_cuda if on_gpu is None else on_gpu
-    elements = transport.frame_bytes_in_effect(on_gpu) // tensor.element_size()
-    return elements, not on_gpu and not transport.has_fast_link
-
-
-def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | None = None) -> Layout:
-    """How a tensor that is summed over ranks is cut: usually into as many segments as there are ranks."""
-    elements, overlap = frames_of(tensor, config, on_gpu)
-    if config.quantizer.bits is not None:
-        return equal_rows(tensor.numel(), segments, elements, overlap)
-    return Layout.split(tensor.numel(), segments, elements, config.quantizer.block_in_effect, overlap)
-
-
-def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> bool:
-    """Whether two ranks send each other all of `tensor` as one segment, see `direct`.
-
-    Codes are the same in any layout. On a GPU each frame takes an operation of NCCL, so there the fewest are best.
-
-    Args:
-        on_gpu: see `frames_of`.
-    """
-    on_gpu = tensor.is_cuda if on_gpu is None else on_gpu
-    return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _WHOLE_BYTES)
-
-
-def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> Layout:
-    """How a tensor is cut that has such a part for each rank."""
-    return Layout.of([segment.numel()] * world_size, *frames_of(segment, config, on_gpu))
-
-
 def bypassed(request: Request, bypass: Bypass, world_size: int) -> Counters:
     """The counters of a request that goes plain without asking the other ranks."""
     sent = plain_wire_bytes(request.collective, request.input.nbytes, world_size)
     reason = bypass.value
     because = {"bypasses": {reason: 1}, "bypassed_bytes": {reason: sent}}
     return Counters(calls=1, bytes_in=request.input.nbytes, plain_bytes=sent, wire_bytes=sent, **because)
-
-
-# ------------------------------------------------------------------ one call from beginning to end
-
-
-def run(
-    call: Call,
-    device: Device,
-    transport: Transport,
-    backoff: BypassBackoff | None = None,
-    ranks: Sequence[int] | None = None,
-) -> Counters:
-    """Run `call` to its end on this rank.
-
-    Args:
-        device: where the tensors of `call` live.
-        backoff: what similar calls before came to; None to measure every call.
-        ranks: the global ranks, for messages; None: those of `transport`.
-
-    Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
-    """
-    counters = call.counters(transport.world_size)
-    plain_bytes = counters.plain_bytes
-    started = time.perf_counter()
-    bypass = backoff.next(call.kind) if backoff else None
-    ranks = range(transport.world_size) if ranks is None else ranks
-    if bypass is not None:
-        _require_same_call(call.collective, bypassing(call.described, bypass), transport, counters, ranks)
-    else:
-        bypass = _run_compressed(call, device, transport, counters, ranks)
-        if backoff:
-            backoff.learn(call.kind, bypass)
-    if bypass is None:
-        counters.compressed_calls = 1
-    else:
-        if call.baseline is not None:
-            call.baseline.forget()
-        with span("plain", call.source.data.nbytes, counters):
-            with peer_errors("the plain collective"), memory_errors(call.collective):
-                call.plain(transport.plain).wait()
-            device.synchronize()
-        counters.wire_bytes += plain_bytes
-        counters.bypasses[bypass.value] = 1
-        counters.bypassed_bytes[bypass.value] = plain_bytes
-    counters.seconds = time.perf_counter() - started
-    if bypass is None:
-        transport.learn(counters.wire_bytes, counters.seconds, counters.wait_seconds)
-    return counters
-
-
-def _require_same_call(
-    collective: str, numbers: Mapping[str, int], transport: Transport, counters: Counters, ranks: Sequence[int]
-) -> None:
-    """Wait for what the other ranks are about to do. Raises MismatchError on every rank unless all do the same.
-
-    Args:
-        numbers: what this rank is about to do, see call_description.py.
-    """
-    comparison = RankComparison(numbers, transport.rank, transport.world_size)
-    transport.start_comparison(comparison, counters).wait()
-    require_same(collective, comparison, ranks)
-
-
-def _run_compressed(
-    call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
-) -> Bypass | None:
-    """Run `call` to its end; or leave its output as it is and return the reason why it has to go plain."""
-    nbytes = call.source.data.nbytes
-    with span("agree", nbytes, counters):
-        codec = _agree(call, device, transport, counters, ranks)
-    if isinstance(codec, Bypass):
-        return codec
-    try:
-        call.schedule(transport, codec, counters)
-    except BaseException:
-        device.abandon()
-        raise
-    codec.finish()
-    if call.baseline is not None and len(call.measured):
-        call.baseline.keep(call.source.data)
-        device.synchronize()  # who changes it once the call is over does so on another stream
-    if codec.bypass:
-        counters.coders.clear()  # of frames that were for nothing
-    elif call.feedback:
-        with span("encode", nbytes, counters):
-            call.feedback.keep(codec.remainder(call.measured), call.config.quantizer.bits is None)
-            device.synchronize()  # who saves it with a checkpoint reads it on another stream
-    return codec.bypass
-
-
-def _agree(
-    call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
-) -> Codec | Bypass:
-    """The codec that all ranks use, or the reason why they all go plain."""
-    # One message says what the call is and what was measured, if that is little. Else whether all ranks make the same
-    # call is asked first, as the length of what was measured depends on it. The answer travels while they measure.
-    comparison = RankComparison(call.described, transport.rank, transport.world_size)
-    source, scales, values = call.source, None, None
-    if _says_both(call, device, transport):
-        source, scales = _measured(call, source, device, transport, counters)
-        values = scales.hand_over_first()
-    same_call = transport.start_comparison(comparison, counters, values)
-    if call.config.quantizer.bits is not None:
-        same_call.wait()
-        require_same(call.collective, comparison, ranks)
-        return replace(_fixed_rate_codec(call, device.backend, transport, counters), synchronize=device.synchronize)
-    if call.baseline is not None:
-        versions = _versions(call, call.baseline, device.backend)
-        same_call.wait()
-        require_same(call.collective, comparison, ranks)
-        return _updating_codec(call, call.baseline, versions, device, transport, counters)
-    if call.within_node is None and scales is None:
-        source, scales = _measured(call, source, device, transport, counters)
-    same_call.wait()
-    require_same(call.collective, comparison, ranks)
-    if call.within_node is not None:
-        source = call.within_node(transport, counters)
-        device.synchronize()  # within the time-out: measuring waits without a limit
-        source, scales = _measured(call, source, device, transport, counters)
-    if scales is not None:
-        scales.require(1)
-        if scales.bypass:
-            return scales.bypass
-    return codec_for(
-        call.config,
-        device,
-        CodedTensor(call.layout, source, call.output),
-        scales,
-        counters=counters,
-        link_gbps=transport.link_gbps,
-        carried_gbps=transport.carried_gbps,
-        noise=noise_for(call.config, call.number, call.addend, call.addends),
-        divisor=call.divisor,
-        kind=call.kind,
-    )
-
-
-def _says_both(call: Call, device: Device, transport: Transport) -> bool:
-    """Whether what ranks must agree on first travels in the message that compares their calls."""
-    quantizer = call.config.quantizer
-    return (
-        call.within_node is None
-        and call.baseline is None
-        and quantizer.kind != "lossless"
-        and quantizer.bits is None
-        and not device.in_batches
-        and 0
-        < measured_bytes(call.layout, _pieces(call, transport)[0], quantizer, call.source.data.dtype)
-        <= transport.most_with_comparison
-    )
-
-
-def _pieces(call: Call, transport: Transport) -> list[range]:
-    """In which the tensor of a call is measured, as frames of every segment."""
-    if not (call.in_pieces and transport.overlaps):
-        return [range(call.layout.frames)]
-    return pieces_of(call.layout, call.config, transport.is_far)
-
-
-def _versions(call: Call, baseline: Baseline, backend: Backend) -> dict[str, int]:
-    """What tells whether ranks hold the same version of each segment: a checksum, or _NO_VERSION."""
-    versions = {}
-    for segment in range(len(call.layout.lengths)):
-        elements = call.layout.segment(segment)
-        version = baseline.sent(call.source[elements]) if segment in call.measured else call.output[elements]
-        versions[str(segment)] = _NO_VERSION if version is None else backend.digest(version)
-    return versions
-
-
-def _updating_codec(
-    call: Call,
-    baseline: Baseline,
-    versions: dict[str, int],
-    device: Device,
-    transport: Transport,
-    counters: Counters,
-) -> UpdatingCodec:
-    """The codec of a call that sends changes. What ranks hold different versions of, it sends as it is."""
-    comparison = RankComparison(versions, transport.rank, transport.world_size)
-    transport.start_max(comparison.tensor, counters).wait()
-    differing = comparison.differing()
-    for ends in differing.values():
-        reason = "first call" if ends.lowest == _NO_VERSION else "changed in between"
-        counters.sent_whole[reason] = 1
-    sent = baseline.sent(call.source.data)
-    return UpdatingCodec(
-        device,
-        CodedTensor(call.layout, call.source, call.output),
-        coding_for(call.config, device.backend, transport.link_gbps, transport.carried_gbps),
-        call.config.entropy.checksum,
-        counters,
-        base=call.source if sent is None else replace(call.source, data=sent),
-        own=call.measured,
-        whole=frozenset(map(int, differing)),
-    )
-
-
-def _fixed_rate_codec(
-    call: Call, backend: Backend, transport: CollectiveTransport, counters: Counters
-) -> FixedRateCodec:
-    """The codec of a call that needs no agreement. Waits for no GPU."""
-    source = call.source if call.within_node is None else call.within_node(transport, counters)
-    if call.feedback:
-        source = call.feedback.added_to(source)
-    noise = noise_for(call.config, call.number, call.addend, call.addends)
-    tensor = CodedTensor(call.layout, source, call.output)
-    return FixedRateCodec(backend, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
-
-
-def _measured(
-    call: Call, source: Window, device: Device, transport: Transport, counters: Counters
-) -> tuple[Window, ScaleAgreement | None]:
-    """What is quantized, and its scales, which the ranks are still to agree on; None where none are needed."""
-    if call.feedback:
-        with span("measure", source.data.nbytes, counters):
-            source = call.feedback.added_to(source)
-    layout, quantizer = call.layout, call.config.quantizer
-    if quantizer.kind == "lossless":
-        return source, None
-
-    dtype = source.data.dtype
-    most = most_summable(quantizer, dtype, call.addends, call.divisor)
-    if device.in_batches:
-        return source, _on_gpu(call, source, most, device.backend, transport, counters)
-
-    def measured(frames: range) -> Tensor:
-        with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
-            return measure(device.backend, source, layout, call.measured, quantizer, frames, most)
-
-    def agree(measured: Tensor) -> Callable[[], None]:
-        return transport.start_max(measured, counters).wait
-
-    def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
-        return scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor, device.backend)
-
-    pieces = _pieces(call, transport)
-    return source, PiecewiseAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)
-
-
-def _on_gpu(
-    call: Call, source: Window, most: float, backend: GpuBackend, transport: Transport, counters: Counters
-) -> DeviceAgreement:
-    """The agreement on scales of a call whose tensors are on a GPU. The host waits for nothing."""
-    layout, quantizer, dtype = call.layout, call.config.quantizer, source.data.dtype
-    rule = step_rule(quantizer, dtype, call.addends, call.divisor)
-
-    def agree(measured: Tensor) -> None:
-        with peer_errors("agreeing on quantization steps"):
-            replace_by_largest(transport, measured, counters)
-
-    def derived(agreed: Tensor) -> tuple[Scales, Tensor]:
-        return derive_on_gpu(backend, agreed, layout, quantizer, rule)
-
-    def judge(scales: Scales, outcome: list[int]) -> Bypass | None:
-        return by_scales(derived_on_gpu(scales, outcome, layout), dtype)
-
-    with span("measure", source.data.nbytes, counters):
-        measured = measure_on_gpu(backend, source, layout, call.measured, quantizer, most)
-    return DeviceAgreement(measured, agree, derived, judge)

@@ -10,8 +10,9 @@ from ranks import play
 from test_cuda_batches import CountingLauncher
 
 from ncz_plugins.core.call import Call, Request
+from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.collective import Collectives, run
+from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Gpu, Host

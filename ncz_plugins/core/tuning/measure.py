@@ -25,8 +25,9 @@ from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Predictor, blocks_of, max_frame_bytes
 from ...version import __version__
 from ..call import Request
+from ..call_layout import layout_of_sum
 from ..call_queue import CallQueue
-from ..collective import Collectives, layout_of_sum
+from ..collective import Collectives
 from ..config import FRAME_BYTES, CoderCosts, Config, KiB, MiB, format_size
 from ..errors import UnsupportedError
 from ..runtime.device import Host

@@ -12,7 +12,9 @@ from ranks import play, play_communicators, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives, frames_of, run
+from ncz_plugins.core.call_layout import frames_of
+from ncz_plugins.core.call_run import run
+from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, PeerError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host

@@ -10,10 +10,10 @@ from ranks import play, same_bits
 
 from ncz_plugins.core.bypass import BypassBackoff
 from ncz_plugins.core.call import Call, Request
+from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales
 from ncz_plugins.core.codec.scale_agreement import DeviceAgreement, pieces_of
-from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring

@@ -9,9 +9,10 @@ import torch
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.call import Call, plain_wire_bytes
+from ncz_plugins.core.call_layout import layout_of_sum
+from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.coded_tensor import Codec, CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.runtime.device import Host

@@ -10,11 +10,11 @@ from ranks import play, same_bits, values
 from ncz_plugins import kernels
 from ncz_plugins.core.bypass import BypassBackoff, scales_or_bypass
 from ncz_plugins.core.call import Call
+from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import measure
 from ncz_plugins.core.codec.tensor_codec import LosslessCodec, noise_for
-from ncz_plugins.core.collective import run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.runtime.device import Host

@@ -5,8 +5,9 @@ import torch
 from ranks import play
 
 from ncz_plugins.core.call import Call
+from ncz_plugins.core.call_layout import layout_of_sum
+from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.layout import Window
-from ncz_plugins.core.collective import layout_of_sum, run
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host

@@ -100,7 +100,7 @@ def test_groups_are_tried_where_frames_are_gathered(schedule, ranks, tried, monk
     config = Config(transport={"schedule": schedule}).resolved()
     times = []
     monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
-    monkeypatch.setattr("ncz_plugins.core.collective._require_same_call", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.collective.require_same_call", lambda *_: None)
     monkeypatch.setattr("ncz_plugins.core.collective.use_fastest_groups", lambda *_: times.append(1))
     ours = Collectives(Training(config), config, range(ranks), 0)
     ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
@@ -153,7 +153,7 @@ def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     fast = config.resolved(link_gbps=100)
     monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: fast)
     monkeypatch.setattr("ncz_plugins.core.collective.use_fastest_groups", lambda *_: None)
-    monkeypatch.setattr("ncz_plugins.core.collective._require_same_call", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.collective.require_same_call", lambda *_: None)
     ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
     monkeypatch.setattr("ncz_plugins.core.collective.require_kernels", lambda device: None)
     request = all_reduce(1 << 20)
