@@ -680,6 +680,8 @@ def _parts(
 ) -> Sequence[ParameterSlice]:
     """What a tensor consists of: one parameter, called `name`, unless told."""
     require_tensor(tensor)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{collective}: name={name!r} is no text: pass the parameter's name, or None")
     if parts is None:
         return [ParameterSlice(name, tensor.numel())]
     if name is not None:

@@ -124,7 +124,7 @@ class WeightSync:
         keep: see `WeightPublisher`.
 
     Attributes:
-        bytes_sent: by the trainer, in the last call, to each rank.
+        bytes_sent: by the trainer to each rank, of the last version that went out.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, src: int = 0, keep: int = 2):

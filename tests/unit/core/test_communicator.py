@@ -45,6 +45,14 @@ def test_sizes_that_do_not_fit_are_refused(call, words):
     assert play_communicators(1, "ncclz", body) == [0]
 
 
+def test_a_name_that_is_no_text_is_refused():
+    def body(communicator):
+        with pytest.raises(TypeError, match="all_reduce: name=3 is no text"):
+            communicator.all_reduce(zeros(), name=3)
+
+    play_communicators(1, "ncclz", body)
+
+
 def test_no_call_of_several_begins_if_one_is_refused():
     def body(communicator):
         tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]
