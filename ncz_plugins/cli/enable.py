@@ -10,6 +10,7 @@ without a complaint once ncz_plugins is uninstalled.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import py_compile
 import site
@@ -36,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def enable(options: argparse.Namespace) -> None:
     """Write the .pth file, the module, and the module's compiled form."""
-    folder = next((each for each in _folders() if os.access(each, os.W_OK)), None)
+    folder = next(filter(_can_be_written, _folders()), None)
     if folder is None:
         raise UnsupportedError(
             f"{' and '.join(map(str, _folders()))} can't be written to: use a virtual environment, or start scripts "
@@ -69,6 +70,13 @@ def disable(options: argparse.Namespace) -> None:
 def enabled() -> list[Path]:
     """The .pth files that are there."""
     return [folder / PTH for folder in _folders() if (folder / PTH).exists()]
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be written to `folder`, which is made if it is not there: a user's own may not be."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK)
 
 
 def _folders() -> list[Path]:

@@ -67,8 +67,13 @@ def name_backend():
     from torch.distributed.distributed_c10d import Backend
 
     def create(*arguments):
-        from ncz_plugins.torch.backend import CompressedBackend
-
+        try:
+            from ncz_plugins.torch.backend import CompressedBackend
+        except ImportError as error:
+            raise ImportError(
+                f'the backend "ncz" can\'t be made: {error}. Install ncz_plugins anew and run `ncz enable`; or take '
+                f"{__file__} and the .pth file beside it away"
+            ) from error
         return CompressedBackend(*arguments)
 
     Backend.register_backend("ncz", create, devices=["cpu", "cuda"])

@@ -8,10 +8,14 @@ from __future__ import annotations
 import functools
 from importlib import import_module
 
+import deepspeed
+from packaging.version import Version
+
 from ..core.errors import UnsupportedError
 from . import engine, gradients, weights
 from .parameter_slices import of_engine, of_stage_3, of_stages_1_and_2
 
+OLDEST = "0.19.8"  # older ones keep elsewhere what gradients belong to
 _BF16 = "deepspeed.runtime.bf16_optimizer"
 _STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
@@ -39,8 +43,13 @@ _GRADIENT_METHODS = {
 def install() -> None:
     """Replace what the plugin replaces; a second call does nothing.
 
-    Raises UnsupportedError if this DeepSpeed lacks anything of it. Nothing is replaced then.
+    Raises UnsupportedError if this DeepSpeed is too old, or lacks anything of it. Nothing is replaced then.
     """
+    if Version(deepspeed.__version__) < Version(OLDEST):
+        raise UnsupportedError(
+            f"ncz_plugins needs DeepSpeed {OLDEST} or newer, and {deepspeed.__version__} is installed: "
+            f"pip install 'deepspeed>={OLDEST}'"
+        )
     engine_class = _lookup("deepspeed.runtime.engine", "DeepSpeedEngine")
     if hasattr(engine_class, engine.ATTRIBUTE):
         return
@@ -92,9 +101,7 @@ def _lookup(module: str, name: str):
 
 
 def _unknown_deepspeed(what: str) -> UnsupportedError:
-    import deepspeed
-
     return UnsupportedError(
-        f"DeepSpeed {deepspeed.__version__} has no {what}, which ncz_plugins hooks into; "
-        "use a DeepSpeed version that the README lists as tested"
+        f"DeepSpeed {deepspeed.__version__} has no {what}, which ncz_plugins hooks into: install DeepSpeed {OLDEST}, "
+        "with which it is tested"
     )

@@ -11,8 +11,8 @@ try:
     import horovod.torch  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "ncz_plugins.horovod needs Horovod with PyTorch: pip install 'ncz_plugins[horovod]' (built from source; "
-        "tools/horovod_wheel.py shows how)"
+        "ncz_plugins.horovod needs Horovod with PyTorch: pip install 'ncz_plugins[horovod]', which compiles it "
+        "(tools/horovod_wheel.py of the repository shows how)"
     ) from error
 
 from . import patches

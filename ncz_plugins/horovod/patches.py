@@ -48,8 +48,8 @@ def _wrap(owners: list, name: str, wrapper) -> None:
         originals = [getattr(owner, name) for owner in owners]
     except AttributeError as error:
         raise UnsupportedError(
-            f"Horovod {horovod.__version__} has no {error.name}, which ncz_plugins hooks into; "
-            "use a Horovod version that the README lists as tested"
+            f"Horovod {horovod.__version__} has no {error.name}, which ncz_plugins hooks into: install Horovod 0.28.1, "
+            "with which it is tested"
         ) from error
     replacement = functools.wraps(originals[0])(wrapper(originals[0]))
     for owner in owners:

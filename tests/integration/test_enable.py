@@ -12,6 +12,7 @@ import pytest
 from launch import ROOT, WORKERS, launch
 from repository import FORKED_RANKS
 
+from ncz_plugins.cli import enable as enabling
 from ncz_plugins.cli.enable import HOOK
 from ncz_plugins.cli.perf.launch import free_port
 
@@ -116,6 +117,11 @@ def test_once_ncz_plugins_is_uninstalled_only_the_key_is_refused(environment):
     assert environment.run("-c", program % {}, installed=False).endswith("trains\n")
     said = environment.run("-c", program % KEY, installed=False, status=1)
     assert "can't be honoured: No module named 'ncz_plugins'" in said and "ncz_plugins_on_import" in said
+    program = (
+        "import torch.distributed as dist; dist.init_process_group('ncz', store=dist.HashStore(), rank=0, world_size=1)"
+    )
+    said = environment.run("-c", program, installed=False, status=1)
+    assert "\"ncz\" can't be made: No module named 'ncz_plugins'" in said and "ncz_plugins_on_import" in said
 
 
 def test_a_deepspeed_that_is_laid_out_differently_is_left_as_it_is(environment, tmp_path):
@@ -135,6 +141,13 @@ print("trains")
     assert environment.run("-c", program % {}).endswith("trains\n")
     said = environment.run("-c", program % KEY, status=1)
     assert "has no DeepSpeedEngine._load_checkpoint, which ncz_plugins hooks into" in said
+
+
+def test_a_folder_of_the_user_is_made(monkeypatch, tmp_path):
+    folder = tmp_path / "lib" / "site-packages"
+    monkeypatch.setattr(enabling, "_folders", lambda: [Path("/proc/none"), folder])
+    enabling.enable(None)
+    assert enabling.enabled() == [folder / enabling.PTH]
 
 
 def test_a_folder_that_can_not_be_written_to_is_named(environment):

@@ -19,6 +19,7 @@ LITTLE_OF_STEP = 0.1  # collectives that take less than this of a step do not li
 MOST = 0.5  # what takes this much of something limits it
 LATENCY = 0.25  # small calls that spend this much of their time on agreeing are too many
 SMALL_CALL_BYTES = 1 << 20  # about a frame: within such a call nothing overlaps
+TINY_CALL_BYTES = 4 << 10  # within such a call headers count
 BUSY_LINK = 0.6  # a link that carries this much of what it can, with pauses for coding, is what limits
 UNTIMED = 0.1  # if more bytes than this went plain at once, that is said
 SLOW_STEPS = 0.25  # if more time than this went into few slow steps, that is said
@@ -210,6 +211,14 @@ def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
         )
     if compressed is None or compressed >= LOW_RATIO:
         return Conclusion("ratio", "none", f"Nothing in particular: {shrank}.")
+    if summary.call_bytes < TINY_CALL_BYTES:
+        return Conclusion(
+            "ratio",
+            "small calls",
+            f"Calls are so small ({size(summary.call_bytes)} each, plain) that the headers of their frames count: "
+            f"{shrank}. Make tensors larger (DeepSpeed: zero_optimization.reduce_bucket_size), or set a larger "
+            "transport.min_bytes, below which they go plain.",
+        )
     quantizer = config.quantizer
     if quantizer.get("kind") == "lossless":
         return Conclusion("ratio", "lossless", f"quantizer.kind: lossless keeps every bit: {shrank}.")

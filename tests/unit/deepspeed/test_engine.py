@@ -27,6 +27,12 @@ def test_a_backend_that_reduces_by_itself_is_refused():
         require_replaced(object.__new__(ReducesByItself))
 
 
+def test_a_deepspeed_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr("deepspeed.__version__", "0.17.6+abc")
+    with pytest.raises(UnsupportedError, match=r"needs DeepSpeed 0\.19\.8 or newer, and 0\.17\.6\+abc is installed"):
+        patches.install()
+
+
 def engine_of(settings: dict, **attributes) -> SimpleNamespace:
     return SimpleNamespace(_config=SimpleNamespace(_param_dict=settings), **attributes)
 

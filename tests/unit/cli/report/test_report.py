@@ -296,6 +296,7 @@ def test_what_limited_the_time(file, case):
 RATIOS = {
     "a coarse bound": ("none", {}),
     "a fine bound": ("bound", {"wire_bytes": 40_000_000}),
+    "tiny calls": ("small calls", {"calls": 100, "compressed_calls": 100, "plain_bytes": 8_000, "wire_bytes": 15_000}),
     "plain": ("plain: too small", PLAIN | bypassed("too small")),
     "most bytes plain": ("plain: policy", {"wire_bytes": 16_000_000} | bypassed("policy", 9_000_000)),
     "few bytes plain": ("none", {"wire_bytes": 10_000_000} | bypassed("policy", 2_000_000)),
