@@ -341,11 +341,13 @@ uint64_t meet(const Offer& offer) {
 
 // As synccheck has it: all threads of the block, none of which has ended, at one __syncthreads.
 static void check_barrier(const Block& block) {
-    if (block.in_barrier != int(block_size.x)) fail("some threads ended while others wait in __syncthreads:" + states());
+    if (block.in_barrier != int(block_size.x))
+        fail("some threads ended while others wait in __syncthreads:" + states());
     const Place& place = fibres[block.first_fibre]->waits_at;
     for (int i = 1; i < int(block_size.x); i++) {
         const Place& other = fibres[block.first_fibre + i]->waits_at;
-        if (other.line != place.line || strcmp(other.file, place.file)) fail("threads meet in different __syncthreads:" + states());
+        if (other.line != place.line || strcmp(other.file, place.file))
+            fail("threads meet in different __syncthreads:" + states());
     }
 }
 
@@ -475,7 +477,8 @@ const Copy* under_way() {
 }
 
 void require_aligned(const void* address, size_t bytes, Place place) {
-    if (reinterpret_cast<uintptr_t>(address) % bytes) fail_here(text("address %p of %zu bytes at ", address, bytes) + at(place) + " is not aligned");
+    if (reinterpret_cast<uintptr_t>(address) % bytes)
+        fail_here(text("address %p of %zu bytes at ", address, bytes) + at(place) + " is not aligned");
 }
 
 // For TSan: an atomic operation publishes what came before the last fence, and a fence orders what follows behind all
