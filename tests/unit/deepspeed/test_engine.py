@@ -8,6 +8,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.engine import DeepSpeedEngine
+from repository import ROOT
 
 from ncz_plugins import Config, UnsupportedError
 from ncz_plugins.deepspeed import GradientCompression, compression, patches
@@ -31,6 +32,7 @@ def test_a_deepspeed_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr("deepspeed.__version__", "0.17.6+abc")
     with pytest.raises(UnsupportedError, match=r"needs DeepSpeed 0\.19\.8 or newer, and 0\.17\.6\+abc is installed"):
         patches.install()
+    assert f"deepspeed>={patches.OLDEST}\n" in (ROOT / "setup.cfg").read_text()  # which pip goes by
 
 
 def engine_of(settings: dict, **attributes) -> SimpleNamespace:
