@@ -4,6 +4,7 @@
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
 #                            hundreds of megabytes instead of gigabytes, and they are enough for all of this
 #   NCZ_CACHE=DIR            where the compiled Horovod is kept for the next clone, by default ~/.cache/ncz_plugins
+#   COVERAGE=DIR             where make coverage writes, by default .cache/coverage
 #   SECONDS=60               how long make fuzz runs, an hour by default, and make soak, half an hour
 #   ARGS="..."               passed on: make test ARGS="-k ring", make demo ARGS="--steps 50"
 
@@ -16,7 +17,7 @@ export TORCH_INDEX_URL
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
-DOCS_PACKAGES := mkdocs mkdocs-material mkdocstrings-python  # the extra `docs`, without building the package anew
+COVERAGE ?= $(CURDIR)/.cache/coverage
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak thirdparty docs clean
@@ -41,15 +42,15 @@ quick: setup-tools  ## the tests that start no processes, in less than 2 minutes
 
 # More workers than cores take longer: the processes that tests start then wait for each other.
 test: setup  ## all tests, in 15 minutes on two cores
-	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 --require-packages $(ARGS)
 
 # The processes that tests start are measured as well (patch in .coveragerc), wherever they run: so an absolute path.
-coverage: export COVERAGE_FILE := $(CURDIR)/.cache/coverage/data
+coverage: export COVERAGE_FILE = $(COVERAGE)/data
 coverage: setup  ## all tests, and which lines of ncz_plugins they run: .cache/coverage/html (30 minutes)
-	@rm -rf .cache/coverage && mkdir -p .cache/coverage
+	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@$(BIN)/coverage run -m pytest -n 2 --dist loadscope --no-loadscope-reorder --timeout 600 $(ARGS)
 	@$(BIN)/coverage combine --quiet
-	@$(BIN)/coverage html --quiet --directory .cache/coverage/html
+	@$(BIN)/coverage html --quiet --directory $(COVERAGE)/html
 	@$(BIN)/coverage report --skip-covered
 
 lint: setup-tools  ## style of all Python files
@@ -76,8 +77,6 @@ thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed:
 	@$(BIN)/python tests/thirdparty/run.py $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked
-	@$(BIN)/python -c "import mkdocs, material, mkdocstrings_handlers.python" 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(DOCS_PACKAGES)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## remove .venv, build products and results

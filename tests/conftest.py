@@ -1,6 +1,7 @@
 """How `make test` shares the tests out among its processes, and what all tests may rely on."""
 
 import os
+import re
 import signal
 from pathlib import PurePath
 
@@ -18,6 +19,36 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # They start processes of their own, as many as there are cores or more, and some of them measure how long something
 # takes. So they run one after the other.
 ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
+
+
+# What pytest.importorskip and the tests' own marks say where a package is missing.
+PACKAGE_IS_MISSING = re.compile(r"could not import '|\b(is|are) not installed\b", re.IGNORECASE)
+
+
+def pytest_addoption(parser):
+    help = "fail what would be skipped because a package is missing: `make test` has installed all of them"
+    parser.addoption("--require-packages", action="store_true", help=help)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A file that is skipped because a package is missing is an error where all packages are required."""
+    return require_packages(collector.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A test that is skipped because a package is missing fails where all packages are required."""
+    return require_packages(item.config, (yield))
+
+
+def require_packages(config, report):
+    """`report`, failed if it is about a test that was skipped for want of a package, and packages are required."""
+    if report.skipped and isinstance(report.longrepr, tuple) and config.getoption("--require-packages"):
+        *_, reason = report.longrepr
+        if PACKAGE_IS_MISSING.search(reason):
+            report.outcome, report.longrepr = "failed", f"{reason}, and --require-packages asks for it"
+    return report
 
 
 def pytest_unconfigure():

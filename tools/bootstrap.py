@@ -32,8 +32,8 @@ NATIVE = KERNELS / "cpu"  # where the native library is built
 # The extras of setup.cfg that each profile installs, from the smallest profile to the largest.
 PROFILES = {
     "demo": "deepspeed,plot",
-    "tools": "deepspeed,dev,plot,tensorboard,compare,peers,cuda",
-    "all": "deepspeed,dev,plot,tensorboard,compare,peers,cuda,frameworks",  # and Horovod, by horovod_wheel.py
+    "tools": "deepspeed,dev,plot,tensorboard,compare,peers,cuda,docs",
+    "all": "deepspeed,dev,plot,tensorboard,compare,peers,cuda,docs,frameworks",  # and Horovod, by horovod_wheel.py
 }
 LOG_TAIL = 25  # lines shown when a stage fails
 

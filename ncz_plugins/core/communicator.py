@@ -168,7 +168,10 @@ class Communicator:
             tensor: contiguous, of any shape, the same number of elements on all ranks. Floats of 16, 32 and 64 bits are
                 compressed; integers and bool go plain.
             op: of torch.distributed. Sums and averages are compressed, others go plain.
-            role, name, parts: see the class.
+            role: "gradient", "parameter" or "activation"; tensors of a role that the configuration does not enable go
+                plain. None: the tensor is compressed.
+            name: the parameter's name, by which policies and error feedback know the tensor.
+            parts: the parameters that the tensor consists of, in order, where there are several.
             kept_as: the parts by whose names error feedback keeps what a tensor with a `name` loses, if not by that.
                 Unlike other names, these may differ between ranks.
 
@@ -200,7 +203,8 @@ class Communicator:
         the same sizes and dtypes, on one device.
 
         Args:
-            names, parts: for each tensor what `all_reduce` takes as `name` or `parts`.
+            names: for each tensor what `all_reduce` takes as `name`.
+            parts: for each tensor what `all_reduce` takes as `parts`.
 
         Returns: a handle if `async_op`, else None. Its future gives the list of tensors.
         """

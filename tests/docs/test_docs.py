@@ -407,14 +407,3 @@ def test_commands_run(block, words, folder, capsys):
     output = capsys.readouterr().out
     if "--json" in words:
         json.loads(output)
-
-
-def test_the_site_builds(tmp_path):
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings_handlers.python")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stderr
-    for page in (tmp_path / "site").rglob("*.html"):
-        text = page.read_text()
-        assert not re.search(r"<(?:script|img)[^>]+src=\"?https?:|<link[^>]+stylesheet[^>]+href=\"?https?:", text), page

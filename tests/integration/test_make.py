@@ -1,0 +1,75 @@
+"""Each target that `make help` lists runs, with arguments that make it short, in the environment that make has made."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("MAKELEVEL" not in os.environ, reason="run by `make test`, which has set up what they use"),
+]
+
+ONE_TEST = "tests/unit/core/test_errors.py"
+# {} is a folder of the test. Where the whole job takes hours or a card, or begins with a download from GitHub, the
+# command line is read and everything imported, no more.
+ARGUMENTS = {
+    "setup": [],
+    "demo": ["ARGS=--steps 4 --output {}"],
+    "quick": ["ARGS=-k test_imports"],
+    "test": [f"ARGS={ONE_TEST}"],
+    "coverage": [f"ARGS={ONE_TEST}", "COVERAGE={}"],
+    "lint": [],
+    "bench": ["ARGS=--megabytes 1 --repeats 1"],
+    "gpu": ["ARGS=--help"],
+    "convergence": ["ARGS=--help"],
+    "fuzz": ["SECONDS=5"],  # inputs that crash are kept in build/fuzz
+    "soak": ["SECONDS=1", "ARGS=--ranks 2 --largest 1000"],
+    "thirdparty": ["ARGS=--help"],
+    "docs": ["ARGS=--quiet --site-dir {}/site"],
+}
+
+
+def make(*arguments: str, folder: Path = ROOT) -> str:
+    """What a target prints. Fails if it does."""
+    # Neither what `make test` was called with, nor what it exported to the tests.
+    inherited = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "SECONDS", "COVERAGE_FILE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", *inherited))}
+    done = subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, errors="replace", timeout=280
+    )
+    assert done.returncode == 0, f"make {' '.join(arguments)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_every_target_of_the_list_is_tried():
+    listed = re.findall(r"^  make (\w+)", make("help"), re.MULTILINE)
+    assert sorted(listed) == sorted([*ARGUMENTS, "help", "clean"])
+
+
+@pytest.mark.parametrize("target", [target for target in ARGUMENTS if target != "docs"])
+def test_a_target_runs(target, tmp_path):
+    make(target, *(argument.format(tmp_path) for argument in ARGUMENTS[target]))
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    make("docs", *(argument.format(tmp_path) for argument in ARGUMENTS["docs"]))
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert pages
+    for page in pages:
+        text = page.read_text()
+        assert not re.search(r"<(?:script|img)[^>]+src=\"?https?:|<link[^>]+stylesheet[^>]+href=\"?https?:", text), page
+
+
+def test_clean_leaves_what_git_knows(tmp_path):
+    subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, tmp_path / "clone"], check=True, timeout=60)
+    clone = tmp_path / "clone"
+    for made in (".venv/file", "build/file", "results/file", "ncz_plugins/kernels/cpu/libncz_cpu.so"):
+        (clone / made).parent.mkdir(parents=True, exist_ok=True)
+        (clone / made).touch()
+    make("clean", folder=clone)
+    status = ["git", "status", "--short", "--ignored"]
+    assert subprocess.run(status, cwd=clone, capture_output=True, text=True, check=True).stdout == ""
