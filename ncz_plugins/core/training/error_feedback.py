@@ -51,7 +51,7 @@ class Residuals:
             raise MismatchError(
                 f"{part.name} has {part.of} elements and had {residual.numel()} before: error feedback needs one name "
                 "for each parameter; pass another name, or set quantizer.error_feedback to false. If the model has "
-                'changed since the state that was loaded, empty the "residuals" of that state first'
+                "changed since the state that was loaded, call training.residuals.by_name.clear() after loading it"
             )
         if residual.device != like.device:  # from a checkpoint
             residual = self.by_name[part.name] = residual.to(like.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -43,21 +45,43 @@ class _Group(_Section):
     guard: _Guard
 
 
-class _Saved(BaseModel):
-    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-
-    rank: _Count
-    world_size: Annotated[int, Field(ge=1)]
-    step: _Count
+class _OfRank(_Section):
     residuals: dict[str, Annotated[Tensor, AfterValidator(_residual)]]
     groups: dict[Annotated[str, StringConstraints(pattern=r"^\d+( \d+)*$")], _Group]
 
 
-def require_saved(state: dict[str, Any]) -> None:
-    """Raise ConfigError, which names what is wrong, unless `Training.state_dict` can have returned this."""
+class _Saved(BaseModel):
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+    world_size: Annotated[int, Field(ge=1)]
+    step: _Count
+    tightening: Annotated[float, Field(gt=0, le=1)]
+    ranks: dict[_Count, _OfRank]
+
+
+def key_of(rank: int) -> str:
+    """Under which key a state has what differs between ranks."""
+    return f"rank {rank}"
+
+
+def require_saved(state: Mapping[str, Any]) -> dict[int, dict]:
+    """What a state has of ranks, by rank: of one, unless files of several were joined.
+
+    Raises ConfigError, which names what is wrong, unless `Training.state_dict` can have returned this.
+    """
+    keys = {int(found[1]): key for key in state if (found := re.fullmatch(r"rank (\d+)", str(key)))}
+    if not keys:
+        raise ConfigError('state of ncz_plugins: it has no key "rank 0", or that of another rank: a part is missing')
     try:
-        _Saved.model_validate(dict(state))
+        parts = {rank: _only(state[key]) for rank, key in keys.items()}
+        _Saved.model_validate({**state, "ranks": parts})
     except ValidationError as error:
         raise ConfigError(
             f"state of ncz_plugins: {first_problem(error)}; pass what Training.state_dict returns"
         ) from None
+    return parts
+
+
+def _only(values: object) -> object:
+    """The only element of a tuple. Something else is returned as it is, for the check of what it holds to refuse it."""
+    return values[0] if isinstance(values, tuple) and len(values) == 1 else values

@@ -26,12 +26,12 @@ from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
 from .report import CompressionReport
-from .saved import require_saved
+from .saved import key_of, require_saved
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-_FORMAT = 2  # of state_dict
+_FORMAT = 3  # of state_dict
 _OF_COMMUNICATORS = "entropy", "transport", "roles"  # sections that each takes as it is made
 
 
@@ -69,6 +69,7 @@ class Training:
         self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
         self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
         self._tightening = 1.0  # where a group begins
+        self._returned: dict[str, dict] | None = None  # by `state_dict`, of this rank
 
     @property
     def config(self) -> Config:
@@ -131,8 +132,12 @@ class Training:
                 )
 
     def forget_groups(self) -> None:
-        """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing."""
+        """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing.
+
+        So does what a state has brought that only some of them have loaded.
+        """
         self._groups.clear()
+        self._loaded.clear()
 
     # ---------------------------------------------------------------- deciding
 
@@ -217,20 +222,29 @@ class Training:
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict:
-        """What this rank needs to go on, to the bit, like a run that was not stopped.
+        """What this rank needs to go on, to the bit, like a run that was not stopped. Call it between steps.
 
-        Holds tensors, numbers, strings and mappings only, so that `torch.load(..., weights_only=True)` reads it. It
-        differs between ranks: each saves its own. Tensors are not copied, and change with the next step: to go back
-        to a state that stays in memory, keep a `copy.deepcopy` of it.
+        Holds tensors, numbers, strings, tuples and mappings only, so that `torch.load(..., weights_only=True)` reads
+        it. It differs between ranks: each saves its own. Tensors are not copied, and change with the next step: to go
+        back to a state that stays in memory, keep a `copy.deepcopy` of it.
+
+        `torch.distributed.checkpoint` takes a Training itself. It loads only the keys that `state_dict` of the new
+        process has, and keeps the value of one rank where several ranks have the same key. So the keys are always the
+        same, and what differs between ranks is one value, under a key with the number of the rank. That value is a
+        tuple, as mappings, and lists of them, would be taken apart.
         """
-        groups = {key: group.state_dict() for key, group in self._groups.items()}
+        groups = self._loaded | {key: group.state_dict() for key, group in self._groups.items()}
+        ranks = self._ranks()
+        self._returned = {
+            "residuals": dict(self.residuals.by_name),
+            "groups": {_text(key): state for key, state in groups.items()},
+        }
         return {
             "format": _FORMAT,
-            "rank": self._my_rank(),
-            "world_size": self._ranks(),
+            "world_size": ranks,
             "step": self.step,
-            "residuals": dict(self.residuals.by_name),
-            "groups": {_text(key): state for key, state in (self._loaded | groups).items()},
+            "tightening": _tightening_of_all(groups, ranks, self._tightening),
+            key_of(self._my_rank()): (self._returned,),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -240,7 +254,8 @@ class Training:
         zero. If that run had another number of ranks, it is the same, and random numbers begin anew. A line on stderr
         says so. The step and what the guard has tightened among all ranks are kept in any case.
 
-        Raises ConfigError if `state` is none of this version's.
+        Raises ConfigError if `state` is none of this version's, if a part of it is missing, or if it is what this
+        training itself has returned, so that nothing would be restored.
         """
         found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         if found != _FORMAT:
@@ -248,31 +263,47 @@ class Training:
                 f"state of ncz_plugins: format {found!r} is not one that {__version__} reads; "
                 f"allowed: {_FORMAT}, what Training.state_dict returns"
             )
-        require_saved(state)
-        loaded = {tuple(map(int, key.split())): each for key, each in state["groups"].items()}
+        parts = require_saved(state)
+        rank, ranks = self._my_rank(), self._ranks()
+        saved_by = rank if rank in parts else min(parts)
+        is_own = (saved_by, state["world_size"]) == (rank, ranks)
+        residuals = parts[saved_by]["residuals"]
+        if is_own:
+            self._require_another(parts[rank])
         self.step = state["step"]
-        self.residuals = Residuals()
+        self._tightening = state["tightening"]
+        self._returned = None
         self._groups.clear()
         self._loaded = {}
-        self._tightening = _tightening_of_all(loaded, state["world_size"])
-        rank, ranks, lost = self._my_rank(), self._ranks(), []
-        if state["world_size"] == ranks:
-            self._loaded = loaded  # which all ranks of a group have alike
-        else:
-            lost.append("random numbers begin anew")
-        if (state["rank"], state["world_size"]) == (rank, ranks):
+        if state["world_size"] == ranks:  # all ranks of a group have its state alike
+            self._loaded = {tuple(map(int, key.split())): each for key, each in parts[saved_by]["groups"].items()}
+        self.residuals = Residuals()
+        if is_own:
             with outside_of_inference_mode():
-                for name, kept in state["residuals"].items():
+                for name, kept in residuals.items():
                     # The caller may load the same state again, and what is kept is changed in place.
                     self.residuals.by_name[name] = kept.clone().nan_to_num_(0, 0, 0)
-        elif state["residuals"]:
-            lost.insert(0, "what error feedback has kept starts at zero")
+            return
+        lost = ["what error feedback has kept starts at zero"] if residuals else []
+        lost += ["random numbers begin anew"] if state["world_size"] != ranks else []
         if lost and (state["world_size"] == ranks or rank == 0):
             print(
-                f"ncz_plugins: this state was saved by rank {state['rank']} of {state['world_size']} and is loaded by "
+                f"ncz_plugins: this state was saved by rank {saved_by} of {state['world_size']} and is loaded by "
                 f"rank {rank} of {ranks}: {'; '.join(lost)}",
                 file=sys.stderr,
                 flush=True,
+            )
+
+    def _require_another(self, part: Mapping[str, Mapping]) -> None:
+        """Raise ConfigError where this is the state in use itself, so that the step would be restored at most."""
+        kept = self.residuals.by_name
+        if part is self._returned or any(each is kept.get(name) for name, each in part["residuals"].items()):
+            key = key_of(self._my_rank())
+            raise ConfigError(
+                f'state of ncz_plugins: "{key}" is what state_dict() of the same object has returned. It changes with '
+                "each step, so it would restore nothing. A state that stays in memory must be a copy.deepcopy of it. "
+                f'If torch.distributed.checkpoint has read this state, the checkpoint has no "{key}" of this object, '
+                "or the planner has flatten_state_dict=False"
             )
 
 
@@ -288,13 +319,13 @@ def _end_step_of_each(guards: Sequence[Guard]) -> None:
         raise errors[0]
 
 
-def _tightening_of_all(groups: Mapping[tuple[int, ...], Mapping], world_size: int) -> float:
+def _tightening_of_all(groups: Mapping[tuple[int, ...], Mapping], world_size: int, default: float) -> float:
     """Where a group begins that a saved state does not know. Its ranks have read states of different ranks.
 
     So what all of these have in common counts: the group of all ranks, if there was one.
     """
     of_all = groups.get(tuple(range(world_size)))
-    return min((each["guard"]["tightening"] for each in ([of_all] if of_all else groups.values())), default=1.0)
+    return min((each["guard"]["tightening"] for each in ([of_all] if of_all else groups.values())), default=default)
 
 
 def _no_communicator() -> None:

@@ -1,10 +1,13 @@
 """What lasts from step to step: counted, decided alike, saved and restored."""
 
+import copy
 import io
 import json
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
@@ -74,7 +77,13 @@ def of_a_run() -> Training:
     return training
 
 
-GROUP = of_a_run().state_dict()["groups"]["0 1"]
+def part_of(state: dict, rank: int = 0) -> dict:
+    """What a state has of one rank alone."""
+    [part] = state[f"rank {rank}"]
+    return part
+
+
+GROUP = part_of(of_a_run().state_dict())["groups"]["0 1"]
 
 
 def test_a_state_goes_through_a_checkpoint():
@@ -82,7 +91,7 @@ def test_a_state_goes_through_a_checkpoint():
     training.load_state_dict(saved(of_a_run()))
     assert training.step == 9
     assert torch.equal(training.residuals.by_name["a"], torch.arange(5.0))
-    assert training.state_dict()["groups"] == of_a_run().state_dict()["groups"]  # though none was asked for yet
+    assert part_of(training.state_dict())["groups"] == {"0 1": GROUP}  # though none was asked for yet
     group = training.of_group(RANKS)
     assert (group.calls, group.guard.tightening) == (17, 0.5)
     assert training.treatment(ParameterSlice("a", 5), torch.float32, None, RANKS).quantizer.value == 0.1875
@@ -111,20 +120,49 @@ def test_what_all_ranks_have_alike_is_taken_from_the_state_of_any():
     assert training.of_group(RANKS).calls == 17
 
 
+def with_part(key: str, value: object) -> dict:
+    state = of_a_run().state_dict()
+    return state | {"rank 0": (part_of(state) | {key: value},)}
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
+        ({}, "format None is not one that"),
         ({"step": 3}, "format None is not one that"),
         (None, "format 'NoneType' is not one that"),
-        ({"format": 2, "step": 3}, "rank: Field required"),
+        (
+            {"format": 2, "rank": 0, "world_size": 2, "step": 3, "residuals": {}, "groups": {}},
+            "format 2 is not one that",
+        ),
+        ({"format": 3, "world_size": 2, "step": 3, "tightening": 1.0}, 'no key "rank 0".*a part is missing'),
+        ({"format": 3, "rank 0": ({"residuals": {}, "groups": {}},)}, "world_size: Field required"),
         *(
             (of_a_run().state_dict() | {key: value}, key)
             for key, value in [
                 ("step", "3"),
                 ("step", -1),
                 ("step", True),
-                ("rank", None),
                 ("world_size", 0),
+                ("tightening", 0.0),
+                ("tightening", "x"),
+            ]
+        ),
+        *(
+            (of_a_run().state_dict() | {"rank 0": value}, "ranks.0")
+            for value in [
+                None,
+                (),
+                {},
+                ({},),
+                ({"residuals": {}},),
+                ({"groups": {}},),
+                ({"residuals": {}, "groups": {}},) * 2,
+            ]
+        ),
+        *(
+            (with_part(key, value), key)
+            for key, value in [
                 ("residuals", None),
                 ("residuals", {"a": [1.0, 2.0]}),
                 ("residuals", {"a": torch.zeros(2, 2)}),
@@ -147,8 +185,7 @@ def test_a_foreign_state_is_refused(state, words):
     before = saved(training)
     with pytest.raises(ConfigError, match=words):
         training.load_state_dict(state)
-    after = saved(training)
-    assert after.pop("residuals").keys() == before.pop("residuals").keys() and after == before
+    assert str(saved(training)) == str(before)
 
 
 def test_what_hopeless_calls_taught_goes_through_a_checkpoint():
@@ -162,7 +199,7 @@ def test_what_hopeless_calls_taught_goes_through_a_checkpoint():
 def test_residuals_that_are_not_finite_start_at_zero():
     """An earlier version kept such of a fixed rate."""
     training, state = of_two_ranks(), saved(of_a_run())
-    state["residuals"]["a"][2] = torch.nan
+    part_of(state)["residuals"]["a"][2] = torch.nan
     training.load_state_dict(state)
     assert training.residuals.by_name["a"].tolist() == [0, 1, 0, 3, 4]
 
@@ -185,7 +222,20 @@ def test_a_state_may_be_loaded_twice():
         training.residuals.of(ParameterSlice("a", 5), torch.zeros(1)).add_(1)
     for training in trainings:
         assert torch.equal(training.residuals.by_name["a"], torch.arange(5.0) + 1)
-    assert torch.equal(state["residuals"]["a"], torch.arange(5.0))
+    assert torch.equal(part_of(state)["residuals"]["a"], torch.arange(5.0))
+
+
+def test_a_state_in_memory_that_is_no_copy_is_refused():
+    """Steps change what it holds: to go back to it would restore the step, and the residuals of now."""
+    training = of_a_run()
+    live, copied = training.state_dict(), copy.deepcopy(training.state_dict())
+    training.residuals.by_name["a"].add_(1)
+    training.step += 1
+    for state in (live, training.state_dict()):
+        with pytest.raises(ConfigError, match="deepcopy"):
+            training.load_state_dict(state)
+    training.load_state_dict(copied)
+    assert training.step == 9 and torch.equal(training.residuals.by_name["a"], torch.arange(5.0))
 
 
 def test_what_replaces_a_configuration_is_checked_before_it_does():
@@ -213,15 +263,95 @@ def test_an_alarm_in_one_group_ends_the_step_in_all_of_them():
 
 def test_a_group_that_a_state_does_not_know_begins_alike_on_all_ranks():
     """Only the ranks of the smaller group know what that has tightened."""
-    states = [saved(of_a_run()) for _ in range(2)]
-    for state in states:
-        state["world_size"] = 3
-        state["groups"] = {"0 1 2": GROUP}
-    states[0]["groups"]["0 1"] = GROUP | {"guard": {"tightening": 0.125, "calls": 1}}
-    for state in states:
-        training = of_two_ranks()
+    for smaller in ([], [RANKS]):
+        training = Training()
+        training.rank, training.world_size = 0, 3
+        for ranks in [(0, 1, 2), *smaller]:
+            training.of_group(ranks).guard.tightening = 0.5 / len(ranks[1:])
+        training.of_group((0, 1, 2)).guard.tightening = 0.5
+        again = of_two_ranks()
+        again.load_state_dict(saved(training))
+        assert again.of_group(RANKS).guard.tightening == 0.5
+
+
+def test_what_was_tightened_outlives_two_changes_of_the_number_of_ranks():
+    """The run in between made no call, so that it knows of no group."""
+    state = saved(of_a_run())
+    for ranks in (3, 4):
+        training = Training()
+        training.rank, training.world_size = 0, ranks
         training.load_state_dict(state)
-        assert training.of_group(RANKS).guard.tightening == 0.5
+        state = saved(training)
+    assert training.of_group(range(4)).guard.tightening == 0.5
+
+
+def test_groups_that_meet_anew_begin_from_nothing():
+    """Also where one of the ranks has loaded a state and the others have not: they would number calls differently."""
+    training = of_two_ranks()
+    training.load_state_dict(saved(of_a_run()))
+    training.forget_groups()
+    assert training.of_group(RANKS).calls == 0
+
+
+# ------------------------------------------------------------------ torch.distributed.checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """Of rank 0 of 2, beside a tensor."""
+    monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)  # that there is no process group
+    dcp.save({"w": torch.ones(3), "ncz": of_a_run()}, checkpoint_id=tmp_path)
+    return tmp_path
+
+
+def restored(checkpoint, training: Training, **planner) -> Training:
+    planner = dcp.DefaultLoadPlanner(**planner) if planner else None
+    dcp.load({"w": torch.zeros(3), "ncz": training}, checkpoint_id=checkpoint, planner=planner)
+    return training
+
+
+def test_dcp_restores_all_of_it_in_a_new_process(checkpoint):
+    """Whose own state has no residuals and no groups yet: DCP loads into keys that are there."""
+    training = restored(checkpoint, of_two_ranks())
+    assert str(saved(training)) == str(saved(of_a_run()))
+
+
+def test_dcp_restores_all_of_it_in_the_same_process(checkpoint):
+    training = of_a_run()
+    training.residuals.by_name["a"].zero_()
+    training.step = 12
+    assert str(saved(restored(checkpoint, training))) == str(saved(of_a_run()))
+
+
+def test_dcp_with_fewer_ranks(checkpoint, capsys):
+    training = restored(checkpoint, Training())
+    assert training.step == 9 and not training.residuals.by_name
+    assert training.of_group([0]).guard.tightening == 0.5
+    assert "saved by rank 0 of 2 and is loaded by rank 0 of 1" in capsys.readouterr().err
+
+
+def test_dcp_with_more_ranks(checkpoint):
+    """A key of the new rank's own is in no checkpoint: DCP refuses that, unless it is told not to."""
+    training = Training()
+    training.rank, training.world_size = 2, 3
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: ncz.rank 2"):
+        restored(checkpoint, training)
+    assert training.step == 0
+    restored(checkpoint, training, allow_partial_load=True)
+    assert training.step == 9 and training.of_group(range(3)).guard.tightening == 0.5
+
+
+def test_what_dcp_does_not_restore_is_refused(checkpoint, tmp_path):
+    """Without a word of its own it gives back the state of the new process."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "without")
+    with pytest.raises(ConfigError, match='the checkpoint has no "rank 0"'):
+        restored(tmp_path / "without", of_two_ranks(), allow_partial_load=True)
+    with pytest.raises(ConfigError, match='the checkpoint has no "rank 1"'):  # though the step is there
+        restored(checkpoint, of_two_ranks(1), allow_partial_load=True)
+    state, planner = {"w": torch.ones(3), "ncz": of_a_run()}, dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "whole", planner=planner)
+    with pytest.raises(ConfigError, match="the planner has flatten_state_dict=False"):
+        restored(tmp_path / "whole", of_two_ranks(), flatten_state_dict=False)
 
 
 def test_a_configuration_may_be_replaced_between_steps():
