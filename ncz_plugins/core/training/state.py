@@ -228,10 +228,10 @@ class Training:
         it. It differs between ranks: each saves its own. Tensors are not copied, and change with the next step: to go
         back to a state that stays in memory, keep a `copy.deepcopy` of it.
 
-        `torch.distributed.checkpoint` takes a Training itself. It loads only the keys that `state_dict` of the new
-        process has, and keeps the value of one rank where several ranks have the same key. So the keys are always the
-        same, and what differs between ranks is one value, under a key with the number of the rank. That value is a
-        tuple, as mappings, and lists of them, would be taken apart.
+        `torch.distributed.checkpoint` takes a Training itself. It reads only keys that the new process has, and saves
+        one rank's value where several ranks have the same key. So a rank has the same keys at any time, and what
+        differs between ranks is under a key with the rank's number. That value is a tuple: a mapping would be split
+        into keys of its own.
         """
         groups = self._loaded | {key: group.state_dict() for key, group in self._groups.items()}
         ranks = self._ranks()
