@@ -1,7 +1,8 @@
-"""Lossless coding of floats: the SPLIT frames of docs/reference/wire-format.md, which consist of frames of codes.
+"""Lossless coding of bytes: the SPLIT frames of docs/reference/wire-format.md, which consist of frames of codes.
 
-Torch operations split the floats' bits into planes; a backend's `encode_codes` and `decode_codes` do the rest. Shapes
-and dtypes are those of backend.py. On a GPU the host waits for the size of each plane.
+A SPLIT frame holds floats, or the changes of elements of any dtype: each byte less that of an older version.
+Torch operations split elements into planes of bytes; a backend's `encode_codes` and `decode_codes` do the rest. Shapes
+are those of backend.py; dtypes are any of 1, 2, 4 or 8 bytes. On a GPU the host waits for the size of each plane.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from .format import (
 from .scratch import Scratch
 
 _HEAD = struct.Struct(f"{HEADER.format}I")  # the header, and the base
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 _scratch = Scratch()
 
 
 def max_lossless_bytes(count: int, itemsize: int) -> int:
-    """An upper bound of the bytes of a SPLIT frame of `count` floats of `itemsize` bytes."""
+    """An upper bound of the bytes of a SPLIT frame of `count` elements of `itemsize` bytes."""
     # A code of 8 bits less the one before it has 9, which the coders write in 16 at most; one of 16 bits in 32.
     planes = itemsize - 1 if itemsize == 8 else itemsize
     of_a_byte = max_frame_bytes(count) - 2 * OCTET * -(-count // OCTET)
@@ -42,32 +43,66 @@ def max_lossless_bytes(count: int, itemsize: int) -> int:
 
 def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) -> int:
     """Write `x` as one frame to `frame` (uint8, at least `max_lossless_bytes` long). Returns the bytes written."""
-    count, itemsize = x.numel(), x.element_size()
-    rotated = _scratch.of("rotated", count, _INTEGERS[itemsize], x.device)
-    codes = _scratch.of("codes", count, torch.int32, x.device)
-    inner = _scratch.of("plane", max_frame_bytes(count), torch.uint8, x.device)
+    rotated = _scratch.of("rotated", x.numel(), _INTEGERS[x.element_size()], x.device)
     _rotate_left(x.view(rotated.dtype), rotated)
     planes = _planes(rotated)
+    codes = _scratch.of("codes", x.numel(), torch.int32, x.device)
     base = _base(codes.copy_(planes[0]), _largest(planes[0]))
     planes[0].sub_(_signed(base, planes[0]))
+    return _write(backend, planes, x, (Predictor.NONE, base), coding, frame)
+
+
+def encode_byte_changes(backend: Backend, x: Tensor, before: Tensor, coding: Coding, frame: Tensor) -> int:
+    """Write every byte of `x` less that of `before`, an older version of it, as one frame. As `encode_floats`."""
+    changes = _scratch.of("rotated", x.numel(), _INTEGERS[x.element_size()], x.device)
+    torch.sub(x.view(torch.uint8), before.view(torch.uint8), out=changes.view(torch.uint8))
+    planes = _planes(changes)
+    # The last plane is always held, so that a few bytes can't claim to be a huge tensor.
+    held = [number for number, plane in enumerate(planes) if number == len(planes) - 1 or plane.any()]
+    mask = sum(1 << number for number in held)
+    return _write(backend, [planes[number] for number in held], x, (Predictor.DELTA, mask), coding, frame)
+
+
+def _write(backend: Backend, planes: list[Tensor], x: Tensor, head: tuple, coding: Coding, frame: Tensor) -> int:
+    """Write a header with predictor and base, and planes. Returns the bytes written."""
+    codes = _scratch.of("codes", x.numel(), torch.int32, x.device)
+    inner = _scratch.of("plane", max_frame_bytes(x.numel()), torch.uint8, x.device)
     end = _HEAD.size
     for plane in planes:
         size = int(backend.encode_codes(codes.copy_(plane), coding, inner))
         frame[end : end + size] = inner[:size]
         end += size
-    header = (MAGIC, VERSION, Coder.SPLIT, Predictor.NONE, 8 * itemsize, count, end - HEADER_BYTES, 0, 0)
+    predictor, base = head
+    header = (MAGIC, VERSION, Coder.SPLIT, predictor, 8 * x.element_size(), x.numel(), end - HEADER_BYTES, 0, 0)
     frame[: _HEAD.size] = torch.frombuffer(bytearray(_HEAD.pack(*header, base)), dtype=torch.uint8)
     return end
 
 
-def decode_floats(backend: Backend, frame: Tensor, out: Tensor) -> None:
-    """Read one frame into `out`. Raises DamagedFrame, and leaves `out` unchanged, unless every byte is valid."""
-    base = _check_head(backend, frame, out)
-    rotated = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()], out.device)
-    codes = _scratch.of("codes", out.numel(), torch.int32, out.device)
-    planes = _planes(rotated)
-    if base > _largest(planes[0]):
-        raise DamagedFrame(f"SPLIT frame has base {base}, which its floats can't have")
+def decode_floats(backend: Backend, frame: Tensor, out: Tensor, before: Tensor | None = None) -> None:
+    """Read one frame into `out`, which may be `before`, the older version. Without it only floats can be read.
+
+    Raises DamagedFrame, and leaves `out` unchanged, unless every byte is valid.
+    """
+    predictor, base = _check_head(backend, frame, out, before is not None)
+    bits = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()], out.device)
+    planes = _planes(bits)
+    if predictor == Predictor.NONE:
+        if base > _largest(planes[0]):
+            raise DamagedFrame(f"SPLIT frame has base {base}, which its floats can't have")
+        _read(backend, frame, planes)
+        planes[0].add_(_signed(base, planes[0]))
+        _rotate_right(bits, out.view(bits.dtype))
+        return
+    if base >> len(planes) - 1 != 1:
+        raise DamagedFrame(f"SPLIT frame has a mask {base:#x}, which its {len(planes)} planes can't have")
+    bits.zero_()
+    _read(backend, frame, [plane for number, plane in enumerate(planes) if base >> number & 1])
+    torch.add(before.view(torch.uint8), bits.view(torch.uint8), out=out.view(torch.uint8))
+
+
+def _read(backend: Backend, frame: Tensor, planes: list[Tensor]) -> None:
+    """Read the planes behind the header. Raises DamagedFrame unless these are all that there is."""
+    codes = _scratch.of("codes", planes[0].numel(), torch.int32, frame.device)
     rest = frame[_HEAD.size :]
     for plane in planes:
         inner, rest = _next_frame(rest)
@@ -79,28 +114,28 @@ def decode_floats(backend: Backend, frame: Tensor, out: Tensor) -> None:
         plane.copy_(codes)
     if rest.numel():
         raise DamagedFrame(f"SPLIT frame goes on for {rest.numel()} bytes behind its last plane")
-    planes[0].add_(_signed(base, planes[0]))
-    _rotate_right(rotated, out.view(rotated.dtype))
 
 
-def _check_head(backend: Backend, frame: Tensor, out: Tensor) -> int:
-    """The base in a frame's header. Raises DamagedFrame unless the header fits the floats of `out`."""
+def _check_head(backend: Backend, frame: Tensor, out: Tensor, has_older: bool) -> tuple[int, int]:
+    """Predictor and base in a frame's header. Raises DamagedFrame unless the header fits the elements of `out`."""
     if frame.numel() < _HEAD.size:
         raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
     *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())
-    expected = [MAGIC, VERSION, Coder.SPLIT, Predictor.NONE, 8 * out.element_size()]
+    predictor = kind[3]
+    allowed = predictor if has_older and predictor == Predictor.DELTA else Predictor.NONE
+    expected = [MAGIC, VERSION, Coder.SPLIT, allowed, 8 * out.element_size()]
     for name, found, wanted in zip(("magic", "version", "coder", "predictor", "width"), kind, expected):
         if found != wanted:
-            raise DamagedFrame(f"{name} is {found:#x}, that of a SPLIT frame of these floats is {int(wanted):#x}")
+            raise DamagedFrame(f"{name} is {found:#x}, that of a SPLIT frame of these elements is {int(wanted):#x}")
     if count != out.numel():
-        raise DamagedFrame(f"frame holds {count} floats, expected {out.numel()}")
+        raise DamagedFrame(f"frame holds {count} elements, expected {out.numel()}")
     if payload_bytes != frame.numel() - HEADER_BYTES:
         raise DamagedFrame(f"payload has {frame.numel() - HEADER_BYTES} bytes, the header says {payload_bytes}")
     if flags not in (0, HAS_CHECKSUM) or (not flags and checksum):
         raise DamagedFrame(f"header has unknown flags {flags:#x}, or a checksum ({checksum:#x}) without its flag")
     if flags and (actual := backend.checksum(frame)) != checksum:
         raise DamagedFrame(f"checksum is {actual:#010x}, the header says {checksum:#010x}")
-    return base
+    return predictor, base
 
 
 def _next_frame(data: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Differences between floats, and frames of them: every bit comes back, and close floats make small codes."""
+"""Changes of elements, and frames of them: every bit comes back, and close floats make small codes."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ncz_plugins import kernels
-from ncz_plugins.kernels.format import CHUNK, DTYPES, HEADER, HEADER_BYTES, Coder, Coding, DamagedFrame, Predictor
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    DTYPES,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Predictor,
+)
 from ncz_plugins.kernels.updates import decode_update, encode_update, max_update_bytes
 
 REFERENCE = kernels.load("reference")
 AUTO = Coding()
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHORT = DTYPES[:3]  # those that have differences
+OTHERS = (torch.float64, *INTEGERS.values())  # those that change byte by byte
 SIZES = (0, 1, 7, 33, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 5)
 
 
@@ -76,7 +88,7 @@ def test_a_difference_counts_the_floats_in_between(any_backend, dtype):
 
 
 @pytest.mark.parametrize("coder", [Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SHORT + OTHERS, ids=str)
 @pytest.mark.parametrize("count", SIZES)
 def test_every_bit_comes_back(backend, dtype, count, coder):
     base = any_floats(dtype, count, 1)
@@ -90,7 +102,7 @@ def test_every_bit_comes_back(backend, dtype, count, coder):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_two_versions(data):
-    dtype = data.draw(st.sampled_from(DTYPES))
+    dtype = data.draw(st.sampled_from(SHORT + OTHERS))
     base = any_floats(dtype, data.draw(st.integers(0, 300)), data.draw(st.integers(0, 99)))
     x = base.clone()
     for at in data.draw(st.lists(st.integers(0, max(0, x.numel() - 1)), max_size=20)):
@@ -118,9 +130,53 @@ def test_what_moved_far_is_sent_as_it_is(backend):
     assert 8 * frame.numel() < 12 * x.numel()
 
 
-def test_float64_is_sent_as_it_is(backend):
-    x = torch.ones(100, dtype=torch.float64)
-    assert coder_of(encoded(backend, x, x)) is Coder.SPLIT
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_rare_changes_of_other_dtypes_take_few_bits(backend, dtype):
+    base = any_floats(dtype, 1 << 16, 0)
+    x = base.clone()
+    x.view(torch.uint8)[5 :: 100 * dtype.itemsize] += 3
+    smallest = AUTO._replace(costs=AUTO.costs._replace(link=10**6))
+    frame, unchanged = encoded(backend, x, base, smallest), encoded(backend, base, base, smallest)
+    assert 8 * frame.numel() < 0.2 * base.numel() and 8 * unchanged.numel() < 0.03 * base.numel()
+
+
+def test_the_frame_of_bytes_is_as_the_specification_says(backend):
+    """Written out by hand: the second of 4 planes of bytes, from the top, did not change, nor did the third."""
+    base = torch.tensor([0x01000001, 0x020304FF], dtype=torch.int32)
+    x = torch.tensor([0x00000001, 0x02030400], dtype=torch.int32)
+    frame = encoded(backend, x, base, Coding(Coder.RAW, Predictor.NONE)).numpy().tobytes()
+    planes = [bytes([1, 0]), bytes([0, 2])]  # less 1, and one more; zigzag
+    inner = [HEADER.pack(MAGIC, VERSION, Coder.RAW, Predictor.NONE, 8, 2, 2, 0, 0) + plane for plane in planes]
+    payload = (0b1001).to_bytes(4, "little") + b"".join(inner)
+    assert frame == HEADER.pack(MAGIC, VERSION, Coder.SPLIT, Predictor.DELTA, 32, 2, len(payload), 0, 0) + payload
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_changes_of_bytes_that_can_not_be_are_refused(dtype):
+    backend = kernels.cpu_backend()
+    base = any_floats(dtype, 900, 0)
+    x = base.clone()
+    x.view(torch.uint8)[:40] += 1
+    frame = encoded(backend, x, base)
+    assert frame[6] == Predictor.DELTA
+
+    def refused(changed: torch.Tensor, older: torch.Tensor | None) -> None:
+        out = base.clone()
+        with pytest.raises(DamagedFrame):
+            decode_update(backend, changed, older, out)
+        assert torch.equal(bits(out), bits(base))
+
+    refused(frame, None)  # no older version
+    for size in range(frame.numel()):
+        refused(frame[:size], base)
+    planes = 7 if dtype.itemsize == 8 else dtype.itemsize
+    for mask in (0, (1 << planes) - 1 ^ 1 << planes - 1, 1 << planes, 1 << 31):  # the last plane is always there
+        changed = frame.clone()
+        changed[HEADER_BYTES : HEADER_BYTES + 4] = torch.tensor(list(mask.to_bytes(4, "little")), dtype=torch.uint8)
+        refused(changed, base)
+    changed = frame.clone()
+    changed[6] = 2
+    refused(changed, base)
 
 
 @pytest.mark.parametrize("kind", ["moved", "far"])
