@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from ..core.whole_files import write_whole
 from .output import add_row, size, table, unbroken_console
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from ..core.codec.weight_file import WeightFile
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -40,24 +40,25 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _make(options: argparse.Namespace) -> None:
-    from ..core.codec.patch import make_patch
+    from ..core.codec.weight_file import make_file_patch
 
     new = _read(options.new)
-    patch = make_patch(new, None if options.base is None else _read(options.base))
+    patch = make_file_patch(new, None if options.base is None else _read(options.base))
     _write(options.patch, patch)
-    whole = sum(tensor.nbytes for tensor in new.values())
+    whole = sum(len(item.data) for item in new.items.values())
     fewer = f", {whole / len(patch):.1f} times fewer than its {size(whole)}"
     unbroken_console().print(Text(f"{options.patch}: {size(len(patch))}{fewer}"))
 
 
 def _apply(options: argparse.Namespace) -> None:
-    from ..core.codec.patch import apply_patch
+    from ..core.codec.weight_file import apply_file_patch, file_of
 
     base, patch = None if options.base is None else _read(options.base), _bytes_of(options.patch)
     with _naming(options.patch):
-        made = apply_patch(patch, base)
-    _write(options.new, _safetensors().save({name: each.contiguous() for name, each in made.items()}, {"format": "pt"}))
-    unbroken_console().print(Text(f"{options.new}: {len(made)} tensors"))
+        made = apply_file_patch(patch, base)
+        data = file_of(made)
+    _write(options.new, data)
+    unbroken_console().print(Text(f"{options.new}: {len(made.items)} tensors"))
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -66,33 +67,29 @@ def _show(options: argparse.Namespace) -> None:
     patch = _bytes_of(options.patch)
     with _naming(options.patch):
         contents, _ = read_patch(patch)
-    base = "holds everything" if contents.base is None else f"for version {contents.base:08x}"
+    base = (
+        "holds everything"
+        if contents.base is None
+        else f"for version {contents.base:08x}, lists what is new or changed"
+    )
     found = table("tensor", "dtype", "shape", "held as", "bytes", numbers=["bytes"], gap=2)
     for entry in contents.tensors:
         shape = " x ".join(map(str, entry.shape)) or "a number"
-        add_row(found, entry.name, entry.dtype, shape, entry.kind, f"{sum(entry.frames):,}")
+        held = entry.kind if entry.of is None else f"{entry.kind}: {entry.of}"
+        add_row(found, entry.name, entry.dtype, shape, held, f"{sum(entry.frames):,}")
     console = unbroken_console()
     console.print(Text(f"{options.patch}: makes version {contents.identity:08x}, {base}"))
     console.print(found)
 
 
-def _safetensors():
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise UnsupportedError(
-            "ncz patch reads and writes files of safetensors, which is not installed: "
-            "pip install 'ncz_plugins[safetensors]'"
-        ) from None
-    return safetensors.torch
+def _read(file: str) -> WeightFile:
+    from ..core.codec.weight_file import read_file
 
-
-def _read(file: str) -> Mapping[str, Tensor]:
-    safetensors, data = _safetensors(), _bytes_of(file)
+    data = _bytes_of(file)
     try:
-        return safetensors.load(data)
-    except Exception as error:  # its own class for files that are damaged
-        raise UnsupportedError(f"{file}: is no whole file of safetensors: {error}") from None
+        return read_file(data)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from None
 
 
 def _bytes_of(file: str) -> bytes:
@@ -109,8 +106,8 @@ def _naming(patch: str) -> Iterator[None]:
         yield
     except MismatchError as error:
         raise MismatchError(f"{patch}: {error} (--base names the version that it is for)") from None
-    except FrameError as error:
-        raise FrameError(f"{patch}: {error}") from None
+    except (FrameError, UnsupportedError) as error:
+        raise type(error)(f"{patch}: {error}") from None
 
 
 def _write(file: str, data: bytes) -> None:

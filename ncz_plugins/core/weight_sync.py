@@ -5,13 +5,15 @@ Patches are bytes (codec/patch.py). Send them as you like, or let `WeightSync` d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .codec.patch import apply_contents, identity, make_patch, on_host, read_patch
+from .codec.items import memory_of, on_host, require_state
+from .codec.patch import apply_patch, identity, make_patch
 from .errors import MismatchError, UnsupportedError
 from .transport.base import peer_errors
 from .transport.groups import require_group
@@ -44,7 +46,7 @@ class WeightPublisher:
 
         Raises UnsupportedError as `make_patch` does, and then keeps what was published before.
         """
-        copied = {name: on_host(name, tensor, copy=True) for name, tensor in state.items()}
+        copied = _copied(state)
         new = identity(copied)
         self._kept.pop(new, None)
         self._kept[new] = copied
@@ -63,6 +65,8 @@ class WeightPublisher:
     def patch(self, base: int | None = None) -> bytes:
         """What turns the version with the identity `base` into the newest; all of the newest if that is not kept.
 
+        So a worker whose weights are none that was published, because it is new or has changed them, gets all of them.
+
         Raises UnsupportedError if nothing was published.
         """
         self._require_published()
@@ -80,36 +84,33 @@ class WeightSubscriber:
     """A worker's side: holds the weights that patches made.
 
     Attributes:
-        weights: tensors by name, in host memory; empty before the first patch. A patch fits them as long as nobody
-            changes them in place.
-        identity: of the version that this is, for `WeightPublisher.patch`; None before the first patch.
+        weights: tensors by name, in host memory; empty before the first patch. Tensors that share memory at the trainer
+            are one tensor here, too.
     """
 
     def __init__(self):
         self.weights: dict[str, Tensor] = {}
-        self.identity: int | None = None
+
+    @property
+    def identity(self) -> int | None:
+        """What `WeightPublisher.patch` wants to know: the identity of the weights, as they are now; None without any.
+
+        It takes a pass over all of them, and so notices if somebody has changed them in place.
+        """
+        try:
+            return identity(self.weights) if self.weights else None
+        except UnsupportedError:  # of what was put among them
+            return None
 
     def apply(self, patch: bytes) -> dict[str, Tensor]:
         """The weights, once the patch is applied.
 
-        Raises FrameError if it is damaged, and MismatchError if it is for another version. The weights are unchanged
-        then: ask for another one.
+        Raises FrameError if it is damaged, and MismatchError if it is for another version, also if the weights were
+        changed in place since `identity` was asked for. The weights are unchanged then: ask for a patch for the
+        `identity` that they have now.
         """
-        contents, frames = read_patch(patch)
-        self.weights = apply_contents(contents, frames, self.weights if self.identity is not None else None)
-        self.identity = contents.identity
+        self.weights = apply_patch(patch, self.weights or None)
         return self.weights
-
-    def forget_changed(self) -> None:
-        """Begin anew, with no version, if somebody has changed the weights in place."""
-        if self.identity is None:
-            return
-        try:
-            found = identity(self.weights)
-        except UnsupportedError:  # of what was put among them
-            found = None
-        if found != self.identity:
-            self.weights, self.identity = {}, None
 
 
 class WeightSync:
@@ -152,15 +153,17 @@ class WeightSync:
         except Exception:  # whatever it was, a worker would wait for this rank until its time-out
             bases = self._bases(_NONE)
             if bases:
-                self._broadcast(torch.full((len(bases),), _REFUSED))
+                self._broadcast(torch.full((len(bases), 2), _REFUSED))
             raise
         bases = self._bases(_NONE)
         if not bases:
             return version
         patches = [self._publisher.patch(None if base == _NONE else base) for base in bases]
-        self._broadcast(torch.tensor([len(patch) for patch in patches]))
-        self.bytes_sent = sum(map(len, patches))
-        self._broadcast(torch.frombuffer(bytearray(b"".join(patches)), dtype=torch.uint8))
+        distinct = list({id(patch): patch for patch in patches}.values())  # all that have no kept version share one
+        starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
+        self._broadcast(torch.tensor([[starts[id(patch)], len(patch)] for patch in patches]))
+        self.bytes_sent = sum(map(len, distinct))
+        self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
         return version
 
     def receive(self) -> dict[str, Tensor]:
@@ -171,15 +174,15 @@ class WeightSync:
         """
         if dist.get_rank() == self._src:
             raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: publish(state_dict)")
-        self._subscriber.forget_changed()
-        own = _NONE if self._subscriber.identity is None else self._subscriber.identity
+        own = self._subscriber.identity
+        own = _NONE if own is None else own
         bases = self._bases(own)
-        sizes = self._broadcast(torch.zeros(len(bases), dtype=torch.int64)).tolist()
-        if _REFUSED in sizes:
+        places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64))
+        if (places == _REFUSED).any():
             raise MismatchError(f"receive: rank {self._src} could not publish; the error that it raised says why")
-        data = self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8))
-        at = bases.index(own)
-        return self._subscriber.apply(data[sum(sizes[:at]) : sum(sizes[: at + 1])].numpy().tobytes())
+        data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8))
+        start, size = places[bases.index(own)].tolist()
+        return self._subscriber.apply(data[start : start + size])
 
     def _bases(self, own: int) -> list[int]:
         """The versions that workers have, each once, the same list on every rank."""
@@ -198,3 +201,16 @@ class WeightSync:
     @property
     def _device(self) -> torch.device:
         return torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+
+
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of all tensors, in which those that share their memory still do."""
+    require_state(state, "state")
+    made: dict[Hashable, Tensor] = {}
+    copied = {}
+    for name, tensor in state.items():
+        memory = memory_of(tensor)
+        copied[name] = made[memory] if memory in made else on_host(name, tensor, copy=True)
+        if memory is not None:
+            made[memory] = copied[name]
+    return copied

@@ -10,7 +10,7 @@ def test_workers_follow_a_trainer(tmp_path):
     whole, *later = trainer["sent"]
     assert all(size < 0.5 * whole for at, size in enumerate(later, 1) if at not in (3, 4))
     assert whole < later[2] < 1.5 * whole and whole < later[3] < 1.5 * whole  # all of it for one, changes for the other
-    assert trainer["unpublished"]["error"] == "UnsupportedError" and "complex64" in trainer["unpublished"]["message"]
+    assert trainer["unpublished"]["error"] == "UnsupportedError" and "sparse" in trainer["unpublished"]["message"]
     for worker in (first, third):  # at once, and then they go on
         for refusal in ("unpublished", "no mapping"):
             assert worker[refusal]["error"] == "MismatchError"

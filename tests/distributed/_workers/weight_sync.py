@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from common import attempt, finish, start
 
-from ncz_plugins import WeightSync
+from ncz_plugins import UnsupportedError, WeightSync
 
 VERSIONS, LOST, CHANGED = 6, 3, 4  # the last two: before which version that happens to rank 2
 
@@ -33,10 +33,10 @@ for number, state in enumerate(versions()):
     else:
         weights = sync.receive()
         exact.append(all(torch.equal(weights[name], tensor) for name, tensor in state.items()))
-unfit = {"w": torch.ones(3, dtype=torch.complex64)}
+unfit = {"w": torch.ones(3).to_sparse()}
 unpublished = attempt((lambda: sync.publish(unfit)) if trainer else sync.receive)
 if trainer:
-    with suppress(AttributeError):  # of Python, for what is no mapping: not an error that we raise
+    with suppress(UnsupportedError):
         sync.publish([torch.ones(3)])
 no_mapping = None if trainer else attempt(sync.receive)
 if not trainer:

@@ -1,9 +1,12 @@
 """`ncz patch`: files of safetensors in, patches out, and back."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ncz_plugins import apply_patch, make_patch
 from ncz_plugins.cli.main import main
 
 
@@ -34,6 +37,31 @@ def test_there_and_back(versions, capsys, tmp_path):
     }
 
 
+def test_files_come_out_byte_by_byte(versions):
+    """With metadata, whatever the order of their tensors, and after a chain of patches."""
+    save_file(versions, "new.safetensors", {"format": "pt", "step": "7", "of": "ü"})
+    save_file(versions | {"b": torch.ones(3, dtype=torch.complex64)}, "newest.safetensors", {"step": "8"})
+    assert main(["patch", "make", "new.safetensors", "v2.patch", "--base", "old.safetensors"]) == 0
+    assert main(["patch", "apply", "v2.patch", "made.safetensors", "--base", "old.safetensors"]) == 0
+    assert Path("made.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+    assert main(["patch", "make", "newest.safetensors", "v3.patch", "--base", "new.safetensors"]) == 0
+    assert main(["patch", "apply", "v3.patch", "latest.safetensors", "--base", "made.safetensors"]) == 0
+    assert Path("latest.safetensors").read_bytes() == Path("newest.safetensors").read_bytes()
+
+
+def test_a_patch_of_a_state_dict_makes_a_file(versions):
+    Path("v2.patch").write_bytes(make_patch(versions | {"tied": versions["a.weight"]}))
+    assert main(["patch", "apply", "v2.patch", "made.safetensors"]) == 0
+    made = load_file("made.safetensors")
+    assert torch.equal(made["tied"], versions["a.weight"]) and torch.equal(made["a.bias"], versions["a.bias"])
+
+
+def test_a_state_dict_follows_by_a_patch_of_files(versions):
+    assert main(["patch", "make", "new.safetensors", "v2.patch", "--base", "old.safetensors"]) == 0
+    made = apply_patch(Path("v2.patch").read_bytes(), load_file("old.safetensors"))
+    assert all(torch.equal(made[name], versions[name]) for name in versions)
+
+
 def test_a_patch_without_a_base_holds_everything(versions, capsys):
     assert main(["patch", "make", "new.safetensors", "v2.patch"]) == 0
     assert main(["patch", "apply", "v2.patch", "made.safetensors"]) == 0
@@ -54,7 +82,7 @@ def test_names_are_shown_as_they_are(versions, capsys):
 
 MISTAKES = {
     "no such file": (["make", "none.safetensors", "p"], "error: none.safetensors: cannot be read"),
-    "no safetensors": (["make", "text", "p"], "text: is no whole file of safetensors"),
+    "no safetensors": (["make", "text", "p"], "error: text: is cut off, or no file of safetensors"),
     "no patch": (["apply", "text", "out.safetensors"], "error: text: 5 bytes are too few for a patch"),
     "no patch to show": (["show", "text"], "error: text: 5 bytes are too few for a patch"),
     "no base": (["apply", "v2.patch", "out.safetensors"], "(--base names the version that it is for)"),
