@@ -139,13 +139,7 @@ def apply_patch(patch: bytes, base: Mapping[str, Tensor] | None = None) -> dict[
     Raises FrameError for a patch that is damaged or none at all, and MismatchError if `base` is not the version that it
     was made for. `base` stays as it is.
     """
-    return apply_contents(*read_patch(patch), base)
-
-
-def apply_contents(
-    contents: Contents, frames: list[Tensor], base: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """As `apply_patch`, of what `read_patch` returned."""
+    contents, frames = read_patch(patch)
     items = None if base is None else TensorItems(base, "base")
     made = {name: tensor_of(name, item) for name, item in decode_items(contents, frames, items).items()}
     return assemble(contents, made, base, lambda name, other: on_host(name, other, copy=True))
