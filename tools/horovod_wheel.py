@@ -78,7 +78,7 @@ def key(horovod: str, torch: str, python: str, machine: str, compiler_version: s
 def cache_folder() -> Path:
     """Where the wheel for this Python, PyTorch, compiler and machine is, or will be."""
     version = subprocess.run([*shlex.split(compiler()), "--version"], capture_output=True, text=True, check=True)
-    cache = Path(os.environ.get("NCZ_CACHE") or Path.home() / ".cache" / "ncz_plugins")
+    cache = Path(os.path.expandvars(os.environ.get("NCZ_CACHE") or "~/.cache/ncz_plugins")).expanduser()
     return (cache / "horovod").resolve() / key(
         pinned_version(CONSTRAINTS.read_text()),
         metadata.version("torch"),

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from deepspeed import comm
 
 from ..core.errors import MismatchError, NczError
+from ..core.messages import say
 from ..core.training.state import Training
 from ..core.transport.comparison import RankComparison
+from ..core.whole_files import replacing
 
 _ENGINE_STEP = "engine_step"  # in a file, besides what Training.state_dict says
 _NONE, _DAMAGED = -1, -2  # stand for the step of a missing and of an unreadable file
@@ -33,12 +35,8 @@ def save(training: Training, folder: str | os.PathLike, engine_step: int) -> Non
     """
     path = file_of(folder, dist.get_rank())
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
+    with replacing(path) as file:
         torch.save(training.state_dict() | {_ENGINE_STEP: engine_step}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
     if dist.get_rank() == 0:
         last = file_of(folder, dist.get_world_size() - 1)
         for other in path.parent.glob("ncz_plugins_rank_*.pt"):
@@ -81,7 +79,7 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device, en
                 "was made by DeepSpeed's ds_to_universal, which leaves out the state of compression (to keep it, copy "
                 "the files ncz_plugins_rank_* of the checkpoint that was converted into it)"
             )
-        print(f"ncz_plugins: {folder} {why}: error feedback, warm-up and schedule begin anew", flush=True)
+        say(f"ncz_plugins: {folder} {why}: error feedback, warm-up and schedule begin anew")
 
 
 def _read(folder: str | os.PathLike, engine_step: int) -> dict | None:

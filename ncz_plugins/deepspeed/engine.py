@@ -15,6 +15,7 @@ from deepspeed.comm.torch import TorchBackend
 
 from ..core.config import DEEPSPEED_KEY, find_in_deepspeed
 from ..core.errors import UnsupportedError
+from ..core.messages import say
 from . import checkpoint
 from .compression import configured, describe
 
@@ -28,11 +29,10 @@ _compressed: list[bool] = []  # on rank 0: whether each engine of this process h
 @atexit.register
 def _warn_if_none_compresses() -> None:
     if warns_if_none_compresses and _compressed and not any(_compressed):
-        print(
+        say(
             "ncz_plugins.deepspeed was imported, and nothing was compressed: no DeepSpeed configuration has the key "
             f'"{DEEPSPEED_KEY}" at its top level. Add it, as "{DEEPSPEED_KEY}": "ncclz", or drop the import',
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
 
 
@@ -58,7 +58,7 @@ def configure_engine(original):
             if self.monitor.enabled:
                 compression.feed(self.monitor)
             if self.global_rank == 0:
-                print(describe(compression, self.zero_optimization_stage(), self.seq_dp_world_size), flush=True)
+                say(describe(compression, self.zero_optimization_stage(), self.seq_dp_world_size))
 
     return __init__
 

@@ -14,6 +14,7 @@ import horovod.torch.mpi_ops as mpi_ops
 import horovod.torch.optimizer as optimizer
 
 from ..core.errors import UnsupportedError
+from ..core.messages import say
 from ..version import __version__
 from . import elastic, functions, reduction
 from .compressor import NCZ, Tagged, as_instance
@@ -141,7 +142,7 @@ def _takes_ncz(original):
                 "Use hvd.Average or hvd.Sum, or another compression"
             )
         if hvd.rank() == 0:
-            print(f"ncz_plugins {__version__}: {_what_is_active(compressor)}", flush=True)
+            say(f"ncz_plugins {__version__}: {_what_is_active(compressor)}")
         compressor.begin()
         if (named := arguments.get("named_parameters")) is not None:
             arguments["named_parameters"] = named = list(named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def private_folder(name: str) -> Path:
 
     Raises OSError that says why no safe folder is there: another user owns it, can write to it, or could replace it.
     """
-    cache = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache" / "ncz_plugins").expanduser()
+    cache = _cache()
     for folder in (*reversed(cache.parents), cache, cache / name):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -30,6 +31,14 @@ def private_folder(name: str) -> Path:
     if above.st_mode & _OTHERS and not above.st_mode & stat.S_ISVTX:
         raise OSError(f"others can write to {cache}")
     return cache / name
+
+
+def _cache() -> Path:
+    named = os.environ.get(ENVIRONMENT) or os.path.join("~", ".cache", "ncz_plugins")
+    path = os.path.expanduser(os.path.expandvars(named))
+    if unknown := re.match(r"~[^/]*", path) or re.search(r"\$(\w+|\{[^}]*\})", path):
+        raise OSError(f"{ENVIRONMENT}: {named}: {unknown[0]} is not known here")
+    return Path(path)
 
 
 def read_private(file: Path) -> bytes | None:

@@ -272,6 +272,17 @@ def test_a_cache_in_which_others_could_put_another_folder_is_not_used(careless):
                 cache.private_folder("cuda")
 
 
+def test_the_cache_is_in_the_folder_that_its_variable_means(careless, monkeypatch):
+    monkeypatch.setenv("WHERE", str(careless))
+    for named in ("$WHERE/a", "${WHERE}/a"):
+        monkeypatch.setenv(cache.ENVIRONMENT, named)
+        assert cache.private_folder("cuda") == careless / "a" / "cuda"
+    for unknown in ("$NO_SUCH/a", "~no-such-user/a"):
+        monkeypatch.setenv(cache.ENVIRONMENT, unknown)
+        with pytest.raises(OSError, match=f"NCZ_CACHE: .*{unknown[1:-2]} is not known here"):
+            cache.private_folder("cuda")
+
+
 def test_the_weights_of_the_laboratory_are_kept_there(careless, monkeypatch):
     from ncz_plugins.cli.perf import data
 

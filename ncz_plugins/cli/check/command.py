@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ...core.config import DEEPSPEED_KEY, Config, settings
+from ...core.config import DEEPSPEED_KEY, Config, expanded_path, settings
 from ...core.errors import ConfigError
 from ...core.tuning.tuning_file import Tuning
 from ..output import add_row, table, unbroken_console, yaml_value
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _show_settings(file: str, config: Config, deepspeed: dict[str, Any] | None) -> None:
-    tuning = Tuning.read(config.transport.tuning) if config.transport.tuning else None
+    tuning = Tuning.read(expanded_path(config.transport.tuning)) if config.transport.tuning else None
     verdict = f"'{DEEPSPEED_KEY}' is valid (the rest is for DeepSpeed to check)" if deepspeed else "valid"
     rows = table("setting", "value", "")
     for key, default, _, _ in settings():

@@ -86,11 +86,14 @@ def compute_from_tokens(
 def settings_of(run: Run) -> Config:
     """The settings that a run was made with; the default ones where it has none, or those of another version.
 
-    Its tuning file is left out, as it was measured on the machines of the run.
+    Its tuning file is left out, as it was measured on the machines of the run, and so are the paths of its records.
     """
     document = run.header.config.model_dump(exclude_unset=True) if run.header else {}
+    document.pop("statistics", None)
+    if isinstance(document.get("transport"), dict):
+        document["transport"].pop("tuning", None)
     try:
-        return Config(**document).with_transport(tuning=None)
+        return Config(**document)
     except ConfigError:
         return Config()
 

@@ -7,6 +7,7 @@ model           `Config`, which holds them, and how it is loaded
 presets         configurations by name
 deepspeed_file  our key in a DeepSpeed configuration
 documents       YAML and JSON files, read strictly
+paths           paths in settings, with ~ and $NAME
 
 Others import from this package, not from its modules. Nothing here imports torch, so that checking a file is quick.
 """
@@ -26,6 +27,7 @@ from .fields import (
     size_type,
 )
 from .model import Config, json_schema, settings
+from .paths import expanded_path
 from .presets import PRESETS, SHORT_FORM
 from .section import Section
 from .sections import (
@@ -63,6 +65,7 @@ __all__ = [
     "StatisticsConfig",
     "StepsConfig",
     "TransportConfig",
+    "expanded_path",
     "find_in_deepspeed",
     "first_problem",
     "format_size",

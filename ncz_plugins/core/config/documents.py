@@ -30,6 +30,8 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text: {error}") from None
+    except ValueError as error:  # a name that no file can have
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     parse = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json}.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(f"{path}: unknown kind of file; allowed: .yaml, .yml, .json")

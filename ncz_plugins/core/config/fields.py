@@ -7,7 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
+
+from .paths import path_setting
 
 # As in kernels.format, repeated here because importing that imports torch.
 CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
@@ -62,7 +64,8 @@ def _parse_hierarchy(value: object) -> int | str:
     raise ValueError(_HIERARCHY)
 
 
-# Strict: a boolean or a string is not a number. An integer does pass for a float.
+# Strict: a boolean or a string is not a number. An integer does pass for a float, and 256.0 for an integer: `Section`
+# has made one of it.
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _FRAME_BYTES = "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
@@ -84,7 +87,10 @@ Connections = Annotated[
 ]
 Flag = Annotated[bool, Field(strict=True)]
 NonEmptyText = Annotated[str, Field(strict=True, min_length=1)]
-OptionalPath = Annotated[NonEmptyText | None, Allowed("null, or a path")]
+FilePath = Annotated[
+    str, PlainValidator(path_setting), WithJsonSchema({"type": "string", "minLength": 1}), PlainSerializer(str)
+]
+OptionalPath = Annotated[FilePath | None, Allowed("null, or a path")]
 Role = Literal["gradient", "parameter", "activation"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 StepNumber = Annotated[Integer, Field(ge=0, le=1 << 50), Allowed("an integer from 0 to 2^50")]

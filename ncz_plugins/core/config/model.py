@@ -23,6 +23,7 @@ from .fields import (
     format_size,
     min_bytes_for,
 )
+from .paths import escaped, expanded_path
 from .presets import NAMES, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
@@ -121,18 +122,25 @@ class Config(Section):
             return cls(**preset(source))
         if isinstance(source, Mapping):
             return _from_mapping(source)
-        if isinstance(source, str) and not os.path.exists(source):
-            raise ConfigError(_explain_missing(source))
         if isinstance(source, (str, os.PathLike)):
-            document = read_document(source)
-            try:
-                return _from_mapping(document)._seen_from(os.path.dirname(os.fspath(source)))
-            except ConfigError as error:
-                raise ConfigError(f"{os.fspath(source)}: {error}") from None
+            path = os.fsdecode(source)
+            if not os.path.exists(path):  # no file has this very name
+                path = expanded_path(path)
+            if isinstance(source, str) and not os.path.exists(path):
+                raise ConfigError(_explain_missing(path))
+            return cls.from_document(read_document(path), path)
         raise ConfigError(
             f"{source!r} ({type(source).__name__}) is not a configuration; "
             f"allowed: {NAMES}, a mapping, or the path of a .yaml, .yml or .json file"
         )
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], path: str) -> Config:
+        """The configuration in the mapping that the file `path` holds. Raises ConfigError that names the file."""
+        try:
+            return _from_mapping(document)._seen_from(os.path.dirname(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     def with_transport(self, **values: Any) -> Config:
         """A copy with these settings of `transport` in place of its own."""
@@ -211,9 +219,10 @@ class Config(Section):
 
     def _seen_from(self, folder: str) -> Config:
         """A copy whose paths, if relative, start at `folder`."""
-        if self.transport.tuning is None:
+        tuning = self.transport.tuning
+        if tuning is None or os.path.isabs(expanded_path(tuning)):
             return self
-        return self.with_transport(tuning=os.path.join(folder, self.transport.tuning))
+        return self.with_transport(tuning=os.path.join(escaped(folder), tuning))
 
 
 def _from_mapping(document: Mapping[str, Any]) -> Config:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ..errors import ConfigError
 from .documents import shorten
 from .fields import Allowed
 
+_MOST_INTEGER = 1 << 64  # of those that settings hold
+
 
 class Section(BaseModel):
-    """Immutable, refuses unknown keys, and reports every problem in one `ConfigError`."""
+    """Immutable, refuses unknown keys, and reports every problem in one `ConfigError`.
+
+    Numbers of numpy and torch are taken for Python's own, and 256.0 for 256.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,6 +31,21 @@ class Section(BaseModel):
 
     # pydantic then builds nested sections without calling __init__, and its errors keep their full path.
     __init__.__pydantic_base_init__ = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_numbers_of_python(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {name: _plain(each) for name, each in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch as Python's own, and a float without a fraction as an integer. All else as it is."""
+    value = value.item() if getattr(value, "shape", None) == () else value
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_INTEGER:
+        return int(value)
+    return value
 
 
 def settings_of(
@@ -73,12 +93,14 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
     lines = {}  # by key, as several elements of one list may be wrong
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # it says all
+        if isinstance(cause, ConfigError) and not problem["loc"]:  # it says all
             lines.setdefault(str(cause), str(cause))
             continue
         owner, path, key = _locate(section, problem["loc"])
         value = shorten(problem["input"])
-        if path[-1] not in owner.model_fields:
+        if isinstance(cause, ConfigError):
+            line = f"{key}: {cause}"
+        elif path[-1] not in owner.model_fields:
             line = f"{key}: unknown key (value {value}); "
             if meant := _closest_key(key, section, owner):
                 line += f"did you mean {meant}? "

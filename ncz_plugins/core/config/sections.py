@@ -28,6 +28,7 @@ from .fields import (
     BoundValue,
     Connections,
     Dtype,
+    FilePath,
     Flag,
     Hierarchy,
     Integer,
@@ -231,7 +232,7 @@ class TransportConfig(Section):
         "link, see link_gbps, find that so many carry more than fewer do, else 1. Between GPUs as many NCCL groups, 4 "
         "at most, which gather large frames side by side; auto: 2 or 4 likewise.",
     )
-    tuning: Annotated[NonEmptyText | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
+    tuning: Annotated[FilePath | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
         default=None,
         description="A file that `ncz tune` wrote. It fills in schedule, frame_bytes and min_bytes where they are "
         "auto, and link_gbps and entropy.costs where they are null. null: frame_bytes and min_bytes "

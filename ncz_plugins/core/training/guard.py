@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import GuardConfig
 from ..errors import AccuracyError
+from ..messages import say
 from ..runtime.statistics import Counters
 
 _PIECE = 1 << 17  # elements that are widened to float64 at a time
@@ -138,7 +139,7 @@ class Guard:
         else:
             advice = _REMEDY
         if self._reports:
-            print(f"ncz_plugins: {alarm} to the uncompressed sum; {allowed}. {advice}", flush=True)
+            say(f"ncz_plugins: {alarm} to the uncompressed sum; {allowed}. {advice}")
 
 
 def _share(numel: int, transport) -> slice:

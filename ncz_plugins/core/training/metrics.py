@@ -17,9 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..config import StatisticsConfig
+from ..config import StatisticsConfig, expanded_path
 from ..errors import ConfigError
 from ..json_numbers import finite
+from ..messages import say
+from ..whole_files import open_to_append
 
 _FLUSH_SECONDS = 10  # TensorBoard may show a step this late; waiting for the disk in each step takes milliseconds
 
@@ -78,7 +80,7 @@ class Metrics:
                 self.sinks.remove(sink)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             name = getattr(sink, "__qualname__", None) or str(sink)
-            print(f"ncz_plugins: {name}: {reason}; no more metrics there", file=sys.stderr, flush=True)
+            say(f"ncz_plugins: {name}: {reason}; no more metrics there", sys.stderr)
 
 
 _written: weakref.WeakValueDictionary[Path, JsonLines] = weakref.WeakValueDictionary()  # by trainings of this process
@@ -92,21 +94,21 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+        self.path = Path(expanded_path(path))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+b")
-            if _ends_within_a_line(self._file):  # left by a killed run; it stays, on a line of its own
+            self._file = open_to_append(self.path)
+            # A killed run left it; it stays, on a line of its own.
+            if self._file.readable() and _ends_within_a_line(self._file):
                 self._file.write(b"\n")
         except OSError as error:
             raise _unwritable("jsonl", path, error, "give the path of a file") from None
         where = self.path.resolve()
         if where in _written:
-            print(
+            say(
                 f"ncz_plugins: {self}: another training of this process writes there as well, and ncz report takes "
                 "both for one: give each a file of its own, or let them share a Training",
-                file=sys.stderr,
-                flush=True,
+                sys.stderr,
             )
         _written[where] = self
 
@@ -130,7 +132,7 @@ class TensorBoard:
     """The records as scalars whose names begin with "ncz/", and the header as a text."""
 
     def __init__(self, folder: str | os.PathLike):
-        self.folder = Path(folder)
+        self.folder = Path(expanded_path(folder))
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -142,6 +144,10 @@ class TensorBoard:
             self._writer = SummaryWriter(self.folder, flush_secs=_FLUSH_SECONDS)
         except OSError as error:
             raise _unwritable("tensorboard", folder, error, "give the path of a folder") from None
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"statistics.tensorboard: {self.folder}: TensorBoard needs a name that is UTF-8: give another, or null"
+            ) from None
         self.close = weakref.finalize(self, _close, self._writer)  # at the latest when the process ends
 
     def __str__(self) -> str:

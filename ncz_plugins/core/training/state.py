@@ -17,6 +17,7 @@ from ...version import __version__
 from ..config import Config
 from ..config.sections import StepsConfig
 from ..errors import AccuracyError, ConfigError
+from ..messages import say
 from ..runtime.inference_mode import outside_of_inference_mode
 from ..runtime.statistics import Counters, Statistics
 from .error_feedback import Residuals
@@ -203,9 +204,9 @@ class Training:
         self._records.write(self.step, done, bound_times, [finding for guard in guards for finding in guard.findings])
         every = self.config.statistics.report_every
         if every and self.step % every == 0:
-            print(f"ncz_plugins: step {self.step}: {done.describe()}", flush=True)
+            say(f"ncz_plugins: step {self.step}: {done.describe()}")
         if line := self._report.end_step(self.step, done):
-            print(line, flush=True)
+            say(line)
 
     def _my_rank(self) -> int:
         return self.rank if self.rank is not None else self._place()[0]
@@ -287,11 +288,10 @@ class Training:
         lost = ["what error feedback has kept starts at zero"] if residuals else []
         lost += ["random numbers begin anew"] if state["world_size"] != ranks else []
         if lost and (state["world_size"] == ranks or rank == 0):
-            print(
+            say(
                 f"ncz_plugins: this state was saved by rank {saved_by} of {state['world_size']} and is loaded by "
                 f"rank {rank} of {ranks}: {'; '.join(lost)}",
-                file=sys.stderr,
-                flush=True,
+                sys.stderr,
             )
 
     def _require_another(self, part: Mapping[str, Mapping]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..config.fields import format_size
+from ..messages import say
 from ..runtime.device import Device
 from .base import CollectiveTransport, Transport, Work, peer_errors
 from .striped import MOST_GROUPS, STRIPED_BYTES
@@ -50,7 +51,7 @@ def measured_on_gpus(config: Config, device: Device, transport: CollectiveTransp
 
 def _say(transport: CollectiveTransport, what: str) -> None:
     if transport.rank == 0:
-        print(f"ncz_plugins: {what}", file=sys.stderr, flush=True)
+        say(f"ncz_plugins: {what}", sys.stderr)
 
 
 def use_fastest_groups(config: Config, device: Device, transport: Transport, where: torch.device) -> None:

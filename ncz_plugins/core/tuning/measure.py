@@ -30,6 +30,7 @@ from ..call_queue import CallQueue
 from ..collective import Collectives
 from ..config import FRAME_BYTES, CoderCosts, Config, KiB, MiB, format_size
 from ..errors import UnsupportedError
+from ..messages import say
 from ..runtime.device import Host
 from ..runtime.statistics import Counters
 from ..schedules.choice import schedule_for
@@ -207,7 +208,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         words += f"; tensors of {least} and more are compressed"
         if costs is not None:
             words += f"; ranks share cores, so that coding takes {times:.1f} times as long"
-        print(f"ncz_plugins: {words}", file=sys.stderr, flush=True)
+        say(f"ncz_plugins: {words}", sys.stderr)
     return config
 
 
@@ -223,7 +224,7 @@ def measure_open_settings(subject: TorchRanks, on_gpus: bool) -> Config:
         )
     tuned = measure(subject, OPENING_SECONDS)
     if subject.rank == 0:
-        print(f"ncz_plugins: measured {tuned.describe()}", flush=True)
+        say(f"ncz_plugins: measured {tuned.describe()}")
     return tuned.fill_in(subject.config)
 
 

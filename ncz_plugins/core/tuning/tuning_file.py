@@ -21,6 +21,7 @@ from ..config import (
     MiB,
     Number,
     Section,
+    expanded_path,
     format_size,
     read_document,
     size_type,
@@ -132,7 +133,7 @@ def apply_tuning_file(config: Config, world_size: int | None = None) -> Config:
     """
     if config.transport.tuning is None:
         return config
-    tuning = Tuning.read(config.transport.tuning)
+    tuning = Tuning.read(expanded_path(config.transport.tuning))
     differing = []
     if world_size not in (None, tuning.world_size):
         differing.append(f"with {tuning.world_size} ranks, not {world_size}")

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -89,6 +90,47 @@ def test_what_is_not_finite_is_null(tmp_path, value):
     assert written == {"step": 1, "ratio": None, "guard": [{"relative_error": None}], "coders": {"rans": None}}
 
 
+@pytest.mark.parametrize("folder", ["~", "$HOME", "${HOME}"])
+def test_records_go_to_folders_of_the_user(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    metrics(jsonl=f"{folder}/out/run.jsonl", tensorboard=f"{folder}/board").write({"step": 1})
+    assert lines(tmp_path / "home" / "out" / "run.jsonl") == [HEADER, {"step": 1}]
+    assert [file.name for file in tmp_path.iterdir()] == ["home"] and list((tmp_path / "home" / "board").iterdir())
+
+
+def test_names_that_are_not_utf_8_are_names(tmp_path):
+    raw = tmp_path / os.fsdecode(b"raw\xff")
+    metrics(jsonl=raw / "run.jsonl").write({"step": 1})
+    assert lines(raw / "run.jsonl") == [HEADER, {"step": 1}]
+    with pytest.raises(ConfigError, match="TensorBoard needs a name that is UTF-8"):
+        metrics(tensorboard=raw / "board")
+
+
+def test_records_go_to_whoever_reads_a_fifo_and_one_that_nobody_reads_is_an_error(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="statistics.jsonl: .*fifo cannot be written .*nobody reads this FIFO"):
+        metrics(jsonl=path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(reader, "rb") as pipe:
+        one = metrics(jsonl=path)
+        one.write({"step": 1})
+        assert list(map(json.loads, pipe.read().splitlines())) == [HEADER, {"step": 1}]
+        one.close()
+
+
+@pytest.mark.parametrize("path", ["-", "/dev/stdout"])
+def test_records_go_to_standard_output(tmp_path, monkeypatch, capfd, path):
+    monkeypatch.chdir(tmp_path)
+    one = metrics(jsonl=path)
+    one.write({"step": 1})
+    assert list(map(json.loads, capfd.readouterr().out.splitlines())) == [HEADER, {"step": 1}]
+    one.close()
+    print("more")  # as closing them closes no more than what they opened
+    assert capfd.readouterr().out == "more\n" and not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------ what can go wrong
 
 
@@ -103,7 +145,7 @@ def test_a_path_that_cannot_be_written_is_an_error_at_the_start(tmp_path, settin
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ConfigError, match="statistics.jsonl: .*directory"):
+    with pytest.raises(ConfigError, match="statistics.jsonl: .*is a folder"):
         metrics(jsonl=tmp_path)
 
 

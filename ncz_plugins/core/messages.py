@@ -1,0 +1,17 @@
+"""Lines that a training prints."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+
+def say(line: str, to: TextIO | None = None) -> None:
+    """Print a line at once, whatever the encoding: a character that it lacks is written as an escape, such as \\xfc.
+
+    Args:
+        to: where; None: standard output.
+    """
+    stream = sys.stdout if to is None else to
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
