@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..core.config import DEEPSPEED_KEY
 from ..core.errors import UnsupportedError
+from ..core.whole_files import write_whole
 
 HOOK = Path(__file__).with_name("on_import.py")
 MODULE = "_ncz_plugins_on_import"
@@ -44,9 +45,9 @@ def enable(options: argparse.Namespace) -> None:
             "with `deepspeed --module ncz_plugins.deepspeed.launch`"
         )
     module = folder / f"{MODULE}.py"
-    module.write_text(HOOK.read_text())
+    write_whole(module, HOOK.read_bytes())
     py_compile.compile(module)  # not every user of this Python may be able to write it, or wants to
-    (folder / PTH).write_text(f"import {MODULE}\n")  # last: from here on Python imports the other file
+    write_whole(folder / PTH, f"import {MODULE}\n")  # last: from here on Python imports the other file
     print(f"Every script that {sys.executable} runs now knows")
     print(f'- "{DEEPSPEED_KEY}" in a DeepSpeed configuration,')
     print('- torch.distributed.init_process_group("ncz").')

@@ -10,6 +10,7 @@ Exit codes: 0 success, 2 a mistake of the user (the message is on stderr), 130 i
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import sys
@@ -17,26 +18,42 @@ import sys
 from ..core.errors import NczError
 from ..version import __version__
 from . import check, codec, enable, info, patch, perf, plan, report, schema, tune
+from .output import list_commands, messages_apart
 
 COMMANDS = (info, check, enable, codec, plan, perf, tune, report, patch, schema)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with `arguments` (default: the process's own) and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # None if whoever started this has closed it
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not fit the terminal's encoding
     options = build_parser().parse_args(arguments)
     options.command = shlex.join(["ncz", *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        options.run(options)
-        if sys.stdout:  # None if whoever started this has closed it
+        files = {name: getattr(options, key) for name, key in options.outputs.items()}
+        with messages_apart(files, has_json=getattr(options, "json", False)):
+            options.run(options)
+        if sys.stdout:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; spare Python's own flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _drop_output()
     except (NczError, OSError) as error:
         print(f"ncz: error: {error}", file=sys.stderr)
+        _drop_output()
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _drop_output() -> None:
+    """Drop what was printed and can't be written, as Python would try again at exit, with a message of its own."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ncz", description="Compressed collectives for DeepSpeed, Horovod and PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"ncz_plugins {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    list_commands(parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
     return parser

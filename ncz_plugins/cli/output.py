@@ -5,11 +5,13 @@ Nothing here imports torch, and matplotlib only where a picture is asked for.
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core.errors import UnsupportedError
+from ..core import whole_files
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.json_numbers import finite
+from ..core.whole_files import target_of, write_whole
 
 _NO_BREAKS = 10_000  # columns, where no screen is looked at
+_PICTURE = "png"  # the kind of picture where no name says it
 
 # ------------------------------------------------------------------ numbers
 
@@ -124,6 +129,19 @@ def grid(rows: Iterable[tuple[str, str]]) -> Table:
     return found
 
 
+# ------------------------------------------------------------------ commands of commands
+
+
+def list_commands(parser: argparse.ArgumentParser) -> None:
+    """Have a parser whose commands are other parsers' show them, and end with 2, where none is given."""
+
+    def run(options: argparse.Namespace) -> None:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+
+    parser.set_defaults(run=run, outputs={})
+
+
 # ------------------------------------------------------------------ JSON and files
 
 
@@ -132,36 +150,86 @@ def print_json(document: Any) -> None:
     print(json.dumps(finite(document), indent=2, allow_nan=False))
 
 
-def write_text(option: str, file: str | os.PathLike, text: str) -> None:
+def write_file(option: str, file: str | os.PathLike, data: bytes | str) -> None:
     """Write the file that an option of the command line names. Raises UnsupportedError, which names both."""
     with naming(option, file):
-        Path(file).write_text(text, encoding="utf-8")
+        write_whole(file, data)
 
 
 def save_figure(option: str, file: str | os.PathLike, figure: Any) -> None:
     """Write a figure of matplotlib to the file that an option names. Raises UnsupportedError, which names both."""
-    with naming(option, file):
-        figure.savefig(file, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=_ending(file) or _PICTURE)
+    write_file(option, file, picture.getvalue())
+
+
+def in_a_picture(text: str) -> str:
+    """Text that somebody else wrote, such as a file's name, so that matplotlib shows it as it is."""
+    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
+
+
+def is_plain(file: str | os.PathLike) -> bool:
+    """Whether a plain file is meant, or a folder: standard output, FIFOs and devices have names without a meaning."""
+    try:
+        return target_of(file).is_plain
+    except OSError:
+        return True
 
 
 def require_writable(option: str, file: str | os.PathLike) -> None:
     """Raise UnsupportedError, before any work, if what an option names is a folder, or no file can be made there."""
-    if Path(file).is_dir():
-        raise UnsupportedError(f"{option} {os.fspath(file)}: is a folder: name a file in it")
-    if not os.access(Path(file).absolute().parent, os.W_OK):
-        raise UnsupportedError(f"{option} {os.fspath(file)}: no file can be made there")
+    try:
+        whole_files.require_writable(file)
+    except OSError as error:
+        raise UnsupportedError(f"{option} {os.fspath(file)}: {error.strerror}") from None
 
 
 def require_picture(option: str, file: str | os.PathLike) -> None:
-    """Raise UnsupportedError, before any work, if matplotlib can't write the picture that an option names."""
+    """Raise UnsupportedError, before any work, if matplotlib can't write the picture that an option names.
+
+    The ending of a plain file's name says which kind of picture it is. Elsewhere a name without an ending is a PNG.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UnsupportedError(f"{option} needs matplotlib: pip install 'ncz_plugins[plot]'") from None
-    endings = [f".{kind}" for kind in sorted(FigureCanvasBase.get_supported_filetypes())]
-    if Path(file).suffix.lower() not in endings:
-        raise UnsupportedError(f"{option} {os.fspath(file)}: allowed are names in {', '.join(endings)}")
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    ending = _ending(file)
+    if ending not in kinds and (ending or is_plain(file)):
+        endings = ", ".join(f".{kind}" for kind in kinds)
+        raise UnsupportedError(f"{option} {os.fspath(file)}: allowed are names in {endings}")
     require_writable(option, file)
+
+
+def _ending(file: str | os.PathLike) -> str:
+    """The ending of a file's name without its dot, in lower case."""
+    return Path(file).suffix.lower().removeprefix(".")
+
+
+@contextmanager
+def messages_apart(outputs: dict[str, str | None], has_json: bool) -> Iterator[None]:
+    """Print on standard error what is printed, if one of the outputs goes to standard output.
+
+    Args:
+        outputs: the files to write, by what names them on the command line.
+        has_json: whether `--json` has the command print JSON.
+
+    Raises ConfigError if several things would go to standard output.
+    """
+    there = [f"{name} {file}" for name, file in outputs.items() if file is not None and _is_standard_output(file)]
+    if there and has_json:
+        there.append("--json")
+    if len(there) > 1:
+        raise ConfigError(f"{' and '.join(there)} would all go to standard output: name a file instead of all but one")
+    with redirect_stdout(sys.stderr) if there else nullcontext():
+        yield
+
+
+def _is_standard_output(file: str) -> bool:
+    try:
+        return target_of(file).is_standard_output
+    except OSError:
+        return False
 
 
 @contextmanager

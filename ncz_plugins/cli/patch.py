@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..core.errors import FrameError, MismatchError, UnsupportedError
 from ..core.whole_files import write_whole
-from .output import add_row, size, table, unbroken_console
+from .output import add_row, list_commands, size, table, unbroken_console
 
 if TYPE_CHECKING:
     from ..core.codec.weight_file import WeightFile
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser("patch", help="turn versions of weights (.safetensors) into patches, and back")
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    list_commands(parser)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
     make = actions.add_parser("make", help="write what has changed between two files, or all of one")
     make.add_argument("new", help="the new version, .safetensors")
-    make.add_argument("patch", help="the file to write")
+    make.add_argument("patch", help="the file to write; - is standard output")
     make.add_argument(
         "--base", metavar="OLD", help="the version that the receiver has, .safetensors; else all is written"
     )
-    make.set_defaults(run=_make)
+    make.set_defaults(run=_make, outputs={"patch": "patch"})
     apply = actions.add_parser("apply", help="write the new version, to the bit")
     apply.add_argument("patch", help="what `ncz patch make` wrote")
-    apply.add_argument("new", help="the file to write, .safetensors")
+    apply.add_argument("new", help="the file to write, .safetensors; - is standard output")
     apply.add_argument("--base", metavar="OLD", help="the version that the patch is for, .safetensors")
-    apply.set_defaults(run=_apply)
+    apply.set_defaults(run=_apply, outputs={"new": "new"})
     show = actions.add_parser("show", help="list what is in a patch")
     show.add_argument("patch", help="what `ncz patch make` wrote")
     show.set_defaults(run=_show)
@@ -94,7 +95,7 @@ def _read(file: str) -> WeightFile:
 
 def _bytes_of(file: str) -> bytes:
     try:
-        return Path(file).read_bytes()
+        return Path("/dev/stdin" if file == "-" else file).read_bytes()
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
 

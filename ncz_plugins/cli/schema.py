@@ -6,7 +6,7 @@ import argparse
 import json
 
 from ..core.config import json_schema, settings
-from .output import write_text, yaml_value
+from .output import write_file, yaml_value
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -14,14 +14,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("schema", help="the JSON Schema of the configuration, for editors")
     parser.add_argument("--markdown", action="store_true", help="the table of docs/reference/configuration.md instead")
     parser.add_argument("--output", metavar="FILE", help="write to this file instead of the terminal")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs={"--output": "output"})
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the schema or the table, or write it to a file. Raises UnsupportedError if that can't be written."""
     text = settings_table() if options.markdown else json.dumps(json_schema(), indent=2)
     if options.output:
-        write_text("--output", options.output, text + "\n")
+        write_file("--output", options.output, text + "\n")
     else:
         print(text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..core.config import DEEPSPEED_KEY, SHORT_FORM, Config, find_in_deepspeed, is_deepspeed, read_document
@@ -17,7 +16,7 @@ def load_config(file: str) -> tuple[Config, dict[str, Any] | None]:
     document = read_document(file)
     if is_deepspeed(document):
         return _from_deepspeed(document, file), document
-    return Config.load(Path(file)), None
+    return Config.from_document(document, file), None
 
 
 def config_with(file: str | None, given: dict[str, dict[str, Any]], otherwise: Config | None = None) -> Config:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import stat
 
 import numpy as np
 
@@ -16,13 +18,17 @@ def read_array(file: str | os.PathLike) -> np.ndarray:
     """The floats of an .npy file, memory-mapped if they lie there as they are needed. Raises UnsupportedError."""
     try:
         with open(file, "rb") as opened:
-            magic = opened.read(len(_MAGIC))
+            is_plain = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
+            data = opened.read(len(_MAGIC) if is_plain else -1)  # a FIFO can't be mapped, nor opened again
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
-    if magic != _MAGIC:
+    if not data.startswith(_MAGIC):
         raise UnsupportedError(f"{file}: is not an .npy file")
     try:
-        array = np.load(file, mmap_mode="c", allow_pickle=False)  # copy on write: torch wants writable memory
+        if is_plain:
+            array = np.load(file, mmap_mode="c", allow_pickle=False)  # copy on write: torch wants writable memory
+        else:
+            array = np.load(io.BytesIO(data), allow_pickle=False)
     except Exception as error:  # whatever a damaged header leads numpy to
         raise UnsupportedError(f"{file}: is not a whole .npy file of numbers: {error}") from None
     native = array.dtype.newbyteorder("=")

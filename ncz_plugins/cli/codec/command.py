@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON, without --compare")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio against bound")
     parser.add_argument("--compare", action="store_true", help="also run zstd, lz4, blosc2, zfp and SZ3")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs={"--plot": "plot"})
 
 
 def run(options: argparse.Namespace) -> None:

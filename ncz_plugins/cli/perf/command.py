@@ -6,7 +6,7 @@ import argparse
 import json
 
 from ...core.errors import ConfigError
-from ..output import print_json, require_picture, require_writable, write_text
+from ..output import print_json, require_picture, require_writable, write_file
 from ..settings import config_with, parse_bound
 from .job import COLLECTIVES, DATA
 
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw speed-up against size and link")
     parser.add_argument("--trace", metavar="FILE.json", help="also record one call of the largest size, for Perfetto")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs={"--plot": "plot", "--trace": "trace"})
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,4 +64,4 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         plot.draw(options.plot, records, show.title(request, records))
     if trace is not None:
-        write_text("--trace", options.trace, json.dumps(trace))
+        write_file("--trace", options.trace, json.dumps(trace))

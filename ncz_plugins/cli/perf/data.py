@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from itertools import count as count_from
 from zlib import crc32
@@ -40,6 +41,8 @@ def values(source: Source, rank: int, count: int, dtype: torch.dtype = torch.flo
 
 def from_file(file: str) -> Source:
     """The floats of an .npy file, from another place in it for every rank and piece. Raises UnsupportedError."""
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UnsupportedError(f"--data {file}: every rank reads it, so it must be a plain file")
     array = torch.from_numpy(read_array(file)).reshape(-1).float()
     if not array.numel():
         raise UnsupportedError(f"--data {file}: holds no values")

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ...core.config import format_size
-from ..output import save_figure
+from ..output import in_a_picture, save_figure
 from .link import bits_per_second
 
 _LOWEST = 1 / 16  # the picture ends here: nobody would use what is slower
@@ -27,7 +27,7 @@ def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> 
     against_size.set_ylabel("speed-up over plain")
     against_size.set_ylim(bottom=max(_LOWEST, against_size.get_ylim()[0]))
     figure.legend(*against_size.get_legend_handles_labels(), loc="outside right upper")
-    figure.suptitle(title)
+    figure.suptitle(in_a_picture(title))
     save_figure("--plot", file, figure)
 
 

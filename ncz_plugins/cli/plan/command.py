@@ -72,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     how.add_argument("--ratio", metavar="R", type=float, help="what codes of one rank compress to, to fp32")
     parser.add_argument("--json", action="store_true", help="everything as JSON, which `ncz report --plan` reads")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw the steps, and calls against the number of ranks")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs={"--plot": "plot"})
 
 
 class Place(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ..output import save_figure
+from ..output import in_a_picture, save_figure
 from .show import Plan
 from .simulation import calls
 from .step import resolved
@@ -33,7 +33,7 @@ def _steps(axes, name: str, steps) -> None:
         axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
     axes.set_yticks(range(len(steps)), [step.kind for step in steps])
     axes.invert_yaxis()
-    axes.set(title=f"{name}: a step (pale: computing)", xlabel="seconds")
+    axes.set(title=f"{in_a_picture(name)}: a step (pale: computing)", xlabel="seconds")
 
 
 def _ranks(axes, setup) -> None:

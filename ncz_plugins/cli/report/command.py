@@ -16,7 +16,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--plan", metavar="PLAN.json", help="compare with what `ncz plan --json` predicted")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio, bytes, error and times against the steps")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs={"--plot": "plot"})
 
 
 def run(options: argparse.Namespace) -> None:

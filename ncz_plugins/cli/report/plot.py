@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..output import save_figure
+from ..output import in_a_picture, save_figure
 from .read import Run, Step
 
 _FEW = 50  # steps that are shown as points, too
@@ -27,7 +27,7 @@ def draw(file: str | os.PathLike, run: Run, title: str) -> None:
             axes.axvline(start, color="0.6", linestyle=":", zorder=0)
     for axes in panels[1]:
         axes.set_xlabel("step" + (" (dotted: the training was started again)" if again else ""))
-    figure.suptitle(title)
+    figure.suptitle(in_a_picture(title))
     save_figure("--plot", file, figure)
 
 

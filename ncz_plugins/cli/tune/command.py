@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...core.errors import ConfigError
-from ..output import naming, require_writable
+from ..output import is_plain, naming, require_writable
 from ..perf.ranks import ranks_of
 from ..settings import config_with
 
@@ -25,14 +25,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share such a link, 1 by default")
     parser.add_argument("--config", metavar="FILE", help="take quantizer, coder and hierarchy from this file")
     parser.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 by default")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs={"--output": "output"})
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, write the file, and show what it says and why. Raises NczError."""
     config = config_with(options.config, {})
     require_writable("--output", options.output)
-    if Path(options.output).suffix.lower() != ".json":
+    if is_plain(options.output) and Path(options.output).suffix.lower() != ".json":
         raise ConfigError(f"--output {options.output}: transport.tuning reads JSON by its name: name it FILE.json")
     ranks = ranks_of(options)
     seconds = _SECONDS if options.seconds is None else options.seconds

@@ -1,16 +1,19 @@
 """The `ncz` command, run as a user runs it: its output, its messages and its exit codes."""
 
+import io
 import json
 import os
 import platform
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from repository import ROOT
 
@@ -18,7 +21,9 @@ from ncz_plugins import __version__, kernels
 from ncz_plugins.cli import info, machine
 from ncz_plugins.cli.main import main
 from ncz_plugins.core.config import Config, json_schema, settings
+from ncz_plugins.core.whole_files import write_whole
 
+COMMANDS = ("info", "check", "enable", "disable", "codec", "plan", "perf", "tune", "report", "patch", "schema")
 CONFIGS = sorted((ROOT / "configs").glob("*"))
 
 
@@ -196,8 +201,9 @@ def test_compilers_are_found_and_missing_ones_are_none(tmp_path, monkeypatch):
 
 def test_version_and_usage(ncz):
     assert ncz("--version") == (0, f"ncz_plugins {__version__}\n", "")
-    code, out, err = ncz()
-    assert code == 2 and out == "" and "COMMAND" in err
+    for group, members in ((), COMMANDS), (("patch",), ("make", "apply", "show")):
+        code, out, err = ncz(*group)
+        assert (code, out) == (2, "") and all(f"\n    {each} " in err for each in members), err
     code, _, err = ncz("chek")
     assert code == 2 and "chek" in err
     code, out, _ = ncz("--help")
@@ -254,6 +260,144 @@ def test_a_tuning_file_has_a_name_that_a_configuration_can_read(ncz, tmp_path, m
         assert code == 2 and err == (
             f"ncz: error: --output {tmp_path}/{name}: transport.tuning reads JSON by its name: name it FILE.json\n"
         )
+
+
+# ------------------------------------------------------------------ files of all commands
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A working directory; makes the files that commands read, with names of one form, such as "x.%s"."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(form: str) -> None:
+        step = {"calls": 1, "compressed_calls": 1, "plain_bytes": 100, "wire_bytes": 10, "seconds": 0.1}
+        Path(form % "jsonl").write_text("".join(f"{json.dumps(step | {'step': at})}\n" for at in (1, 2)))
+        Path(form % "yaml").write_text("policies: [{name: '\u6f22*', action: skip}]", "utf-8")
+        Path(form % "bad.yaml").write_text("quantizer: {kind: '\u6f22', '\u5b57': 1}", "utf-8")
+        Path(form % "safetensors").write_bytes(safetensors.torch.save({"\u6f22": torch.arange(500.0)}))
+        with open(form % "npy", "wb") as file:
+            numpy.save(file, numpy.arange(500, dtype=numpy.float32))
+
+    return make
+
+
+# What writes a file that is named last. Left out is what takes seconds and writes by the same functions: the plots of
+# `ncz plan` and `ncz perf`, and `ncz perf --trace`.
+WRITERS = {
+    "schema": ["schema", "--output"],
+    "codec": ["codec", "x.npy", "--plot"],
+    "report": ["report", "x.jsonl", "--plot"],
+    "make": ["patch", "make", "x.safetensors"],
+    "apply": ["patch", "apply", "x.patch"],
+    "tune": ["tune", "--output"],
+}
+
+
+@pytest.fixture
+def writer(files, monkeypatch):
+    """Makes what WRITERS read; `ncz tune` measures nothing."""
+    files("x.%s")
+    assert main(["patch", "make", "x.safetensors", "x.patch"]) == 0
+    tuning = SimpleNamespace(write=lambda file: write_whole(file, '{"measured": 1}'))
+    monkeypatch.setattr("ncz_plugins.cli.tune.run_job.run_job", lambda *_: tuning)
+    monkeypatch.setattr("ncz_plugins.cli.tune.show.show", lambda tuning, file: print(f"{file}: measured"))
+
+
+def is_same(one: bytes, other: bytes) -> bool:
+    """Pictures may show what was measured."""
+    return one == other or one[:8] == other[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
+def test_all_that_is_written_goes_where_it_is_to_go(writer, capfdbinary, command):
+    ending = {"--plot": ".png", "--output": ".json"}.get(command[-1], "")
+    plain, linked = Path(f"plain{ending}"), Path(f"linked{ending}")
+    plain.touch(0o600)
+    linked.symlink_to(plain)
+    assert main([*command, str(linked)]) == 0
+    data = plain.read_bytes()
+    assert data and linked.is_symlink() and plain.stat().st_mode & 0o777 == 0o600
+
+    os.mkfifo("fifo")
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(Path("fifo").read_bytes)
+        assert main([*command, "fifo"]) == 0
+        assert is_same(got.result(60), data) and Path("fifo").is_fifo()
+
+    has_messages = bool(capfdbinary.readouterr().out)
+    for name in ("-", "/dev/stdout"):
+        assert main([*command, name]) == 0
+        out, err = capfdbinary.readouterr()
+        assert is_same(out, data) and bool(err) == has_messages and not Path("-").exists()
+
+
+@pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
+def test_a_full_disk_is_named_in_one_line(writer, capfd, command):
+    capfd.readouterr()
+    assert main([*command, "/dev/full"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("ncz: error: ") and err.endswith("/dev/full: cannot be written: No space left on device\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--json", "--plot", "-"], ["--plot", "-", "--trace", "/dev/stdout"]])
+def test_two_things_do_not_go_to_standard_output(ncz, options):
+    code, out, err = ncz("perf", "all_reduce", *options)
+    assert (code, out) == (2, "") and "would all go to standard output: name a file instead of all but one" in err
+
+
+def test_what_is_read_may_be_a_fifo(ncz, files):
+    files("x.%s")
+    assert ncz("patch", "make", "x.safetensors", "x.patch")[0] == 0
+    for command in (
+        ["check", "x.yaml"],
+        ["codec", "x.npy", "--config", "x.yaml", "--json"],
+        ["report", "x.jsonl"],
+        ["patch", "make", "x.safetensors", "y.patch", "--base", "x.safetensors"],
+        ["patch", "show", "x.patch"],
+    ):
+        for kind in ("yaml", "npy", "jsonl", "safetensors", "patch"):
+            os.mkfifo(f"fifo.{kind}")
+        with ThreadPoolExecutor(2) as pool:
+            for name in command:
+                if name.startswith("x."):
+                    pool.submit(Path(name.replace("x.", "fifo.")).write_bytes, Path(name).read_bytes())
+                    command[command.index(name)] = name.replace("x.", "fifo.")
+                    if command[1] == "make":
+                        break  # a FIFO is read once
+            code, _, err = ncz(*command)
+        assert code == 0, (command, err)
+        for fifo in Path().glob("fifo.*"):
+            fifo.unlink()
+    os.mkfifo("fifo.npy")
+    code, _, err = ncz("perf", "all_reduce", "--data", "fifo.npy")
+    assert code == 2 and "--data fifo.npy: every rank reads it, so it must be a plain file" in err
+
+
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("form", ["\u6f22.%s", os.fsdecode(b"raw\xff.%s"), "a$b_{$.%s"])
+def test_names_need_not_fit_the_terminal(files, monkeypatch, form, encoding):
+    files(form)
+    for command, code in (
+        (["check", form % "yaml"], 0),
+        (["check", form % "bad.yaml"], 2),
+        (["check", form % "none"], 2),
+        (["codec", form % "npy", "--plot", form % "png"], 0),
+        (["report", form % "jsonl", "--plot", form % "png"], 0),
+        (["report", form % "jsonl", "--json"], 0),
+        (["patch", "make", form % "safetensors", form % "patch"], 0),
+        (["patch", "show", form % "patch"], 0),
+        (["schema", "--output", form % "none/x"], 2),
+    ):
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert main(command) == code
+        sys.stderr.flush()
+        printed = (sys.stderr if code else sys.stdout).buffer.getvalue().decode(encoding)
+        name = command[1] if command[0] == "check" else command[-1]
+        assert not code or name.encode(encoding, "backslashreplace").decode(encoding) in printed
 
 
 @pytest.mark.processes

@@ -73,7 +73,7 @@ def test_json_is_strict(capsys):
 def test_a_file_that_cannot_be_written_is_named_with_its_option(tmp_path):
     file = tmp_path / "missing" / "x.json"
     with pytest.raises(UnsupportedError, match=f"^--output {file}: cannot be written: No such file or directory$"):
-        output.write_text("--output", file, "text")
+        output.write_file("--output", file, "text")
     with pytest.raises(UnsupportedError, match=f"^--output {file}: no file can be made there$"):
         output.require_writable("--output", file)
     output.require_writable("--output", tmp_path / "x.json")
