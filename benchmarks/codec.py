@@ -34,6 +34,7 @@ from rich.table import Table
 
 import ncz_plugins
 from ncz_plugins import kernels
+from ncz_plugins.core.whole_files import write_whole
 from ncz_plugins.kernels.format import (
     CHUNK,
     SCALE_BLOCK,
@@ -229,7 +230,7 @@ def main() -> None:
         command = shlex.join(["python", *sys.argv])
         sizes = {name: getattr(options, name) for name in ("megabytes", "frame_bytes", "repeats")}
         report = {"command": command, **sizes, "machine": machine(), "results": results}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_whole(options.json, json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from ncz_plugins import Config
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import emitter, run
 from ncz_plugins.cli.perf.link import Node, _ip, _namespace
+from ncz_plugins.core.whole_files import write_whole
 
 CONNECTIONS = (1, 2, 4, 8, "auto")
 SIZES = (16 << 20, 256 << 20)
@@ -224,7 +225,7 @@ def main() -> None:
             "mtu": MTU,
             "records": records,
         }
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
+        write_whole(arguments.json, json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf import data
 from ncz_plugins.core.codec.fixed_rate import levels_of, sum_bits
 from ncz_plugins.core.config.fields import LEAST_BITS, MOST_BITS
+from ncz_plugins.core.whole_files import write_whole
 from ncz_plugins.kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes
 
 ELEMENTS = 1 << 22
@@ -70,7 +71,7 @@ def main():
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         about = {"cpu": machine.cpu(), **versions}
         report = {"command": "python benchmarks/fixed_rate.py", "machine": about, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(arguments.json, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

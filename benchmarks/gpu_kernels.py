@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ncz_plugins import kernels
+from ncz_plugins.core.whole_files import write_whole
 from ncz_plugins.kernels.backend import Decoding, Sum
 from ncz_plugins.kernels.format import SCALE_BLOCK, max_frame_bytes
 
@@ -166,7 +167,7 @@ def main():
                 table.add_row(row["coder"], row["operation"], f"{row['ratio']:.2f}", speed, f"{row['of_floor']:.2f}")
             console.print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1))
+        write_whole(arguments.json, json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

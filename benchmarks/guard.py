@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ncz_plugins import Communicator, Config, __version__
 from ncz_plugins.core.config import PRESETS
+from ncz_plugins.core.whole_files import write_whole
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SETTINGS = {name: Config.load(f"ncclz:{name}").quantizer.model_dump() for name in PRESETS} | {
@@ -57,7 +58,7 @@ def main() -> None:
                 "batch": BATCH,
                 "rows": rows,
             }
-            Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+            write_whole(options.output, json.dumps(report, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -26,6 +26,7 @@ from rich.table import Table
 from ncz_plugins import Communicator
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import emitter, run
+from ncz_plugins.core.whole_files import write_whole
 from ncz_plugins.version import __version__
 
 SIZES = (4 << 10, 64 << 10)  # bytes
@@ -90,7 +91,7 @@ def main() -> int:
     if arguments.json:
         versions = {"ncz_plugins": __version__, "torch": torch.__version__}
         found = {"command": " ".join(sys.argv), "versions": versions, "machine": machine.cpu(), "records": records}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
     return 0
 
 
