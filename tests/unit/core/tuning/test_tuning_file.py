@@ -240,3 +240,15 @@ def test_checking_a_file_does_not_take_torch():
     code = "import sys; from ncz_plugins.core.tuning import decisions; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_tuning_file_is_read_from_a_folder_of_the_user(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    found().write(tmp_path / "home" / "tuned.json")
+    for path in ("~/tuned.json", "$HOME/tuned.json"):
+        config = Config.load({"transport": {"tuning": path, **OPEN}})
+        assert apply_tuning_file(config, 4).transport.min_bytes == found().min_bytes
+        (tmp_path / "c.yaml").write_text(f"transport: {{tuning: {path}}}")
+        assert main(["check", "c.yaml"]) == 0 and found().describe() in capsys.readouterr().out
