@@ -122,7 +122,7 @@ class Communicator:
 
     def _connect(self, config, training: Training | None, store: dist.Store | None) -> None:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
-        store = meet(self.ranks, "communicator") if store is None else store
+        store = meet(self.ranks, self.rank, "communicator") if store is None else store
         self.config = self._compared(config, training, store)
         hosts, machines = find_places(store, self.rank, self.world_size)
         self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
@@ -383,9 +383,9 @@ class Communicator:
             config = self._prepared(source, training)
         except NczError as error:
             with suppress(MismatchError):  # only so that the other ranks know
-                compare_ranks(store, self.rank, self.world_size, error)
+                compare_ranks(store, self.ranks, self.rank, error)
             raise
-        compare_ranks(store, self.rank, self.world_size, config)
+        compare_ranks(store, self.ranks, self.rank, config)
         return config
 
     # ---------------------------------------------------------------- running

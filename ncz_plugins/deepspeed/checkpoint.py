@@ -28,7 +28,8 @@ def file_of(folder: str | os.PathLike, rank: int) -> Path:
 def save(training: Training, folder: str | os.PathLike, engine_step: int) -> None:
     """Write this rank's state, atomically: a reader finds the whole new file, or what was there before.
 
-    Rank 0 removes what a run of more ranks has left under the same tag: another such run would take it for its own.
+    The engine's first rank removes what a run of more ranks has left under the same tag: another such run would take
+    it for its own.
 
     Args:
         engine_step: DeepSpeed's own count, by which `load` knows files that a tag has from an earlier run.
@@ -37,24 +38,31 @@ def save(training: Training, folder: str | os.PathLike, engine_step: int) -> Non
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         torch.save(training.state_dict() | {_ENGINE_STEP: engine_step}, file)
-    if dist.get_rank() == 0:
+    if training.rank == 0:
         last = file_of(folder, dist.get_world_size() - 1)
         for other in path.parent.glob("ncz_plugins_rank_*.pt"):
             if other.name > last.name:
                 other.unlink(missing_ok=True)
 
 
-def load(training: Training, folder: str | os.PathLike, device: torch.device, engine_step: int) -> None:
-    """Load what `save` wrote into `training`. All ranks must call this, and compare what they found.
+def load(
+    training: Training,
+    folder: str | os.PathLike,
+    device: torch.device,
+    engine_step: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load what `save` wrote into `training`. All ranks of `group` must call this, and compare what they found.
 
     If more ranks load than saved, the additional ones take the file of rank 0, for the state that all ranks share. If
-    the checkpoint holds none of our files, `training` starts from the beginning, and rank 0 prints that.
+    the checkpoint holds none of our files, `training` starts from the beginning, and the engine's first rank says so.
 
     Args:
         device: where tensors must be for a collective of torch.distributed.
         engine_step: DeepSpeed's, of the checkpoint. Files of another step are not part of it.
+        group: the ranks that reduce gradients together; None: all.
 
-    Raises MismatchError on all ranks if they found different things, and NczError on those whose file is unreadable.
+    Raises MismatchError on all of them if they found different things, and NczError on those whose file is unreadable.
     """
     state, error = None, None
     try:
@@ -63,7 +71,7 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device, en
     except Exception as problem:  # torch.load documents no exceptions for damaged files
         found, error = (_DAMAGED, 0), problem
     try:
-        _compare(*found, folder, device)
+        _compare(*found, folder, device, group)
     except MismatchError:
         if error is None:
             raise
@@ -72,7 +80,7 @@ def load(training: Training, folder: str | os.PathLike, device: torch.device, en
             f"{folder}: what rank {dist.get_rank()} saved there about compression can't be read ({error!r}); {_REMEDY}"
         ) from error
     training.load_state_dict(Training(training.config).state_dict() if state is None else state)
-    if state is None and dist.get_rank() == 0:
+    if state is None and training.rank == 0:
         why = "was saved without compression"
         if (Path(folder) / "zero").is_dir():  # DeepSpeed's own checkpoints have no such folder
             why = (
@@ -99,10 +107,11 @@ def _state_in(path: Path, engine_step: int) -> dict | None:
     return state if state.pop(_ENGINE_STEP, engine_step) == engine_step else None
 
 
-def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device) -> None:
-    comparison = RankComparison({"step": step, "ranks that saved it": saved_by}, dist.get_rank(), dist.get_world_size())
+def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device, group) -> None:
+    numbers = {"step": step, "ranks that saved it": saved_by}
+    comparison = RankComparison(numbers, dist.get_rank(group), dist.get_world_size(group))
     comparison.tensor = comparison.tensor.to(device)
-    comm.all_reduce(comparison.tensor, op=comm.ReduceOp.MAX)
+    comm.all_reduce(comparison.tensor, op=comm.ReduceOp.MAX, group=group)
     for what, (lowest, _, highest, _) in comparison.differing().items():
         ends = [{_NONE: "no file", _DAMAGED: "a damaged file"}.get(end, f"{what}: {end}") for end in (lowest, highest)]
         raise MismatchError(f"{folder}: about compression some ranks find {ends[0]}, others {ends[1]} there; {_REMEDY}")

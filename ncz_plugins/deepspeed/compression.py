@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch import Tensor
 
 from ..core.communicator import Communicator
 from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
-from ..core.errors import ConfigError, MismatchError, NczError, UnsupportedError
+from ..core.errors import ConfigError, MismatchError, NczError, PeerError, UnsupportedError
 from ..core.runtime.device import require_kernels
 from ..core.runtime.statistics import Statistics
 from ..core.training.baseline import Baseline
@@ -109,27 +111,60 @@ class GradientCompression:
         self.training.metrics.close()
 
 
-def configured(deepspeed_config) -> GradientCompression | None:
-    """What a DeepSpeedConfig asks for: None where it does not have our key.
+def configured(deepspeed_config, mpu=None, mesh_device=None) -> GradientCompression | None:
+    """What a DeepSpeedConfig asks for: None where it does not have our key. Then nothing here waits, or can fail.
 
-    Raises ConfigError or UnsupportedError for what can't be. If that is so on some ranks only, or
-    ranks ask for different things, the others raise MismatchError.
+    Args:
+        mpu, mesh_device: what the engine gets, which say who reduces gradients together; None: all ranks.
+
+    Raises ConfigError or UnsupportedError for what can't be. If that is so on some of the ranks only, or they ask for
+    different things, the others that have the key raise MismatchError.
     """
     try:
         asked = _read(deepspeed_config)
     except NczError as error:
         asked = error  # to be raised once the other ranks know
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        ranks = list(range(dist.get_world_size()))
-        store = meet(ranks, "deepspeed engine")
-        try:
-            compare_ranks(store, dist.get_rank(), len(ranks), asked)
-        except MismatchError:
-            if not isinstance(asked, NczError):
-                raise
+    if asked is None:
+        with suppress(Exception):
+            _compare(_ranks_that_reduce(mpu, mesh_device), None)
+        return None
+    try:
+        _compare(_ranks_that_reduce(mpu, mesh_device), asked)
+    except (MismatchError, PeerError) as error:
+        if isinstance(asked, NczError):
+            raise asked from None
+        raise type(error)(
+            f"{error}. Every rank of this DeepSpeed engine needs the same {DEEPSPEED_KEY} in its configuration, and "
+            "`import ncz_plugins.deepspeed`"
+        ) from None
     if isinstance(asked, NczError):
         raise asked
-    return None if asked is None else GradientCompression(asked)
+    return GradientCompression(asked)
+
+
+def _ranks_that_reduce(mpu, mesh_device) -> list[int]:
+    """The global ranks that will reduce gradients together with this one, in an engine that gets these.
+
+    DeepSpeed keeps them in its module `groups`, for engines that come without as well, once it has begun an engine.
+    """
+    if not dist.is_initialized():
+        return [0]
+    kept = groups.mpu, groups.mesh_device
+    groups.mpu = kept[0] if mpu is None else mpu
+    groups.mesh_device = kept[1] if mesh_device is None else mesh_device
+    try:
+        # Without both it would make a group of all ranks now, which waits for all of them.
+        is_world = groups.mpu is None and groups.mesh_device is None
+        group = None if is_world else groups._get_sequence_data_parallel_group()
+    finally:
+        groups.mpu, groups.mesh_device = kept
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def _compare(ranks: Sequence[int], asked: Config | NczError | None) -> None:
+    if len(ranks) > 1:
+        rank = ranks.index(dist.get_rank())
+        compare_ranks(meet(ranks, rank, "deepspeed engine"), ranks, rank, asked)
 
 
 def _read(deepspeed_config) -> Config | None:
@@ -154,14 +189,15 @@ def describe(compression: GradientCompression, zero_stage: int, replicas: int) -
         return f"ncz_plugins {__version__}: nothing is compressed, as one rank has nothing to send (ZeRO {zero_stage})"
     if replicas == 1:
         return (
-            f"ncz_plugins {__version__}: nothing is compressed, as no two of {ranks} ranks have the same parameters "
-            f"(ZeRO {zero_stage})"
+            f"ncz_plugins {__version__}: nothing is compressed, as no two ranks of this engine have the same "
+            f"parameters (ZeRO {zero_stage})"
         )
     if compression.config.transport.min_bytes == "never":
         return f"ncz_plugins {__version__}: nothing is compressed, as transport.min_bytes is never (ZeRO {zero_stage})"
     weights = ", and gathered weights are without loss" if compression.sends_weights else ""
+    among = f"{ranks} ranks" if replicas == ranks else f"{replicas} of {ranks} ranks"
     return (
-        f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {ranks} ranks): "
+        f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {among}): "
         f"{compression.config.describe()}"
     )
 

@@ -30,8 +30,9 @@ _compressed: list[bool] = []  # on rank 0: whether each engine of this process h
 def _warn_if_none_compresses() -> None:
     if warns_if_none_compresses and _compressed and not any(_compressed):
         say(
-            "ncz_plugins.deepspeed was imported, and nothing was compressed: no DeepSpeed configuration has the key "
-            f'"{DEEPSPEED_KEY}" at its top level. Add it, as "{DEEPSPEED_KEY}": "ncclz", or drop the import',
+            "ncz_plugins.deepspeed was imported, and nothing was compressed on rank 0: no DeepSpeed configuration "
+            f'there has the key "{DEEPSPEED_KEY}" at its top level. Add it, as "{DEEPSPEED_KEY}": "ncclz", or drop the '
+            "import",
             sys.stderr,
         )
 
@@ -41,7 +42,8 @@ def configure_engine(original):
 
     def __init__(self, *args, **kwargs):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        compression = configured(arguments["config_class"])  # first, because the rest takes long
+        given = (arguments.get(name) for name in ("config_class", "mpu", "mesh_device"))
+        compression = configured(*given)  # first, because the rest takes long
         original(self, *args, **kwargs)
         if compression is not None:
             require_replaced(comm.cdb)
@@ -57,10 +59,18 @@ def configure_engine(original):
                     setattr(gathers.get_param_coordinator(), ATTRIBUTE, compression)
             if self.monitor.enabled:
                 compression.feed(self.monitor)
-            if self.global_rank == 0:
+            if _is_first(self):
+                compression.training.rank = 0  # the one that writes and prints statistics
                 say(describe(compression, self.zero_optimization_stage(), self.seq_dp_world_size))
 
     return __init__
+
+
+def _is_first(engine) -> bool:
+    """Whether this is the first rank of an engine: of those with the same parameters, and of those with others."""
+    if engine.checkpoint_mp_rank or getattr(engine.mpu, "get_pipeline_model_parallel_rank", lambda: 0)():
+        return False
+    return comm.get_rank(engine.seq_data_parallel_group) == 0
 
 
 def require_replaced(backend) -> None:
@@ -130,7 +140,8 @@ def load_compression(original):
             options = given.arguments
             if options["load_optimizer_states"] and not options["load_module_only"]:
                 folder = os.path.join(options["load_dir"], str(options["tag"]))
-                checkpoint.load(compression.training, folder, self.device, self.global_steps)
+                group = self.seq_data_parallel_group
+                checkpoint.load(compression.training, folder, self.device, self.global_steps, group)
         return result
 
     return _load_checkpoint

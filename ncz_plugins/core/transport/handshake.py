@@ -19,19 +19,23 @@ from ..config import Config
 from ..errors import MismatchError, NczError, PeerError
 
 _READ_WITHIN = timedelta(seconds=5)
+_OFF = "off"  # what a rank without compression says
 _ADDRESS_BYTES = 512  # a host's name has 253 at most
 
 
-def meet(ranks: list[int], purpose: str) -> dist.Store:
+def meet(ranks: Sequence[int], rank: int, purpose: str) -> dist.Store:
     """A prefix of the default store that these global ranks, and only they, share for one purpose, once.
 
-    All of `ranks` must call this, in the same order relative to their other meetings. The meetings are counted in the
-    store itself and not in each process, so that the ranks agree on the number whatever else each of them did.
+    All of `ranks` must call this, in the same order relative to their other meetings. Nobody waits: a rank may be some
+    meetings ahead. Each rank's meetings are counted in the store, not in its process, so that a process that takes the
+    place of another goes on counting.
+
+    Args:
+        rank: the place of this rank among `ranks`.
     """
     store = dist.distributed_c10d._get_default_store()
-    name = f"ncz/{purpose}/{hashlib.sha256(repr(ranks).encode()).hexdigest()}"
-    met_before = (store.add(f"{name}/members", 1) - 1) // len(ranks)
-    return dist.PrefixStore(f"{name}/{met_before}", store)
+    name = f"ncz/{purpose}/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()}"
+    return dist.PrefixStore(f"{name}/{store.add(f'{name}/met by {rank}', 1)}", store)
 
 
 def open_store(
@@ -53,42 +57,65 @@ def open_store(
     return store or dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
 
 
-def compare_ranks(store: dist.Store, rank: int, world_size: int, config: Config | NczError | None) -> None:
+def compare_ranks(store: dist.Store, ranks: Sequence[int], rank: int, config: Config | NczError | None) -> None:
     """Raise MismatchError on every rank unless all run the same versions with the same configuration.
 
-    Rank 0 reads what all ranks wrote and publishes the verdict, so that no rank is left waiting.
+    A rank where compression is off says so and returns at once: nothing of this package may hold it up. The others
+    raise. The first rank reads what all ranks wrote and publishes the verdict, unless compression is off there.
 
     Args:
         store: what `meet` returned.
-        rank, world_size: within the ranks that met.
+        ranks: what to call the ranks that met.
+        rank: the place of this rank among them.
         config: None where compression is off. Where it can't be on, the error that says why.
 
     Raises PeerError on every rank if one does not come within `transport.timeout_seconds`, or if that is not set,
     within the store's time-out.
     """
     store.set(f"rank {rank}", json.dumps(described(config)))
+    if config is None:
+        return
     seconds = config.transport.timeout_seconds if isinstance(config, Config) else None
     timeout = store.timeout if seconds is None else timedelta(seconds=seconds)
     if rank == 0:
-        store.set("verdict", _verdict(store, world_size, timeout))
-    try:
-        store.wait(["verdict"], 2 * timeout)  # rank 0 may need one time-out to find that a rank does not come
-        verdict = store.get("verdict").decode()
-    except RuntimeError as error:
-        raise PeerError(f"rank 0 of {world_size} did not compare configurations in time: {error}") from error
+        verdict = _publish_verdict(store, ranks, timeout)
+    else:
+        verdict = _await_verdict(store, ranks, rank, timeout)
     if verdict.startswith("differ"):
-        _await_readers(store, world_size)
         raise MismatchError(f"ranks {verdict}. All must run the same ncz_plugins with the same configuration")
     if verdict:
         raise PeerError(verdict)
 
 
-def _await_readers(store: dist.Store, world_size: int) -> None:
-    """Wait for a moment until all ranks have read the verdict: the store ends with the rank that serves it."""
-    with suppress(RuntimeError):
-        if store.add("readers", 1) == world_size:
-            store.set("read", "")
-        store.wait(["read"], _READ_WITHIN)
+def _publish_verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> str:
+    """How the ranks differ, or which ones did not come; empty if all is well. The other ranks get the same."""
+    verdict, readers = _verdict(store, ranks, timeout)
+    store.add("to read", readers)
+    store.set("verdict", verdict)
+    # This process may serve the store, which ends with it: let the others read first.
+    if verdict and readers:
+        with suppress(RuntimeError):
+            store.wait(["read"], _READ_WITHIN)
+    return verdict
+
+
+def _await_verdict(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
+    """What the first rank publishes, or would if compression were on there."""
+    first = _said(store, 0, timeout)
+    if first is None:
+        return _absent([ranks[0]], timeout)
+    if first["compression"] == _OFF:
+        return f"differ: {differences([first, _said(store, rank, timeout)], [ranks[0], ranks[rank]])}"
+    try:
+        store.wait(["verdict"], 2 * timeout)  # the first rank may need one time-out to find that a rank does not come
+        verdict = store.get("verdict").decode()
+    except RuntimeError as error:
+        raise PeerError(f"rank {ranks[0]} did not compare configurations in time: {error}") from error
+    if verdict:
+        with suppress(RuntimeError):
+            if store.add("to read", -1) == 0:
+                store.set("read", "")
+    return verdict
 
 
 def described(config: Config | NczError | None) -> dict[str, object]:
@@ -96,7 +123,7 @@ def described(config: Config | NczError | None) -> dict[str, object]:
     mine = {"version": __version__, "frame version": VERSION}
     if isinstance(config, Config):
         return mine | {"compression": "on"} | _flat(json.loads(config.canonical()))
-    return mine | {"compression": "off" if config is None else f"refused: {config}"}
+    return mine | {"compression": _OFF if config is None else f"refused: {config}"}
 
 
 def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None = None) -> str:
@@ -119,21 +146,38 @@ def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None =
     return "; ".join(found)
 
 
-def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """How the ranks differ, or which one did not come; empty if all is well."""
-    everyone = []
+def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> tuple[str, int]:
+    """How the ranks differ, or which ones did not come, empty if all is well; and how many others wait to read that."""
     deadline = time.monotonic() + timeout.total_seconds()
-    for rank in range(world_size):
-        try:
-            store.wait([f"rank {rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            everyone.append(json.loads(store.get(f"rank {rank}")))
-        except RuntimeError:
-            return (
-                f"rank {rank} of {world_size} did not say how it is configured in time: "
-                "it died, or does not import ncz_plugins where the others do"
-            )
-    found = differences(everyone)
-    return f"differ: {found}" if found else ""
+    came, absent = {}, []
+    for place, rank in enumerate(ranks):
+        said = _said(store, place, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        if said is None:
+            absent.append(rank)
+            continue
+        came[rank] = said
+        if said["compression"] == _OFF:
+            break  # which settles it, and ranks behind this one may come late
+    readers = sum(said["compression"] != _OFF for said in came.values()) - 1
+    if found := differences(list(came.values()), list(came)):
+        return f"differ: {found}", readers
+    return _absent(absent, timeout) if absent else "", readers
+
+
+def _said(store: dist.Store, rank: int, timeout: timedelta) -> dict[str, object] | None:
+    """What a rank wrote of itself, None if it does not come."""
+    try:
+        store.wait([f"rank {rank}"], timeout)
+        return json.loads(store.get(f"rank {rank}"))
+    except RuntimeError:
+        return None
+
+
+def _absent(ranks: list[int], timeout: timedelta) -> str:
+    return (
+        f"{_named(ranks)} did not say within {timeout.total_seconds():g} s how compression is configured there: died, "
+        "was slower, or does not import ncz_plugins where the others do"
+    )
 
 
 def _named(ranks: list[int]) -> str:

@@ -63,10 +63,11 @@ def test_the_first_line_says_where_ranks_have_nothing_to_send_each_other(monkeyp
     ranks = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 4)
     monkeypatch.setattr(compression, "dist", ranks)
     active = GradientCompression(Config())
-    assert "gradient reductions are compressed (ZeRO 1, 4 ranks): " in compression.describe(active, 1, 2)
+    assert "gradient reductions are compressed (ZeRO 1, 4 ranks): " in compression.describe(active, 1, 4)
+    assert "gradient reductions are compressed (ZeRO 1, 2 of 4 ranks): " in compression.describe(active, 1, 2)
     # As with pipeline stages of one rank each.
     line = compression.describe(active, 1, 1)
-    assert line.endswith("nothing is compressed, as no two of 4 ranks have the same parameters (ZeRO 1)")
+    assert line.endswith("nothing is compressed, as no two ranks of this engine have the same parameters (ZeRO 1)")
     never = GradientCompression(Config(transport={"min_bytes": "never"}))
     assert compression.describe(never, 1, 2).endswith("nothing is compressed, as transport.min_bytes is never (ZeRO 1)")
 

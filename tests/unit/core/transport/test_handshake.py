@@ -1,5 +1,7 @@
 """How ranks meet, and what they compare before their first compressed collective."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 from ranks import play
@@ -14,8 +16,9 @@ from ncz_plugins.core.transport.handshake import compare_ranks, described, diffe
 def test_ranks_share_a_store_by_themselves_each_time_they_meet(monkeypatch):
     default = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: default)
-    meetings = [[meet([0, 1, 2], "test") for _ in range(3)] for _ in range(2)]
-    others = [[meet([0, 1], "test")], [meet([0, 1, 2], "something else")]]
+    ahead = [meet([0, 1, 2], 0, "test") for _ in range(2)]  # before any other comes
+    meetings = [[first, *(meet([0, 1, 2], rank, "test") for rank in (1, 2))] for first in ahead]
+    others = [[meet([0, 1], 0, "test")], [meet([0, 1, 2], 0, "something else")]]
     for number, stores in enumerate([*meetings, *others]):
         assert not any(store.check(["key"]) for store in stores)
         stores[-1].set("key", str(number))
@@ -28,10 +31,11 @@ def test_ranks_share_a_store_by_themselves_each_time_they_meet(monkeypatch):
 def compared(configs: list) -> list:
     """The error of each rank, None where it may go on."""
     store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
 
     def body(transport):
         try:
-            compare_ranks(store, transport.rank, len(configs), configs[transport.rank])
+            compare_ranks(store, range(len(configs)), transport.rank, configs[transport.rank])
         except (MismatchError, PeerError) as error:
             return error
         return None
@@ -52,10 +56,30 @@ def test_what_differs_is_named_with_who_has_what_on_every_rank():
     assert "quantizer.value is 0.375 on ranks 0, 2, 0.5 on rank 1" in str(errors[0])
 
 
-def test_a_rank_without_compression_or_with_a_refused_configuration_is_named():
-    assert '"on" on rank 0, "off" on rank 1' in str(compared([Config(), None])[1])
+OFF_AT = [(0,), (1,), (2,), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("off", OFF_AT)
+def test_a_rank_without_compression_is_named_by_the_others_and_goes_on(off):
+    errors = compared([None if rank in off else Config() for rank in range(3)])
+    for rank, error in enumerate(errors):
+        if rank in off:
+            assert error is None
+        else:
+            assert isinstance(error, MismatchError)
+            assert "compression is " in str(error) and f'"off" on rank {off[0]}' in str(error)
+
+
+def test_a_rank_without_compression_waits_for_nobody():
+    compare_ranks(dist.HashStore(), [0, 1], 0, None)
+    compare_ranks(dist.HashStore(), [0, 1], 1, None)
+
+
+def test_a_rank_with_a_refused_configuration_is_named():
     refused = ConfigError("quantizer.value: -1 is not allowed")
     assert "refused: quantizer.value: -1" in str(compared([Config(), refused])[0])
+    for error in compared([None, refused, Config()])[1:]:
+        assert '"off" on rank 0' in str(error)
 
 
 def test_settings_of_compression_are_not_compared_where_it_is_off():
@@ -63,11 +87,13 @@ def test_settings_of_compression_are_not_compared_where_it_is_off():
     assert differences([described(None), described(Config())]).startswith("compression is ")
 
 
-def test_a_rank_that_does_not_come_is_named():
-    config = Config(transport={"timeout_seconds": 1})
+def test_ranks_that_do_not_come_are_named():
+    config = Config(transport={"timeout_seconds": 0.5})
     store = dist.HashStore()
-    with pytest.raises(PeerError, match="rank 1 of 2 did not say how it is configured in time"):
-        compare_ranks(store, 0, 2, config)
+    with pytest.raises(PeerError, match="ranks 6, 7 did not say within 0.5 s how compression is configured"):
+        compare_ranks(store, [5, 6, 7], 0, config)
+    with pytest.raises(PeerError, match="rank 5 did not say within 0.5 s"):
+        compare_ranks(dist.HashStore(), [5, 6, 7], 1, config)
 
 
 def test_many_ranks_are_abridged():
