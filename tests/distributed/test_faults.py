@@ -47,7 +47,7 @@ def test_ranks_that_differ_are_refused_at_the_start(case, words, finished):
 
 def test_a_rank_that_does_not_come_is_named(finished):
     for outcome in outcomes(finished, "absent", [0, 3]):
-        assert outcome["error"] == "PeerError" and "rank 1 of 3" in outcome["message"], outcome
+        assert outcome["error"] == "PeerError" and "rank 1 did not say within" in outcome["message"], outcome
         assert outcome["seconds"] < SOON
 
 
