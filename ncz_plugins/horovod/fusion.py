@@ -36,13 +36,13 @@ def flattened(tensors: list[PendingTensor]) -> Tensor:
 def copy_back(flat: Tensor, tensors: list[PendingTensor]) -> None:
     """Give values that `flattened` has put together to the tensors that they came from.
 
-    In host memory these become new tensors, which Horovod's optimizer puts in place on the program's own thread. The
-    program may be changing the old ones, on each rank at another moment.
+    In host memory the program's own thread copies them when it waits: until then it may change its tensors, on each
+    rank at another moment, or have given up this reduction and compute into the same memory again.
     """
     for pending, values in zip(tensors, flat.split([pending.tensor.numel() for pending in tensors])):
-        if not flat.is_cuda:
-            pending.tensor = torch.empty_like(pending.tensor)
-        pending.tensor.copy_(values.view(pending.tensor.shape))
+        pending.result = values.view(pending.tensor.shape)
+        if flat.is_cuda:
+            pending.take_result()
 
 
 def _cut(tensors: list[PendingTensor]) -> Iterator[list[PendingTensor]]:

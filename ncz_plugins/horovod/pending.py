@@ -58,11 +58,12 @@ class PendingTensor:
 
     Attributes:
         name, index: what sorts it alike on all ranks: how it was submitted, and its number within a group.
-        tensor: of any shape and strides. The result takes its place.
+        tensor: of any shape and strides. The result comes into its memory, which may be part of a larger tensor.
         parameter: by which policies know it.
         residual: by which error feedback knows it, apart from the parameters of other optimizers.
         ready: on a GPU, when its values are there.
         reduced: whether that has been done.
+        result: what is still to be copied to `tensor`, if anything is.
     """
 
     kind: Kind
@@ -73,6 +74,14 @@ class PendingTensor:
     residual: ParameterSlice
     ready: torch.cuda.Event | None = None
     reduced: bool = False
+    result: Tensor | None = None
+
+    def take_result(self) -> Tensor:
+        """`tensor`, with the result in it."""
+        if self.result is not None:
+            self.tensor.copy_(self.result)
+            self.result = None
+        return self.tensor
 
     @property
     def order(self) -> tuple:
@@ -151,5 +160,5 @@ class Pending:
             reduce_all(self.compressor, self.owner)
         if not self.done:  # it was dropped: an earlier reduction failed, or Horovod was initialized again
             raise hvd.HorovodInternalError(f"the reduction of {self.name} was given up; nothing was reduced")
-        results = [pending.tensor for pending in self.tensors]
+        results = [pending.take_result() for pending in self.tensors]
         return results if self._grouped else results[0]

@@ -76,6 +76,11 @@ def test_a_model_below_min_bytes_goes_plain_and_counted(ranks):
         assert result["error"] <= ROUNDING * result["largest"]
 
 
+def test_gradients_stay_in_a_buffer_that_the_program_keeps_them_in(ranks):
+    for rank in ranks:
+        assert len(rank["buffers"]) >= 8 and not any(rank["buffers"].values()), rank["buffers"]
+
+
 def test_gradients_can_be_clipped_between_synchronize_and_step(ranks):
     for rank in ranks:
         assert rank["clipping"]["norms"] == pytest.approx([0.01] * 3, rel=1e-3)

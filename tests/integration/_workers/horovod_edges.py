@@ -163,6 +163,56 @@ def clipping() -> dict:
     return {"norms": norms, "counts": counts(compressor), "sha256": sha256(model.parameters())}
 
 
+DOORS = {
+    "alone": {},
+    "in groups": {"groups": 2},
+    "accumulated": {"backward_passes_per_step": 2},
+    "on the ring": {"schedule": "ring"},
+    "too small": {"min_bytes": 1 << 30},
+}
+
+
+def in_one_buffer(dtype: torch.dtype, process_set=hvd.global_process_set, schedule="direct", min_bytes=0, **how) -> str:
+    """Gradients are views of one buffer, as optimizers with flat memory have them. What is wrong, if anything is."""
+    passes = how.get("backward_passes_per_step", 1)
+    config = bounded() | {"transport": {"min_bytes": min_bytes, "schedule": schedule}}
+    models = [new_model(dtype), new_model(dtype)]
+    # Each has an optimizer and a compressor of its own, so both give the same bits.
+    optimizers = [wrapped(m, NCZ(config), f"{i}.", process_set=process_set, **how) for i, m in enumerate(models)]
+    parameters = list(models[0].parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype)
+    views = [view.view_as(p) for view, p in zip(buffer.split([p.numel() for p in parameters]), parameters)]
+    for parameter, view in zip(parameters, views):
+        parameter.grad = view
+    for number in range(3):
+        buffer.zero_()
+        optimizers[1].zero_grad()
+        for model, optimizer in zip(models, optimizers):
+            for each in range(passes):
+                loss_of(model, passes * number + each).backward()
+            optimizer.synchronize()
+        if any(p.grad.data_ptr() != view.data_ptr() for p, view in zip(parameters, views)):
+            return f"step {number}: a gradient has other memory"
+        if not torch.equal(buffer, torch.cat([p.grad.flatten() for p in models[1].parameters()])):
+            return f"step {number}: the buffer holds something else than gradients that are not in one"
+        buffer.mul_(0.5)  # as clipping does, to both
+        for parameter in models[1].parameters():
+            parameter.grad.mul_(0.5)
+        for optimizer in optimizers:
+            step(optimizer)
+    return "" if sha256(parameters) == sha256(models[1].parameters()) else "the weights differ"
+
+
+def buffers() -> dict:
+    found = {str(dtype): in_one_buffer(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)}
+    found |= {name: in_one_buffer(torch.float32, **how) for name, how in DOORS.items()}
+    if hvd.size() == 3:
+        pair = hvd.add_process_set([0, 2])
+        found["of a process set"] = in_one_buffer(torch.float32, pair) if pair.included() else ""
+        hvd.remove_process_set(pair)
+    return found
+
+
 def restored() -> dict:
     """The optimizer is restored after backward: those gradients must be forgotten."""
     model, compressor = new_model(), NCZ(bounded())
@@ -450,6 +500,7 @@ results = {
     "not finite": not_finite(),
     "tiny": tiny(),
     "clipping": clipping(),
+    "buffers": buffers(),
     "restored": restored(),
     "schedule": schedule(),
     "two optimizers": two_optimizers(),
