@@ -95,6 +95,19 @@ class GradientCompression:
             )
         return parts
 
+    def end_step(self, was_skipped: bool, rescaled: float) -> None:
+        """An optimizer step is over: see `Training.end_step`.
+
+        What error feedback keeps is in units of the gradients. A step that was skipped has used what was kept before,
+        and left errors of sums that nobody uses: nothing is kept then.
+
+        Args:
+            rescaled: what the loss scale was multiplied by.
+        """
+        for residual in self.training.residuals.by_name.values() if was_skipped or rescaled != 1 else ():
+            residual.mul_(0 if was_skipped else rescaled)
+        self.training.end_step()
+
     def feed(self, monitor) -> None:
         """Send what each step was to DeepSpeed's monitor as well."""
 

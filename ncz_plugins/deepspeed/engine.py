@@ -88,13 +88,26 @@ def end_step(original):
 
     def _take_model_step(self, *args, **kwargs):
         _require_configured(self)
-        result = original(self, *args, **kwargs)
         compression = getattr(self, ATTRIBUTE)
-        if compression is not None:
-            compression.training.end_step()
+        if compression is None:
+            return original(self, *args, **kwargs)
+        before = _loss_scale(self)
+        result = original(self, *args, **kwargs)
+        after = _loss_scale(self)
+        # PyTorch's scaler does not tell DeepSpeed that it skips a step, but then it backs off.
+        compression.end_step(was_skipped=not self._step_applied or after < before, rescaled=after / before)
         return result
 
     return _take_model_step
+
+
+def _loss_scale(engine) -> float:
+    """What gradients are multiplied by as long as they are reduced; 1 without a loss scaler."""
+    optimizer = engine.optimizer
+    scaler = engine.torch_autocast_z0_gradscaler or getattr(optimizer, "torch_autocast_gradscaler", None)
+    if scaler is not None:
+        return scaler.get_scale()
+    return getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", 1.0)
 
 
 def _require_configured(engine) -> None:

@@ -61,6 +61,37 @@ CASES = {
     "fp32 stage 3 without reduce_scatter": case(3, zero={"reduce_scatter": False}),
     "fp32 stage 3 in small buckets, overlapping": case(3, zero=SMALL | OVERLAPPING),
     "fp32 stage 3 in tiny buckets, apart": case(3, zero=TINY | APART),
+    "frozen in turns, stage 0": case(0, **PRESCALED),
+    "frozen in turns, stage 1": case(1),
+    "frozen in turns, stage 2": case(2),
+    "frozen in turns, stage 3": case(3),
+    "unused in turns, stage 0": case(0, **PRESCALED),
+    "unused in turns, stage 1": case(1),
+    "unused in turns, stage 2": case(2),  # ZeRO 3 itself uses the gradient of the last step again
+}
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
+AUTO = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+BF16 = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+
+
+def with_skip(stage: int, dtype: dict, zero: dict = SMALL) -> dict:
+    """A step of this overflows; other buckets than that of the weight that does are compressed."""
+    how = case(stage, zero=zero, **dtype) | {"gradient_accumulation_steps": 1}
+    scale = 2**8 if "fp16" in dtype else 2**16 if "torch_autocast" in dtype else 1  # the first
+    how["communication_compression"]["quantizer"]["value"] = BOUND * scale
+    return how
+
+
+SKIPS = {
+    "skipped, bf16 stage 1": with_skip(1, BF16),
+    "skipped, bf16 stage 2": with_skip(2, BF16),
+    "skipped, bf16 stage 3": with_skip(3, BF16),
+    "skipped, fp16 stage 2": with_skip(2, FP16),
+    "skipped, fp16 stage 3": with_skip(3, FP16),
+    "skipped, autocast stage 0": with_skip(0, AUTO | PRESCALED, {}),
+    "skipped, autocast stage 2": with_skip(2, AUTO),
 }
 
 
@@ -78,7 +109,7 @@ def ranks(folder):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "monitor"}}
     alarm = case(3)
     alarm["communication_compression"]["guard"] = {"every": 1, "max_relative_error": 1e-6, "on_alarm": "stop"}
-    cases = {**CASES, "late parameter": case(0), "alarm": alarm, "fp32 stage 2": case(2, **monitor)}
+    cases = {**CASES, **SKIPS, "late parameter": case(0), "alarm": alarm, "fp32 stage 2": case(2, **monitor)}
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
     ranks = launch(deepspeed_ranks(WORKERS / "feedback.py", file), folder, timeout=240).ranks
@@ -109,6 +140,27 @@ class TestEachElement:
                 assert set(step["bypasses"]) == {"policy"}
                 assert step["compressed_calls"] + step["bypasses"]["policy"] == step["calls"]
                 assert step["compressed_calls"] > 0
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_what_was_kept_goes_with_the_gradients_of_a_step_that_is_skipped(name, ranks):
+    for rank in ranks:
+        found = rank[name]
+        assert found["bypasses"]["non-finite"] >= 1
+        if name == "skipped, autocast stage 0":  # all in one bucket, and PyTorch's scaler does not tell DeepSpeed
+            assert found["scales"][3] < found["scales"][2]
+        else:
+            assert found["skipped"] == [1, 1] and found["compressed"] >= 1
+        assert found["left"] == 0
+        assert min(found["lost"].values()) > BOUND / 4
+        rounding = 2.0 ** (-9 if "bf16" in name else -11) * found["largest"] * len(found["scales"])
+        assert max(found["unexplained"].values()) <= rounding < BOUND / 4
+
+
+def test_what_is_kept_follows_the_loss_scale(ranks):
+    for rank in ranks:
+        scales = rank["skipped, fp16 stage 2"]["scales"]
+        assert any(b > a for a, b in zip(scales, scales[1:])) and any(b < a for a, b in zip(scales, scales[1:])), scales
 
 
 def test_what_the_engine_knows_by_no_name_is_an_error(ranks):

@@ -1,6 +1,8 @@
 """Error feedback and a policy by name under each DeepSpeed configuration of a JSON file, beside a plain run.
 
 usage: feedback.py CASES.json
+
+The name of a case says what else happens in it: see the end of this file.
 """
 
 import json
@@ -17,22 +19,21 @@ import ncz_plugins.deepspeed  # noqa: F401
 
 KEY = "communication_compression"
 STEPS = 4
+SKIPPED = 2  # the step that overflows, of those in which one does
 
 
 class Branches(torch.nn.Module):
-    """Two branches, so that the order of the backward pass can differ from step to step."""
+    """Two branches, so that the order of the backward pass can differ from step to step, and one can be left out."""
 
     def __init__(self):
         super().__init__()
         self.a = torch.nn.Linear(INPUTS, 257)
         self.b = torch.nn.Linear(INPUTS, 257)
         self.head = torch.nn.Linear(257, OUTPUTS)
-        self.swapped = False
+        self.order = "ab"
 
     def forward(self, inputs):
-        branches = (self.b, self.a) if self.swapped else (self.a, self.b)
-        first, second = (branch(inputs) for branch in branches)
-        return self.head(torch.nn.functional.gelu(first + second))
+        return self.head(torch.nn.functional.gelu(sum(getattr(self, branch)(inputs) for branch in self.order)))
 
 
 def start(config: dict):
@@ -46,18 +47,31 @@ def start(config: dict):
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
-    """Of the step that ends, by name."""
-    return {name: safe_get_full_grad(p).double() for name, p in engine.module.named_parameters()}
+    """Of the step that ends, by name; a zero for a parameter that has none."""
+    found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    return {name: torch.zeros((), dtype=torch.double) if g is None else g.double() for name, g in found.items()}
 
 
-def attribute(config: dict) -> dict:
+def swapped(module: Branches, step: int) -> None:
+    module.order = "ba" if step % 2 else "ab"
+
+
+def unused_in_turns(module: Branches, step: int) -> None:
+    module.order = "a" if step % 2 else "ab"
+
+
+def frozen_in_turns(module: Branches, step: int) -> None:
+    module.b.requires_grad_(step % 2 == 0)
+
+
+def attribute(config: dict, change=swapped) -> dict:
     compressed = start(config)
     plain = start({key: value for key, value in config.items() if key != KEY})
     errors = {name: 0.0 for name, _ in compressed.module.named_parameters()}  # of the sums over the steps so far
     result = {"largest": 0.0, "exact_in_each_step": {name: True for name in errors}}
     for step in range(STEPS):
         for engine in (compressed, plain):
-            engine.module.swapped = bool(step % 2)
+            change(engine.module, step)
             engine.backward(loss_of(engine, 2 * step))
             engine.step()  # of the first of two micro-batches
             engine.backward(loss_of(engine, 2 * step + 1))
@@ -84,6 +98,62 @@ def attribute(config: dict) -> dict:
     return result
 
 
+def scale_of(engine) -> float:
+    """What a loss scaler multiplies gradients by."""
+    scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scaler.get_scale() if scaler else engine.optimizer.cur_scale
+
+
+def skip(config: dict) -> dict:
+    """One rank's gradient of a weight overflows in a step, which is skipped. Other buckets of it are compressed."""
+    # DeepSpeed asks the accelerator, which says no for want of fast kernels; torch computes float16 on any CPU.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    engines = [start(config), start({key: value for key, value in config.items() if key != KEY})]
+    residuals = engines[0].communication_compression.training.residuals.by_name
+    applied, lost, scales, rounding = {}, {}, [], 0.0
+
+    def kept() -> dict[str, torch.Tensor]:
+        total = {name: residual.double() / scale_of(engines[0]) for name, residual in residuals.items()}
+        for each in total.values():
+            dist.all_reduce(each)
+        return total
+
+    for step in range(SKIPPED + 5):
+        before, found = kept(), []
+        scales.append(scale_of(engines[0]))
+        for engine in engines:
+            hook = None
+            if step == SKIPPED and dist.get_rank() == 1:
+                hook = engine.module.a.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+            engine.backward(loss_of(engine, step))
+            found.append({name: each / scale_of(engine) for name, each in gradients(engine).items()})
+            if hook:
+                hook.remove()
+            engine.step()
+        if step == SKIPPED:
+            lost, left = before, kept()
+            counted = engines[0].communication_compression.stats.steps[-1]
+            continue
+        for name, gradient in found[0].items():
+            applied[name] = applied.get(name, 0) + gradient - found[1][name]
+            rounding = max(rounding, found[1][name].abs().max().item())
+    now = kept()
+    for engine in engines:
+        engine.destroy()
+    return {
+        "skipped": [engine.skipped_steps for engine in engines],
+        "bypasses": counted.bypasses,
+        "compressed": counted.compressed_calls,
+        "scales": scales,
+        "left": max(each.abs().max().item() for each in left.values()),
+        "lost": {name: each.abs().max().item() for name, each in lost.items()},
+        "largest": rounding,
+        "unexplained": {
+            name: (applied[name].flatten() + now[name] + lost[name]).abs().max().item() for name in residuals
+        },
+    }
+
+
 def late_parameter(engine) -> None:
     """Add what DeepSpeed reduces from then on, but does not know by name."""
     engine.module.late = torch.nn.Parameter(torch.ones(5))
@@ -108,6 +178,12 @@ for name, config in json.loads(Path(sys.argv[-1]).read_text()).items():
         results[name] = error_in_first_step(config, late_parameter)
     elif name == "alarm":
         results[name] = error_in_first_step(config)
+    elif name.startswith("skipped"):
+        results[name] = skip(config)
+    elif name.startswith("unused in turns"):
+        results[name] = attribute(config, unused_in_turns)
+    elif name.startswith("frozen in turns"):
+        results[name] = attribute(config, frozen_in_turns)
     else:
         results[name] = attribute(config)
     if dist.get_rank() == 0:
