@@ -81,6 +81,15 @@ def test_gradients_stay_in_a_buffer_that_the_program_keeps_them_in(ranks):
         assert len(rank["buffers"]) >= 8 and not any(rank["buffers"].values()), rank["buffers"]
 
 
+def test_sums_are_off_by_what_is_kept_and_nothing_else_where_gradients_are_skipped(ranks):
+    for rank in ranks:
+        assert len(rank["fed back"]) == 6
+        for name, found in rank["fed back"].items():
+            assert found["kept"], name
+            assert found["off"] > 0.05, (name, found)
+            assert found["unexplained"] < 1e-5, (name, found)
+
+
 def test_gradients_can_be_clipped_between_synchronize_and_step(ranks):
     for rank in ranks:
         assert rank["clipping"]["norms"] == pytest.approx([0.01] * 3, rel=1e-3)

@@ -29,6 +29,7 @@ from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.horovod import NCZ
 from ncz_plugins.horovod.transport import HorovodTransport
 
+hvd.init(process_sets="dynamic")
 BOUND = 2e-4
 POISONED_RANK = 1
 POISONED = ((3, 5), float("nan")), ((100, 7), float("inf"))  # places in the first weight, and what is put there
@@ -211,6 +212,56 @@ def buffers() -> dict:
         found["of a process set"] = in_one_buffer(torch.float32, pair) if pair.included() else ""
         hvd.remove_process_set(pair)
     return found
+
+
+def freeze_in_turns(model: nn.Module, number: int) -> None:
+    model.b.requires_grad_(number % 2 == 0)
+
+
+def overflow_once(model: nn.Module, number: int) -> None:
+    if number == OVERFLOWN and hvd.rank() == POISONED_RANK:
+        model.entry.weight.grad = torch.full_like(model.entry.weight, torch.inf)  # which the backward pass adds to
+
+
+OVERFLOWN = 3  # the step that the program skips, as a loss scaler does
+# How gradients are skipped: the branches that this rank uses, in turns; what is done before a step; and what the
+# optimizer is told besides.
+SKIPPED = {
+    "used in turns": (["a", "b"], None, {}),
+    "used in turns, in groups": (["a", "b"], None, {"groups": 2}),
+    "used in turns, accumulated": (["a", "b", "b", "ab"], None, {"backward_passes_per_step": 2}),
+    "used in turns by one rank": (["ab", "a"] if hvd.rank() == 0 else ["ab"], None, {}),
+    "frozen in turns": (["ab"], freeze_in_turns, {}),
+    "one overflows": (["ab"], overflow_once, {}),
+}
+
+
+def fed_back(branches: list[str], change, how: dict) -> dict:
+    """What the gradients that came out add up to over some steps, beside those of a plain twin and what is kept."""
+    quantizer = {"kind": "error_bound", "value": 1.0, "error_feedback": True}
+    compressor, passes = NCZ(bounded() | {"quantizer": quantizer}), how.get("backward_passes_per_step", 1)
+    models = new_model(), new_model()
+    optimizers = wrapped(models[0], compressor, **how), wrapped(models[1], hvd.Compression.none, "plain.", **how)
+    off = [0.0 for _ in models[0].parameters()]
+    for number in range(6):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            if change:
+                change(model, number)
+            for each in range(passes * number, passes * (number + 1)):
+                loss_of(model, each, branches=branches[each % len(branches)]).backward()
+            optimizer.synchronize()
+        if change is overflow_once and number == OVERFLOWN:
+            continue
+        off = [o + a.double() - b.double() for o, a, b in zip(off, *map(gradients, models))]
+    kept = compressor.state_dict()["residuals"]
+    explained = {name: hvd.allreduce(each.double(), name=f"kept {name}") for name, each in kept.items()}
+    names = [name for name, _ in models[0].named_parameters()]
+    return {
+        "kept": sorted(explained) == sorted(names),
+        "off": largest(off) / largest(gradients(models[1])),
+        "unexplained": largest([o.flatten() + explained[name] for o, name in zip(off, names)]),
+    }
 
 
 def restored() -> dict:
@@ -493,7 +544,6 @@ def join() -> dict:
     }
 
 
-hvd.init(process_sets="dynamic")
 results = {
     "sparse": embedding(sparse_as_dense=False),
     "sparse as dense": embedding(sparse_as_dense=True),
@@ -501,6 +551,7 @@ results = {
     "tiny": tiny(),
     "clipping": clipping(),
     "buffers": buffers(),
+    "fed back": {name: fed_back(*case) for name, case in SKIPPED.items()},
     "restored": restored(),
     "schedule": schedule(),
     "two optimizers": two_optimizers(),
