@@ -62,6 +62,7 @@ class Compression(ModelCompression):
         self._names = {id(parameter): name_of(name) for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._last: Handle | None = None  # of the calls of this pass
+        self._computed: set[int] | None = None  # parameters that have a gradient of this pass, by id; None: all have
 
     def __reduce__(self):
         """A copy of a model, or a file of it, has None here: torch does not register hooks for copies."""
@@ -75,6 +76,8 @@ class Compression(ModelCompression):
             self.close()
             raise UnsupportedError(f"the model takes no communication hook: {str(error).splitlines()[0]}") from error
         self._model = weakref.ref(model)
+        if model.find_unused_parameters:
+            self._computed = _with_gradients(model)
 
     def close(self) -> None:
         """Finish what was asked for and free the connections. Safe to call twice."""
@@ -90,13 +93,24 @@ class Compression(ModelCompression):
         tensor = bucket.buffer()
         if tensor.layout is not torch.strided:
             return self._average_sparse(tensor, bucket.is_last())
-        parts = [ParameterSlice(self._names.get(id(each)), _floats_of(each)) for each in bucket.parameters()]
+        parts = [self._slice_of(each) for each in bucket.parameters()]
         handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
         self._last = handle
+        if bucket.is_last() and self._computed:
+            self._computed.clear()
         future = handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
         if bucket.is_last() and self.training.depends_on_step:
             _ending[self.training] = future
         return future
+
+    def _slice_of(self, parameter: Tensor) -> ParameterSlice:
+        """A parameter in a bucket.
+
+        For a parameter that this pass did not use, DDP sends the gradient that an earlier pass left, and drops the
+        result if no rank used the parameter.
+        """
+        is_old = self._computed is not None and id(parameter) not in self._computed and parameter.grad is not None
+        return ParameterSlice(self._names.get(id(parameter)), _floats_of(parameter), feeds_back=not is_old)
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
         """As `average`, uncompressed and at once, of a sparse gradient. It has a bucket of its own."""
@@ -196,6 +210,19 @@ def compress(
     state = Compression(config, group, model.module.named_parameters(), training)
     state.attach(model)
     return state
+
+
+def _with_gradients(model: DistributedDataParallel) -> set[int]:
+    """The ids of parameters whose gradients have been computed, from now on, since the set was cleared."""
+    computed: set[int] = set()
+
+    def note(parameter: Tensor) -> None:
+        computed.add(id(parameter))
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note)
+    return computed
 
 
 def _floats_of(parameter: Tensor) -> int:

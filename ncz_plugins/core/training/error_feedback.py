@@ -5,6 +5,11 @@ It adds the residual to its next contribution before that is quantized (Seide et
 al., ICML 2019). So errors do not add up over the training steps, however wide the bound.
 
 A call that goes plain leaves the residuals as they are, for the next call that is compressed.
+
+A slice whose gradient is zero leaves its residual as it is, too: the parameter may be unused in this step, and what
+comes out for it may be dropped (DDP does so with parameters that no rank uses). The residual stays for the next step
+that uses the parameter. Each rank decides that for itself: zeros are quantized without loss, so whatever the other
+ranks do, what this rank has yet to contribute is what it keeps.
 """
 
 from __future__ import annotations
@@ -71,6 +76,7 @@ class Feedback:
         _require_apart(tuple(parts))
         self._residuals = residuals
         self._parts = parts
+        self._used: list[bool | Tensor] = []  # for each slice that `added_to` found a residual for
 
     def added_to(self, source: Window) -> Window:
         """`source` plus the residuals, in memory that is valid until this thread makes another call."""
@@ -78,17 +84,31 @@ class Feedback:
         values.copy_(source.data)
         compensated = Window(values, source.start)
         for part, elements in self._named(source):
-            compensated[elements].add_(self._residuals.of(part, values))
+            own = compensated[elements]
+            used = _is_used(own)
+            self._used.append(used)
+            if used is True:
+                own.add_(self._residuals.of(part, values))
+            elif used is not False:  # on a GPU
+                own.add_(self._residuals.of(part, values) * used)
         return compensated
 
     def keep(self, lost: Window, is_finite: bool = True) -> None:
         """Keep `lost`, what quantizing lost of the tensor that `added_to` returned, as the new residuals.
 
+        What `added_to` left alone stays as it is.
+
         Args:
             is_finite: whether all of that is for sure. What is not is no residual.
         """
-        for part, elements in self._named(lost):
-            residual = self._residuals.of(part, lost.data).copy_(lost[elements])
+        for used, (part, elements) in zip(self._used, self._named(lost), strict=True):
+            if used is False:
+                continue
+            residual = self._residuals.of(part, lost.data)
+            if used is True:
+                residual.copy_(lost[elements])
+            else:  # on a GPU
+                torch.where(used, lost[elements], residual, out=residual)
             if not is_finite:
                 residual.nan_to_num_(0, 0, 0)
 
@@ -107,7 +127,7 @@ class Feedback:
         """The slices with a name, cut to `window`, each with its elements there."""
         at = window.start
         for part in _cut(self._parts, at, at + window.data.numel()):
-            if part.name is not None:
+            if part.name is not None and part.feeds_back:
                 yield part, slice(at, at + part.length)
             at += part.length
 
@@ -133,8 +153,15 @@ def _cut(parts: Sequence[ParameterSlice], first: int, last: int) -> Iterator[Par
     for part in parts:
         begin, end = max(at, first), min(at + part.length, last)
         if begin < end:
-            yield ParameterSlice(part.name, end - begin, part.start + begin - at, part.of)
+            yield ParameterSlice(part.name, end - begin, part.start + begin - at, part.of, part.feeds_back)
         at += part.length
+
+
+def _is_used(gradient: Tensor) -> bool | Tensor:
+    """Whether any element is not zero. On a GPU a tensor of one bool: the host does not wait for it."""
+    if gradient.device.type != "cpu":
+        return gradient.any()
+    return bool(gradient.numpy()[0] != 0 or gradient.any())  # mostly the first one tells, without a pass over all
 
 
 def _dtype(like: Tensor) -> torch.dtype:

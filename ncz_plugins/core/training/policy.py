@@ -30,12 +30,15 @@ class ParameterSlice(NamedTuple):
         start: where in the parameter they begin.
         numel: elements of the whole parameter; None for start + length; 0 for padding, which is treated like what
             lies before it.
+        feeds_back: whether error feedback adds and renews the residual. False for a gradient of an earlier step, which
+            this step has not computed: what comes out may be dropped. Ranks may differ.
     """
 
     name: str | None
     length: int
     start: int = 0
     numel: int | None = None
+    feeds_back: bool = True
 
     @property
     def of(self) -> int:

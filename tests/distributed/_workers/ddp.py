@@ -1,5 +1,6 @@
 """What compression does to DistributedDataParallel: `ddp.py cpu | cuda`. Each check is a test of its own."""
 
+import contextlib
 import copy
 import io
 import sys
@@ -250,6 +251,98 @@ def error_feedback_outlives_new_buckets(group):
     assert again.training.step == 3 and again.training.residuals.by_name.keys() == kept.keys()
     train(resumed, 1)
     same_replicas(resumed, group)
+
+
+class Pair(nn.Module):
+    """Two parameters of one size, of which each pass uses one or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
+
+    def forward(self, x, used):
+        return sum(getattr(self, name)(x) for name in used)
+
+
+def loses_nothing(group, used, begin=lambda model, used: model.zero_grad(), accumulates=False, **options):
+    """Fail unless the sum of all that came out differs from the exact sum by what is kept, and by no more.
+
+    Args:
+        used: gives the names that a rank uses in a pass, from the pass's number and the rank.
+        begin: prepares the model for a pass, given the names that this rank uses.
+        accumulates: whether only every other pass reduces, the first and the last among them.
+    """
+    model = DistributedDataParallel(Pair().to(device), process_group=group, **options)
+    compression = ddp.compress(model, SMALL | {"quantizer": {"value": 1.0, "error_feedback": True}})
+    missing = {name: torch.zeros(100, 100, dtype=torch.float64) for name in ("left", "right")}
+    generator, of_any = torch.Generator().manual_seed(rank), set()
+    for number in range(9):
+        mine, reduces = used(number, rank), not accumulates or number % 2 == 0
+        if not of_any:
+            begin(model, mine)
+        x, y = torch.randn(2, 8, 100, generator=generator)
+        with contextlib.nullcontext() if reduces else model.no_sync():
+            (model(x.to(device), mine) * y.to(device)).sum().backward()
+        for name in mine:
+            missing[name] += y.double().T @ x.double() / world_size
+        of_any.update(name for each in range(world_size) for name in used(number, each))
+        while reduces and of_any:  # of others DDP drops the result
+            name = of_any.pop()
+            missing[name] -= getattr(model.module, name).weight.grad.double().cpu() / world_size
+    for name, lacking in missing.items():
+        kept = compression.training.residuals.by_name[f"{name}.weight"].double().cpu().view(100, 100) / world_size
+        torch.distributed.all_reduce(both := torch.stack([lacking, kept]), group=group)
+        torch.testing.assert_close(both[0], both[1], rtol=0, atol=1e-4)
+        assert both[0].abs().max() > 0.1
+
+
+def by_turns(number: int, rank: int) -> list[str]:
+    return [("left", "right")[number % 2]]
+
+
+@check
+def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
+    """DDP drops what comes out for a parameter that no rank used."""
+
+    def toggle(model, used):
+        model.zero_grad()
+        for name, parameter in model.module.named_parameters():
+            parameter.requires_grad_(name.split(".")[0] in used)
+
+    def keep_old_gradients(model, used):
+        for name in used:
+            getattr(model.module, name).weight.grad = None
+
+    def zero_in_place(model, used):
+        model.zero_grad(set_to_none=False)
+
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        loses_nothing(group, by_turns, find_unused_parameters=True, **options)
+        loses_nothing(group, by_turns, keep_old_gradients, find_unused_parameters=True, **options)
+        loses_nothing(group, by_turns, zero_in_place, find_unused_parameters=True, **options)
+    loses_nothing(group, by_turns, toggle, find_unused_parameters=True)
+
+
+@check
+def error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
+    def on_one_rank(number, rank):
+        return ["left", "right"] if number % world_size == rank else ["left"]
+
+    loses_nothing(group, on_one_rank, find_unused_parameters=True)
+
+
+@check
+def error_feedback_loses_nothing_where_gradients_are_accumulated(group):
+    def both(number, rank):
+        return ["left", "right"]
+
+    def in_some_pass(number, rank):
+        return [("left", "right")[number // 3 % 2]]
+
+    loses_nothing(group, both, accumulates=True)
+    loses_nothing(group, both, accumulates=True, static_graph=True)
+    loses_nothing(group, by_turns, accumulates=True, find_unused_parameters=True)
+    loses_nothing(group, in_some_pass, accumulates=True, find_unused_parameters=True)
 
 
 @check

@@ -4,17 +4,21 @@ import pytest
 import torch
 from ranks import play
 
-from ncz_plugins.core.call import Call
+from ncz_plugins.core.call import Call, Request
 from ncz_plugins.core.call_layout import layout_of_sum
 from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.layout import Window
+from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.training import error_feedback
 from ncz_plugins.core.training.error_feedback import Feedback, Residuals
 from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
 
+SUM = torch.distributed.ReduceOp.SUM
 SCHEDULES = {"ring": ring, "direct": direct}
 NUMEL = 20_011
 PARTS = [
@@ -133,13 +137,11 @@ def test_residuals_follow_a_parameter_into_other_buckets():
         residuals = Residuals()
         reduce(transport, gradients(transport.rank, 0), residuals, config())
         kept = {name: each.clone() for name, each in residuals.by_name.items()}
-        values = torch.zeros(9000)
-        window = Feedback(
-            residuals, [ParameterSlice("b", 6000, 9000, 15_000), ParameterSlice("a", 3000, 1000, 5000)]
-        ).added_to(Window(values))
-        assert torch.equal(window.data, torch.cat([kept["b"][9000:], kept["a"][1000:4000]]))
-        part = Feedback(residuals, PARTS).added_to(Window(torch.zeros(2000), 4500))  # a node's piece
-        assert torch.equal(part.data, torch.cat([kept["a"][4500:], torch.zeros(11), kept["b"][:1489]]))
+        slices = [ParameterSlice("b", 6000, 9000, 15_000), ParameterSlice("a", 3000, 1000, 5000)]
+        window = Feedback(residuals, slices).added_to(Window(torch.ones(9000)))
+        assert torch.equal(window.data, 1 + torch.cat([kept["b"][9000:], kept["a"][1000:4000]]))
+        part = Feedback(residuals, PARTS).added_to(Window(torch.ones(2000), 4500))  # a node's piece
+        assert torch.equal(part.data, 1 + torch.cat([kept["a"][4500:], torch.zeros(11), kept["b"][:1489]]))
 
     play(2, body)
 
@@ -148,8 +150,58 @@ def test_what_is_not_finite_is_no_residual():
     """As a fixed rate loses it where a gradient overflows."""
     residuals = Residuals()
     feedback = Feedback(residuals, [ParameterSlice("a", 4)])
+    feedback.added_to(Window(torch.ones(4)))
     feedback.keep(Window(torch.tensor([1.0, torch.nan, torch.inf, -2.0])), is_finite=False)
     assert residuals.by_name["a"].tolist() == [1, 0, 0, -2]
+
+
+@pytest.mark.parametrize("quantizer", [{}, {"kind": "stochastic"}, {"mode": "bits"}], ids=str)
+@pytest.mark.parametrize("where", ["on a CPU", "on a GPU"])
+def test_a_gradient_of_zeros_leaves_its_residual_for_the_next_step(where, quantizer, monkeypatch):
+    """As its parameter may be unused, and what comes out dropped. It is so with each rank for itself."""
+    if where == "on a GPU":  # whose host does not learn what is zero
+        monkeypatch.setattr(error_feedback, "_is_used", torch.any)
+    settings = Config(quantizer={"value": 3, "error_feedback": True} | quantizer, transport={"min_bytes": 0})
+    zero = [[], [1], [0, 1], [1], []]  # the ranks whose gradient of "b" is zero, by step
+
+    def body(transport):
+        ours = Collectives(Training(settings), settings.resolved(), range(2), transport.rank)
+        came_out, residuals = [], ours.training.residuals
+        total = torch.zeros(NUMEL, dtype=torch.float64)
+        for step, ranks in enumerate(zero):
+            tensor = contributed(transport.rank, step)
+            before = {name: each.clone() for name, each in residuals.by_name.items()}
+            request = Request("all_reduce", tensor, tensor, SUM, parts=PARTS)
+            ours.run(ours.prepare(request, settings.resolved()), Host(), transport)
+            if step:
+                assert torch.equal(before["b"], residuals.by_name["b"]) == (transport.rank in ranks)
+                assert not torch.equal(before["a"], residuals.by_name["a"])
+            came_out.append(bool(tensor[5011:].any()))
+            total += tensor
+        assert came_out == [True, True, False, True, True]  # nothing comes out where all have zeros
+        return total, residuals.by_name
+
+    def contributed(rank, step):
+        tensor = gradients(rank, step)
+        if rank in zero[step]:
+            tensor[5011:] = 0
+        return tensor
+
+    outcomes = play(2, body, reuse=True)
+    exact = sum(contributed(rank, step).double() for rank in range(2) for step in range(len(zero)))
+    for name, elements in (("a", slice(0, 5000)), ("b", slice(5011, NUMEL))):
+        kept = sum(by_name[name].double() for _, by_name in outcomes)
+        torch.testing.assert_close((exact - outcomes[0][0])[elements], kept, rtol=0, atol=1e-5)
+
+
+def test_a_gradient_of_an_earlier_step_leaves_the_residual_as_it_is():
+    residuals = Residuals()
+    residuals.by_name["a"] = torch.ones(4)
+    feedback = Feedback(residuals, [ParameterSlice("a", 3, 1, 4, feeds_back=False)])
+    window = feedback.added_to(Window(torch.full((3,), 5.0)))
+    assert window.data.tolist() == [5, 5, 5]
+    feedback.keep(window)
+    assert residuals.by_name["a"].tolist() == [1, 1, 1, 1]
 
 
 def test_slices_of_one_parameter_may_not_overlap():
