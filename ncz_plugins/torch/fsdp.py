@@ -65,11 +65,14 @@ class Compression(ModelCompression):
         self._are_all_served = False  # which the first pass finds out
         self.closed = False
         self._ending: weakref.ref | None = None  # what ends the pass under way, which has reduced something
+        self._reduced_outside = False  # something, outside of a backward pass, since the last step ended
         self._contributing: dict[str, list[tuple[str, int]]] = {}  # by module, see `note`
         self._of_replicas: dict[str, dist.ReduceOp] = {}
 
     def note(self, name: str, contributing: list[tuple[str, int]], is_divided: bool) -> None:
         """What is reduced next of a module are the gradients of these parameters, so many elements of each on a rank.
+
+        There is at least one.
 
         Error feedback keeps what each parameter loses. FSDP reduces those of a module that have a gradient, which may
         be others in each pass.
@@ -116,9 +119,12 @@ class Compression(ModelCompression):
         self._replicas.all_reduce(gradient, self._of_replicas[name], **how)
 
     def _end_step_with_this_pass(self) -> None:
+        """Let the backward pass under way end a step; where there is none, what FSDP does last: see `_tell_of_ends`."""
+        self._require_all_served()
+        if torch._C._current_graph_task_id() == -1:
+            self._reduced_outside = True
         # A pass that failed has dropped what would have ended it.
-        if self._ending is None or self._ending() is None:
-            self._require_all_served()
+        elif self._ending is None or self._ending() is None:
             ending = self._end_step
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -135,8 +141,14 @@ class Compression(ModelCompression):
                 )
         self._are_all_served = True
 
+    def end_outside_of_passes(self) -> None:
+        """FSDP has finished its reductions. End the step if some were made outside of a backward pass."""
+        if self._reduced_outside:
+            self._end_step()
+
     def _end_step(self) -> None:
         self._ending = None
+        self._reduced_outside = False
         self.training.end_step()
 
 
@@ -293,6 +305,7 @@ def compress(
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
     for name, module in modules.items():
         _note_contributing(weakref.ref(compression), name or "model", module)
+        _tell_of_ends(weakref.ref(compression), module)
         _compressing[module] = compression
     return compression
 
@@ -321,8 +334,9 @@ def _note_contributing(compression: weakref.ref[Compression], name: str, module:
     for group in _groups_of(module):
 
         def noting(*unused, group=group):
-            if (told := compression()) is not None:
-                contributing = [each for each in group.fsdp_params if _has_gradient(each)]
+            told = compression()
+            contributing = [each for each in group.fsdp_params if _contributes(each, group)]
+            if told is not None and contributing and group.reduce_grads:
                 shares = [(name_of(p._param_fqn or name), p.padded_sharded_param_size.numel()) for p in contributing]
                 is_divided = group.gradient_divide_factor is not None
                 if is_divided and group._reduce_scatter_process_group.size() > 1 and told.scatters:
@@ -333,6 +347,26 @@ def _note_contributing(compression: weakref.ref[Compression], name: str, module:
         group.post_backward = noting
 
 
+def _tell_of_ends(compression: weakref.ref[Compression], module: FSDPModule) -> None:
+    """Tell when FSDP has finished its reductions outside of backward passes.
+
+    `torch.distributed.pipelining` has them made after the backward passes of all microbatches.
+    """
+    # The second is in torch 2.15. Pipelines call it there in place of the first.
+    owners = {"_root_post_backward_final_callback": module._get_fsdp_state(), "finalize_backward": module}
+    for name, owner in owners.items():
+        if (finish := getattr(type(owner), name, None)) is None:
+            continue
+
+        def ending(*args, finish=finish, owner=owner, **options):
+            result = finish(owner, *args, **options)
+            if (told := compression()) is not None:
+                told.end_outside_of_passes()
+            return result
+
+        setattr(owner, name, ending)
+
+
 def _groups_of(module: FSDPModule) -> list:
     """The groups of parameters that FSDP reduces together."""
     state = module._get_fsdp_state()
@@ -341,11 +375,14 @@ def _groups_of(module: FSDPModule) -> list:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
 
 
-def _has_gradient(parameter) -> bool:
+def _contributes(parameter, group) -> bool:
     """Whether FSDP, which knows a parameter by this object, is about to reduce a gradient of it."""
     if not hasattr(parameter, "_unsharded_param"):
         return False
-    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
+    if parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None:
+        return True
+    # Zeros, since torch 2.13: see `FSDPModule.set_reduce_scatter_unused_params`.
+    return getattr(group, "reduce_scatter_unused_params", False) and parameter.unsharded_param.requires_grad
 
 
 def _shards_over(mesh: DeviceMesh, model: torch.nn.Module) -> list[DTensor]:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from ncz_plugins import ConfigError, MismatchError, NczError, UnsupportedError
 from ncz_plugins.torch import fsdp
@@ -18,6 +20,7 @@ device = torch.device(sys.argv[1])
 rank, world_size = start(device)
 SMALL = {"transport": {"min_bytes": 0}}
 LOSSLESS = SMALL | {"quantizer": {"kind": "lossless"}}
+FINE = SMALL | {"quantizer": {"value": 1e-3}}
 flat = init_device_mesh(device.type, (world_size,))
 square = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
 
@@ -162,6 +165,72 @@ def gradients_are_accumulated(group):
 
 
 @check
+def stages_of_a_pipeline(group):
+    """Schedules have gradients reduced after the backward passes of all microbatches: one step for each stage."""
+    for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
+        plain, exact, near = (gradients_of_stages(schedule, config) for config in (None, LOSSLESS, FINE))
+        torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-5)
+        assert plain.norm() > 1 and (near - plain).norm() < 1e-2 * plain.norm()
+
+
+def gradients_of_stages(schedule, config) -> torch.Tensor:
+    """Gradients of this rank's stages after three steps of a pipeline of two times as many."""
+    at, count = square["replicate"].get_local_rank(), 1 if issubclass(schedule, PipelineScheduleSingle) else 2
+    models = [stage_model(at + 2 * each) for each in range(count)]
+    compressions = [fsdp.compress(model, config) for model in models if config]
+    peers = square["replicate"].get_group()
+    stages = [PipelineStage(each, at + 2 * i, 2 * count, device, group=peers) for i, each in enumerate(models)]
+    run = schedule(stages[0] if count == 1 else stages, 4, loss_fn=lambda output, target: (output * target).sum())
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x, target = torch.randn(2, 8, 100, generator=generator).to(device)
+        run.step(*([x] if at == 0 else []), **({"target": target} if at == 1 else {}))
+    for compression in compressions:
+        total, steps = compression.stats.total, compression.stats.steps
+        assert compression.training.step == len(steps) == 3 and total.compressed_calls == total.calls
+        assert all(bool(each.calls) == (world_size > 2) for each in steps)  # of 2 ranks, each has a whole stage
+    return torch.cat([each.grad.full_tensor().view(-1) for model in models for each in model.parameters()])
+
+
+def stage_model(number: int) -> nn.Module:
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100)).to(device)
+    fully_shard(model[0], mesh=square["shard"])
+    return fully_shard(model, mesh=square["shard"])
+
+
+@check
+def reductions_outside_of_a_backward_pass(group):
+    """As `FSDPModule.finalize_backward` makes them, which torch 2.15 has."""
+    if hasattr(FSDPModule, "finalize_backward"):
+        return  # `stages_of_a_pipeline` uses it
+
+    def finalize_backward(module):
+        for state in module._get_fsdp_state()._state_ctx.all_states:
+            for parameters in state._fsdp_param_groups:
+                parameters.post_backward()
+                parameters.finalize_backward()
+
+    FSDPModule.finalize_backward = finalize_backward
+    try:
+        plain, ours = sharded(), sharded()
+        compression = fsdp.compress(ours, LOSSLESS)
+        for model in (plain, ours):
+            for step in range(2):
+                model.set_requires_gradient_sync(False)
+                for x, target in batches(2):
+                    nn.functional.cross_entropy(model(x), target).backward()
+                assert model is plain or compression.training.step == step
+                model.set_requires_gradient_sync(True)
+                model.finalize_backward()
+    finally:
+        del FSDPModule.finalize_backward
+    for mine, expected in zip(ours.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), expected.grad.full_tensor())
+    assert compression.training.step == 2 and [each.calls for each in compression.stats.steps] == [3, 3]
+
+
+@check
 def policies_know_modules_and_error_feedback_parameters_by_name(group):
     model = sharded()
     kept = {name for name, _ in model.named_parameters() if not name.startswith("2.")}
@@ -177,36 +246,83 @@ def policies_know_modules_and_error_feedback_parameters_by_name(group):
 
 
 class Branches(nn.Module):
-    """Two parameters of one size, of which each pass uses one."""
+    """Two parameters of one size, of which each pass uses one or both."""
 
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
 
-    def forward(self, number, x):
-        return [self.left, self.right][number % 2](x)
+    def forward(self, used, x):
+        return sum(getattr(self, name)(x) for name in used)
+
+
+def by_turns(number: int, rank: int) -> list[str]:
+    return [("left", "right")[number % 2]]
+
+
+def loses_nothing(group, model, used=by_turns, begin=lambda model, used: None, accumulates=False):
+    """Fail unless the sum of all that came out differs from the exact sum by what is kept, and by no more.
+
+    Args:
+        used: gives the names that a rank uses in a pass, from the pass's number and the rank.
+        begin: prepares the model for a pass, given the names that this rank uses.
+        accumulates: whether only every other pass reduces, the first and the last among them.
+    """
+    compression = fsdp.compress(model, SMALL | {"quantizer": {"value": 1.0, "error_feedback": True}})
+    missing = {name: torch.zeros(100, 100, dtype=torch.float64) for name in ("left", "right")}
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(9):
+        mine, reduces = used(number, rank), not accumulates or number % 2 == 0
+        begin(model, mine)
+        x, y = torch.randn(2, 8, 100, generator=generator)
+        model.set_requires_gradient_sync(reduces)
+        (model(mine, x.to(device)) * y.to(device)).sum().backward()
+        for name in mine:
+            missing[name] += y.double().T @ x.double() / world_size
+        for name in missing:
+            if (gradient := getattr(model, name).weight.grad) is not None:
+                missing[name] -= gradient.full_tensor().double().cpu() / world_size
+        model.zero_grad()
+    for name, lacking in missing.items():
+        kept = compression.training.residuals.by_name[f"{name}.weight"].double().cpu().view(100, 100) / world_size
+        dist.all_reduce(both := torch.stack([lacking, kept]), group=group)
+        torch.testing.assert_close(both[0], both[1], rtol=0, atol=1e-4)
+        assert both[0].abs().max() > 0.1
 
 
 @check
-def error_feedback_keeps_parameters_that_take_turns_apart(group):
-    """Each parameter's sum over all steps differs from the exact one by no more than what is kept of it."""
-    model = fully_shard(Branches().to(device), mesh=flat)
-    compression = fsdp.compress(model, SMALL | {"quantizer": {"value": 1.0, "error_feedback": True}})
-    generator = torch.Generator().manual_seed(rank)
-    summed = {name: torch.zeros(100, 100, dtype=torch.float64) for name in ("left", "right")}
-    for number in range(6):
-        x = torch.randn(8, 100, generator=generator)
-        model.zero_grad()
-        model(number, x.to(device)).sum().backward()
-        name = ("left", "right")[number % 2]
-        exact = x.sum(0).expand(100, 100).double() / world_size
-        dist.all_reduce(exact, group=group)
-        summed[name] += getattr(model, name).weight.grad.full_tensor().double().cpu() - exact
-    kept = compression.training.residuals.by_name
-    assert kept.keys() == {"left.weight", "right.weight"}
-    largest = torch.tensor([max(each.abs().max().item() for each in kept.values())])
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    assert all(each.abs().max() <= largest * 1.01 for each in summed.values()), (summed, largest)
+def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
+    def freeze_others(model, used):
+        for name in ("left", "right"):
+            getattr(model, name).weight.requires_grad_(name in used)
+
+    loses_nothing(group, branches())
+    loses_nothing(group, branches(), accumulates=True)
+    loses_nothing(group, branches(), begin=freeze_others)
+    loses_nothing(group, branches(in_modules=True))  # of which FSDP skips one
+    loses_nothing(group, branches(in_modules=True), accumulates=True)
+
+
+def branches(in_modules: bool = False) -> nn.Module:
+    model = Branches().to(device)
+    for module in (model.left, model.right) if in_modules else ():
+        fully_shard(module, mesh=flat)
+    return fully_shard(model, mesh=flat)
+
+
+@check
+def error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
+    """FSDP reduces zeros for the others, where it is told to."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # before torch 2.13
+
+    def on_one_rank(number, rank):
+        return ["left", "right"] if number % 4 == rank else ["left"]
+
+    for used in (on_one_rank, by_turns):
+        model = branches()
+        model.set_reduce_scatter_unused_params(True)
+        loses_nothing(group, model, used)
 
 
 @check
@@ -217,7 +333,7 @@ def error_feedback_knows_parameters_that_only_a_pass_before_used(group):
     compression = fsdp.compress(model, SMALL | {"quantizer": {"error_feedback": True}})
     for number in (0, 1, 3):
         model.set_requires_gradient_sync(number == 3)
-        model(number, torch.randn(8, 100, device=device)).sum().backward()
+        model(by_turns(number, rank), torch.randn(8, 100, device=device)).sum().backward()
     assert compression.training.residuals.by_name.keys() == {"left.weight", "right.weight"}
     assert compression.training.step == compression.stats.total.compressed_calls == 1
 
@@ -308,6 +424,9 @@ def one_rank_counts_steps(group):
     compression = fsdp.compress(model, SMALL)
     train(model, 3)
     assert compression.training.step == len(compression.stats.steps) == 3
+    model.set_requires_gradient_sync(False)
+    train(model, 2)
+    assert compression.training.step == 3
 
 
 @check
