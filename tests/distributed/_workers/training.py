@@ -18,11 +18,15 @@ PARTS = [
     ParameterSlice("second.weight", 39_900),
 ]
 NUMEL = sum(part.length for part in PARTS)
+UNUSED = 1  # the step in which no rank uses the first parameter; in the next one, one rank does not
 result = {}
 
 
 def gradients(r: int, step: int) -> torch.Tensor:
-    return values(r, NUMEL, seed=1000 * step)
+    tensor = values(r, NUMEL, seed=1000 * step)
+    if step == UNUSED or (step, r) == (UNUSED + 1, 0):
+        tensor[: PARTS[0].length] = 0
+    return tensor
 
 
 def exact(step: int) -> torch.Tensor:
@@ -38,7 +42,10 @@ def missing(communicator: Communicator, reduce) -> torch.Tensor:
     """How much of the exact average over all steps has not come out, of the first parameter."""
     total = torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(STEPS):
-        total += reduce(gradients(rank, step)).double()
+        reduced = reduce(gradients(rank, step)).double()
+        if step == UNUSED:
+            reduced[: PARTS[0].length] = 0  # what comes out is dropped
+        total += reduced
         communicator.end_step()
     return (sum(exact(step) for step in range(STEPS)) - total)[: PARTS[0].length]
 
