@@ -194,6 +194,8 @@ def _check_bound(calls: list[Done], wholes: list, config: dict, ranks: int, rank
         # Bounds below four times the smallest normal number, times n in an average, are not told apart.
         own = np.maximum(done.quantizer["value"] * values, 4 * work.tiny * divisor)
         own = own * (1 + 1e-11)  # what computing the reference itself may be off
+        if not np.abs(inputs).sum(1).all():  # a rank that has zeros keeps what it has
+            own = np.maximum(own, before)
         rounding = np.zeros_like(total)
         if done.quantizer["mode"] == "range":  # a block of one value is exact but for the rounding of the result
             rounding += np.where(unit == 0, 4 * work.eps * total, 0)

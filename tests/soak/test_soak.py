@@ -126,6 +126,13 @@ def test_with_error_feedback_errors_must_not_add_up():
         check(calls[3], result, FED_BACK, *before)
 
 
+def test_with_error_feedback_zeros_leave_what_is_kept():
+    result = (exact(CALL) + 0.4 * bound(CALL)).float()
+    zeros = replace(CALL, data="zero")
+    assert not exact(zeros).any()
+    check(zeros, torch.zeros_like(result), FED_BACK, Done(CALL, FED_BACK, True, result))
+
+
 # ------------------------------------------------------------------ its end
 
 
