@@ -88,6 +88,7 @@ def test_sums_are_off_by_what_is_kept_and_nothing_else_where_gradients_are_skipp
             assert found["kept"], name
             assert found["off"] > 0.05, (name, found)
             assert found["unexplained"] < 1e-5, (name, found)
+            assert found["moved"] == 0, (name, found)
 
 
 def test_gradients_can_be_clipped_between_synchronize_and_step(ranks):

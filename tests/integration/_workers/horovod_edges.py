@@ -242,7 +242,7 @@ def fed_back(branches: list[str], change, how: dict) -> dict:
     compressor, passes = NCZ(bounded() | {"quantizer": quantizer}), how.get("backward_passes_per_step", 1)
     models = new_model(), new_model()
     optimizers = wrapped(models[0], compressor, **how), wrapped(models[1], hvd.Compression.none, "plain.", **how)
-    off = [0.0 for _ in models[0].parameters()]
+    off, moved = [0.0 for _ in models[0].parameters()], 0.0
     for number in range(6):
         for model, optimizer in zip(models, optimizers):
             optimizer.zero_grad()
@@ -254,11 +254,13 @@ def fed_back(branches: list[str], change, how: dict) -> dict:
         if change is overflow_once and number == OVERFLOWN:
             continue
         off = [o + a.double() - b.double() for o, a, b in zip(off, *map(gradients, models))]
+        moved = max(moved, largest([a for a, b in zip(*map(gradients, models)) if not b.any()]))
     kept = compressor.state_dict()["residuals"]
     explained = {name: hvd.allreduce(each.double(), name=f"kept {name}") for name, each in kept.items()}
     names = [name for name, _ in models[0].named_parameters()]
     return {
         "kept": sorted(explained) == sorted(names),
+        "moved": moved,  # of parameters that no rank has used
         "off": largest(off) / largest(gradients(models[1])),
         "unexplained": largest([o.flatten() + explained[name] for o, name in zip(off, names)]),
     }
