@@ -13,6 +13,7 @@ from ...core.errors import ConfigError
 from ...core.tuning.decisions import connections_to_use
 from ...core.tuning.tuning_file import apply_tuning_file
 from ..output import print_json, require_picture, unbroken_console
+from ..report.command import add_training
 from ..report.read import Run, read
 from ..settings import config_with, parse_bound
 from .catalogue import Catalogue, Instance, load
@@ -47,6 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     what.add_argument("--parameters", metavar="N", help="how many: 124M, 7B, 1e9")
     what.add_argument("--model", metavar="SPEC", help="FILE.py:NAME or package.module:NAME, as `ncz check` takes it")
     what.add_argument("--run", dest="recorded", metavar="RUN.jsonl", help="a run that statistics.jsonl recorded")
+    add_training(what)
     what.add_argument("--dtype", choices=tuple(ITEMSIZES), help="of gradients as they are sent; float32 by default")
     what.add_argument("--compute-seconds", metavar="S", help="that a step computes; or LOW:HIGH")
     what.add_argument("--tokens", metavar="N", help="per rank and step, in place of --compute-seconds")
@@ -98,7 +100,9 @@ def run(options: argparse.Namespace) -> None:
     """Predict, and show it. Raises ConfigError and UnsupportedError."""
     if options.plot:
         require_picture("--plot", options.plot)
-    recorded = read(options.recorded) if options.recorded else None
+    if options.training is not None and not options.recorded:
+        raise ConfigError(f"--training {options.training}: is one of the file that --run names, and --run is missing")
+    recorded = read(options.recorded, options.training) if options.recorded else None
     otherwise = settings_of(recorded) if recorded else None
     config = config_with(options.config, {"quantizer": parse_bound(options.bound)}, otherwise)
     if options.ratio is not None and config.quantizer.bits is not None:

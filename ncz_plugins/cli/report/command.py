@@ -11,12 +11,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser("report", help="what the records of a training say, and what limited it")
     parser.add_argument("file", metavar="RUN.jsonl", help="the file that statistics.jsonl named")
+    add_training(parser)
     parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="leave out the steps before this one")
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="leave out the steps after this one")
     parser.add_argument("--plan", metavar="PLAN.json", help="compare with what `ncz plan --json` predicted")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio, bytes, error and times against the steps")
     parser.set_defaults(run=run, outputs={"--plot": "plot"})
+
+
+def add_training(parser: argparse._ActionsContainer) -> None:
+    """Add the option that chooses one training of a file."""
+    parser.add_argument("--training", metavar="N", type=int, help="of several that wrote the file at the same time")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -31,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         require_picture("--plot", options.plot)
     plan = read_plan(options.plan) if options.plan else None
-    found = read(options.file).between(options.first, options.last)
+    found = read(options.file, options.training).between(options.first, options.last)
     summary = summarize(found)
     conclusions = verdict(summary, found.header)
     comparison = plan and compare(plan, summary, found.header)

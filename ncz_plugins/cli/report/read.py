@@ -1,11 +1,12 @@
-"""Reading the JSON lines of a run, which may have been stopped, resumed and killed."""
+"""Reading the JSON lines of a run, which may have been stopped, resumed and killed, or written beside another one."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +17,9 @@ from ...core.errors import ConfigError
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Number = Annotated[int, Field(ge=1, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0)]
+
+_MOST_NAMED = 5  # of a kind in a note
+_MOST_CHARACTERS = 40  # of a setting's value in a note
 
 
 class Line(BaseModel):
@@ -42,6 +46,7 @@ class Header(Line):
     """What the steps that follow have in common."""
 
     ncz_plugins: str
+    run: str | None = None
     config: Settings = Settings()
     ranks: Number | None = None
     link_gbps: float | None = None
@@ -60,6 +65,7 @@ class Step(Line):
     """One step, as rank 0 saw it: see `core.runtime.statistics.Counters` for most of these."""
 
     step: Number
+    run: str | None = None
     step_seconds: Seconds | None = None
     calls: Count
     compressed_calls: Count
@@ -98,11 +104,15 @@ class Run:
             has none there.
         steps: by ascending number, each number once.
         notes: what people should know about the file.
+        training: which one of the file's trainings this is, from 1.
+        trainings: how many the file holds that ran at the same time.
     """
 
     starts: dict[int, Header | None]
     steps: list[Step]
     notes: list[str]
+    training: int = 1
+    trainings: int = 1
 
     @property
     def header(self) -> Header | None:
@@ -119,27 +129,71 @@ class Run:
             )
         earlier = max(start for start in self.starts if start <= steps[0].step)
         starts = {start: header for start, header in self.starts.items() if earlier <= start <= steps[-1].step}
-        return Run(starts, steps, [*self.notes, *_changes(starts)])
+        return replace(self, starts=starts, steps=steps, notes=[*self.notes, *_changes(starts)])
 
 
 def _changes(starts: dict[int, Header | None]) -> list[str]:
     """A note for each start with other settings than the one before it."""
     headers = list(starts.items())
-    return [
-        f"settings changed at step {start}; the verdict goes by the last ones"
-        for (_, before), (start, header) in zip(headers, headers[1:])
-        if header and before and header.config != before.config
-    ]
+    return _last_of_many(
+        [
+            f"settings changed at step {start} ({differences}); the verdict goes by the last ones"
+            for (_, before), (start, header) in zip(headers, headers[1:])
+            if (differences := _differences(before, header))
+        ]
+    )
 
 
-def read(path: str | os.PathLike) -> Run:
+def _differences(before: Header | None, after: Header | None, which: str = "now") -> str:
+    """The settings that differ, with both values; empty where none does, or one of the starts has no header.
+
+    Args:
+        which: what the values of `after` are called.
+    """
+    if before is None or after is None or before is after:
+        return ""
+    old, new = _settings(before), _settings(after)
+    names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    words = [f"{name} {_value(old, name)}, {which} {_value(new, name)}" for name in names[:_MOST_NAMED]]
+    return "; ".join(words) + (f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+
+
+def _settings(header: Header) -> dict[str, Any]:
+    """The ranks and the settings of a start, by their dotted names."""
+    found: dict[str, Any] = {"ranks": header.ranks}
+    left = list(header.config.model_dump(exclude_unset=True).items())
+    while left:
+        name, value = left.pop(0)
+        if isinstance(value, Mapping):
+            left[:0] = [(f"{name}.{key}", each) for key, each in value.items()]
+        else:
+            found[name] = value
+    return found
+
+
+def _value(settings: dict[str, Any], name: str) -> str:
+    return json.dumps(settings[name])[:_MOST_CHARACTERS] if name in settings else "not named"
+
+
+# ------------------------------------------------------------------ a file
+
+
+Entry = tuple[int, Header | Step]  # a line's number, and what it holds
+
+
+def read(path: str | os.PathLike, training: int | None = None) -> Run:
     """The run that a file of JSON lines tells of.
 
     A run that was resumed goes on in the same file after a header of its own; steps of the run before it that it makes
-    again, or that come after its first one, do not count. A line that is torn, as whoever wrote it was killed, is left
-    out and noted, if it is the last one or a header follows.
+    again, or that come after its first one, do not count. Runs that were written at the same time are different
+    trainings. A line that is torn, as whoever wrote it was killed, is left out and noted, if it is the last one or a
+    header follows. So are blank lines and zero bytes, which a file system leaves after a crash.
 
-    Raises ConfigError, naming the file and the line, for anything else that is no record of a run.
+    Args:
+        training: which one, from 1, where there are several; by default the one that was started last.
+
+    Raises ConfigError, naming the file and the line, for anything else that is no record of a run, and for a training
+    that is not there.
     """
     path = os.fspath(path)
     try:
@@ -148,42 +202,138 @@ def read(path: str | os.PathLike) -> Run:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     notes: list[str] = []
-    header, begins, latest = None, True, 0
-    starts: dict[int, Header | None] = {}
-    steps: dict[int, Step] = {}
-    for number, line in _lines(path, texts, notes):
+    trainings, latest = _trainings(list(_entries(path, texts, notes)))
+    if not trainings:
+        raise ConfigError(f"{path}: holds no step; statistics.jsonl of a training's configuration names such a file")
+    count = len(trainings)
+    chosen = latest if training is None else training
+    if not 1 <= chosen <= count:
+        raise ConfigError(f"--training {chosen}: is not in {path}; allowed: 1" + (f" to {count}" if count > 1 else ""))
+    if count > 1:
+        others = (_beside(trainings[chosen - 1], each, at) for at, each in enumerate(trainings, 1) if at != chosen)
+        notes.append(
+            f"{count} trainings wrote this file at the same time; this is number {chosen}, and --training chooses "
+            f"another: {'; '.join(others)}"
+        )
+    starts, steps = _joined(trainings[chosen - 1], notes)
+    return Run(starts, steps, notes, chosen, count)
+
+
+def _trainings(entries: list[Entry]) -> tuple[list[list[Entry]], int]:
+    """The entries of each training, and the number, from 1, of the one that was started last.
+
+    Each start writes its `run` into its records. A start whose records come after those of another one continues that
+    training. Starts whose records are mixed belong to different ones.
+    """
+    by_start: dict[str | None, list[Entry]] = {}
+    for entry in entries:
+        by_start.setdefault(entry[1].run, []).append(entry)
+    trainings: list[list[Entry]] = []
+    latest = 0
+    for found in by_start.values():
+        if not any(isinstance(line, Step) for _, line in found):
+            continue
+        ended = [at for at, each in enumerate(trainings) if each[-1][0] < found[0][0]]
+        if ended:  # of several, the one with these settings or else the last to write
+            latest = max(ended, key=lambda at: (_begins_like(trainings[at], found), trainings[at][-1][0]))
+            trainings[latest] += found
+        else:
+            latest = len(trainings)
+            trainings.append(found)
+    return trainings, latest + 1
+
+
+def _header(entries: list[Entry]) -> Header | None:
+    """That of the first start."""
+    return entries[0][1] if isinstance(entries[0][1], Header) else None
+
+
+def _begins_like(one: list[Entry], other: list[Entry]) -> bool:
+    """Whether both begin with a header, with the same settings."""
+    first, second = _header(one), _header(other)
+    return first is not None and second is not None and first.config == second.config
+
+
+def _beside(shown: list[Entry], other: list[Entry], number: int) -> str:
+    """What another training of the file is known by."""
+    steps = [line.step for _, line in other if isinstance(line, Step)]
+    differences = _differences(_header(other), _header(shown), "here")
+    return f"number {number} has steps {min(steps)} to {max(steps)}" + (f" ({differences})" if differences else "")
+
+
+def _joined(entries: list[Entry], notes: list[str]) -> tuple[dict[int, Header | None], list[Step]]:
+    """The starts and the steps of one training that count, with notes on those that do not."""
+    steps: list[Step] = []
+    starts: list[tuple[int, Header | None]] = []
+    header, begins = None, True
+    again, backward = [], 0
+    for number, line in entries:
         if isinstance(line, Header):
             header, begins = line, True
             continue
-        if begins or line.step <= latest:
-            again = [known for known in steps if known >= line.step]
-            if again:
-                notes.append(f"{_several(again)} made again from line {number} on: the later run counts")
-            steps = {known: step for known, step in steps.items() if known < line.step}
-            starts = {start: known for start, known in starts.items() if start < line.step} | {line.step: header}
-        steps[line.step] = line
-        begins, latest = False, line.step
-    if not steps:
-        raise ConfigError(f"{path}: holds no step; statistics.jsonl of a training's configuration names such a file")
-    return Run(starts, [steps[number] for number in sorted(steps)], notes)
+        if begins or line.step <= steps[-1].step:
+            backward += not begins
+            before, last = (starts[-1][1] if starts else None), (steps[-1].step if steps else 0)
+            first = _drop_from(line.step, steps, starts)
+            if first is not None:
+                is_gone = not starts or starts[-1][1] is not before  # else `_changes` compares both
+                changed = _differences(before, header) if is_gone else ""
+                changed = changed and f" with other settings ({changed})"
+                again.append(f"{_several(first, last)} made again{changed} from line {number} on: the later run counts")
+            starts.append((line.step, header))
+        steps.append(line)
+        begins = False
+    notes += _last_of_many(again)
+    if backward > _MOST_NAMED:
+        notes.append(
+            f"steps go back {backward:,} times without a header: if several trainings wrote this file at the same "
+            "time, these figures are a mixture of theirs; give each training a file of its own"
+        )
+    return dict(starts), steps
 
 
-def _lines(path: str, texts: list[bytes], notes: list[str]) -> Iterator[tuple[int, Header | Step]]:
-    """What stands on each line, by its number. Torn ones are left out and noted, for others there is no excuse."""
-    documents = [_parse(text) for text in texts]
-    may_be_torn, follows = [], True  # whether the next line that is whole is a header, or there is none
-    for document in reversed(documents):
+def _drop_from(step: int, steps: list[Step], starts: list[tuple[int, Header | None]]) -> int | None:
+    """Drop the steps and the starts from this step on. Returns the first step that was dropped, None if none was."""
+    first = None
+    while steps and steps[-1].step >= step:
+        first = steps.pop().step
+    while starts and starts[-1][0] >= step:
+        starts.pop()
+    return first
+
+
+# ------------------------------------------------------------------ lines
+
+
+def _entries(path: str, texts: list[bytes], notes: list[str]) -> Iterator[Entry]:
+    """What stands on each line, by its number. What a crash leaves is left out and noted; for the rest no excuse."""
+    empty: list[int] = []
+    torn: list[int] = []
+    documents: list[tuple[int, dict[str, Any] | None, bytes]] = []
+    for number, text in enumerate(texts, 1):
+        pieces = [piece for piece in re.split(rb"\0+", text) if piece.strip()]
+        found = [_parse(piece) for piece in pieces]
+        if b"\0" in text or not pieces:
+            empty.append(number)
+            found = [each for each in found if each is not None]  # the rest was cut by the zero bytes
+        documents += [(number, each, text) for each in found]
+    follows = True  # whether the next line that is whole is a header, or there is none
+    may_be_torn = []
+    for _, document, _ in reversed(documents):
         may_be_torn.append(follows)
         follows = follows if document is None else _is_header(document)
     may_be_torn.reverse()
-    for number, document in enumerate(documents, 1):
-        if document is None:
-            if not may_be_torn[number - 1]:
-                text = texts[number - 1].decode("utf-8", "replace")
-                raise ConfigError(f"{path}:{number}: is not a JSON object: {shorten(text)}")
-            notes.append(f"line {number} is torn, as its run was killed; it is left out")
-        else:
+    for (number, document, text), excused in zip(documents, may_be_torn):
+        if document is not None:
             yield number, _checked(Header if _is_header(document) else Step, document, path, number)
+        elif excused:
+            torn.append(number)
+        else:
+            raise ConfigError(f"{path}:{number}: is not a JSON object: {shorten(text.decode('utf-8', 'replace'))}")
+    if empty:
+        notes.append(f"{_lines(empty)} blank or cut by zero bytes, as after a crash: left out")
+    if torn:
+        notes.append(f"{_lines(torn)} torn, as a run was killed: left out")
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
@@ -210,5 +360,20 @@ def _checked(kind: type[Line], document: dict[str, Any], path: str, number: int)
         raise ConfigError(f"{path}:{number}: {error}") from None
 
 
-def _several(steps: list[int]) -> str:
-    return f"step {steps[0]} was" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)} were"
+def _several(first: int, last: int) -> str:
+    return f"step {first} was" if first == last else f"steps {first} to {last} were"
+
+
+def _last_of_many(notes: list[str]) -> list[str]:
+    """Notes of one kind, of many the last ones."""
+    left_out = len(notes) - _MOST_NAMED
+    return notes if left_out <= 0 else [f"{left_out:,} notes like the next one are left out", *notes[left_out:]]
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    """Lines by their numbers, the first few of many."""
+    if len(numbers) == 1:
+        return f"line {numbers[0]} is"
+    named = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    more = f" and {len(numbers) - _MOST_NAMED:,} more" if len(numbers) > _MOST_NAMED else ""
+    return f"{len(numbers):,} lines ({named}{more}) are"

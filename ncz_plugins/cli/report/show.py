@@ -30,7 +30,8 @@ def document(
     """What --json prints."""
     header = run.header.model_dump() if run.header else None
     verdicts = [conclusion._asdict() for conclusion in conclusions]
-    found = {"file": file, "header": header, "notes": run.notes, **summary.to_dict(), "verdict": verdicts}
+    which = {"training": run.training, "trainings": run.trainings}
+    found = {"file": file, **which, "header": header, "notes": run.notes, **summary.to_dict(), "verdict": verdicts}
     return found if comparison is None else found | {"plan": comparison.to_dict()}
 
 
@@ -65,7 +66,9 @@ def _described(run: Run, summary: Summary) -> str:
     ranks = f", {header.ranks} rank{'s' if header.ranks > 1 else ''}" if header and header.ranks else ""
     version = f", ncz_plugins {header.ncz_plugins}" if header else ""
     starts = f", started {summary.runs} times" if summary.runs > 1 else ""
-    return f"steps {summary.first:,} to {summary.last:,}{starts}{ranks}{version}; all figures are those of rank 0"
+    which = f"training {run.training} of {run.trainings}, " if run.trainings > 1 else ""
+    steps = f"{which}steps {summary.first:,} to {summary.last:,}"
+    return f"{steps}{starts}{ranks}{version}; all figures are those of rank 0"
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:

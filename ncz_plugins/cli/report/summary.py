@@ -154,7 +154,7 @@ def summarize(run: Run) -> Summary:
     bypassed, compressed_calls = sum(bypassed_bytes.values()), sum(s.compressed_calls for s in steps)
     sent = wire - bypassed
     return Summary(
-        runs=max(1, len(run.starts)),
+        runs=_runs(run),
         steps=len(steps),
         first=steps[0].step,
         last=steps[-1].step,
@@ -174,6 +174,12 @@ def summarize(run: Run) -> Summary:
         guard=_guarded(steps),
         bounds=(min(s.bound_times for s in steps), max(s.bound_times for s in steps)),
     )
+
+
+def _runs(run: Run) -> int:
+    """How often the training was started: each start writes a header. Steps that go back have none."""
+    headers = list(run.starts.values())
+    return 1 + sum(header is not before for before, header in zip(headers, headers[1:]))
 
 
 def _times(steps: list[Step]) -> Times:

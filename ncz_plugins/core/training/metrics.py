@@ -7,6 +7,8 @@ is an error at the start; what fails later is reported once on stderr, and then 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -89,8 +91,8 @@ _written: weakref.WeakValueDictionary[Path, JsonLines] = weakref.WeakValueDictio
 class JsonLines:
     """A file with one JSON object per line: a header, then the records. An existing file is continued.
 
-    A line on stderr says so where another training of this process writes to the same file: `ncz report` would take
-    both for one.
+    A line on stderr says so where another training writes to the same file now. Both go on: records must not end a
+    training, and a lock may outlive its machine on NFS. `ncz report` tells the trainings apart by their records' `run`.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -104,10 +106,10 @@ class JsonLines:
         except OSError as error:
             raise _unwritable("jsonl", path, error, "give the path of a file") from None
         where = self.path.resolve()
-        if where in _written:
+        if _is_locked(self._file) or where in _written:
             say(
-                f"ncz_plugins: {self}: another training of this process writes there as well, and ncz report takes "
-                "both for one: give each a file of its own, or let them share a Training",
+                f"ncz_plugins: {self}: another training writes to this file now. Give each training a file of its own. "
+                "ncz report tells them apart, and --training chooses one",
                 sys.stderr,
             )
         _written[where] = self
@@ -184,6 +186,22 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _close(writer) -> None:
     with suppress(Exception):  # nobody is left to report it to
         writer.close()
+
+
+def _is_locked(file) -> bool:
+    """Whether a training of another process has locked this file. Takes a lock that lasts until this process ends.
+
+    POSIX locks: forked children, such as the workers of a DataLoader, don't inherit them, so those that outlive a
+    killed training are not taken for one. Always False where the file system has no locks.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = False
+    except OSError as error:
+        is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
+    with suppress(OSError):  # from here on a shared lock, so that the file stays locked when the first of three ends
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return is_locked
 
 
 def _ends_within_a_line(file) -> bool:

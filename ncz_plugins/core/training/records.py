@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 
@@ -24,6 +25,7 @@ class Records:
 
     def __init__(self, config: Config):
         self.metrics = Metrics(config.statistics)
+        self._run = os.urandom(4).hex()  # tells its records from those of others in one file
         self._header: dict | None = None
         self._among = 0  # ranks of the training, when that was written
         self._ended: float | None = None  # when the step before was written
@@ -46,7 +48,9 @@ class Records:
             is_group = among == self._among and header.get("ranks", 0) < last.get("ranks", 0)
             if is_group or header == last:
                 return
-        self.metrics.begin({"ncz_plugins": __version__, "config": config.model_dump(mode="json"), **header})
+        self.metrics.begin(
+            {"ncz_plugins": __version__, "run": self._run, "config": config.model_dump(mode="json"), **header}
+        )
         self._header, self._among = header, among
 
     def write(self, step: int, done: Counters, bound_times: float, findings: Iterable[Finding]) -> None:
@@ -61,6 +65,7 @@ class Records:
         self.metrics.write(
             {
                 "step": step,
+                "run": self._run,
                 "time": time.time(),
                 "step_seconds": None if self._ended is None else time.monotonic() - self._ended,
                 **done.to_dict(),

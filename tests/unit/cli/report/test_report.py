@@ -92,7 +92,7 @@ def test_what_a_training_records_is_read_in_full(tmp_path):
     assert [step.bound_times for step in run.steps] == [1, 1, 0.5]
     assert [step.step_seconds is None for step in run.steps] == [True, False, False]
     for counted, step in zip(training.stats.steps, run.steps):
-        known = step.model_dump(exclude={"step", "step_seconds", "bound_times", "guard"})
+        known = step.model_dump(exclude={"step", "run", "step_seconds", "bound_times", "guard"})
         assert known == {name: value for name, value in asdict(counted).items() if name in known}
         assert step.ratio == counted.ratio
     assert set(asdict(CALL)) - set(known) == {"bytes_in"}
@@ -112,7 +112,72 @@ def test_a_resumed_training_goes_on_where_the_one_before_it_stopped(tmp_path):
     assert summarize(run).runs == 2 and summarize(run).times.steps == 3  # but for the first after each start
 
 
+# ------------------------------------------------------------------ several trainings in one file
+
+
+def test_trainings_at_the_same_time_are_told_apart(tmp_path, ncz):
+    path = tmp_path / "run.jsonl"
+    one, two = (Training({"statistics": {"jsonl": str(path)}, "quantizer": {"value": v}}) for v in (0.25, 0.5))
+    for training, calls in ((one, 0), (two, 0), (one, 1), (two, 2), (two, 2), (one, 1), (two, 2)):
+        if not calls:
+            training.begin(ranks=2)
+        else:
+            training.stats.record(Counters(calls=calls, plain_bytes=100 * calls, wire_bytes=100))
+            training.end_step()
+    first, second = read(path, 1), read(path)
+    assert [(step.step, step.calls) for step in first.steps] == [(1, 1), (2, 1)]
+    assert [(step.step, step.calls) for step in second.steps] == [(1, 2), (2, 2), (3, 2)]
+    assert (first.training, second.training, second.trainings) == (1, 2, 2)
+    assert summarize(first).runs == summarize(second).runs == 1
+    [note] = second.notes
+    assert "this is number 2" in note and note.endswith("number 1 has steps 1 to 2 (quantizer.value 0.25, here 0.5)")
+    code, out, _ = ncz("report", path, "--training", 1)
+    assert code == 0 and "training 1 of 2, steps 1 to 2, 2 ranks" in out
+    code, _, err = ncz("report", path, "--training", 3)
+    assert code == 2 and "--training 3: is not in" in err and "allowed: 1 to 2" in err
+
+
+def test_a_start_continues_the_training_with_its_settings(file):
+    """After two trainings at the same time have ended, which were killed and are resumed."""
+    a, b = ({"config": {"quantizer": {"value": value}}} for value in (0.25, 0.5))
+    headers = [HEADER | config | {"run": run} for run, config in (("a", a), ("b", b), ("a2", a), ("b2", b))]
+    steps = [record(1) | {"run": "a"}, record(1) | {"run": "b"}, record(2) | {"run": "a2"}, record(2) | {"run": "b2"}]
+    path = file(*headers[:2], *steps[:2], *headers[2:], *steps[2:])
+    assert [[step.run for step in read(path, number).steps] for number in (1, 2)] == [["a", "a2"], ["b", "b2"]]
+
+
+def test_a_mixture_without_names_of_runs_is_said_to_be_one(file):
+    """As an earlier version wrote it. It takes the time of one training, and a few notes."""
+    steps = [record(step) for step in range(1, 5001) for _ in range(2)]
+    run = read(file(HEADER, HEADER, *steps))
+    assert [step.step for step in run.steps] == list(range(1, 5001)) and summarize(run).runs == 1
+    assert len(run.notes) == 7 and run.notes[0] == "4,995 notes like the next one are left out"
+    assert "steps go back 5,000 times without a header: if several trainings" in run.notes[-1]
+
+
+def test_a_rerun_with_other_settings_is_said_to_have_them(file):
+    other = HEADER | {"config": {"quantizer": {"value": 0.5}}}
+    run = read(file(HEADER | {"config": {"quantizer": {"value": 0.25}}}, record(1), record(2), other, record(1)))
+    assert run.notes == [
+        "steps 1 to 2 were made again with other settings (quantizer.value 0.25, now 0.5) from line 5 on: "
+        "the later run counts"
+    ]
+
+
+def test_many_starts_take_few_notes(file):
+    starts = [line for step in range(1, 101) for line in (HEADER, record(step), record(step + 1))]
+    run = read(file(*starts))
+    assert len(run.steps) == 101 and summarize(run).runs == 100 and len(run.notes) == 6
+
+
 # ------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("hole", ["", "   ", "\0" * 5000, json.dumps(record(9))[:99] + "\0" * 70 + "1.0}"])
+def test_what_a_crash_leaves_within_a_file_is_not_its_end(file, hole):
+    run = read(file(HEADER, record(1), hole, record(2), "\0\0" + json.dumps(record(3)), record(4)))
+    assert [step.step for step in run.steps] == [1, 2, 3, 4]
+    assert run.notes == ["2 lines (3, 5) are blank or cut by zero bytes, as after a crash: left out"]
 
 
 def test_every_cut_through_a_file_leaves_what_was_whole(file):
@@ -138,7 +203,11 @@ def test_the_settings_of_the_steps_that_were_asked_for_count(file):
     assert before.header.ranks == 4 and list(before.starts) == [1] and not before.notes
     assert after.header.ranks == 8 and list(after.starts) == [3] and not after.notes
     assert both.header.ranks == 8 and summarize(both).runs == 2
-    assert both.notes == ["settings changed at step 3; the verdict goes by the last ones"]
+    [note] = both.notes
+    assert (
+        note.startswith("settings changed at step 3 (ranks 4, now 8; ") and "the verdict goes by the last ones" in note
+    )
+    assert 'quantizer.kind not named, now "lossless"' in note
 
 
 def test_a_run_that_goes_back_without_a_header(file):
@@ -152,7 +221,7 @@ def test_several_torn_lines_before_a_header(file):
     """A run that was killed, and the next one within its header."""
     run = read(file(HEADER, record(1), '{"step": 2, "ca', '{"ncz_pl', HEADER, record(2), '{"st', "{"))
     assert [step.step for step in run.steps] == [1, 2]
-    assert [note[:14] for note in run.notes] == [f"line {line} is torn" for line in (3, 4, 7, 8)]
+    assert run.notes == ["4 lines (3, 4, 7, 8) are torn, as a run was killed: left out"]
     with pytest.raises(ConfigError, match=":3: is not a JSON object"):
         read(file(HEADER, record(1), '{"step": 2, "ca', '{"ncz_pl', record(2)))
 
@@ -160,14 +229,13 @@ def test_several_torn_lines_before_a_header(file):
 def test_a_torn_line_before_a_header_is_noted(file):
     run = read(file(HEADER, record(1), '{"step": 2, "ca', HEADER, record(2), record(3)))
     assert [step.step for step in run.steps] == [1, 2, 3] and list(run.starts) == [1, 2]
-    assert run.notes == ["line 3 is torn, as its run was killed; it is left out"]
+    assert run.notes == ["line 3 is torn, as a run was killed: left out"]
 
 
 @pytest.mark.parametrize(
     "line, words",
     [
         ("not JSON", "is not a JSON object: 'not JSON'"),
-        ("", "is not a JSON object: ''"),
         ("[1]", "is not a JSON object: '[1]'"),
         ('{"step": 2}', "calls"),
         (json.dumps(record(0)), "step: 0"),
@@ -446,7 +514,7 @@ def test_json_holds_the_same_and_a_range_of_steps_can_be_chosen(file, ncz):
     assert code == 0 and (found["steps"], found["first"], found["last"]) == (2, 3, 4)
     assert found["wire_bytes"] == 7_000_000 and found["header"]["ranks"] == 4
     assert [each["about"] for each in found["verdict"]] == ["time", "ratio", "loss"]
-    assert found["notes"] == ["line 10 is torn, as its run was killed; it is left out"]
+    assert found["notes"] == ["line 10 is torn, as a run was killed: left out"]
 
 
 def test_steps_that_are_not_there_are_a_mistake_of_the_user(file, ncz):

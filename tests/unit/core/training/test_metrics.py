@@ -4,8 +4,10 @@ import gc
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -252,12 +254,52 @@ def test_tensorboard_is_imported_only_where_it_is_asked_for():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_two_trainings_that_write_to_one_file_are_told(tmp_path, capsys):
+_TOLD = "another training writes to this file now. Give each training a file of its own."
+
+
+def test_two_trainings_of_a_process_that_write_to_one_file_are_told(tmp_path, capsys):
     first = JsonLines(tmp_path / "run.jsonl")
     assert not capsys.readouterr().err
     second = JsonLines(tmp_path / "." / "run.jsonl")
-    assert "another training of this process writes there as well" in capsys.readouterr().err
+    assert f"statistics.jsonl: {tmp_path / 'run.jsonl'}: {_TOLD}" in capsys.readouterr().err
     first.close()
     second.close()
     JsonLines(tmp_path / "run.jsonl")  # as where one training follows another
     assert not capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_training_of_another_process_is_told_until_it_ends(tmp_path, capsys):
+    """Also once the first of three has ended. A child that outlives its killed parent is no training."""
+    path = tmp_path / "run.jsonl"
+    program = (
+        "import os, sys, time\n"
+        "from ncz_plugins.core.training.metrics import JsonLines\n"
+        "log = JsonLines(sys.argv[1])\n"
+        "if not os.fork():\n"
+        "    time.sleep(30)\n"
+        "    os._exit(0)\n"
+        "print('open', flush=True)\n"
+        "time.sleep(30)\n"
+    )
+    with ExitStack() as stack:
+        first, second = (_started(stack, program, path) for _ in range(2))
+        first.kill()
+        first.wait()
+        log = JsonLines(path)
+        assert f"{path}: {_TOLD}" in capsys.readouterr().err
+        log.close()
+        second.kill()
+        second.wait()
+        JsonLines(path)
+        assert not capsys.readouterr().err
+
+
+def _started(stack: ExitStack, program: str, path) -> subprocess.Popen:
+    """A process that has opened the file. All of its group ends with the test."""
+    process = stack.enter_context(
+        subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, start_new_session=True)
+    )
+    stack.callback(os.killpg, process.pid, signal.SIGKILL)
+    assert process.stdout.readline() == b"open\n"
+    return process
