@@ -40,6 +40,17 @@ def duration(seconds: float) -> str:
     return _scaled(seconds, (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6)))
 
 
+def bit_rate(bits_per_second: float) -> str:
+    """1.6e9 is "1.6 Gbit/s"."""
+    units = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1))
+    return _scaled(bits_per_second, units)
+
+
+def counted(count: int, noun: str) -> str:
+    """1 is "1 alarm", 1234 is "1,234 alarms"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def milliseconds(seconds: float) -> str:
     """0.0123 is "12.30 ms": for columns of times, which all have the same unit."""
     return f"{1e3 * seconds:.2f} ms"
@@ -48,6 +59,11 @@ def milliseconds(seconds: float) -> str:
 def significant(number: float) -> str:
     """With at least three significant digits, and never as a power of ten."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.3g}"
+
+
+def rounded(number: float) -> str:
+    """With two digits behind the point at most: 3 is "3", 12345.678 is "12,345.68"."""
+    return f"{round(number, 2):,.15g}"
 
 
 def shares(counts: dict[str, int] | None) -> str:

@@ -1,4 +1,4 @@
-"""Why a call goes plain. Every reason is here, and so is every rule that finds one.
+"""Why a call goes plain. Every rule that finds a reason is here; `reasons` has the reasons and their remedies.
 
 A call is looked at three times: when it is asked for (`before_call`, then its size, then what its parts are), by what
 became of similar calls before (`BypassBackoff`), and once its values are measured (`scales_or_bypass`). The first
@@ -8,7 +8,6 @@ reason counts. No rule looks at anything in which ranks could differ, so all ran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -19,26 +18,9 @@ from ..kernels.format import DTYPES
 from .codec.layout import Layout
 from .codec.quantize import Derived, Scales, derive
 from .config import Config, Policy, QuantizerConfig
+from .reasons import Bypass
 
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-
-class Bypass(str, Enum):
-    """Why a call went plain."""
-
-    ONE_RANK = "one rank"
-    ROLE = "role not enabled"
-    POLICY = "policy"
-    WARM_UP = "warm-up"
-    DTYPE = "dtype"
-    OP = "reduce op"
-    TOO_SMALL = "too small"
-    FAST_LINK = "link too fast"  # as measured: compression would lose time, whatever the size
-    NON_FINITE = "non-finite"  # a value is, or a result could become so
-    CODE_OVERFLOW = "code overflow"
-    NOT_WORTH = "not worth it"
-    SPARSE = "sparse"
-    JOINED = "a rank has joined"  # by hvd.join: it is out of data, and contributes zeros
 
 
 # ------------------------------------------------------------------ when a call is asked for

@@ -26,7 +26,7 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
     size = zero.get("reduce_bucket_size", _DEFAULT) if isinstance(zero, Mapping) else _DEFAULT
     itemsize = _itemsize(document)
     enough = -(-least // itemsize)
-    remedy = f"Name {_DEFAULT:.0e}, DeepSpeed's own default, or lower transport.min_bytes"
+    remedy = "Name 5e8 elements, DeepSpeed's own default"
     if size == "auto":
         return (
             f"{_KEY}: auto: Hugging Face makes it the square of hidden_size. For a hidden_size below "

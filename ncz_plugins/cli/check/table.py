@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.bypass import Bypass
 from ...core.config import Config, QuantizerConfig, format_size
+from ...core.reasons import Bypass
 from .. import loss
 from ..output import add_row, table
 from .treatments import ROLE, Match, Row

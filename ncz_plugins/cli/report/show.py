@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..output import add_row, duration, grid, shares, size, table
+from ..output import add_row, counted, duration, grid, rounded, shares, size, table
 from .planned import Comparison
 from .read import Run
 from .summary import Summary
@@ -63,12 +63,12 @@ def show(
 
 def _described(run: Run, summary: Summary) -> str:
     header = run.header
-    ranks = f", {header.ranks} rank{'s' if header.ranks > 1 else ''}" if header and header.ranks else ""
+    ranks = f", {counted(header.ranks, 'rank')}" if header and header.ranks else ""
     version = f", ncz_plugins {header.ncz_plugins}" if header else ""
     starts = f", started {summary.runs} times" if summary.runs > 1 else ""
     which = f"training {run.training} of {run.trainings}, " if run.trainings > 1 else ""
-    steps = f"{which}steps {summary.first:,} to {summary.last:,}"
-    return f"{steps}{starts}{ranks}{version}; all figures are those of rank 0"
+    steps = f"steps {summary.first:,} to {summary.last:,}" if summary.steps > 1 else f"step {summary.first:,}"
+    return f"{which}{steps}{starts}{ranks}{version}; all figures are those of rank 0"
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -86,7 +86,10 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "weights sent whole", ", ".join(f"{count:,} x {reason}" for reason, count in summary.sent_whole.items())
     if summary.local_bytes:
         yield "inside nodes", f"{size(summary.local_bytes / steps)} per step, uncompressed"
-    yield "calls per step", f"{summary.calls / steps:.4g}, {summary.compressed_calls / steps:.4g} of them compressed"
+    yield (
+        "calls per step",
+        f"{rounded(summary.calls / steps)}, {rounded(summary.compressed_calls / steps)} of them compressed",
+    )
     if times.steps:
         yield "step", f"{duration(times.step)}, the slowest {duration(times.slowest_seconds)} (step {times.slowest})"
         yield "collectives", f"{duration(times.collectives)} per step, {times.share:.1%} of it"
@@ -99,8 +102,10 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "coders", shares(summary.coders)
     if summary.bounds != (1.0, 1.0):
         yield "bounds", " to ".join(f"{b:g}" for b in dict.fromkeys(summary.bounds)) + " times what is configured"
-    verified = f"{summary.guard.verified:,} calls verified, {summary.guard.alarms:,} alarms" if summary.guard else ""
-    yield "guard", verified or "nothing was verified (guard.every)"
+    guard = "nothing was verified (guard.every)"
+    if summary.guard:
+        guard = f"{counted(summary.guard.verified, 'call')} verified, {counted(summary.guard.alarms, 'alarm')}"
+    yield "guard", guard
 
 
 def _bypasses(summary: Summary) -> Table:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from ...core.config import QuantizerConfig
 from ...core.errors import ConfigError
+from ...core.reasons import BEST_MIN_BYTES, LARGER_CALLS, REMEDIES, Bypass
 from .. import loss
-from ..output import duration, size
+from ..output import bit_rate, counted, duration, rounded, size
 from .read import Header, Settings
 from .summary import LATE, Summary
 
@@ -19,33 +20,13 @@ LITTLE_OF_STEP = 0.1  # collectives that take less than this of a step do not li
 MOST = 0.5  # what takes this much of something limits it
 LATENCY = 0.25  # small calls that spend this much of their time on agreeing are too many
 SMALL_CALL_BYTES = 1 << 20  # about a frame: within such a call nothing overlaps
+MANY_CALLS = 10  # compressed ones in a step
 TINY_CALL_BYTES = 4 << 10  # within such a call headers count
 BUSY_LINK = 0.6  # a link that carries this much of what it can, with pauses for coding, is what limits
 UNTIMED = 0.1  # if more bytes than this went plain at once, that is said
 SLOW_STEPS = 0.25  # if more time than this went into few slow steps, that is said
 LOW_RATIO = 4.0  # what shrinks less has a fine bound
 _ABOUT = 1.25  # errors of single buckets differ by so much from those of all gradients together
-
-# Reason of a bypass -> what to do about it.
-ADVICE = {
-    "one rank": "There is only one rank, so nothing has to be sent.",
-    "role not enabled": "Tensors of this role are compressed if `roles` lists it.",
-    "policy": "The policies with `action: skip` chose these; `ncz check --model` shows which parameters they match.",
-    "warm-up": "The first `steps.warmup` steps go plain; `ncz report --from` leaves them out.",
-    "dtype": "Only float16, bfloat16, float32 and float64 can be compressed.",
-    "reduce op": "Only sums and averages can be compressed.",
-    "too small": "Make tensors larger (DeepSpeed: zero_optimization.reduce_bucket_size), or lower transport.min_bytes, "
-    "if latency allows.",
-    "link too fast": "transport.min_bytes is never, or it was measured that compression would lose time here; a number "
-    "as transport.min_bytes compresses all the same.",
-    "non-finite": "Gradients held NaN or infinity. If that goes on after the first steps, lower the loss scale or the "
-    "learning rate.",
-    "code overflow": "The bound is too fine for the data: raise quantizer.value, or take mode rms or rel.",
-    "sparse": "Sparse gradients are reduced as they are: dense ones (sparse=False) can be compressed.",
-    "a rank has joined": "A rank had called hvd.join: give every rank the same number of steps.",
-    "not worth it": "With this bound the data would hardly shrink: raise quantizer.value, or skip such tensors by a "
-    "policy.",
-}
 
 
 class Conclusion(NamedTuple):
@@ -65,18 +46,17 @@ class Conclusion(NamedTuple):
 def verdict(summary: Summary, header: Header | None) -> list[Conclusion]:
     """What limited the time and the ratio, what the loss is known to suffer, and what the guard says, in this order."""
     config = header.config if header else Settings()
-    found = [_of_time(summary, header), _of_ratio(summary, config)]
-    if summary.compressed_calls:
-        found.append(_of_loss(summary, config))
-    if summary.guard:
-        found.append(_of_guard(summary, config))
-    return found
+    of_loss = [_of_loss(summary, config)] if summary.compressed_calls else []
+    of_guard = [_of_guard(summary, config)] if summary.guard else []
+    # Nobody is told to coarsen a bound that is too coarse already.
+    is_coarse = any(each.limit in ("harmful", "outside", "alarms") for each in (*of_loss, *of_guard))
+    return [_of_time(summary, header, is_coarse), _of_ratio(summary, config, is_coarse), *of_loss, *of_guard]
 
 
 # ------------------------------------------------------------------ time
 
 
-def _of_time(summary: Summary, header: Header | None) -> Conclusion:
+def _of_time(summary: Summary, header: Header | None, is_coarse: bool) -> Conclusion:
     times = summary.times
     if not summary.calls:
         return Conclusion("time", "unknown", "Unknown: no collective was counted in these steps.")
@@ -101,28 +81,29 @@ def _of_time(summary: Summary, header: Header | None) -> Conclusion:
             "The rest is computation, and traffic that is not counted here, such as the weights that ZeRO gathers."
         )
     else:
-        limit, words = _of_collectives(summary, header)
+        limit, words = _of_collectives(summary, header, is_coarse)
         words = f"{words} Collectives took {times.share:.0%} of a step ({duration(times.collectives)})."
     if UNTIMED < untimed < MOST:
         words += f" What went plain at once, {untimed:.0%} of the bytes, is not in these times."
     if times.slow_share > SLOW_STEPS:
         words += (
             f" All this is about the median step; {times.slow_share:.0%} of the time went into {times.slow_steps:,} "
-            f"of {times.steps:,} steps, which took more than twice as long (the slowest: step {times.slowest}, "
-            f"{duration(times.slowest_seconds)})"
+            f"of {counted(times.steps, 'step')}, which took more than twice as long (the slowest: step "
+            f"{times.slowest}, {duration(times.slowest_seconds)})"
         )
         if times.slow_verified:
-            words += f". In {times.slow_verified:,} of these the guard verified a call, which is sent plain for that"
+            steps = f"{times.slow_verified:,} of these" if times.slow_steps > 1 else "that step"
+            words += f". In {steps} the guard verified a call, which is sent plain for that"
         words += "."
     return Conclusion("time", limit, words)
 
 
-def _of_collectives(summary: Summary, header: Header | None) -> tuple[str, str]:
+def _of_collectives(summary: Summary, header: Header | None, is_coarse: bool) -> tuple[str, str]:
     """What limited the collectives, given that they matter."""
     times = summary.times
     link_gbps = header.link_gbps if header else None
     used = times.megabits_per_second / 1e3 / link_gbps if link_gbps else 0.0
-    rate = f"rank 0 sent {times.megabits_per_second:.3g} Mbit/s in collectives"
+    rate = f"rank 0 sent {bit_rate(1e6 * times.megabits_per_second)} in collectives"
     if times.plain >= MOST:
         reason = next((reason for reason in summary.bypasses if reason in LATE), "an unknown reason")
         return "plain", (
@@ -136,10 +117,8 @@ def _of_collectives(summary: Summary, header: Header | None) -> tuple[str, str]:
         )
     if times.agreeing >= LATENCY and summary.call_bytes < SMALL_CALL_BYTES:
         return "latency", (
-            f"Latency: {times.agreeing:.0%} of the time in collectives was agreeing, in which hardly anything is sent, "
-            f"as calls are small and many ({size(summary.call_bytes)} each, "
-            f"{summary.compressed_calls / summary.steps:.3g} a step). Make fewer and larger calls (DeepSpeed: "
-            "zero_optimization.reduce_bucket_size), or raise transport.min_bytes, so that these go plain."
+            f"Latency: {times.agreeing:.0%} of the time in collectives was agreeing, in which hardly anything is sent. "
+            f"{_small_calls(summary)}"
         )
     if times.agreeing >= MOST:
         return "late ranks", (
@@ -150,19 +129,20 @@ def _of_collectives(summary: Summary, header: Header | None) -> tuple[str, str]:
     if used >= BUSY_LINK:
         return "link", (
             f"The link: {rate}, {used:.0%} of the {link_gbps:g} Gbit/s that the link is taken to have. "
-            f"{_send_less(summary)}"
+            f"{_send_less(summary, is_coarse)}"
         )
     if times.waiting >= MOST:
         return "link", (
             f"The link, or ranks that code more slowly: {times.waiting:.0%} of the time in collectives rank 0 had "
-            f"nothing to code and waited for frames; {rate}. {_send_less(summary)}"
+            f"nothing to code and waited for frames; {rate}. {_send_less(summary, is_coarse)}"
         )
     if times.coding >= MOST:
+        cheaper = "" if _quickest_coder(summary) else " or a cheaper coder (entropy.coder: fixed)"
         return "coding", (
             f"Coding: measuring took {times.measuring:.0%}, encoding {times.encoding:.0%} and decoding "
             f"{times.decoding:.0%} of the time in collectives (they may overlap). Less to send or a faster link can't "
-            f"gain more than the {times.waiting:.0%} of waiting for frames; more cores per rank or a cheaper coder "
-            "(entropy.coder: fixed) can, and on a fast link plain calls (transport.min_bytes: auto measures that)."
+            f"gain more than the {times.waiting:.0%} of waiting for frames; more cores per rank{cheaper} can. On a "
+            f"fast link plain calls may be faster: {BEST_MIN_BYTES}."
         )
     if times.rest - times.decoding >= MOST:
         return "busy machine", (
@@ -181,10 +161,29 @@ def _of_collectives(summary: Summary, header: Header | None) -> tuple[str, str]:
     return "mixed", f"Nothing alone: of the time in collectives {listed}; {rate}."
 
 
-def _send_less(summary: Summary) -> str:
-    words = "What helps is a larger bound, or a faster link."
+def _small_calls(summary: Summary) -> str:
+    """How small and how many they are, and what to do about that."""
+    calls = summary.compressed_calls / summary.steps
+    many = " and many" if calls >= MANY_CALLS else ""
+    words = f"Calls are small{many}: {size(summary.call_bytes)} each, {rounded(calls)} a step."
+    if calls < 2:  # nothing is left to join
+        return f"{words} Fewer steps, each with more batches whose gradients are accumulated, make fewer calls."
+    return f"{words} {_sentence(LARGER_CALLS)}; {BEST_MIN_BYTES}."
+
+
+def _sentence(remedy: str) -> str:
+    return remedy[0].upper() + remedy[1:]
+
+
+def _quickest_coder(summary: Summary) -> str | None:
+    """The coder that wrote most frames, if no other one is quicker."""
     coder = max(summary.coders, key=summary.coders.get) if summary.coders else None
-    if coder in ("raw", "fixed"):
+    return coder if coder in ("raw", "fixed") else None
+
+
+def _send_less(summary: Summary, is_coarse: bool) -> str:
+    words = "What helps is a faster link" + ("." if is_coarse else ", or a larger bound.")
+    if coder := _quickest_coder(summary):
         words += (
             f" Most frames were written by the coder {coder}, which is quick and compresses least: entropy.coder: auto "
             "takes others if transport.link_gbps says how slow the link is."
@@ -195,9 +194,9 @@ def _send_less(summary: Summary) -> str:
 # ------------------------------------------------------------------ ratio
 
 
-def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
+def _of_ratio(summary: Summary, config: Settings, is_coarse: bool) -> Conclusion:
     if not summary.wire_bytes:
-        why = f" {ADVICE['one rank']}" if "one rank" in summary.bypasses else ""
+        why = f" {_remedy(Bypass.ONE_RANK.value)}" if Bypass.ONE_RANK.value in summary.bypasses else ""
         return Conclusion("ratio", "nothing", f"Nothing was sent.{why}")
     bypassed, compressed = summary.bypassed_bytes / summary.wire_bytes, summary.compressed_ratio
     shrank = f"what was compressed shrank {compressed:.2f} times" if compressed else "nothing was compressed"
@@ -207,7 +206,7 @@ def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
             "ratio",
             f"plain: {reason}",
             f"Calls that went plain: {bypassed:.0%} of the bytes sent, most of them because of: {reason} "
-            f"({most.calls:,} calls, {size(most.bytes / summary.steps)} a step); {shrank}. {ADVICE.get(reason, '')}",
+            f"({counted(most.calls, 'call')}, {size(most.bytes / summary.steps)} a step); {shrank}. {_remedy(reason)}",
         )
     if compressed is None or compressed >= LOW_RATIO:
         return Conclusion("ratio", "none", f"Nothing in particular: {shrank}.")
@@ -216,8 +215,7 @@ def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
             "ratio",
             "small calls",
             f"Calls are so small ({size(summary.call_bytes)} each, plain) that the headers of their frames count: "
-            f"{shrank}. Make tensors larger (DeepSpeed: zero_optimization.reduce_bucket_size), or set a larger "
-            "transport.min_bytes, below which they go plain.",
+            f"{shrank}. {_sentence(LARGER_CALLS)}; {BEST_MIN_BYTES}.",
         )
     quantizer = config.quantizer
     if quantizer.get("kind") == "lossless":
@@ -226,12 +224,16 @@ def _of_ratio(summary: Summary, config: Settings) -> Conclusion:
         fixed = f"quantizer.mode: bits sends {quantizer.get('value')} bits per value whatever the data"
         return Conclusion("ratio", "bits", f"{fixed}: {shrank}. Mode rms sends as few as the data need.")
     now = "".join(f", {name} {quantizer[name]}" for name in ("mode", "value") if name in quantizer)
-    return Conclusion(
-        "ratio",
-        "bound",
-        f"The bound{now}: {shrank}, to about {32 / compressed:.1f} bits of every 32. Each doubling of quantizer.value "
-        "saves about one of them; `guard` tells what that does to gradients.",
-    )
+    words = f"The bound{now}: {shrank}, to about {32 / compressed:.1f} bits of every 32."
+    if not is_coarse:
+        words += " Each doubling of quantizer.value saves about one of them; `guard` tells what that does to gradients."
+    return Conclusion("ratio", "bound", words)
+
+
+def _remedy(reason: str) -> str:
+    """What to do about calls that went plain, as a sentence; empty for a reason of another version."""
+    known = reason in {each.value for each in Bypass}
+    return f"{_sentence(REMEDIES[Bypass(reason)])}." if known else ""
 
 
 # ------------------------------------------------------------------ loss
@@ -266,15 +268,17 @@ def _of_guard(summary: Summary, config: Settings) -> Conclusion:
         f"{guard.error_name or 'a tensor without a name'}), the lowest cosine {_figure(guard.cosine)} (step "
         f"{guard.cosine_step}, {guard.cosine_name or 'a tensor without a name'})"
     )
+    verified = counted(guard.verified, "verified call")
     if not guard.alarms:
-        return Conclusion("guard", "none", f"No alarm in {guard.verified:,} verified calls: {worst}.")
+        return Conclusion("guard", "none", f"No alarm in {verified}: {worst}.")
     if thresholds.max_relative_error is not None and thresholds.min_cosine is not None:
         worst += f"; allowed: {thresholds.max_relative_error:g} and {thresholds.min_cosine:g}"
+    feedback = "" if config.quantizer.get("error_feedback") is True else ", or quantizer.error_feedback: true"
     return Conclusion(
         "guard",
         "alarms",
-        f"{guard.alarms:,} alarms in {guard.verified:,} verified calls: {worst}. Set a smaller "
-        "quantizer.value, in general or by a policy for these tensors, or quantizer.error_feedback: true.",
+        f"{counted(guard.alarms, 'alarm')} in {verified}: {worst}. Set a smaller quantizer.value, in general or by a "
+        f"policy for these tensors{feedback}.",
     )
 
 

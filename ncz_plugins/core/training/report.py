@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from ..bypass import Bypass
 from ..config import Config
+from ..reasons import REMEDIES, Bypass
 from ..runtime.statistics import Counters
 
 FIRST_STEPS = 3  # after warm-up; then it is said for the first time
 LATER_STEPS = 100  # over which it is looked at later
 _MUCH = 0.25  # by so much the share must have changed to be worth another line
-
-_REMEDIES = {
-    Bypass.ONE_RANK: "a group of one rank has nothing to send: more ranks must hold the same parameters",
-    Bypass.ROLE: "the setting roles names what is compressed",
-    Bypass.POLICY: "a policy says action: skip",
-    Bypass.WARM_UP: "steps.warmup says so",
-    Bypass.DTYPE: "floats of 16, 32 and 64 bits are compressed, with mode bits none of 64",
-    Bypass.OP: "sums and averages are compressed",
-    Bypass.TOO_SMALL: "use larger buckets, or name a smaller transport.min_bytes",
-    Bypass.FAST_LINK: "min_bytes is never, or compression was measured to lose time on this link: nothing to do, or "
-    "name a size for transport.min_bytes",
-    Bypass.NON_FINITE: "a value is NaN or infinite: look at the loss and its scale",
-    Bypass.CODE_OVERFLOW: "the bound is too fine for these values: use a larger quantizer.value, or kind: lossless",
-    Bypass.SPARSE: "a sparse gradient is reduced as it is: use dense ones (sparse=False) to compress it",
-    Bypass.JOINED: "compression needs all ranks: give every rank the same number of steps",
-    Bypass.NOT_WORTH: "the bound is so fine that nothing would be saved: use a larger quantizer.value",
-}
 
 
 class CompressionReport:
@@ -72,7 +55,7 @@ class CompressionReport:
             return words
         plain = sum(seen.bypasses.values())
         reason = max(seen.bypassed_bytes or seen.bypasses, key=(seen.bypassed_bytes or seen.bypasses).get)
-        remedy = _REMEDIES[Bypass(reason)]
+        remedy = REMEDIES[Bypass(reason)]
         return f"{words}; {plain} of {seen.calls} calls went plain, most of their bytes as {reason}: {remedy}"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from ncz_plugins.cli.main import main
 from ncz_plugins.cli.output import duration, size
 from ncz_plugins.cli.report.read import read
 from ncz_plugins.cli.report.summary import LATE, summarize
-from ncz_plugins.cli.report.verdict import ADVICE, verdict
-from ncz_plugins.core.bypass import Bypass
+from ncz_plugins.cli.report.verdict import verdict
+from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.reasons import REMEDIES, Bypass
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.training.guard import Finding
+from ncz_plugins.core.training.report import CompressionReport
 from ncz_plugins.core.training.state import Training
 
 HEADER = {"ncz_plugins": "1.2", "config": {"guard": {"max_relative_error": 0.5, "min_cosine": 0.8}}, "ranks": 4}
@@ -385,7 +388,7 @@ def test_what_limited_the_ratio(file, case):
 
 def test_calls_that_somebody_left_plain_are_not_said_to_be_measured(file):
     run = read(file(HEADER, record(1, **PLAIN | bypassed("link too fast"))))
-    assert "transport.min_bytes is never, or it was measured" in verdict(summarize(run), run.header)[1].words
+    assert "ransport.min_bytes is never, or compression was measured" in verdict(summarize(run), run.header)[1].words
 
 
 def test_one_rank_is_told_that_it_has_nothing_to_send(file, ncz):
@@ -394,7 +397,7 @@ def test_one_rank_is_told_that_it_has_nothing_to_send(file, ncz):
     _, out, _ = ncz("report", path)
     assert "3, 1 rank, ncz_plugins" in out
     assert "Something else: nothing was sent, so compression can't gain anything." in out
-    assert "Nothing was sent. There is only one rank" in out
+    assert "Nothing was sent. A group of one rank has nothing to send" in out
 
 
 def test_a_lossless_run_is_not_told_to_change_its_bound(file):
@@ -441,7 +444,7 @@ def test_what_the_guard_found(file, alarm):
 def test_the_figures_that_a_verdict_rests_on_stand_in_it(file):
     run = read(file(HEADER, record(1, None), record(2), record(3)))
     words = " ".join(finding.words for finding in verdict(summarize(run), run.header))
-    for figure in ("60% of the time in collectives", "1.6e+03 Mbit/s", "40% of a step (40 ms)", "10.00 times"):
+    for figure in ("60% of the time in collectives", "1.6 Gbit/s", "40% of a step (40 ms)", "10.00 times"):
         assert figure in words
 
 
@@ -453,11 +456,60 @@ def test_what_else_must_be_known_about_the_times_is_said(file):
     words = verdict(summarize(run), run.header)[0].words
     assert "What went plain at once, 13% of the bytes, is not in these times" in words
     assert "91% of the time went into 1 of 4 steps" in words and "step 5, 3 s" in words
-    assert "In 1 of these the guard verified a call" in words
+    assert "In that step the guard verified a call" in words
 
 
-def test_there_is_advice_for_every_reason():
-    assert set(ADVICE) == {reason.value for reason in Bypass}
+@pytest.mark.parametrize("reason", Bypass, ids=lambda reason: reason.name)
+def test_the_report_gives_the_advice_that_was_given_at_the_start(file, reason):
+    run = read(file(HEADER, *(record(step, **PLAIN | bypassed(reason.value)) for step in (1, 2, 3))))
+    said = " ".join(each.words for each in verdict(summarize(run), run.header)).lower()
+    assert REMEDIES[reason].lower() in said
+
+
+def test_nobody_is_told_to_move_a_setting_both_ways(file):
+    """Some calls are too small to be compressed, and those that are compressed spend their time on agreeing."""
+    some = {**SMALL, "calls": 200, "agree_seconds": 0.014} | bypassed("too small", 70_000)
+    run = read(file(HEADER, *(record(step, **some) for step in (1, 2, 3))))
+    at_the_end = verdict(summarize(run), run.header)[0].words
+    start = CompressionReport(Config.load(None))
+    done = Counters(calls=200, compressed_calls=100, plain_bytes=1_670_000, **bypassed("too small", 70_000))
+    *_, at_the_start = (start.end_step(step, done) for step in (1, 2, 3))
+    assert "Latency: " in at_the_end and "as too small: " in at_the_start
+    for said in (at_the_start, at_the_end):
+        assert REMEDIES[Bypass.TOO_SMALL].lower() in said.lower()
+        assert not re.search(r"(?i)(raise|lower|smaller|larger) (a )?(transport[.])?min_bytes", said)
+
+
+def test_a_bound_that_raised_alarms_is_not_to_be_raised(file):
+    """Neither where the link is what limits, nor where the ratio is low."""
+    found = [Finding("a", 0.75, 0.5, True)]
+    for fine in ({}, {"wire_bytes": 40_000_000}):
+        run = read(file(HEADER, *(record(step, guard=found, **fine) for step in (1, 2, 3))))
+        words = " ".join(each.words for each in verdict(summarize(run), run.header))
+        assert "Set a smaller quantizer.value" in words and "larger bound" not in words and "doubling" not in words
+
+
+@pytest.mark.parametrize(
+    "calls, expected, not_so",
+    [
+        (1, "small: 262 kB each, 1 a step. Fewer steps", "many"),
+        (40, "small and many: 262 kB each, 40 a step.", "Fewer"),
+    ],
+)
+def test_small_calls_are_called_many_if_they_are(file, calls, expected, not_so):
+    small = {"calls": calls, "compressed_calls": calls, "plain_bytes": calls * 262_000, "agree_seconds": 0.02}
+    run = read(file(HEADER, record(1), *(record(step, **small, wire_bytes=calls * 26_000) for step in (2, 3))))
+    words = verdict(summarize(run.between(2, None)), run.header)[0].words
+    assert expected in words and not_so not in words
+
+
+def test_one_is_not_written_as_several(file, ncz):
+    _, out, _ = ncz("report", file(HEADER, record(7, guard=[Finding("a", 0.75, 0.5, True)])))
+    assert "run.jsonl: step 7, 4 ranks" in out and "1 call verified, 1 alarm\n" in out
+    assert "1 alarm in 1 verified call: " in out
+
+
+def test_reasons_that_are_found_late_are_known():
     assert set(LATE) == {reason.value for reason in (Bypass.NON_FINITE, Bypass.CODE_OVERFLOW, Bypass.NOT_WORTH)}
 
 
