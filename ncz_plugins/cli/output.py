@@ -26,6 +26,7 @@ from ..core.whole_files import target_of, write_whole
 
 _NO_BREAKS = 10_000  # columns, where no screen is looked at
 _PICTURE = "png"  # the kind of picture where no name says it
+_READABLE = 92  # columns of a sentence beside its name
 
 # ------------------------------------------------------------------ numbers
 
@@ -97,7 +98,18 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
 
 
 class OutputConsole(Console):
-    """A console whose reader may go: BrokenPipeError is then for `main`. Rich's own would end the process with 1."""
+    """A console for stdout.
+
+    Rich pads each line of a table to the width of the longest one. Without a terminal these blanks are left out. A
+    reader may go: BrokenPipeError is then for `main`, where rich's own console would end the process with 1.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if self.is_terminal or sys.stdout is None:
+            return super().print(*objects, **options)
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        print("\n".join(line.rstrip() for line in captured.get().split("\n")), end="", file=self.file, flush=True)
 
     def on_broken_pipe(self) -> None:
         raise  # what rich has just caught
@@ -136,10 +148,12 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def grid(rows: Iterable[tuple[str, str]]) -> Table:
-    """(name, value) lines, with the names in bold."""
+    """(name, value) lines, with the names in bold. Long values take several lines, but no word is broken."""
+    rows = list(rows)
+    longest_word = max((len(word) for _, value in rows for word in value.split()), default=0)
     found = Table.grid(padding=(0, 2))
     found.add_column(no_wrap=True)
-    found.add_column()
+    found.add_column(max_width=max(_READABLE, longest_word))
     for name, value in rows:
         found.add_row(Text(name, style="bold"), Text(value))
     return found

@@ -409,5 +409,7 @@ def test_commands_run(block, words, folder, capsys):
     named = words[words.index("--plot") + 1] if "--plot" in words else None
     assert named is None or (folder / named).stat().st_size
     output = capsys.readouterr().out
+    padded = [line for line in output.splitlines() if line.endswith(" ")]
+    assert not padded, padded
     if "--json" in words:
         json.loads(output)

@@ -49,6 +49,20 @@ def test_without_a_terminal_no_line_is_broken(capsys):
     assert len(capsys.readouterr().out.strip().splitlines()) == 1
 
 
+def test_without_a_terminal_lines_have_no_blanks_at_their_end(capsys):
+    table = output.table("name", "words")
+    output.add_row(table, "a", "long " * 100)
+    output.add_row(table, "b", "short")
+    console = output.unbroken_console()
+    console.print(table)
+    console.print(output.grid([("a", "long " * 100), ("b", "short"), ("c", "/" + "x" * 150)]))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    assert lines[:3] == ["name  words", f"a     {'long ' * 100}".rstrip(), "b     short"]  # rows of tables are whole
+    *sentence, short, path = lines[3:]
+    assert len(sentence) > 1 and short.split() == ["b", "short"] and path.endswith("/" + "x" * 150)
+
+
 def test_a_reader_that_goes_is_left_to_the_command(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
