@@ -171,6 +171,7 @@ def test_torchrun_gives_the_ranks_and_rank_0_prints(tmp_path):
     assert [line[1:5] for line in lines if line[:1] == ["ncz"]] == [["131072", "32768", "float32", "none"]]
     assert [line[1] for line in lines if line[:1] == ["plain"]] == ["131072"]
     assert "left out (needs Horovod's ranks" in done.stdout
+    assert "No link was limited: all ranks are on this machine" in done.stdout
 
 
 def test_a_failure_of_a_rank_is_one_message(tmp_path):

@@ -113,6 +113,7 @@ def test_the_command_starts_ranks_and_writes_a_file(tmp_path):
     sizes = [each.nbytes for each in tuned.comparisons]
     assert sizes == sorted(set(sizes)) and sizes[0] == 16 << 10
     assert tuned.describe() in done.stdout and "chosen" in done.stdout
+    assert "Try `sudo ncz tune --output FILE.json --link 1gbit`" in done.stdout
     assert f"transport: {{tuning: {file}, frame_bytes: auto, min_bytes: auto}}" in done.stdout
     assert [each.name for each in tmp_path.iterdir()] == ["tuned.json"]
 

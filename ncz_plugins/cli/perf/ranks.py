@@ -16,11 +16,24 @@ class Ranks(NamedTuple):
         launcher: what started this process as one of several ranks, "torchrun" or "horovodrun"; None if nothing did.
         count: how many ranks there are, or are to be started.
         per_node: how many of them share a link. Without meaning under a launcher.
+        on_one_machine: whether all of them run on this one.
     """
 
     launcher: str | None
     count: int
     per_node: int
+    on_one_machine: bool = True
+
+    def without_link(self, command: str) -> list[str]:
+        """A note on figures for which no link was limited: what `command` measured, and what to type instead."""
+        if not self.on_one_machine:
+            return []
+        without = f", without {self.launcher}" if self.launcher else ""
+        return [
+            "No link was limited: all ranks are on this machine, and its loopback is faster than a network, so "
+            "compression hardly pays.",
+            f"Try `sudo {command} --link 1gbit`{without}, or ranks on several machines (torchrun).",
+        ]
 
 
 def ranks_of(options: argparse.Namespace) -> Ranks:
@@ -31,8 +44,11 @@ def ranks_of(options: argparse.Namespace) -> Ranks:
             if getattr(options, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option}: the ranks are those that {launcher} started, on the network as it is")
-        size = "WORLD_SIZE" if launcher == "torchrun" else "HOROVOD_SIZE"
-        return Ranks(launcher, parse_count(size, os.environ.get(size), 2), 1)
+        size, local = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        if launcher == "horovodrun":
+            size, local = ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE")
+        count = parse_count(size, os.environ.get(size), 2)
+        return Ranks(launcher, count, 1, os.environ.get(local) == str(count))
     ranks = parse_count("--ranks", options.ranks, 2)
     per_node = parse_count("--ranks-per-node", options.ranks_per_node, 1)
     if per_node > 1 and options.link is None:

@@ -70,7 +70,8 @@ def read(options: argparse.Namespace, config: Config) -> Request:
                 timeout=_seconds_for(found[-1], ranks.count, (bits_per_second(rate) or 0) / 1e9),
             )
         )
-    return Request(jobs, ranks, notes)
+    on_loopback = ranks.without_link(f"ncz perf {options.collective}") if options.link is None else []
+    return Request(jobs, ranks, [*on_loopback, *notes])
 
 
 def sizes(text: str) -> list[int]:

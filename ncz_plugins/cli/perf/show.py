@@ -49,11 +49,11 @@ def show(request: Request, config: Config, records: list[dict[str, Any]]) -> Non
         if job.link:
             console.print(Text(f"link {job.link}", style="bold"))
         console.print(records_table([record for record in records if record["link"] == job.link]))
+    for note in request.notes:
+        console.print(Text(note))
     console.print()
     for name in job.peers:
         console.print(Text(f"{name}: {CONTENDERS[name].description}"))
-    for note in request.notes:
-        console.print(Text(note))
 
 
 def title(request: Request, records: list[dict[str, Any]]) -> str:

@@ -45,4 +45,5 @@ def run(options: argparse.Namespace) -> None:
     if tuning:  # on rank 0
         with naming("--output", options.output):
             tuning.write(options.output)
-        show(tuning, options.output)
+        on_loopback = ranks.without_link("ncz tune --output FILE.json") if options.link is None else []
+        show(tuning, options.output, on_loopback)

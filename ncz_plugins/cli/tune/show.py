@@ -9,8 +9,12 @@ from ...core.tuning.tuning_file import Tuning
 from ..output import add_row, milliseconds, table, unbroken_console
 
 
-def show(tuning: Tuning, file: str) -> None:
-    """Print what was chosen and why, and how a configuration names the file."""
+def show(tuning: Tuning, file: str, notes: list[str]) -> None:
+    """Print what was chosen and why, and how a configuration names the file.
+
+    Args:
+        notes: what people should know beside the times.
+    """
     console = unbroken_console()
     console.print(Text(tuning.describe()), soft_wrap=True)
     console.print()
@@ -34,6 +38,8 @@ def show(tuning: Tuning, file: str) -> None:
             "compressed" if compressed else "plain",
         )
     console.print(comparisons)
+    for note in notes:
+        console.print(Text(note))
     console.print()
     costs = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in tuning.costs.model_dump().items())
     console.print(Text(f"picoseconds per value, kernels {tuning.kernels}: {costs}"))

@@ -203,7 +203,7 @@ def test_slower_links_get_more_time(read):
 @pytest.mark.parametrize(
     "environment, launcher",
     [
-        ({"RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "here"}, "torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "here", "LOCAL_WORLD_SIZE": "8"}, "torchrun"),
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "16"}, "horovodrun"),
         ({"RANK": "0"}, None),
     ],
@@ -214,6 +214,7 @@ def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
         monkeypatch.setenv(name, value)
     found = read()
     assert found.ranks.launcher == launcher
+    assert bool(found.notes) == (launcher is None)  # as there is a network between machines
     if launcher:
         assert found.ranks.count == 16 and found.jobs[0].timeout > 3 * of_two.timeout  # they have more to send
         for option in ("--link=1gbit", "--ranks=2", "--ranks-per-node=2"):
@@ -221,6 +222,22 @@ def test_a_launchers_ranks_are_taken(read, monkeypatch, environment, launcher):
                 ConfigError, match=f"{option.split('=')[0]}: the ranks are those that {launcher} started"
             ):
                 read(option)
+
+
+@pytest.mark.parametrize(
+    "environment, without",
+    [
+        ({}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "LOCAL_WORLD_SIZE": "2"}, ", without torchrun"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}, ", without horovodrun"),
+    ],
+)
+def test_where_there_is_no_link_that_is_said(read, monkeypatch, environment, without):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    first, second = read("--peers", "none").notes
+    assert first.startswith("No link was limited: all ranks are on this machine")
+    assert f"`sudo ncz perf all_reduce --link 1gbit`{without}" in second
 
 
 @pytest.mark.parametrize(
