@@ -8,9 +8,18 @@ from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
 
 
-def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that `torch.compile` was given, if it made this one."""
-    return getattr(model, "_orig_mod", model)
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of what `torch.compile` and Lightning's `Fabric.setup` made of it, in any order."""
+    while (inner := _inner(model)) is not None:
+        model = inner
+    return model
+
+
+def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
+    modules = getattr(model, "_modules", {})  # and no attributes: Fabric's module passes these on to the user's own
+    if "_original_module" in modules:  # Fabric's, whose own `_forward_module` is what the strategy has wrapped
+        return modules.get("_forward_module")
+    return modules.get("_orig_mod")
 
 
 def name_of(name: str) -> str:

@@ -27,7 +27,7 @@ from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Counters
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
-from .compression import ModelCompression, name_of, uncompiled
+from .compression import ModelCompression, name_of, unwrapped
 
 _ending: weakref.WeakKeyDictionary[Training, Future] = weakref.WeakKeyDictionary()  # what ends a training's last step
 
@@ -171,7 +171,7 @@ def compress(
     """Have a model's gradients averaged by compressed all-reduces from now on. Every rank must call this.
 
     Args:
-        model: one that has no communication hook yet; compiled or not.
+        model: one that has no communication hook yet; compiled or not, or what `Fabric.setup` made of it.
         config: see `Compression`.
         group: the process group; None is the model's own.
         training: see `Compression`.
@@ -180,7 +180,7 @@ def compress(
 
     Raises UnsupportedError for a model that can't be served, and what `Compression` raises.
     """
-    model = uncompiled(model)
+    model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
             f"ddp.compress takes a DistributedDataParallel, got {type(model).__name__}: wrap the model first"

@@ -27,7 +27,7 @@ from ..core.training.baseline import Baseline
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from ..core.transport.groups import require_group
-from .compression import ModelCompression, name_of, uncompiled
+from .compression import ModelCompression, name_of, unwrapped
 
 _compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what serves a sharded module, by the module
 
@@ -227,7 +227,8 @@ def compress(
     replicas by compressed all-reduces.
 
     Args:
-        model: the root module, after `fully_shard` was applied to it and to what it contains.
+        model: the root module, after `fully_shard` was applied to it and to what it contains; or what `Fabric.setup`
+            made of it.
         config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
         replicas: the group of the ranks that hold the same shard of each replica.
         training: what lasts from step to step, if several models are to share it.
@@ -243,7 +244,7 @@ def compress(
         raise UnsupportedError(
             f"torch {torch.__version__}: FSDP lets others reduce gradients from 2.9 on; update torch"
         )
-    model = uncompiled(model)
+    model = unwrapped(model)
     modules = _sharded_modules(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
