@@ -1,4 +1,4 @@
-"""What all commands share for their output: sizes, durations, tables, JSON, pictures and files.
+"""What all commands share for their output: sizes, durations, tables, JSON and files. Pictures: `picture`.
 
 Nothing here imports torch, and matplotlib only where a picture is asked for.
 """
@@ -6,7 +6,6 @@ Nothing here imports torch, and matplotlib only where a picture is asked for.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
@@ -33,18 +32,18 @@ _READABLE = 92  # columns of a sentence beside its name
 
 def size(nbytes: float) -> str:
     """1234567 is "1.23 MB"."""
-    return _scaled(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
+    return scaled(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
 
 
 def duration(seconds: float) -> str:
     """0.0123 is "12.3 ms"."""
-    return _scaled(seconds, (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+    return scaled(seconds, (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def bit_rate(bits_per_second: float) -> str:
     """1.6e9 is "1.6 Gbit/s"."""
     units = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1))
-    return _scaled(bits_per_second, units)
+    return scaled(bits_per_second, units)
 
 
 def counted(count: int, noun: str) -> str:
@@ -86,7 +85,7 @@ def yaml_value(value: object) -> str:
     return str(value)
 
 
-def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+def scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     """`value` with three digits, in the largest unit of which there is at least one; 0 below 0.001 of the smallest."""
     value = float(f"{value:.3g}")  # so that 0.9999 s are 1 s, and not a thousand milliseconds
     name, unit = next(((name, unit) for name, unit in units if value >= unit), units[-1])
@@ -186,18 +185,6 @@ def write_file(option: str, file: str | os.PathLike, data: bytes | str) -> None:
         write_whole(file, data)
 
 
-def save_figure(option: str, file: str | os.PathLike, figure: Any) -> None:
-    """Write a figure of matplotlib to the file that an option names. Raises UnsupportedError, which names both."""
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format=_ending(file) or _PICTURE)
-    write_file(option, file, picture.getvalue())
-
-
-def in_a_picture(text: str) -> str:
-    """Text that somebody else wrote, such as a file's name, so that matplotlib shows it as it is."""
-    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
-
-
 def is_plain(file: str | os.PathLike) -> bool:
     """Whether a plain file is meant, or a folder: standard output, FIFOs and devices have names without a meaning."""
     try:
@@ -229,6 +216,11 @@ def require_picture(option: str, file: str | os.PathLike) -> None:
         endings = ", ".join(f".{kind}" for kind in kinds)
         raise UnsupportedError(f"{option} {os.fspath(file)}: allowed are names in {endings}")
     require_writable(option, file)
+
+
+def picture_format(file: str | os.PathLike) -> str:
+    """The kind of picture that a file's name asks for, such as "png"."""
+    return _ending(file) or _PICTURE
 
 
 def _ending(file: str | os.PathLike) -> str:

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     config = _config(options)
     if options.json and options.compare:
         raise ConfigError("--json has the keys of one measurement, it does not go with --compare: leave one out")
-    from . import plot, show  # these modules import torch
+    from . import show  # these modules import torch
     from .array_file import read_array
     from .libraries import compare, missing
     from .round_trip import round_trip
@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> None:
             for library in missing():
                 console.print(Text(f"{library.name} is not installed: pip install 'ncz_plugins[compare]'"))
     if options.plot:
+        from . import plot  # imports matplotlib
+
         plot.draw(options.plot, array, config)
 
 

@@ -11,10 +11,11 @@ from ... import kernels
 from ...core.codec.container import compress
 from ...core.config import Config, MiB
 from ...core.errors import BoundError
-from ..output import save_figure
+from ..output import counted
+from ..picture import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, finish, logarithmic, new_figure, save_figure
 from .round_trip import round_trip
 
-_CODERS = ("raw", "fixed", "huffman", "rans")
+_CODERS = {"raw": BLUE, "fixed": ORANGE, "huffman": GREEN, "rans": RED}
 _FACTORS = 2.0 ** np.arange(-6, 7)  # so far to both sides of the bound that is asked for
 _LARGEST = {"rel": 0.5, "range": 0.5, "rms": 10.0}  # what a mode allows, and still makes sense
 _SAMPLE_BYTES = 16 * MiB
@@ -24,27 +25,28 @@ _SLOW_SAMPLE_BYTES = MiB  # for the numpy kernels
 def draw(file: str | os.PathLike, array: np.ndarray, config: Config) -> None:
     """Write the picture of an array with finite elements, for bounds around that of `config`. Raises
     UnsupportedError."""
-    from matplotlib.figure import Figure
-
     mode, value = config.quantizer.mode, config.quantizer.value
     bounds = value * _FACTORS
     bounds = bounds[bounds <= _LARGEST.get(mode, np.inf)]
     part = _sample(array, config)
     ratios, limits = zip(*(_at_bound(part, config, float(bound)) for bound in bounds))
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(bounds, limits, color="0.6", linestyle="--", label="limit of order-0 entropy")
-    for coder in _CODERS:
-        axes.plot(bounds, [at_bound.get(coder, np.nan) for at_bound in ratios], label=coder)
+    figure, [axes] = new_figure(1, height=4)
+    if not np.isnan(limits).all():
+        # No limit of ours: a predictor looks at neighbours, and each frame has a table of its own.
+        axes.plot(bounds, limits, color=GRAY, linestyle="--", linewidth=2, label="entropy of single codes")
+    for coder, color in _CODERS.items():
+        axes.plot(bounds, [at_bound.get(coder, np.nan) for at_bound in ratios], label=coder, color=color)
     auto = [at_bound.get("auto", np.nan) for at_bound in ratios]
-    axes.plot(bounds, auto, "ko", fillstyle="none", label="auto")
-    axes.axvline(value, color="0.8", zorder=0)
-    axes.set(xscale="log", yscale="log", xlabel=f"error bound ({mode})", ylabel="ratio")
-    axes.set_ylim(top=2 * np.nanmax([list(at_bound.values()) for at_bound in ratios if at_bound], initial=1))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(f"{array.size:,} values" + (f", by a sample of {part.size:,}" if part.size < array.size else ""))
-    axes.legend()
+    axes.plot(bounds, auto, "o", color=BLACK, fillstyle="none", label="auto")
+    axes.axvline(value, color=BLACK, linestyle=":", zorder=0, label="asked for")
+    axes.set(xlabel=f"error bound ({mode})", ylabel="ratio")
+    highest = np.nanmax([list(at_bound.values()) for at_bound in ratios if at_bound], initial=1)
+    axes.set_ylim(axes.dataLim.y0 / 1.2, 2 * highest)  # the entropy of a few equal codes is next to nothing
+    for axis in (axes.xaxis, axes.yaxis):
+        logarithmic(axis)
+    sample = f", by a sample of {part.size:,}" if part.size < array.size else ""
+    finish(axes, f"ratio of {counted(array.size, 'value')}{sample}", columns=4)
     save_figure("--plot", file, figure)
 
 
@@ -61,7 +63,7 @@ def _sample(array: np.ndarray, config: Config) -> np.ndarray:
 
 
 def _at_bound(array: np.ndarray, config: Config, bound: float) -> tuple[dict[str, float], float]:
-    """The ratio with each coder, and what the entropy allows; none where the bound is too fine for codes."""
+    """The ratio with each coder, and that of single codes at their entropy; none where the bound is too fine."""
     quantizer = config.quantizer.model_copy(update={"value": bound})
 
     def with_coder(coder: str) -> Config:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..output import add_row, table
+from ..output import add_row, counted, table
 from .libraries import LibraryResult
 from .round_trip import RoundTrip
 from .speed import Speeds
@@ -41,15 +41,16 @@ def rows(trip: RoundTrip, speeds: Speeds) -> Iterator[tuple[str, str]]:
     yield "ratio", f"{trip.ratio:.4g}"
     yield "bits per value", f"{trip.bits_per_value:.4g}, with headers and steps"
     if trip.entropy_bits is not None:
-        yield "entropy", f"{trip.entropy_bits:.4g} bits per code, order 0"
+        passed = ", which a predictor went below" if trip.bits_per_value < trip.entropy_bits else ""
+        yield "entropy", f"{trip.entropy_bits:.4g} bits per code, of single codes (order 0){passed}"
     kept = f"outside the bound in {trip.blocks_over}" if trip.blocks_over else "within the bound in each"
-    yield "maximum error", f"{trip.max_abs_error:.4g}, {kept} of {trip.bounds.size:,} blocks"
+    yield "maximum error", f"{trip.max_abs_error:.4g}, {kept} of {counted(trip.bounds.size, 'block')}"
     if math.isfinite(trip.bound_abs):
         yield "largest bound", f"{trip.bound_abs:.4g}"
     for name, counts in (("coders", trip.coders), ("predictors", trip.predictors)):
         for value, frames in counts.items():
             bar = "\N{FULL BLOCK}" * max(1, round(20 * frames / len(trip.frames)))
-            yield name, f"{value:8}{frames:6,} of {len(trip.frames):,} frames  {bar}"
+            yield name, f"{value:8}{frames:6,} of {counted(len(trip.frames), 'frame')}  {bar}"
             name = ""
     link = 8000 / trip.codec.coding.costs.link
     yield "link", f"{link:g} Gbit/s, which coder and predictor auto reckon with"

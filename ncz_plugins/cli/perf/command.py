@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         require_picture("--plot", options.plot)
     if options.trace:
         require_writable("--trace", options.trace)
-    from . import plot, show  # these modules import torch
+    from . import show  # these modules import torch
     from .request import read
     from .run_jobs import run_jobs
 
@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
     else:
         show.show(request, config, records)
     if options.plot:
+        from . import plot  # imports matplotlib
+
         plot.draw(options.plot, records, show.title(request, records))
     if trace is not None:
         write_file("--trace", options.trace, json.dumps(trace))

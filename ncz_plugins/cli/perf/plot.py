@@ -6,37 +6,53 @@ import os
 from typing import Any
 
 from ...core.config import format_size
-from ..output import in_a_picture, save_figure
+from ..picture import BLACK, GRAY, finish, in_a_picture, logarithmic, new_figure, save_figure
 from .link import bits_per_second
 
 _LOWEST = 1 / 16  # the picture ends here: nobody would use what is slower
+_MOST_TICKS = 6
+_ROOM = 1.3  # above and below the lines
 
 
 def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> None:
     """Write the picture of the records of one run, whose contenders and sizes are the same on every link."""
-    from matplotlib.figure import Figure
-
     links = list(dict.fromkeys(record["link"] for record in records))
-    figure = Figure(figsize=(9 if len(links) == 1 else 14, 5), layout="constrained")
+    figure, panels = new_figure(min(2, len(links)), height=4)
     slowest = min(links, key=_gbps)
-    against_size, *against_link = figure.subplots(1, min(2, len(links)), sharey=True, squeeze=False)[0]
-    _against_size(against_size, [r for r in records if r["link"] == slowest])
-    if against_link:
+    of_slowest = [record for record in records if record["link"] == slowest]
+    against_size = len({record["size"] for record in records}) > 1
+    (_against_size if against_size else _of_one_size)(
+        panels[0], of_slowest, f"link {slowest}" if slowest else "no link"
+    )
+    if len(panels) > 1:
         largest = max(record["size"] for record in records)
-        _against_link(against_link[0], [r for r in records if r["size"] == largest], links)
-    against_size.set_ylabel("speed-up over plain")
-    against_size.set_ylim(bottom=max(_LOWEST, against_size.get_ylim()[0]))
-    figure.legend(*against_size.get_legend_handles_labels(), loc="outside right upper")
+        _against_link(panels[1], [r for r in records if r["size"] == largest], links)
     figure.suptitle(in_a_picture(title))
     save_figure("--plot", file, figure)
 
 
-def _against_size(axes, records: list[dict[str, Any]]) -> None:
-    link = records[0]["link"]
+def _of_one_size(axes, records: list[dict[str, Any]], link: str) -> None:
+    """A bar for each contender."""
+    for place, record in enumerate(records):
+        axes.barh(place, record["speedup"], color=BLACK if record["peer"] == "ncz" else GRAY)
+        axes.annotate(
+            f"{record['speedup']:.2f}", (record["speedup"], place), (4, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks(range(len(records)), [record["peer"] for record in records])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(record["speedup"] for record in records))
+    axes.grid(visible=False, axis="y")
+    finish(axes, f"speed-up over plain, {format_size(records[0]['size'])}, {link}")
+
+
+def _against_size(axes, records: list[dict[str, Any]], link: str) -> None:
+    sizes = list(dict.fromkeys(record["size"] for record in records))
+    logarithmic(axes.xaxis, base=2)
     _lines(axes, records, lambda record: record["size"])
-    axes.set(xlabel="size", title=f"link {link}" if link else "the network as it is")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda size, _: format_size(round(size)))
+    ticks = sizes[:: -(-len(sizes) // _MOST_TICKS)]
+    axes.set_xticks(ticks, [format_size(size) for size in ticks])
+    axes.set_xlabel("size")
+    finish(axes, f"speed-up over plain, {link}")
 
 
 def _against_link(axes, records: list[dict[str, Any]], links: list[str]) -> None:
@@ -44,30 +60,36 @@ def _against_link(axes, records: list[dict[str, Any]], links: list[str]) -> None
     ascending = sorted(links, key=_gbps)
     _lines(axes, sorted(records, key=lambda r: _gbps(r["link"])), lambda record: ascending.index(record["link"]))
     axes.set_xticks(range(len(ascending)), ascending)
-    axes.set(xlabel="rate of each rank's link", title=format_size(records[0]["size"]))
+    axes.set_xlabel("rate of each rank's link")
+    finish(axes, f"speed-up over plain, {format_size(records[0]['size'])}")
 
 
 def _lines(axes, records: list[dict[str, Any]], place) -> None:
-    """A line for each contender, and for ours the bound: as many times faster as it sends fewer bytes."""
+    """A line for each contender, and for ours how many times fewer bytes it sends.
+
+    That is no bound of the speed-up: plain may not fill its link, and small tensors go plain by messages of our own.
+    """
+    for name, style in _styles(dict.fromkeys(record["peer"] for record in records)).items():
+        own = [record for record in records if record["peer"] == name]
+        axes.plot([place(r) for r in own], [r["speedup"] for r in own], label=name, **style)
+        if own[0]["ratio"]:
+            fewer = [r["ratio"] for r in own]
+            axes.plot([place(r) for r in own], fewer, color=BLACK, linestyle="--", label=f"times fewer bytes, {name}")
+    drawn = [value for record in records for value in (record["speedup"], record["ratio"]) if value]
+    axes.set_ylim(max(_LOWEST, min(0.5, min(drawn) / _ROOM)), _ROOM * max(2, *drawn))
+    logarithmic(axes.yaxis, base=2)
+
+
+def _styles(names) -> dict[str, dict[str, Any]]:
+    """How each contender is drawn: colours come again, with other markers."""
     from matplotlib import colormaps
 
-    contenders = dict.fromkeys(record["peer"] for record in records)
-    axes.set_prop_cycle(color=colormaps["tab20"].colors)
-    for name in contenders:
-        own = [record for record in records if record["peer"] == name]
-        style = {"plain": {"color": "0.5"}, "ncz": {"color": "black", "linewidth": 2, "zorder": 3}}.get(name, {})
-        axes.plot([place(r) for r in own], [r["speedup"] for r in own], "o-", label=name, **style)
-        if own[0]["ratio"]:
-            axes.plot(
-                [place(r) for r in own],
-                [r["ratio"] for r in own],
-                color="black",
-                linestyle="--",
-                label=f"bound: the ratio of {name}",
-            )
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
+    colors = [color for at, color in enumerate(colormaps["tab10"].colors) if at != 7]  # which is gray
+    styles = {"plain": {"color": GRAY, "marker": "o"}, "ncz": {"color": BLACK, "marker": "o", "linewidth": 2.5}}
+    others = [name for name in names if name not in styles]
+    for at, name in enumerate(others):
+        styles[name] = {"color": colors[at % len(colors)], "marker": "osD^"[at // len(colors) % 4], "markersize": 4}
+    return {name: styles[name] for name in names}
 
 
 def _gbps(link: str | None) -> float:

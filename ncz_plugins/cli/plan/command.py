@@ -112,8 +112,7 @@ def run(options: argparse.Namespace) -> None:
         )
     catalogue = load(options.catalogue)
     places = _places(options, catalogue)
-    from .plot import draw  # these modules import torch
-    from .show import document, show
+    from .show import document, show  # these modules import torch
     from .step import predict
     from .verdict import judge
 
@@ -127,6 +126,8 @@ def run(options: argparse.Namespace) -> None:
     else:
         show(unbroken_console(), options.strategy, plans)
     if options.plot:
+        from .plot import draw  # imports matplotlib
+
         draw(options.plot, plans)
 
 

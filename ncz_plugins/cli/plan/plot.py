@@ -5,54 +5,75 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ..output import in_a_picture, save_figure
+from ..output import counted, duration, size
+from ..picture import (
+    BLACK,
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    finish,
+    in_a_picture,
+    in_seconds,
+    logarithmic,
+    new_figure,
+    save_figure,
+)
 from .show import Plan
 from .simulation import calls
 from .step import resolved
 
-_COLORS = {"plain": "0.5", "bfloat16": "tab:orange", "compressed": "tab:blue"}
+_COLORS = {"plain": GRAY, "bfloat16": ORANGE, "compressed": BLUE}
 _MOST_RANKS = 4096
 
 
 def draw(file: str | os.PathLike, plans: list[Plan]) -> None:
     """Write the picture of some plans."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4 * len(plans)), layout="constrained")
-    for row, (place, setup, steps, _) in zip(figure.subplots(len(plans), 2, squeeze=False), plans):
-        _steps(row[0], place.name, steps)
-        _ranks(row[1], setup)
+    figure, panels = new_figure(2 * len(plans))
+    for at, (place, setup, steps, _) in enumerate(plans):
+        _steps(panels[2 * at], place.name, steps)
+        _ranks(panels[2 * at + 1], setup, place.name)
     save_figure("--plot", file, figure)
 
 
 def _steps(axes, name: str, steps) -> None:
     for place, step in enumerate(steps):
-        axes.barh(place, step.compute, color=_COLORS[step.kind], alpha=0.5)
-        axes.barh(place, step.exposed, left=step.compute, color=_COLORS[step.kind])
         low, middle, high = step.seconds
-        axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
+        axes.barh(place, step.compute, color=_COLORS[step.kind], alpha=0.4)
+        axes.barh(place, step.exposed, left=step.compute, color=_COLORS[step.kind])
+        axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=BLACK, capsize=3)
+        axes.annotate(f" {duration(middle)}", (high, place), xytext=(4, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(steps)), [step.kind for step in steps])
     axes.invert_yaxis()
-    axes.set(title=f"{in_a_picture(name)}: a step (pale: computing)", xlabel="seconds")
+    axes.set_xlim(0, 1.25 * max(step.seconds.high for step in steps) or 1)
+    axes.grid(visible=False, axis="y")
+    in_seconds(axes.xaxis)
+    finish(axes, f"{in_a_picture(name)}: a step (pale: computing)")
 
 
-def _ranks(axes, setup) -> None:
+def _ranks(axes, setup, name: str) -> None:
     """The largest call of gradients, by schedule."""
     sending = max((each for each in setup.sendings if each.role == "gradient"), key=lambda each: each.nbytes)
     group, workload = setup.group, setup.workload
     itemsize, ratio = sending.itemsize or workload.itemsize, (workload.ratio, workload.ratio_ranks)
-    nodes = [2**power for power in range(1, 13) if 2**power * group.ranks_per_node <= _MOST_RANKS]
+    powers = [2**power for power in range(1, 13) if 2**power * group.ranks_per_node <= _MOST_RANKS]
+    nodes = sorted({group.nodes, *powers})
+    ranks = [n * group.ranks_per_node for n in nodes]
     config = resolved(setup.config, group).with_transport(min_bytes=0)
-    for name in ("ring", "direct"):
-        chosen = config.with_transport(schedule=name)
+    for schedule, color in (("ring", GREEN), ("direct", BLUE)):
+        chosen = config.with_transport(schedule=schedule)
         timed = [
             calls.compressed(replace(group, nodes=n), sending.collective, sending.nbytes, chosen, itemsize, *ratio)
             for n in nodes
         ]
         seconds = [each.seconds for each in timed]
-        axes.loglog([n * group.ranks_per_node for n in nodes], seconds, marker="o", markersize=3, label=name)
+        axes.plot(ranks, seconds, marker="o", markersize=4, label=schedule, color=color)
     plain = [calls.plain(replace(group, nodes=n), sending.collective, sending.nbytes, itemsize).seconds for n in nodes]
-    axes.loglog([n * group.ranks_per_node for n in nodes], plain, color="0.5", marker="o", markersize=3, label="plain")
-    axes.set(title=f"{sending.collective} of {sending.nbytes / 1e6:.3g} MB", xlabel="ranks", ylabel="seconds")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
+    axes.plot(ranks, plain, color=GRAY, marker="o", markersize=4, label="plain")
+    planned = group.nodes * group.ranks_per_node
+    axes.axvline(planned, color=BLACK, linestyle=":", label=f"planned: {counted(planned, 'rank')}")
+    logarithmic(axes.xaxis, base=2)
+    logarithmic(axes.yaxis)
+    in_seconds(axes.yaxis)
+    axes.set_xlabel("ranks")
+    finish(axes, f"{in_a_picture(name)}: {sending.collective} of {size(sending.nbytes)}", columns=4)

@@ -28,7 +28,6 @@ def add_training(parser: argparse._ActionsContainer) -> None:
 def run(options: argparse.Namespace) -> None:
     """Read the records, and show what they say. Raises ConfigError and UnsupportedError."""
     from .planned import compare, read_plan
-    from .plot import draw  # imports numpy
     from .read import read
     from .show import document, show
     from .summary import summarize
@@ -46,4 +45,6 @@ def run(options: argparse.Namespace) -> None:
     else:
         show(unbroken_console(), options.file, found, summary, conclusions, comparison)
     if options.plot:
+        from .plot import draw  # imports matplotlib
+
         draw(options.plot, found, options.file)

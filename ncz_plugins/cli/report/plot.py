@@ -7,7 +7,23 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..output import in_a_picture, save_figure
+from ..picture import (
+    BLACK,
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    RED,
+    finish,
+    from_zero,
+    in_a_picture,
+    in_bytes,
+    in_seconds,
+    logarithmic,
+    new_figure,
+    save_figure,
+    whole_numbers,
+)
 from .read import Run, Step
 
 _FEW = 50  # steps that are shown as points, too
@@ -15,71 +31,75 @@ _FEW = 50  # steps that are shown as points, too
 
 def draw(file: str | os.PathLike, run: Run, title: str) -> None:
     """Write the picture of a run."""
-    from matplotlib.figure import Figure
-
     _, *again = run.starts
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True)
-    for axes, fill in zip(panels.flat, (_ratio, _bytes, _guard, _times)):
+    fills = [_ratio, _bytes, _guard, _times] if any(step.guard for step in run.steps) else [_ratio, _bytes, _times]
+    figure, panels = new_figure(len(fills), share_x=True)
+    for axes, fill in zip(panels, fills):
         fill(axes, run)
-        axes.grid(alpha=0.3)
         for start in again:
-            axes.axvline(start, color="0.6", linestyle=":", zorder=0)
-    for axes in panels[1]:
-        axes.set_xlabel("step" + (" (dotted: the training was started again)" if again else ""))
+            axes.axvline(start, color=GRAY, linestyle=":", linewidth=0.8, zorder=0)
+    whole_numbers(panels[-1].xaxis)
+    panels[-1].set_xlabel("step" + (" (dotted: the training was started again)" if again else ""))
     figure.suptitle(in_a_picture(title))
     save_figure("--plot", file, figure)
 
 
 def _ratio(axes, run: Run) -> None:
-    _line(axes, run, "ratio", lambda s: s.ratio, color="black")
-    axes.set(title="ratio: plain bytes / bytes sent")
-    axes.set_ylim(bottom=0)
+    _line(axes, run, None, lambda s: s.ratio, BLACK)
+    from_zero(axes)
+    finish(axes, "ratio: plain bytes / bytes sent")
 
 
 def _bytes(axes, run: Run) -> None:
-    _line(axes, run, "plain", lambda s: s.plain_bytes / 1e6, color="0.5")
-    _line(axes, run, "sent", lambda s: s.wire_bytes / 1e6, color="tab:blue")
-    bypassed = "of that, in calls that went plain"
-    _line(axes, run, bypassed, lambda s: sum(s.bypassed_bytes.values()) / 1e6, color="tab:orange")
-    axes.set(title="MB per step")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", framealpha=0.6)
+    _line(axes, run, "plain", lambda s: s.plain_bytes, GRAY, linewidth=3)
+    _line(axes, run, "sent", lambda s: s.wire_bytes, BLUE)
+    _line(axes, run, "of that, in plain calls", lambda s: sum(s.bypassed_bytes.values()), ORANGE, linestyle="--")
+    from_zero(axes)
+    in_bytes(axes.yaxis)
+    finish(axes, "bytes per step", empty="nothing was sent")
 
 
 def _guard(axes, run: Run) -> None:
     found = [(step.step, finding) for step in run.steps for finding in step.guard]
-    axes.set(title="guard: relative error of verified calls")
-    if not found:
-        axes.text(0.5, 0.5, "nothing was verified", transform=axes.transAxes, ha="center", color="0.5")
-        return
-    for label, style, alarm in (("verified", "o", False), ("alarm", "rX", True)):
+    for label, style, color, alarm in (("verified", "o", BLUE, False), ("alarm", "X", RED, True)):
         points = [(at, f.relative_error) for at, f in found if f.alarm == alarm and f.relative_error is not None]
         if points:
-            axes.plot(*zip(*points), style, markersize=4, label=label)
-    infinite = [at for at, finding in found if finding.relative_error is None]
-    if infinite:
-        axes.plot(infinite, [1.0] * len(infinite), "r^", transform=axes.get_xaxis_transform(), label="not finite")
+            axes.plot(*zip(*points), style, color=color, markersize=5, label=label)
     limit = run.header and run.header.config.guard.max_relative_error
     if limit is not None:
-        axes.axhline(limit, color="red", linestyle="--", linewidth=1, label="guard.max_relative_error")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", framealpha=0.6)
+        axes.axhline(limit, color=RED, linestyle="--", linewidth=1, label="guard.max_relative_error")
+        axes.update_datalim([(found[0][0], limit)])
+    infinite = [at for at, finding in found if finding.relative_error is None]
+    from_zero(axes)
+    if infinite:  # within the room above the highest curve
+        high = [0.95] * len(infinite)
+        axes.plot(infinite, high, "^", color=RED, transform=axes.get_xaxis_transform(), label="not finite")
+    finish(axes, "guard: relative error of verified calls", columns=2)
 
 
 def _times(axes, run: Run) -> None:
-    _line(axes, run, "step", lambda s: s.step_seconds, color="black")
-    _line(axes, run, "collectives", lambda s: s.seconds)
-    _line(axes, run, "waiting", lambda s: s.wait_seconds)
-    _line(axes, run, "encoding", lambda s: s.encode_seconds)
-    _line(axes, run, "decoding", lambda s: s.decode_seconds)
-    axes.set(title="seconds per step; they overlap", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(fontsize="small", framealpha=0.6)
+    _line(axes, run, "step", lambda s: s.step_seconds, BLACK)
+    _line(axes, run, "collectives", lambda s: s.seconds, BLUE)
+    _line(axes, run, "waiting", lambda s: s.wait_seconds, ORANGE)
+    _line(axes, run, "encoding", lambda s: s.encode_seconds, GREEN)
+    _line(axes, run, "decoding", lambda s: s.decode_seconds, RED)
+    logarithmic(axes.yaxis)
+    in_seconds(axes.yaxis)
+    finish(axes, "time per step; they overlap", empty="no time is known")
 
 
-def _line(axes, run: Run, label: str, value: Callable[[Step], float | None], **style) -> None:
-    """A line over the steps, with a gap where `value` gives None, or zero on a logarithmic scale."""
+def _line(
+    axes,
+    run: Run,
+    label: str | None,
+    value: Callable[[Step], float | None],
+    color: str,
+    linewidth: float = 1.2,
+    **style,
+) -> None:
+    """A line over the steps, with a gap where `value` gives None. No line, if it gives None or 0 everywhere."""
     values = [np.nan if (y := value(step)) is None else y for step in run.steps]
-    marker = "." if len(values) < _FEW else None
-    axes.plot([step.step for step in run.steps], values, label=label, linewidth=1, marker=marker, **style)
+    if np.nansum(values):
+        marker = "." if len(values) < _FEW else None
+        steps = [step.step for step in run.steps]
+        axes.plot(steps, values, label=label, color=color, linewidth=linewidth, marker=marker, **style)
