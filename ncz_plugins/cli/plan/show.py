@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...version import __version__
-from ..output import add_row, duration, grid, significant, size, table
+from ..output import add_row, counted, duration, grid, significant, size, table
 from .step import Setup, Step
 from .verdict import Verdict
 
@@ -62,7 +62,7 @@ def show(console: Console, strategy: str, plans: list[Plan]) -> None:
 
 
 def _steps(steps: list[Step]):
-    headings = ("step", "between", "computing", "exposed", "hidden", "sent", "1,000")
+    headings = ("step", "between", "computing", "exposed", "hidden", "sent", "1,000 steps")
     found = table("gradients", *headings, numbers=headings, gap=2)
     for step in steps:
         low, _, high = step.seconds
@@ -97,7 +97,8 @@ def _lines(place, setup: Setup, steps: list[Step], verdict: Verdict) -> Iterator
         yield "ranks", "it pays with no number of ranks"
     else:
         low, high = verdict.paying_ranks
-        yield "ranks", f"it pays from {low:,} to {high:,} ranks, of powers of two that were tried"
+        which = f"from {low:,} to {high:,} ranks" if low < high else f"with {counted(low, 'rank')} only"
+        yield "ranks", f"it pays {which}, of powers of two that were tried"
     yield "the loss", verdict.loss
     yield "computing from", setup.workload.how
     yield "costs from", " ".join(setup.group.costs.source.split())
