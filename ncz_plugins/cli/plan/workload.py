@@ -120,6 +120,8 @@ def from_run(file: str, run: Run, itemsize: int, quantizer: QuantizerConfig) -> 
     least = max(0.0, times.step - times.collectives) if timed else 0.0
     compute = Interval(least, statistics.fmean((least, times.step)), times.step)
     how = f"the step of the run, {duration(times.step)}, with between all and none of its collectives beside computing"
+    if run.trainings > 1:
+        how += f"; training {run.training} of the {run.trainings} in the file, which --training chooses"
     if not timed:
         how += f"; how long {summary.untimed:.0%} of its bytes took is not known, as they went plain at once"
     ratio = summary.compressed_ratio

@@ -136,6 +136,11 @@ def test_trainings_at_the_same_time_are_told_apart(tmp_path, ncz):
     assert "this is number 2" in note and note.endswith("number 1 has steps 1 to 2 (quantizer.value 0.25, here 0.5)")
     code, out, _ = ncz("report", path, "--training", 1)
     assert code == 0 and "training 1 of 2, steps 1 to 2, 2 ranks" in out
+    where = ["--compute-seconds", "1", "--link-gbps", "1"]
+    code, out, _ = ncz("plan", "--run", path, "--training", 1, "--link-gbps", "1")
+    assert code == 0 and "training 1 of the 2 in the file" in " ".join(out.split())
+    code, _, err = ncz("plan", "--parameters", "1M", "--training", 1, *where)
+    assert code == 2 and "--training 1: is one of the file that --run names" in err
     code, _, err = ncz("report", path, "--training", 3)
     assert code == 2 and "--training 3: is not in" in err and "allowed: 1 to 2" in err
 
