@@ -301,7 +301,7 @@ def writer(files, monkeypatch):
     assert main(["patch", "make", "x.safetensors", "x.patch"]) == 0
     tuning = SimpleNamespace(write=lambda file: write_whole(file, '{"measured": 1}'))
     monkeypatch.setattr("ncz_plugins.cli.tune.run_job.run_job", lambda *_: tuning)
-    monkeypatch.setattr("ncz_plugins.cli.tune.show.show", lambda tuning, file: print(f"{file}: measured"))
+    monkeypatch.setattr("ncz_plugins.cli.tune.show.show", lambda tuning, file, notes: print(f"{file}: measured"))
 
 
 def is_same(one: bytes, other: bytes) -> bool:
