@@ -191,7 +191,7 @@ def _named(values: Sequence, number: int) -> str:
     return str(values[number]).rpartition(".")[2] if 0 <= number < len(values) else f"unknown ({number})"
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "list of parameters", "list of tensors")
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
 _TRANSFERS = {

@@ -357,7 +357,7 @@ class Communicator:
 
     def _numbered(self) -> int:
         """The number of this communicator among those of the training between its ranks, on all of them the same."""
-        number = torch.tensor([self.training.free_number(self.ranks)])
+        number = torch.tensor([self.training.free_number(self.ranks)], dtype=torch.int64, device="cpu")
         if self.world_size > 1:
             self.transport.start_max(number, Counters()).wait()
         self.training.number(self, int(number))

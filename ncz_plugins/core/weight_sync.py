@@ -153,7 +153,7 @@ class WeightSync:
         except Exception:  # whatever it was, a worker would wait for this rank until its time-out
             bases = self._bases(_NONE)
             if bases:
-                self._broadcast(torch.full((len(bases), 2), _REFUSED))
+                self._broadcast(torch.full((len(bases), 2), _REFUSED, dtype=torch.int64, device="cpu"))
             raise
         bases = self._bases(_NONE)
         if not bases:
@@ -161,7 +161,9 @@ class WeightSync:
         patches = [self._publisher.patch(None if base == _NONE else base) for base in bases]
         distinct = list({id(patch): patch for patch in patches}.values())  # all that have no kept version share one
         starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
-        self._broadcast(torch.tensor([[starts[id(patch)], len(patch)] for patch in patches]))
+        self._broadcast(
+            torch.tensor([[starts[id(patch)], len(patch)] for patch in patches], dtype=torch.int64, device="cpu")
+        )
         self.bytes_sent = sum(map(len, distinct))
         self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
         return version
@@ -177,16 +179,16 @@ class WeightSync:
         own = self._subscriber.identity
         own = _NONE if own is None else own
         bases = self._bases(own)
-        places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64))
+        places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64, device="cpu"))
         if (places == _REFUSED).any():
             raise MismatchError(f"receive: rank {self._src} could not publish; the error that it raised says why")
-        data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8))
+        data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8, device="cpu"))
         start, size = places[bases.index(own)].tolist()
         return self._subscriber.apply(data[start : start + size])
 
     def _bases(self, own: int) -> list[int]:
         """The versions that workers have, each once, the same list on every rank."""
-        given = torch.tensor([own], device=self._device)
+        given = torch.tensor([own], dtype=torch.int64, device=self._device)
         all_of_them = [torch.empty_like(given) for _ in range(self._group.size())]
         with peer_errors("comparing versions of weights"):
             dist.all_gather(all_of_them, given, group=self._group)

@@ -18,6 +18,7 @@ def gathered(value, name: str, process_set=hvd.global_process_set) -> list:
         name: of the operations.
     """
     encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = hvd.allgather(torch.tensor([encoded.numel()]), name=f"{name}.sizes", process_set=process_set)
+    size = torch.tensor([encoded.numel()], dtype=torch.int64, device="cpu")
+    sizes = hvd.allgather(size, name=f"{name}.sizes", process_set=process_set)
     texts = hvd.allgather(encoded, name=name, process_set=process_set).split(sizes.tolist())
     return [json.loads(text.numpy().tobytes()) for text in texts]

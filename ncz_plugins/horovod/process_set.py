@@ -231,7 +231,8 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
         process_set.size(),
     )
     progress = _Progress(compressor, process_set)
-    highest = torch.cat([comparison.tensor + _ABOVE_ZERO, progress.tensor, torch.tensor([-1])])
+    not_joined = torch.tensor([-1], dtype=torch.int64, device="cpu")
+    highest = torch.cat([comparison.tensor + _ABOVE_ZERO, progress.tensor, not_joined])
     sizes = [comparison.tensor.numel(), progress.tensor.numel(), 1]
     name = f"ncz.{process_set.process_set_id}.compare"
     result_of(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
@@ -277,7 +278,7 @@ class _Progress:
         backoff = zlib.crc32(repr(state.remembers).encode())
         halvings = round(-math.log2(guard["tightening"]))
         numbers = [self._training.step, guard["calls"], halvings, state.calls, state.sums, backoff, -backoff]
-        self.tensor = torch.tensor(numbers)
+        self.tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def follow(self) -> None:
         """Go on from where the rank is that is farthest."""

@@ -88,7 +88,7 @@ class HorovodTransport(Transport):
     def _exchange(self, frame_capacity: int, counters: Counters) -> None:
         """Send all collected frames and receive those of all peers. All ranks do so at the same points."""
         pieces = [_packed(self._outgoing[peer]) for peer in range(self.world_size)]
-        splits = torch.tensor([piece.numel() for piece in pieces], dtype=torch.int32)
+        splits = torch.tensor([piece.numel() for piece in pieces], dtype=torch.int32, device="cpu")
         own_and_peers = torch.cat(pieces)
         self._outgoing = {peer: [] for peer in range(self.world_size)}
         counters.wire_bytes += own_and_peers.nbytes - pieces[self.rank].nbytes
@@ -187,7 +187,9 @@ class HorovodCollectives(PlainCollectives):
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
         self._operations += 1
-        splits = torch.full([self._process_set.size()], input.numel() // self._process_set.size(), dtype=torch.int32)
+        splits = torch.full(
+            [self._process_set.size()], input.numel() // self._process_set.size(), dtype=torch.int32, device="cpu"
+        )
         name = f"{self._name}.{self._operations}"
         handle = hvd.alltoall_async(input, splits, name=name, process_set=self._process_set)
         return _HorovodWork(handle, output, lambda received: received[0])
@@ -230,8 +232,10 @@ def _carried(tensor: Tensor) -> Tensor:
 
 def _packed(frames: list[Tensor]) -> Tensor:
     """The number of frames and the size of each in bytes, as 64-bit numbers, then the frames."""
+    if not frames:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     sizes = np.array([len(frames), *(frame.numel() for frame in frames)], dtype="<i8")
-    return torch.cat([torch.from_numpy(sizes.view(np.uint8)), *frames]) if frames else torch.empty(0, dtype=torch.uint8)
+    return torch.cat([torch.from_numpy(sizes.view(np.uint8)), *frames])
 
 
 def _unpacked(piece: Tensor, peer: int, frame_capacity: int) -> list[Tensor]:

@@ -26,7 +26,7 @@ class OfHorovod(Subject):
         self.peers = [(peer, peer) for peer in range(self.world_size) if peer != self.rank]
 
     def highest(self, numbers):
-        joined = torch.tensor(numbers, dtype=torch.float64)
+        joined = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return hvd.allreduce(joined, op=hvd.Max, name=f"ncz.tune.highest.{len(numbers)}").tolist()
 
     def exchange(self, frame, times=1):

@@ -165,7 +165,8 @@ def _base(tops: Tensor, largest: int) -> int:
     counts = torch.bincount(tops.bitwise_and_(largest), minlength=largest + 1)
     counts[0] = counts[-1] = 0
     total = int(counts.sum())
-    return int((counts * torch.arange(largest + 1, device=counts.device)).sum()) // total if total else 0
+    numbers = torch.arange(largest + 1, dtype=torch.int64, device=counts.device)
+    return int((counts * numbers).sum()) // total if total else 0
 
 
 def _largest(plane: Tensor) -> int:

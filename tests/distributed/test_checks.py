@@ -6,9 +6,18 @@ import pytest
 from processes import DEVICES, Finished, names, passed, results, run
 from torch.distributed import fsdp
 
-WORLD_SIZES = {"behaviour": [3], "plain_calls": [3], "coalesced": [2, 3], "ddp": [2, 3], "fsdp": [2, 4], "backend": [3]}
+WORLD_SIZES = {
+    "behaviour": [3],
+    "plain_calls": [3],
+    "coalesced": [2, 3],
+    "defaults": [2],
+    "ddp": [2, 3],
+    "fsdp": [2, 4],
+    "backend": [3],
+}
 # With what the first optimizer of PyTorch imports.
 IMPORTS = {worker: f"ncz_plugins.torch.{worker},torch._dynamo" for worker in ("ddp", "fsdp", "backend")}
+IMPORTS["defaults"] = "ncz_plugins.torch.backend,ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo"
 ON_GPU = {"ddp", "fsdp", "backend"}
 FSDP_LETS_OTHERS_REDUCE = hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_reduce_scatter")
 RUNS = [(worker, world_size) for worker, sizes in WORLD_SIZES.items() for world_size in sizes]
@@ -27,7 +36,7 @@ def ranks(device, tmp_path_factory):
     def of(worker: str, world_size: int) -> list[Finished]:
         if device == "cuda" and worker not in ON_GPU:
             pytest.skip("is about CPUs")
-        if worker == "fsdp" and not FSDP_LETS_OTHERS_REDUCE:
+        if worker in ("fsdp", "defaults") and not FSDP_LETS_OTHERS_REDUCE:
             pytest.skip("needs torch 2.9")
         imports = IMPORTS.get(worker, "ncz_plugins.core.communicator")
         return run(worker, world_size, tmp_path_factory.mktemp(worker), device, imports=imports)

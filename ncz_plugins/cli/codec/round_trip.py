@@ -132,7 +132,7 @@ def round_trip(array: np.ndarray, config: Config) -> RoundTrip:
 def codes_of(codec: QuantizingCodec, index: int) -> Tensor:
     """The codes of one frame, int32."""
     elements = codec.layout.frame(0, index)
-    codes = torch.empty(elements.stop - elements.start, dtype=torch.int32)
+    codes = torch.empty(elements.stop - elements.start, dtype=torch.int32, device="cpu")
     inverse_steps = codec.scales.inverse_steps[codec.layout.frame_steps(0, index)]
     noise = codec.noise and codec.noise.from_element(elements.start)
     codec.backend.quantize(codec.source[elements], inverse_steps, codes, noise)

@@ -30,7 +30,7 @@ _FIELD_SIDE = 128
 
 def values(source: Source, rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The first `count` values of `rank`, [count]."""
-    filled, out = 0, torch.empty(count, dtype=dtype)
+    filled, out = 0, torch.empty(count, dtype=dtype, device="cpu")
     for index in count_from():
         if filled == count:
             return out
@@ -51,14 +51,15 @@ def from_file(file: str) -> Source:
 
 def noise(rank: int, index: int) -> Tensor:
     """White, Gaussian, of variance 1."""
-    return torch.randn(_NOISE_PIECE, generator=_generator("noise", rank, index))
+    return torch.randn(_NOISE_PIECE, generator=_generator("noise", rank, index), dtype=torch.float32, device="cpu")
 
 
 def field(rank: int, index: int) -> Tensor:
     """A periodic field in three dimensions whose energy at wave number k falls as k^(-5/3), of variance 1."""
     side = _FIELD_SIDE
-    white = torch.randn(side, side, side, generator=_generator("field", rank, index))
-    full, half = torch.fft.fftfreq(side, 1 / side), torch.fft.rfftfreq(side, 1 / side)
+    white = torch.randn(side, side, side, generator=_generator("field", rank, index), dtype=torch.float32, device="cpu")
+    full = torch.fft.fftfreq(side, 1 / side, dtype=torch.float32, device="cpu")
+    half = torch.fft.rfftfreq(side, 1 / side, dtype=torch.float32, device="cpu")
     squared = full[:, None, None] ** 2 + full[:, None] ** 2 + half**2
     # The energy is that of a shell, whose area grows with k^2: an amplitude of k^(-5/6 - 1).
     amplitude = squared.clamp(min=1) ** (-11 / 12) * (squared > 0)
@@ -169,7 +170,9 @@ def train(steps: int) -> Tensor:
 
 def _batch(text: Tensor, *which: object) -> tuple[Tensor, Tensor]:
     """Tokens and targets, one byte further on, both int64, [_BATCH, _CONTEXT]."""
-    places = torch.randint(text.numel() - _CONTEXT, (_BATCH,), generator=_generator(*which))
+    places = torch.randint(
+        text.numel() - _CONTEXT, (_BATCH,), generator=_generator(*which), dtype=torch.int64, device="cpu"
+    )
     windows = torch.stack([text[place : place + _CONTEXT + 1] for place in places.tolist()]).long()
     return windows[:, :-1], windows[:, 1:]
 

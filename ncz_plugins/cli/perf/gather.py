@@ -20,10 +20,10 @@ def gathered(value: Any) -> list[Any]:
     Tuples come back as lists. Raises NczError on all ranks if one of them tells more than MOST_BYTES.
     """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [size.item() for size in _from_all(torch.tensor([text.numel()]))]
+    sizes = [size.item() for size in _from_all(torch.tensor([text.numel()], dtype=torch.int64, device="cpu"))]
     if not 0 < min(sizes) <= max(sizes) <= MOST_BYTES:  # before memory is taken
         raise NczError(f"ranks tell {sizes} bytes; from 1 to {MOST_BYTES} are possible")
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     mine[: text.numel()] = text
     return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(_from_all(mine), sizes)]
 

@@ -156,7 +156,7 @@ class Measurement:
         """One call: seconds on this rank, bytes that its network namespace sent, and the result."""
         exchange.load(x)
         if self.job.link:
-            dist.all_reduce(torch.zeros(_DRAIN_BYTES, dtype=torch.uint8), group=self._between)
+            dist.all_reduce(torch.zeros(_DRAIN_BYTES, dtype=torch.uint8, device="cpu"), group=self._between)
         dist.barrier(self._between)
         before = sent_bytes()
         begun = time.perf_counter()
@@ -168,7 +168,7 @@ class Measurement:
 
     def _rounds(self, seconds: list[float]) -> int:
         """How many rounds to time, the same on all ranks."""
-        slowest = torch.tensor(seconds, dtype=torch.float64)
+        slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         fitting = int(SECONDS * len(seconds) / slowest.sum().item())
         return min(max(fitting, _ROUNDS.start), _ROUNDS.stop - 1)
@@ -181,9 +181,11 @@ class Measurement:
 
     def _record(self, turn: Turns, nbytes: int, count: int, name: str, op: str) -> dict[str, Any]:
         """What all ranks saw together."""
-        seconds = torch.tensor(turn.seconds, dtype=torch.float64)
+        seconds = torch.tensor(turn.seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        sent = torch.tensor(turn.sent if self._counts_bytes else [0.0] * len(turn.sent), dtype=torch.float64)
+        sent = torch.tensor(
+            turn.sent if self._counts_bytes else [0.0] * len(turn.sent), dtype=torch.float64, device="cpu"
+        )
         dist.all_reduce(sent)
         details, shares = zip(*gathered((turn.details, turn.over)))
         over = None if None in shares else max(shares)

@@ -92,7 +92,10 @@ def _sources(job: Job) -> list[data.Source]:
 
 def _trained(more: int = 0) -> torch.Tensor:
     """The weights that rank 0 has kept or makes."""
-    weights = data.trained(more) if dist.get_rank() == 0 else torch.empty(data.parameter_count())
+    if dist.get_rank() == 0:
+        weights = data.trained(more)
+    else:
+        weights = torch.empty(data.parameter_count(), dtype=torch.float32, device="cpu")
     dist.broadcast(weights, 0)
     return weights
 

@@ -104,7 +104,7 @@ def decompress(data: Tensor, *, threads: int = 1) -> Tensor:
     if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
         raise UnsupportedError("decompress takes what compress returned: a flat uint8 tensor in host memory")
     found = contents_of(data.contiguous())
-    flat = torch.empty(found.layout.numel, dtype=found.dtype)
+    flat = torch.empty(found.layout.numel, dtype=found.dtype, device="cpu")
     # Frames say how they were written, so that the configuration does not matter.
     codec = codec_for(Config(), Host(), CodedTensor(found.layout, output=Window(flat)), found.scales)
     _in_threads(threads, lambda index: codec.decode(0, index, found.frames[index]), range(found.layout.frames))

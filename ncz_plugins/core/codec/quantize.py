@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...kernels.backend import GpuBackend, HostBackend
 from ...kernels.format import CHUNK, MODES, SCALE_BLOCK, StepRule
+from ...kernels.reference.ieee import ieee
 from ...kernels.reference.scales import BFLOAT16_ROUNDING, finest, rounded_down, usable_bound
 from ..config import QuantizerConfig
 from ..errors import ConfigError
@@ -146,14 +147,30 @@ def measure(
             saved by leaving them out where nobody else must know them.
     """
     frames = range(layout.frames) if frames is None else frames
-    cut = layout.cut(frames)
     alone = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
     if alone and quantizer.block_in_effect == SCALE_BLOCK:
-        measured = torch.zeros(cut.steps, dtype=torch.bfloat16)
+        cut = layout.cut(frames)
+        measured = torch.zeros(cut.steps, dtype=torch.bfloat16, device="cpu")
         for i in segments:
             here = measured[cut.steps_of(range(i, i + 1))]
             backend.root_mean_squares(source[layout.run(i, frames)], most, here)
         return measured
+    return _measured(backend, source, layout, segments, quantizer, frames, most, alone)
+
+
+@ieee
+def _measured(
+    backend: HostBackend,
+    source: Window,
+    layout: Layout,
+    segments: range,
+    quantizer: QuantizerConfig,
+    frames: range,
+    most: float,
+    alone: bool,
+) -> Tensor:
+    """What `measure` returns, from statistics of SCALE_BLOCK elements each. `alone`: only the root mean squares."""
+    cut = layout.cut(frames)
     highest, negated = np.full((2, cut.steps), -np.inf if quantizer.mode == "range" else 0.0)
     squares = np.zeros(cut.steps)
     if segments:
@@ -226,12 +243,19 @@ def derive(
             return Derived(Scales(*found), bits_per_value=bits)
     if torch.isposinf(agreed).any():
         return Derived(None, finite=False)
+    return _derived(agreed, layout, quantizer, dtype, addends, divisor)
+
+
+@ieee
+def _derived(
+    agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float
+) -> Derived:
+    """What `derive` returns of finite measurements."""
     work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
-    with np.errstate(over="ignore"):
-        relative_to, largest, typical = _blocks(agreed, quantizer)
-        bound = rule.value * relative_to
-        if agreed.dtype != torch.bfloat16 and ((largest + bound) * rule.share > rule.most).any():
-            return Derived(None, finite=False)
+    relative_to, largest, typical = _blocks(agreed, quantizer)
+    bound = rule.value * relative_to
+    if agreed.dtype != torch.bfloat16 and ((largest + bound) * rule.share > rule.most).any():
+        return Derived(None, finite=False)
     bound = np.maximum(bound, rule.least)
     too_fine = bound < finest(largest, rule)
     # The cap keeps an absurdly wide absolute bound from becoming infinite.
@@ -287,6 +311,7 @@ def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout) -> Derive
 # ------------------------------------------------------------------ blocks
 
 
+@ieee
 def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtype) -> float | None:
     """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
     relative_to, largest, _ = _blocks(agreed, quantizer)
@@ -294,8 +319,7 @@ def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtyp
     needed = largest > 0
     if quantizer.kind_in_effect == "error_bound":
         needed &= relative_to > 0  # see the blocks of one value above
-    with np.errstate(divide="ignore", over="ignore"):
-        value = np.max(needs[needed] / relative_to[needed], initial=0)
+    value = np.max(needs[needed] / relative_to[needed], initial=0)
     try:
         return QuantizerConfig(kind=quantizer.kind, mode=quantizer.mode, value=float(value)).value
     except ConfigError:  # more than the mode allows
@@ -321,9 +345,8 @@ def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.
 
 
 def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = values.astype(dtype)
-        return np.where(rounded < values, np.nextafter(rounded, dtype(np.inf)), rounded).astype(dtype)
+    rounded = values.astype(dtype)
+    return np.where(rounded < values, np.nextafter(rounded, dtype(np.inf)), rounded).astype(dtype)
 
 
 def _rounded_down_to_bfloat16(values: np.ndarray) -> Tensor:

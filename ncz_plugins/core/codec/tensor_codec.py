@@ -413,7 +413,8 @@ class LosslessCodec(TensorCodec):
         return max_lossless_bytes(self.layout.frame_elements, window.data.element_size())
 
     def _write_sums(self, batch, buffers):
-        return torch.tensor([self._write_sum(*each, buffer) for each, buffer in zip(batch, buffers)])
+        sizes = [self._write_sum(*each, buffer) for each, buffer in zip(batch, buffers)]
+        return torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
     def _write_sum(self, segment: int, index: int, frames: list[Tensor], buffer: Tensor) -> int:
         own = self.source[self.layout.frame(segment, index)]
@@ -474,7 +475,8 @@ class UpdatingCodec(TensorCodec):
             self.output[elements].copy_(self.source[elements])
 
     def _write_sums(self, batch, buffers):
-        return torch.tensor([self._write(each.segment, each.index, buffer) for each, buffer in zip(batch, buffers)])
+        sizes = [self._write(each.segment, each.index, buffer) for each, buffer in zip(batch, buffers)]
+        return torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
     def _write(self, segment: int, index: int, buffer: Tensor) -> int:
         elements = self.layout.frame(segment, index)

@@ -144,14 +144,14 @@ class _Room(threading.local):
     """Memory for the frames of one collective, one behind the other; each thread has its own."""
 
     def __init__(self):
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
 
     def rest(self, nbytes: int) -> Tensor:
         """What nobody has taken, uint8, [nbytes]."""
         if self._used + nbytes > self._memory.numel():
             # Other memory for those that follow: what is full goes with the last of its frames.
-            self._memory, self._used = torch.empty(max(_ROOM_BYTES, 2 * nbytes), dtype=torch.uint8), 0
+            self._memory, self._used = torch.empty(max(_ROOM_BYTES, 2 * nbytes), dtype=torch.uint8, device="cpu"), 0
         return self._memory[self._used : self._used + nbytes]
 
     def take(self, nbytes: int) -> None:

@@ -161,7 +161,7 @@ def _sums(compressed: Tensor, uncompressed: Tensor) -> Tensor:
 
 def _over_ranks(sums: Tensor, transport) -> list[float]:
     """`sums` added up over ranks, to the same bits on each: they exchange all, and add in the order of ranks."""
-    table = torch.full((transport.world_size, sums.numel()), -math.inf, dtype=torch.float64)
+    table = torch.full((transport.world_size, sums.numel()), -math.inf, dtype=torch.float64, device="cpu")
     table[transport.rank] = sums.nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)  # MAX has no order for NaN
     transport.start_max(table.view(-1), Counters()).wait()
     return [sum(column) for column in table.t().tolist()]

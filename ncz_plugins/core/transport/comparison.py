@@ -55,7 +55,7 @@ class RankComparison:
             n, digit = self._world_size, self._world_size - 1 - self._rank
             numbers = self._numbers.values()
             signed = [*numbers, *(-number for number in numbers)]
-            self._tensor = torch.tensor([number * n + digit for number in signed], dtype=torch.int64)
+            self._tensor = torch.tensor([number * n + digit for number in signed], dtype=torch.int64, device="cpu")
         return self._tensor
 
     @tensor.setter

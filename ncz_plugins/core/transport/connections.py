@@ -30,7 +30,7 @@ _MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round
 _MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
 _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
 

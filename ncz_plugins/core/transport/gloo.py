@@ -130,8 +130,10 @@ class GlooStream(FrameStream):
         self._sending: list[tuple[Work, Tensor]] = []
         self._frames: deque[tuple[Work, Tensor]] = deque()
         for _ in range(min(max(2, _AHEAD_BYTES // frame_capacity), incoming)):
-            buffer = buffers.pop() if buffers else torch.empty(0, dtype=torch.uint8)
-            self._post(buffer if buffer.numel() >= frame_capacity else torch.empty(frame_capacity, dtype=torch.uint8))
+            buffer = buffers.pop() if buffers else None
+            if buffer is None or buffer.numel() < frame_capacity:
+                buffer = torch.empty(frame_capacity, dtype=torch.uint8, device="cpu")
+            self._post(buffer)
 
     def send(self, frame: Tensor) -> None:
         with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):

@@ -48,7 +48,7 @@ def open_store(
         broadcast: takes a tensor, uint8, [n], and returns that of rank 0. The address travels in it as JSON:
             Horovod's function for broadcasting objects would unpickle it, which runs what a peer sends.
     """
-    store, address = None, torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    store, address = None, torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8, device="cpu")
     if rank == 0:
         store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         text = json.dumps([host, store.port]).encode().ljust(_ADDRESS_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import replace
 
 import torch
@@ -21,12 +22,13 @@ def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
 
     All ranks must call this. Each holds a random number, which its neighbors try to read. Raises PeerError.
     """
-    held = torch.randint(2**63 - 1, [1])
-    mine = torch.tensor([os.getpid(), held.data_ptr(), held.item()])
+    # Not torch's generator: the next numbers that the program draws must be the same with us and without.
+    held = torch.tensor([secrets.randbelow(2**63 - 1)], dtype=torch.int64, device="cpu")
+    mine = torch.tensor([os.getpid(), held.data_ptr(), held.item()], dtype=torch.int64, device="cpu")
     received = [(rank, torch.empty_like(mine)) for rank in nodes.neighbors]
     with peer_errors("meeting the ranks of this node"):
         _by_messages(transport, [(rank, mine) for rank in nodes.neighbors], received)
-    failed = torch.zeros(1)
+    failed = torch.zeros(1, dtype=torch.float32, device="cpu")
     for _, (process, address, number) in received:
         found = torch.full_like(held, -1)
         try:
@@ -70,8 +72,8 @@ def _by_memory(
     processes: dict[int, int], transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
 ) -> None:
     """Tell the others where the tensors are, read those of the others, and wait until one's own have been read."""
-    addresses = [(rank, torch.tensor([tensor.data_ptr()])) for rank, tensor in sends]
-    received = [(rank, torch.empty(1, dtype=torch.int64)) for rank, _ in receives]
+    addresses = [(rank, torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")) for rank, tensor in sends]
+    received = [(rank, torch.empty(1, dtype=torch.int64, device="cpu")) for rank, _ in receives]
     _by_messages(transport, addresses, received)
     for (rank, tensor), (_, address) in zip(receives, received):
         try:

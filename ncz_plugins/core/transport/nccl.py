@@ -66,7 +66,7 @@ def open_nccl(
         keep_in_forks(group)
         # NCCL connects in the first operation, in which all ranks must take part. The first frame of a broadcast is not
         # such an operation.
-        group.allreduce([torch.zeros(1, device=device)]).wait()
+        group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
     return group
 
 
@@ -313,13 +313,13 @@ class NcclStream(FrameStream):
         if not self._due:
             return
         self._due -= 1
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         with peer_errors(f"receiving from rank {self.source}"):
             self._sizes.append((self._connections.receive(size, self.source, _SIZE_TAG), size))
 
     def _announce(self, frame: Tensor) -> None:
         """Tell the peer how large the frame is that it will get."""
-        size = torch.tensor([frame.numel()])
+        size = torch.tensor([frame.numel()], dtype=torch.int64, device="cpu")
         with peer_errors(f"sending to rank {self.to}"):
             self._sending.append((self._connections.send(size, self.to, _SIZE_TAG), size))
         self._counters.wire_bytes += size.nbytes

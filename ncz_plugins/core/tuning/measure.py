@@ -141,7 +141,7 @@ class TorchRanks(Subject):
             self.peers = [((place + 1) % n, (place - 1) % n)]
 
     def highest(self, numbers):
-        joined = torch.tensor(numbers, dtype=torch.float64)
+        joined = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._everyone.start_max(joined, Counters()).wait()
         return joined.tolist()
 
@@ -319,8 +319,8 @@ def _link_gbps(
     """
     exchange = partial(subject.exchange, times=times)
     most = _EXCHANGED_BYTES // times
-    codes = torch.full((most // _ITEMSIZE,), 2**30, dtype=torch.int32)  # as wide in the frame
-    buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8)
+    codes = torch.full((most // _ITEMSIZE,), 2**30, dtype=torch.int32, device="cpu")  # as wide in the frame
+    buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8, device="cpu")
     sends = times * len(subject.peers)
 
     nbytes = min(max(2 * _LEAST_BYTES, int(expected * 1e9 / 8 * seconds / sends)), most)
@@ -377,8 +377,9 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
 def _code(backend: Backend, end: float) -> list[tuple[float, float]]:
     """Code until `end`. Returns at which times this thread had worked for how many seconds."""
     worked = [(time.monotonic(), time.thread_time())]
-    x, steps = torch.linspace(-1, 1, _TILE), torch.ones(blocks_of(_TILE))
-    codes = torch.empty(_TILE, dtype=torch.int32)
+    x = torch.linspace(-1, 1, _TILE, dtype=torch.float32, device="cpu")
+    steps = torch.ones(blocks_of(_TILE), dtype=torch.float32, device="cpu")
+    codes = torch.empty(_TILE, dtype=torch.int32, device="cpu")
     while worked[-1][0] < end:
         backend.quantize(x, steps, codes)
         worked.append((time.monotonic(), time.thread_time()))
@@ -394,16 +395,16 @@ def _costs_of(subject: Subject, backend: Backend, times: float) -> CoderCosts:
 def _costs(subject: Subject, backend: Backend) -> CoderCosts:
     """What coding a value costs while all ranks code, encoding and decoding together."""
     x = torch.from_numpy(np.random.default_rng(subject.rank).laplace(size=_TILE).astype(np.float32))
-    out, codes = torch.empty_like(x), torch.empty(_TILE, dtype=torch.int32)
-    frame = torch.empty(max_frame_bytes(_TILE), dtype=torch.uint8)
+    out, codes = torch.empty_like(x), torch.empty(_TILE, dtype=torch.int32, device="cpu")
+    frame = torch.empty(max_frame_bytes(_TILE), dtype=torch.uint8, device="cpu")
 
     def code(coder: Coder, step: float) -> None:
-        scales = torch.full((blocks_of(_TILE),), step)
+        scales = torch.full((blocks_of(_TILE),), step, dtype=torch.float32, device="cpu")
         size = backend.encode(x, 1 / scales, Coding(coder, Predictor.NONE), frame)
         backend.decode(frame[:size], scales, out)
 
     def rest(step: float) -> float:
-        backend.quantize(x, torch.full((blocks_of(_TILE),), 1 / step), codes)
+        backend.quantize(x, torch.full((blocks_of(_TILE),), 1 / step, dtype=torch.float32, device="cpu"), codes)
         return (codes != 0).double().mean().item()
 
     wide, narrow = _STEPS

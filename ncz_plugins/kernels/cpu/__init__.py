@@ -113,7 +113,7 @@ class CpuBackend(HostBackend):
             setattr(self, f"_{name}", function)
 
     def block_statistics(self, x):
-        results = torch.empty(3, blocks_of(x.numel()), dtype=torch.float64).unbind()
+        results = torch.empty(3, blocks_of(x.numel()), dtype=torch.float64, device="cpu").unbind()
         self._block_statistics(x.data_ptr(), _DTYPE[x.dtype], x.numel(), *(each.data_ptr() for each in results))
         return results
 
@@ -199,7 +199,7 @@ class CpuBackend(HostBackend):
         self._root_mean_squares(x.data_ptr(), _DTYPE[x.dtype], x.numel(), most, out.data_ptr())
 
     def steps_of(self, agreed, rule):
-        inverse_steps, scales = torch.empty(2, agreed.numel()).unbind()
+        inverse_steps, scales = torch.empty(2, agreed.numel(), dtype=torch.float32, device="cpu").unbind()
         results = inverse_steps.data_ptr(), scales.data_ptr()
         spread = self._steps_of(agreed.data_ptr(), agreed.numel(), _step_rule(rule), *results)
         return inverse_steps, scales, spread

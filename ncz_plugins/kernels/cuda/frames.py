@@ -105,9 +105,9 @@ class Reader(NamedTuple):
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
         inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
         device, n, chunks = self.report.device, len(frames), first_chunks[-1]
-        (statuses,) = _sections(torch.zeros, device, _STATUS * n)
+        (statuses,) = _sections(device, _STATUS * n, zeros=True)
         lengths = 8 * chunks, _HUFFMAN_ENTRIES * n, 4 * CHUNK * chunks
-        offsets, entries, decoded = _sections(torch.empty, device, *lengths)
+        offsets, entries, decoded = _sections(device, *lengths)
         pages = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
         blocks = min(pages, max(1, _MOST_OPENING_BLOCKS // n))
         how = integer(self.sealed), integer(self.padded)
@@ -325,7 +325,7 @@ class _Writer(_Batch):
         rans = coding.coder in (Coder.RANS, Coder.AUTO)
         places = 8 * (chunks + n) if huffman or rans else 0  # PLANES needs none
         lengths = _WRITTEN * n, places, huffman * _HUFFMAN_ENCODING * n, rans * _RANS_ENCODING * n
-        written, self._places, self._huffman, self._rans = _sections(torch.zeros, sizes.device, *lengths)
+        written, self._places, self._huffman, self._rans = _sections(sizes.device, *lengths, zeros=True)
         self._coding = coding
         self._device = sizes.device
         self.noted = written, sizes
@@ -392,8 +392,10 @@ def _where_words_are(memory: Tensor) -> Tensor:
     return memory.clone() if memory.data_ptr() % 4 else memory
 
 
-def _sections(make, device: torch.device, *lengths: int) -> list[Tensor]:
+def _sections(device: torch.device, *lengths: int, zeros: bool = False) -> list[Tensor]:
     """Memory of one allocation for tables of so many bytes, each aligned for any structure."""
     starts = list(accumulate((-(-length // 16) * 16 for length in lengths), initial=0))
-    memory = make(starts[-1], dtype=torch.uint8, device=device)
+    memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    if zeros:
+        memory.zero_()
     return [memory[start : start + length] for start, length in zip(starts, lengths)]

@@ -14,6 +14,7 @@ which is exact.
     fixed_rate    codes of equally many bits, without frames
     scales    from the values of blocks to their quantization steps
     combine    sums of uncompressed values
+    ieee      what all of them do about infinities, NaN and vanishing numbers
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ class ReferenceBackend(HostBackend):
         codes.add_(decoded) if add else codes.copy_(decoded)
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
-        codes = torch.empty(x.numel(), dtype=torch.int32)
+        codes = torch.empty(x.numel(), dtype=torch.int32, device="cpu")
         self.quantize(x, inverse_steps, codes, noise)
         return self.encode_codes(codes, coding, frame)
 
     def decode(self, frame, scales, out):
-        codes = torch.empty(out.numel(), dtype=torch.int32)
+        codes = torch.empty(out.numel(), dtype=torch.int32, device="cpu")
         self.decode_codes(frame, codes)
         self.dequantize(codes, scales, out)
 
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
-        codes = torch.empty(x.numel(), dtype=torch.int32)
+        codes = torch.empty(x.numel(), dtype=torch.int32, device="cpu")
         self.quantize(x, inverse_steps, codes, noise)
         self.decode_codes(frame, codes, add=True)
         return self.encode_codes(codes, coding, out)

@@ -8,6 +8,7 @@ from functools import reduce
 import numpy as np
 
 from ..format import Combination
+from .ieee import ieee
 
 _OPERATORS: dict[Combination, np.ufunc] = {
     Combination.ADD: np.add,
@@ -17,8 +18,8 @@ _OPERATORS: dict[Combination, np.ufunc] = {
 }
 
 
+@ieee
 def combined(values: Sequence[np.ndarray], combination: Combination, divisor: int) -> np.ndarray:
     """The values of all ranks combined in their order, then divided if they are floats."""
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever scales the loss counts on gradients that overflow
-        total = reduce(_OPERATORS[combination], values)
+    total = reduce(_OPERATORS[combination], values)
     return total / total.dtype.type(divisor) if divisor != 1 and total.dtype.kind == "f" else total

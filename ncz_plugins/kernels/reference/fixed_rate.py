@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..format import OCTET, RATE_BLOCK, Noise, Rows, rate_blocks_of
+from .ieee import ieee
 from .symbols import unzigzag, zigzag
 from .values import random_bits
 
@@ -33,6 +34,7 @@ def block_magnitudes(x: np.ndarray, rows: Rows) -> np.ndarray:
     return found
 
 
+@ieee
 def pack(x: np.ndarray, rows: Rows, magnitudes: np.ndarray, bits: int, noise: Noise | None) -> np.ndarray:
     """The codes of the blocks that `rows` covers: uint8, [rows * blocks * RATE_BLOCK / 8 * bits]."""
     levels = np.float32(2 ** (bits - 1) - 1)
@@ -69,7 +71,7 @@ def unpack(
             yield elements, np.full(count, np.nan, dtype=np.float32)
         else:
             step = _as_float(magnitudes[scale]) / np.float32(denominator)
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 yield elements, codes[i, :count].astype(np.float32) * step
 
 

@@ -18,6 +18,7 @@ from ..format import (
     Predictor,
 )
 from . import fixed, huffman, huffman32, planes, rans
+from .ieee import ieee
 from .select import select
 from .symbols import predict, unpredict
 
@@ -86,13 +87,13 @@ _DECODERS = {  # from payloads to symbols
 }
 
 
+@ieee
 def checksum(frame: bytes) -> int:
     """The checksum of a whole frame, ignoring its checksum field."""
     data = np.zeros(-(-len(frame) // 4) * 4, dtype=np.uint8)
     data[: len(frame)] = np.frombuffer(frame, dtype=np.uint8)
     data[HEADER_BYTES - 4 : HEADER_BYTES] = 0
     words = data.view("<u4")
-    with np.errstate(over="ignore"):
-        keys = (2 * np.arange(words.size, dtype=np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
-        v = (words ^ words >> np.uint32(16)) * keys
-        return int((v ^ v >> np.uint32(15)).sum(dtype=np.uint32))
+    keys = (2 * np.arange(words.size, dtype=np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
+    v = (words ^ words >> np.uint32(16)) * keys
+    return int((v ^ v >> np.uint32(15)).sum(dtype=np.uint32))

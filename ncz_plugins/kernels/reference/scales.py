@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..format import SCALE_BLOCK, StepRule, blocks_of
+from .ieee import ieee
 from .values import block_statistics
 
 # The sum of all ranks' codes; less than int32 holds, as products are rounded.
@@ -15,6 +16,7 @@ MAX_CODE = 2**31 - 2**10
 BFLOAT16_ROUNDING = 1 + 2.0**-7  # what was rounded down to bfloat16 was less than this times as large
 
 
+@ieee
 def root_mean_squares(x: np.ndarray, most: float) -> np.ndarray:
     """Of each block of `x` (float32), rounded down to bfloat16, whose bits are returned: uint16, [blocks].
 
@@ -31,6 +33,7 @@ def root_mean_squares(x: np.ndarray, most: float) -> np.ndarray:
     return (rounded.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
+@ieee
 def steps_of(agreed: np.ndarray, rule: StepRule) -> tuple[np.ndarray, np.ndarray, float]:
     """The inverse steps and scales of blocks, float32, [blocks], by the largest of what ranks measured.
 
@@ -49,9 +52,8 @@ def steps_of(agreed: np.ndarray, rule: StepRule) -> tuple[np.ndarray, np.ndarray
     too_fine = bound < finest(largest, rule)
     usable = usable_bound(bound, largest, rule)
     step = rounded_down(np.minimum(rule.steps_per_bound * usable, rule.cap), np.float32)
-    with np.errstate(divide="ignore", over="ignore"):
-        spread = np.max(2 * typical / step.astype(np.float64) + 1, initial=0)
-        return np.float32(1) / step, step / np.float32(rule.divisor), 0.0 if too_fine.any() else float(spread)
+    spread = np.max(2 * typical / step.astype(np.float64) + 1, initial=0)
+    return np.float32(1) / step, step / np.float32(rule.divisor), 0.0 if too_fine.any() else float(spread)
 
 
 def finest(largest: np.ndarray, rule: StepRule) -> np.ndarray:
@@ -73,6 +75,5 @@ def usable_bound(bound: np.ndarray, largest: np.ndarray, rule: StepRule) -> np.n
 
 def rounded_down(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
     """Values that are not negative, in a dtype that may hold fewer digits."""
-    with np.errstate(over="ignore"):
-        rounded = values.astype(dtype)
+    rounded = values.astype(dtype)
     return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded).astype(dtype)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..format import LANES, SCALE_BLOCK, Noise, blocks_of
+from .ieee import ieee
 
 
+@ieee
 def block_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lowest value, highest value and sum of squares of each SCALE_BLOCK elements of `x` (float32 or float64).
 
@@ -15,23 +17,21 @@ def block_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     halving, so that the result does not depend on the backend.
     """
     blocks = blocks_of(x.size)
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        wide = x.astype(np.float64)
+    wide = x.astype(np.float64)
     padded = np.zeros(blocks * SCALE_BLOCK)
     padded[: x.size] = wide
     rows = padded.reshape(blocks, SCALE_BLOCK // LANES, LANES)
     finite = np.isfinite(padded).reshape(blocks, SCALE_BLOCK).all(axis=1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = np.zeros((blocks, LANES))
-        for row in range(SCALE_BLOCK // LANES):
-            sums = sums + rows[:, row] * rows[:, row]
-        width = LANES // 2
-        while width:
-            sums = sums[:, :width] + sums[:, width:]
-            width //= 2
-        starts = np.arange(blocks) * SCALE_BLOCK
-        lowest = np.minimum.reduceat(wide, starts) if blocks else wide
-        highest = np.maximum.reduceat(wide, starts) if blocks else wide
+    sums = np.zeros((blocks, LANES))
+    for row in range(SCALE_BLOCK // LANES):
+        sums = sums + rows[:, row] * rows[:, row]
+    width = LANES // 2
+    while width:
+        sums = sums[:, :width] + sums[:, width:]
+        width //= 2
+    starts = np.arange(blocks) * SCALE_BLOCK
+    lowest = np.minimum.reduceat(wide, starts) if blocks else wide
+    highest = np.maximum.reduceat(wide, starts) if blocks else wide
     return (
         np.where(finite, lowest + 0.0, -np.inf),
         np.where(finite, highest + 0.0, np.inf),
@@ -39,6 +39,7 @@ def block_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     )
 
 
+@ieee
 def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = None) -> np.ndarray:
     """`x` divided by the quantization step, as int32: multiplied in the dtype of `x`, clamped, then rounded.
 
@@ -46,10 +47,9 @@ def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = Non
     the dtype of `x`. NaN becomes the upper limit: callers that must keep NaN look at `block_statistics` first.
     """
     limit = x.dtype.type(2147483520.0 if x.dtype == np.float32 else 2147483647.0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = x * per_element(inverse_steps, x.size)
-        scaled = np.where(scaled < limit, scaled, limit)
-        scaled = np.where(scaled > -limit, scaled, -limit)
+    scaled = x * per_element(inverse_steps, x.size)
+    scaled = np.where(scaled < limit, scaled, limit)
+    scaled = np.where(scaled > -limit, scaled, -limit)
     if noise is None:
         return np.rint(scaled).astype(np.int32)
     floor = np.floor(scaled)
@@ -57,16 +57,17 @@ def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = Non
     return floor.astype(np.int32) + (fraction < scaled - floor)
 
 
+@ieee
 def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """`code * scale` in the dtype of `scales` (float32 or float64), one scale per block."""
-    with np.errstate(over="ignore"):
-        return codes.astype(scales.dtype) * per_element(scales, codes.size)
+    return codes.astype(scales.dtype) * per_element(scales, codes.size)
 
 
 def per_element(per_block: np.ndarray, count: int) -> np.ndarray:
     return np.repeat(per_block, SCALE_BLOCK)[:count]
 
 
+@ieee
 def random_bits(noise: Noise, count: int) -> np.ndarray:
     """A random uint32 for each of `count` elements: a hash of the element's number.
 
@@ -75,8 +76,7 @@ def random_bits(noise: Noise, count: int) -> np.ndarray:
     """
     elements = np.arange(noise.first, noise.first + count, dtype=np.uint64)
     low_key, high_key = (np.uint32(half) for half in (noise.key & 0xFFFFFFFF, noise.key >> 32))
-    with np.errstate(over="ignore"):
-        x = elements.astype(np.uint32) + (elements >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9) + low_key
-        x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
-        x = ((x ^ x >> np.uint32(15)) + high_key) * np.uint32(0x846CA68B)
-        return (x ^ x >> np.uint32(16)) + np.uint32(noise.shift)
+    x = elements.astype(np.uint32) + (elements >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9) + low_key
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    x = ((x ^ x >> np.uint32(15)) + high_key) * np.uint32(0x846CA68B)
+    return (x ^ x >> np.uint32(16)) + np.uint32(noise.shift)

@@ -49,7 +49,7 @@ def attempt(call) -> dict | None:
 def values(rank: int, numel: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     """What `rank` holds; every rank can compute it, so that the exact answer is known everywhere."""
     generator = torch.Generator().manual_seed(97 * rank + seed)
-    return (torch.randn(numel, generator=generator) * (1 + rank)).to(dtype)
+    return (torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") * (1 + rank)).to(dtype)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -133,6 +133,12 @@ for hierarchy in ("off", 2):
     with Communicator(config) as communicator:
         communicator.training.step = 3
         assert steps(communicator, 3, 6) != whole[3:]  # the state does make the difference
+    torch.set_default_dtype(torch.bfloat16)  # no tensor of ours has it, nor those by which ranks of a node find memory
+    torch.set_default_device("meta")
+    with Communicator(config) as communicator:
+        assert steps(communicator, 0, 6) == whole
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     result[f"resumed {hierarchy}"] = whole
 
 finish(result)

@@ -68,7 +68,7 @@ class Butterfly(Exchange):
             yield slice(start, min(start + _PART, end))
 
     def _receive(self, rank: int, tag: int, part: slice) -> tuple[dist.Work, Tensor]:
-        message = torch.empty(_CODEBOOK_BYTES + part.stop - part.start, dtype=torch.uint8)
+        message = torch.empty(_CODEBOOK_BYTES + part.stop - part.start, dtype=torch.uint8, device="cpu")
         return self.context.group.recv([message], rank, tag), message
 
     def _send(self, rank: int, tag: int, values: Tensor) -> tuple[dist.Work, Tensor]:

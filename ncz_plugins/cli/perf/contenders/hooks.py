@@ -62,7 +62,7 @@ class Hook(Exchange):
 class _OneParameter(torch.nn.Module):
     def __init__(self, shape: tuple[int, ...], device: torch.device):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(shape, device=device))
+        self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
 
     def forward(self) -> Tensor:
         return self.weight.sum()

@@ -44,8 +44,8 @@ class Gather(Exchange):
         """Every rank's floats, in rank order. All send as many bytes as the one that has most, as gloo wants it."""
         group, ranks = self.context.group, self.context.world_size
         data = self._compress(tensor.numpy())
-        sizes = torch.empty(ranks, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=group)
+        sizes = torch.empty(ranks, dtype=torch.int64, device="cpu")
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group=group)
         most = int(sizes.max())
         if not 0 < int(sizes.min()) <= most <= 2 * tensor.nbytes + _HEAD_BYTES:  # before memory is taken
             raise NczError(f"ranks announced {sizes.tolist()} bytes for tensors of {tensor.nbytes} each")

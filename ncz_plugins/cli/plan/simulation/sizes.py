@@ -132,11 +132,12 @@ def _sampled(config: Config, addends: int) -> Sampled:
     scales = scales_or_bypass(agreed, layout, quantizer, torch.float32, addends)
     if isinstance(scales, Bypass):
         raise ConfigError(f"quantizer {quantizer.describe()}: nothing would be compressed: {scales.value}")
-    total, codes = torch.zeros(_VALUES, dtype=torch.int32), torch.empty(_VALUES, dtype=torch.int32)
+    total = torch.zeros(_VALUES, dtype=torch.int32, device="cpu")
+    codes = torch.empty_like(total)
     for rank, x in enumerate(ranks):
         backend.quantize(x, scales.inverse_steps, codes, noise_for(config, 1, rank, addends))
         total += codes
-    frame = torch.empty(max_frame_bytes(_VALUES), dtype=torch.uint8)
+    frame = torch.empty(max_frame_bytes(_VALUES), dtype=torch.uint8, device="cpu")
     nbytes = backend.encode_codes(total, coding_for(config, backend), frame)
     _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
     return Sampled(8 * (nbytes - HEADER_BYTES) / _VALUES, Coder(coder).name.lower())
