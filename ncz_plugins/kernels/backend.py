@@ -19,8 +19,9 @@ Shapes and dtypes that all methods share:
 - `coding`: `format.Coding`, which coder and predictor to use.
 - `noise`: `format.Noise` to round up or down at random, None to round to nearest even.
 
-Backends don't check what callers in this package guarantee (dtype, device, contiguity). They check everything that
-came over a network, and raise `format.DamagedFrame`. Then nothing was written, except for a frame whose damage
+Compiled backends check dtype, device, contiguity and length of each tensor where its address leaves Python, see
+addresses.py, and raise `format.WrongTensor`. They check everything that came over a network, and raise
+`format.DamagedFrame`. Then nothing was written, except for a frame whose damage
 shows only on decoding: what the output holds is then undefined. On a CUDA device only `check` raises.
 """
 

@@ -6,6 +6,7 @@ common/format.h holds the same for C++ and CUDA. docs/reference/wire-format.md e
 
 from __future__ import annotations
 
+import functools
 import struct
 from enum import IntEnum
 from typing import NamedTuple
@@ -179,6 +180,13 @@ class DamagedFrame(ValueError):
     """The bytes are not a whole, valid frame of the expected number of codes."""
 
 
+class WrongTensor(TypeError):
+    """A tensor does not fit the argument of a kernel that it was passed as. The kernel did not run.
+
+    A mistake of this package: public functions check what they are given, and say so in words of their own.
+    """
+
+
 def checksum_term(word: int, number: int) -> int:
     """What a 32-bit word adds to a checksum. `number`: of the word, from 0."""
     v = (word ^ word >> 16) * (2 * number + 1) * CHECKSUM_KEY & 0xFFFFFFFF
@@ -190,6 +198,7 @@ def chunks_of(count: int) -> int:
     return -(-count // CHUNK)
 
 
+@functools.lru_cache(maxsize=256)  # every call of a kernel that writes a frame asks, for few different counts
 def max_frame_bytes(count: int) -> int:
     """An upper bound of the bytes of a frame of `count` codes, on any kind of processor."""
     octets, tiles = -(-count // OCTET), tiles_of(count)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import damage
+from ..addresses import host_address as address
 from ..backend import HostBackend, require_seals
 from ..format import (
     COMBINED_DTYPES,
@@ -23,8 +24,11 @@ from ..format import (
     Rows,
     SelectorCosts,
     StepRule,
+    WrongTensor,
     blocks_of,
+    max_frame_bytes,
     packed_bytes,
+    rate_blocks_of,
 )
 from ..scratch import Scratch
 
@@ -65,8 +69,17 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # these two in scales.h
     "steps_of": (ctypes.c_double, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
 }
-_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
-_COMBINED_DTYPE = {dtype: number for number, dtype in enumerate(COMBINED_DTYPES)}
+
+
+class _Numbers(dict):
+    """The number of each dtype that kernels have, see format.h."""
+
+    def __missing__(self, dtype):
+        raise WrongTensor(f"tensors must be of {', '.join(map(str, self))}, got {dtype}")
+
+
+_DTYPE = _Numbers((dtype, number) for number, dtype in enumerate(DTYPES))
+_COMBINED_DTYPE = _Numbers((dtype, number) for number, dtype in enumerate(COMBINED_DTYPES))
 
 # Measured together by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The
 # prices of RANS come from data of 0.3 and of 3 bits per value.
@@ -113,45 +126,45 @@ class CpuBackend(HostBackend):
             setattr(self, f"_{name}", function)
 
     def block_statistics(self, x):
-        results = torch.empty(3, blocks_of(x.numel()), dtype=torch.float64, device="cpu").unbind()
-        self._block_statistics(x.data_ptr(), _DTYPE[x.dtype], x.numel(), *(each.data_ptr() for each in results))
+        count, dtype = x.numel(), x.dtype
+        results = torch.empty(3, blocks_of(count), dtype=torch.float64, device="cpu").unbind()
+        addresses = (address(each, "results", torch.float64, blocks_of(count)) for each in results)
+        self._block_statistics(address(x, "x", dtype, count), _DTYPE[dtype], count, *addresses)
         return results
 
     def quantize(self, x, inverse_steps, codes, noise=None):
-        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
-        self._quantize(*floats, codes.data_ptr(), _noise(noise))
+        count, floats = _values(x, inverse_steps)
+        self._quantize(*floats, address(codes, "codes", torch.int32, count), _noise(noise))
 
     def dequantize(self, codes, scales, out):
-        self._dequantize(codes.data_ptr(), scales.data_ptr(), out.numel(), out.data_ptr(), _DTYPE[out.dtype])
+        count, dtype = out.numel(), out.dtype
+        numbers = address(codes, "codes", torch.int32, count), _per_block(scales, "scales", dtype, count)
+        self._dequantize(*numbers, count, address(out, "out", dtype, count), _DTYPE[dtype])
 
     def encode_codes(self, codes, coding, frame):
         count = codes.numel()
-        return self._encode_codes(
-            codes.data_ptr(), count, _coding(coding), frame.data_ptr(), self._working_memory(count)
-        )
+        numbers = address(codes, "codes", torch.int32, count), count  # `codes` stays: its memory may be nobody else's
+        return self._encode_codes(*numbers, _coding(coding), _room(frame, count), self._working_memory(count))
 
     def decode_codes(self, frame, codes, add=False):
         count, scratch = codes.numel(), self._working_memory()
-        done = self._decode_codes(frame.data_ptr(), frame.numel(), count, codes.data_ptr(), add, scratch)
-        _check(done, frame, count)
+        numbers = count, address(codes, "codes", torch.int32, count), add
+        _check(self._decode_codes(*_bytes(frame), *numbers, scratch), frame, count)
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
-        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
-        scratch = self._working_memory(x.numel())
-        return self._encode(*floats, _coding(coding), frame.data_ptr(), _noise(noise), scratch)
+        count, floats = _values(x, inverse_steps)
+        scratch = self._working_memory(count)
+        return self._encode(*floats, _coding(coding), _room(frame, count), _noise(noise), scratch)
 
     def decode(self, frame, scales, out):
-        count, dtype, scratch = out.numel(), _DTYPE[out.dtype], self._working_memory()
-        done = self._decode(frame.data_ptr(), frame.numel(), scales.data_ptr(), count, out.data_ptr(), dtype, scratch)
-        _check(done, frame, count)
+        count, dtype, scratch = out.numel(), out.dtype, self._working_memory()
+        floats = _per_block(scales, "scales", dtype, count), count, address(out, "out", dtype, count), _DTYPE[dtype]
+        _check(self._decode(*_bytes(frame), *floats, scratch), frame, count)
 
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
-        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), x.numel()
-        scratch = self._working_memory(x.numel())
-        written = self._reduce(
-            frame.data_ptr(), frame.numel(), *floats, _coding(coding), out.data_ptr(), _noise(noise), scratch
-        )
-        return _check(written, frame, x.numel())
+        count, floats = _values(x, inverse_steps)
+        how = _coding(coding), _room(out, count), _noise(noise), self._working_memory(count)
+        return _check(self._reduce(*_bytes(frame), *floats, *how), frame, count)
 
     def decode_sum(self, sum, scales, noise=None, sealed=False):
         x, inverse_steps, out, frames, first = sum
@@ -159,20 +172,21 @@ class CpuBackend(HostBackend):
             return super().decode_sum(sum, scales, noise, sealed)
         if sealed:
             require_seals(frames)
-        [frame], count = frames, x.numel()
-        floats = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), scales.data_ptr(), count, out.data_ptr()
+        [frame] = frames
+        count, (*values, _) = _values(x, inverse_steps)
+        floats = *values, _per_block(scales, "scales", x.dtype, count), count, address(out, "out", x.dtype, count)
         noise, scratch = _noise(noise and noise.from_element(first)), self._working_memory()
-        _check(self._decode_sum(frame.data_ptr(), frame.numel(), *floats, noise, scratch), frame, count)
+        _check(self._decode_sum(*_bytes(frame), *floats, noise, scratch), frame, count)
 
     def _added_up(self, sum, noise):
         x, inverse_steps, _, frames, first = sum
-        count = x.numel()
+        count, floats = _values(x, inverse_steps)
         codes, scratch = _scratch.of("sum", count, torch.int32), self._working_memory(frames=_FRAMES_TOGETHER)
-        values = x.data_ptr(), _DTYPE[x.dtype], inverse_steps.data_ptr(), count, codes.data_ptr()
+        values = *floats, address(codes, "codes", torch.int32, count)
         noise = _noise(noise and noise.from_element(first))
         for at in range(0, max(1, len(frames)), _FRAMES_TOGETHER):
             some = frames[at : at + _FRAMES_TOGETHER]
-            pointers = (_POINTER * len(some))(*(frame.data_ptr() for frame in some))
+            pointers = (_POINTER * len(some))(*(_bytes(frame)[0] for frame in some))
             sizes = (_INT64 * len(some))(*(frame.numel() for frame in some))
             if self._add_up(pointers, sizes, len(some), *values, noise, scratch) < 0:
                 for frame in some:
@@ -181,50 +195,94 @@ class CpuBackend(HostBackend):
         return codes
 
     def checksum(self, frame):
-        return self._checksum(frame.data_ptr(), frame.numel())
+        return self._checksum(*_bytes(frame, HEADER_BYTES))
 
     def differences(self, x, base, codes):
-        self._differences(x.data_ptr(), base.data_ptr(), _DTYPE[x.dtype], x.numel(), codes.data_ptr())
+        count, dtype = x.numel(), x.dtype
+        floats = address(x, "x", dtype, count), address(base, "base", dtype, count), _DTYPE[dtype]
+        self._differences(*floats, count, address(codes, "codes", torch.int32, count))
 
     def add_differences(self, codes, base, out):
-        count, dtype = out.numel(), _DTYPE[out.dtype]
-        self._add_differences(codes.data_ptr(), base.data_ptr(), count, out.data_ptr(), dtype)
+        count, dtype = out.numel(), out.dtype
+        known = address(codes, "codes", torch.int32, count), address(base, "base", dtype, count)
+        self._add_differences(*known, count, address(out, "out", dtype, count), _DTYPE[dtype])
 
     def combination(self, values, how, out, divisor=1):
-        pointers = (_POINTER * len(values))(*[each.data_ptr() for each in values])
-        result = _COMBINED_DTYPE[out.dtype], out.numel(), int(how), divisor, out.data_ptr()
+        count, dtype = out.numel(), out.dtype
+        pointers = (_POINTER * len(values))(*[address(each, "values", dtype, count) for each in values])
+        result = _COMBINED_DTYPE[dtype], count, int(how), divisor, address(out, "out", dtype, count)
         return functools.partial(self._combine, pointers, len(values), *result)
 
     def root_mean_squares(self, x, most, out):
-        self._root_mean_squares(x.data_ptr(), _DTYPE[x.dtype], x.numel(), most, out.data_ptr())
+        count, dtype = x.numel(), x.dtype
+        floats = address(x, "x", dtype, count), _DTYPE[dtype], count
+        self._root_mean_squares(*floats, most, address(out, "out", torch.bfloat16, blocks_of(count)))
 
     def steps_of(self, agreed, rule):
-        inverse_steps, scales = torch.empty(2, agreed.numel(), dtype=torch.float32, device="cpu").unbind()
-        results = inverse_steps.data_ptr(), scales.data_ptr()
-        spread = self._steps_of(agreed.data_ptr(), agreed.numel(), _step_rule(rule), *results)
-        return inverse_steps, scales, spread
+        blocks = agreed.numel()
+        found = inverse_steps, scales = torch.empty(2, blocks, dtype=torch.float32, device="cpu").unbind()
+        results = (address(each, "steps", torch.float32, blocks) for each in found)
+        given = address(agreed, "agreed", torch.bfloat16, blocks), blocks, _step_rule(rule)
+        return inverse_steps, scales, self._steps_of(*given, *results)
 
     def block_magnitudes(self, x, rows, magnitudes):
-        self._block_magnitudes(x.data_ptr(), _DTYPE[x.dtype], _rows(rows), magnitudes.data_ptr())
+        floats = address(x, "x", x.dtype, rows.numel), _DTYPE[x.dtype]
+        self._block_magnitudes(*floats, _rows(rows), _magnitudes(magnitudes, rows))
 
     def pack(self, x, rows, magnitudes, bits, packed, noise=None):
-        floats = x.data_ptr(), _DTYPE[x.dtype], _rows(rows), magnitudes.data_ptr()
-        self._pack(*floats, bits, _noise(noise), packed.data_ptr())
+        floats = address(x, "x", x.dtype, rows.numel), _DTYPE[x.dtype], _rows(rows), _magnitudes(magnitudes, rows)
+        self._pack(*floats, bits, _noise(noise), _packed(packed, "packed", rows.count * rows.blocks, bits))
 
     def add_packed(self, packed, count, bits, out, out_bits):
         blocks = out.numel() // packed_bytes(out_bits)
-        self._add_packed(packed.data_ptr(), count, blocks, bits, out.data_ptr(), out_bits)
+        sums = _packed(out, "out", blocks, out_bits), out_bits
+        self._add_packed(_packed(packed, "packed", count * blocks, bits), count, blocks, bits, *sums)
 
     def unpack(self, packed, bits, rows, magnitudes, denominator, out):
-        scales = _rows(rows), magnitudes.data_ptr(), denominator
-        self._unpack(packed.data_ptr(), bits, *scales, out.data_ptr(), _DTYPE[out.dtype])
+        codes = _packed(packed, "packed", rows.count * rows.blocks, bits), bits
+        scales = _rows(rows), _magnitudes(magnitudes, rows), denominator
+        self._unpack(*codes, *scales, address(out, "out", out.dtype, rows.numel), _DTYPE[out.dtype])
 
     def _working_memory(self, count: int = 0, frames: int = 1) -> int:
         """The address of the working memory for encoding `count` codes, or for decoding some frames together.
 
         To decode a frame takes as much as to encode no codes.
         """
+        # What it is made of and how long it is stands in this line, so nothing is left to check.
         return _scratch.of("kernels", frames * self._scratch_bytes(count), torch.uint8).data_ptr()
+
+
+# ------------------------------------------------------------------ addresses of arguments, see ../backend.py
+
+
+def _values(x: Tensor, inverse_steps: Tensor) -> tuple[int, tuple[int, int, int, int]]:
+    """How many values `x` has, and what kernels take that quantize it."""
+    count, dtype = x.numel(), x.dtype
+    steps = _per_block(inverse_steps, "inverse_steps", dtype, count)
+    return count, (address(x, "x", dtype, count), _DTYPE[dtype], steps, count)
+
+
+def _per_block(numbers: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
+    """Numbers of the blocks of `count` values of `dtype`."""
+    return address(numbers, name, torch.float64 if dtype is torch.float64 else torch.float32, blocks_of(count))
+
+
+def _bytes(frame: Tensor, least: int = 0) -> tuple[int, int]:
+    """A frame to read, and its size."""
+    return address(frame, "frame", torch.uint8, least), frame.numel()
+
+
+def _room(frame: Tensor, count: int) -> int:
+    """Memory for a frame of `count` codes."""
+    return address(frame, "frame", torch.uint8, max_frame_bytes(count))
+
+
+def _magnitudes(magnitudes: Tensor, rows: Rows) -> int:
+    return address(magnitudes, "magnitudes", torch.bfloat16, rows.count * rate_blocks_of(rows.elements))
+
+
+def _packed(packed: Tensor, name: str, blocks: int, bits: int) -> int:
+    return address(packed, name, torch.uint8, blocks * packed_bytes(bits))
 
 
 @functools.cache
