@@ -22,6 +22,16 @@ def host_address(tensor: Tensor, name: str, dtype: torch.dtype, length: int) -> 
     raise wrong_tensor(tensor, name, dtype, length, "cpu")
 
 
+def require(tensor: Tensor, name: str, dtype: torch.dtype, length: int) -> Tensor:
+    """`tensor`, if a launch on its device may take it as the argument `name`. Raises WrongTensor.
+
+    The launch itself checks that all its tensors are contiguous and on its device.
+    """
+    if tensor.dtype is dtype and tensor.numel() >= length:
+        return tensor
+    raise wrong_tensor(tensor, name, dtype, length, "the device of the launch")
+
+
 def wrong_tensor(tensor: Tensor, name: str, dtype: torch.dtype, length: int, device: str) -> WrongTensor:
     """The error for a tensor that does not fit the argument `name` of a kernel."""
     layout = "contiguous" if tensor.is_contiguous() else f"strided {tensor.stride()}"

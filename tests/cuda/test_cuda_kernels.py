@@ -544,7 +544,7 @@ def test_a_damaged_tile_spoils_what_is_made_of_it(predictor, coding):
 def test_decode_and_reduce_refuse_too(coder):
     backend = cuda()
     frame = frame_of(700, coder, Predictor.NONE)[:-1].clone()
-    x, ones = torch.zeros(700), torch.ones(3)
+    x, ones = torch.zeros(700), torch.ones(blocks_of(700))
     backend.decode(frame, ones, x)
     assert (x == 0).all()
     with pytest.raises(DamagedFrame, match="payload has"):

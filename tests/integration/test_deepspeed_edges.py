@@ -1,4 +1,4 @@
-"""Non-finite gradients, `no_sync`, engines that do not train, and the user's own collectives beside compressed ones."""
+"""Non-finite gradients, `no_sync`, other default dtypes, no optimizer, and collectives of the user's own."""
 
 import math
 
@@ -57,6 +57,12 @@ def test_no_sync_reduces_once_compressed(ranks):
         assert rank["no_sync"]["calls"] == [0, 1]
         assert rank["no_sync"]["compressed_calls"] == 1
     assert len({rank["no_sync"]["sha256"] for rank in ranks}) == 1
+
+
+def test_the_default_dtype_of_the_program_changes_no_bit(ranks):
+    for rank in ranks:
+        for stage, sha256 in rank["other defaults"].items():
+            assert sha256 == sha256[:1] * 3, stage
 
 
 def test_an_engine_without_an_optimizer_gathers_weights_without_loss(ranks):

@@ -95,3 +95,8 @@ def test_horovod_run_takes_an_instance_to_all_ranks(tmp_path):
     (found,) = launch([sys.executable, WORKERS / "horovod_run.py"], tmp_path, timeout=120).ranks
     (weights, compressed), other = found
     assert other == [weights, compressed] and len(weights) == 3 * 64 and compressed == 1
+
+
+def test_the_default_dtype_of_the_program_changes_no_bit(ranks):
+    for rank in ranks:
+        assert rank["other_defaults"] == rank["other_defaults"][:1] * 3

@@ -15,6 +15,7 @@ import torch
 
 from ...core.codec.layout import Window
 from ...core.config import MiB
+from ...kernels.addresses import host_address
 from .round_trip import RoundTrip
 
 SECONDS = 1.0
@@ -62,7 +63,9 @@ def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
 
     def memcpy():
         for i, output in zip(picked, outputs):
-            ctypes.memmove(output.data.data_ptr(), source[layout.frame(0, i)].data_ptr(), output.data.nbytes)
+            into, own = output.data, source[layout.frame(0, i)]
+            addresses = host_address(into, "output", own.dtype, own.numel()), host_address(own, "source", own.dtype, 0)
+            ctypes.memmove(*addresses, into.nbytes)
 
     def measuring():
         for i in picked:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.addresses import host_address
 from ..errors import PeerError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
@@ -24,7 +25,9 @@ def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
     """
     # Not torch's generator: the next numbers that the program draws must be the same with us and without.
     held = torch.tensor([secrets.randbelow(2**63 - 1)], dtype=torch.int64, device="cpu")
-    mine = torch.tensor([os.getpid(), held.data_ptr(), held.item()], dtype=torch.int64, device="cpu")
+    mine = torch.tensor(
+        [os.getpid(), host_address(held, "held", torch.int64, 1), held.item()], dtype=torch.int64, device="cpu"
+    )
     received = [(rank, torch.empty_like(mine)) for rank in nodes.neighbors]
     with peer_errors("meeting the ranks of this node"):
         _by_messages(transport, [(rank, mine) for rank in nodes.neighbors], received)
@@ -72,7 +75,7 @@ def _by_memory(
     processes: dict[int, int], transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
 ) -> None:
     """Tell the others where the tensors are, read those of the others, and wait until one's own have been read."""
-    addresses = [(rank, torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")) for rank, tensor in sends]
+    addresses = [(rank, _address_of(tensor)) for rank, tensor in sends]
     received = [(rank, torch.empty(1, dtype=torch.int64, device="cpu")) for rank, _ in receives]
     _by_messages(transport, addresses, received)
     for (rank, tensor), (_, address) in zip(receives, received):
@@ -81,6 +84,11 @@ def _by_memory(
         except OSError as error:
             raise PeerError(f"rank {rank} of this node can't be read any more: {error}; look at its log") from error
     _by_messages(transport, received, addresses)
+
+
+def _address_of(tensor: Tensor) -> Tensor:
+    """What a neighbor is told of memory that it may read: int64, [1]."""
+    return torch.tensor([host_address(tensor, "what is sent", tensor.dtype, 0)], dtype=torch.int64, device="cpu")
 
 
 def _by_messages(transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:

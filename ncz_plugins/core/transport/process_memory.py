@@ -13,6 +13,8 @@ import os
 
 from torch import Tensor
 
+from ...kernels.addresses import host_address
+
 
 class _Span(ctypes.Structure):
     """struct iovec of readv(2)."""
@@ -25,9 +27,9 @@ def read(process: int, address: int, into: Tensor) -> None:
 
     Raises OSError if the process is gone, has less memory there, or may not be read.
     """
-    done = 0
+    start, done = host_address(into, "into", into.dtype, 0), 0
     while done < into.nbytes:  # Linux moves at most 2 GiB at once
-        here, there = (_Span(start + done, into.nbytes - done) for start in (into.data_ptr(), address))
+        here, there = (_Span(memory + done, into.nbytes - done) for memory in (start, address))
         moved = _function()(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if moved <= 0:
             code = ctypes.get_errno()

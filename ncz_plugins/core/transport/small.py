@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import kernels
+from ...kernels.addresses import host_address
 from ...kernels.format import COMBINED_DTYPES, Combination
 from ...kernels.scratch import Scratch
 from .base import SmallCollectives, SmallWork
@@ -213,7 +214,9 @@ def _flat(tensor: Tensor) -> Tensor:
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, which must outlive them."""
     nbytes = tensor.nbytes
-    return _memory_at(tensor.data_ptr(), nbytes, _WRITABLE) if nbytes else memoryview(b"")
+    if not nbytes:
+        return memoryview(b"")
+    return _memory_at(host_address(tensor, "a message", tensor.dtype, 0), nbytes, _WRITABLE)
 
 
 def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:

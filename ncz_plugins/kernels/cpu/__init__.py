@@ -163,7 +163,7 @@ class CpuBackend(HostBackend):
 
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
         count, floats = _values(x, inverse_steps)
-        how = _coding(coding), _room(out, count), _noise(noise), self._working_memory(count)
+        how = _coding(coding), _room(out, count, "out"), _noise(noise), self._working_memory(count)
         return _check(self._reduce(*_bytes(frame), *floats, *how), frame, count)
 
     def decode_sum(self, sum, scales, noise=None, sealed=False):
@@ -199,13 +199,15 @@ class CpuBackend(HostBackend):
 
     def differences(self, x, base, codes):
         count, dtype = x.numel(), x.dtype
-        floats = address(x, "x", dtype, count), address(base, "base", dtype, count), _DTYPE[dtype]
-        self._differences(*floats, count, address(codes, "codes", torch.int32, count))
+        number = _DTYPE[dtype]
+        floats = address(x, "x", dtype, count), address(base, "base", dtype, count)
+        self._differences(*floats, number, count, address(codes, "codes", torch.int32, count))
 
     def add_differences(self, codes, base, out):
         count, dtype = out.numel(), out.dtype
+        number = _DTYPE[dtype]
         known = address(codes, "codes", torch.int32, count), address(base, "base", dtype, count)
-        self._add_differences(*known, count, address(out, "out", dtype, count), _DTYPE[dtype])
+        self._add_differences(*known, count, address(out, "out", dtype, count), number)
 
     def combination(self, values, how, out, divisor=1):
         count, dtype = out.numel(), out.dtype
@@ -272,9 +274,9 @@ def _bytes(frame: Tensor, least: int = 0) -> tuple[int, int]:
     return address(frame, "frame", torch.uint8, least), frame.numel()
 
 
-def _room(frame: Tensor, count: int) -> int:
+def _room(frame: Tensor, count: int, name: str = "frame") -> int:
     """Memory for a frame of `count` codes."""
-    return address(frame, "frame", torch.uint8, max_frame_bytes(count))
+    return address(frame, name, torch.uint8, max_frame_bytes(count))
 
 
 def _magnitudes(magnitudes: Tensor, rows: Rows) -> int:

@@ -28,8 +28,20 @@ import torch
 from torch import Tensor
 
 from .. import damage
+from ..addresses import require
 from ..backend import Decoding, GpuBackend, Sum
-from ..format import HEADER_BYTES, LANES, SCALE_BLOCK, SelectorCosts, blocks_of, chunks_of, packed_bytes
+from ..format import (
+    DTYPES,
+    HEADER_BYTES,
+    LANES,
+    SCALE_BLOCK,
+    Rows,
+    SelectorCosts,
+    blocks_of,
+    chunks_of,
+    packed_bytes,
+    rate_blocks_of,
+)
 from . import frames, scales
 from .arguments import MOST_INPUTS, RowsArgument, inputs_table, noise_argument, pieces_table
 from .frames import CHUNK_THREADS, THREADS, Launcher
@@ -119,21 +131,28 @@ class CudaBackend(GpuBackend):
         return scales.derive(self._launcher, agreed, scales.Blocks(lengths, block), rule)
 
     def quantize(self, x, inverse_steps, codes, noise=None):
-        floats = (x, inverse_steps) if noise is None else (x, inverse_steps, noise_argument(noise))
+        count = x.numel()
+        floats = _floats(x, "x"), _per_block(inverse_steps, "inverse_steps", x.dtype, count)
+        floats = floats if noise is None else (*floats, noise_argument(noise))
         name = "quantize" if noise is None else "quantize_at_random"
-        self._launch_chunks(name, x.dtype, x.numel(), *floats, np.int64(x.numel()), codes)
+        codes = require(codes, "codes", torch.int32, count)
+        self._launch_chunks(name, x.dtype, count, *floats, np.int64(count), codes)
 
     def dequantize(self, codes, scales, out):
         count = out.numel()
-        self._launch_chunks("dequantize", out.dtype, count, codes, scales, np.int64(count), out)
+        numbers = require(codes, "codes", torch.int32, count), _per_block(scales, "scales", out.dtype, count)
+        self._launch_chunks("dequantize", out.dtype, count, *numbers, np.int64(count), _floats(out, "out"))
 
     def differences(self, x, base, codes):
         count = x.numel()
-        self._launch_chunks("differences", x.dtype, count, x, base, np.int64(count), codes)
+        base, codes = require(base, "base", x.dtype, count), require(codes, "codes", torch.int32, count)
+        self._launch_chunks("differences", x.dtype, count, _floats(x, "x"), base, np.int64(count), codes)
 
     def add_differences(self, codes, base, out):
         count = out.numel()
-        self._launch_chunks("add_differences", out.dtype, count, codes, base, np.int64(count), out)
+        codes, base = require(codes, "codes", torch.int32, count), require(base, "base", out.dtype, count)
+        sums = _floats(out, "out")
+        self._launch_chunks("add_differences", out.dtype, count, codes, base, np.int64(count), sums)
 
     # ------------------------------------------------------------------ frames
 
@@ -171,6 +190,7 @@ class CudaBackend(GpuBackend):
         frames.decode(self._reader(decodings[0].out.device, sealed), decodings)
 
     def checksum(self, frame):
+        require(frame, "frame", torch.uint8, HEADER_BYTES)
         total = torch.zeros(1, dtype=torch.int64, device=frame.device)
         self._launch("checksum", torch.float32, _checksum_blocks(frame), frame, np.int64(frame.numel()), total)
         return int(total)
@@ -214,22 +234,30 @@ class CudaBackend(GpuBackend):
     # ------------------------------------------------------------------ a fixed rate: nothing waits for the device
 
     def block_magnitudes(self, x, rows, magnitudes):
-        self._launch_blocks("block_magnitudes", x.dtype, rows.count * rows.blocks, x, RowsArgument(*rows), magnitudes)
+        arguments = _floats(x, "x", rows.numel), RowsArgument(*rows), _magnitudes(magnitudes, rows)
+        self._launch_blocks("block_magnitudes", x.dtype, rows.count * rows.blocks, *arguments)
 
     def pack(self, x, rows, magnitudes, bits, packed, noise=None):
-        floats = (x,) if noise is None else (x, noise_argument(noise))
-        name = "pack" if noise is None else "pack_at_random"
-        scales = RowsArgument(*rows), magnitudes, np.int32(bits)
-        self._launch_blocks(name, x.dtype, rows.count * rows.blocks, *floats, *scales, packed)
+        floats = (
+            (_floats(x, "x", rows.numel),) if noise is None else (_floats(x, "x", rows.numel), noise_argument(noise))
+        )
+        name, blocks = "pack" if noise is None else "pack_at_random", rows.count * rows.blocks
+        scales = RowsArgument(*rows), _magnitudes(magnitudes, rows), np.int32(bits)
+        require(packed, "packed", torch.uint8, blocks * packed_bytes(bits))
+        self._launch_blocks(name, x.dtype, blocks, *floats, *scales, packed)
 
     def add_packed(self, packed, count, bits, out, out_bits):
         blocks = out.numel() // packed_bytes(out_bits)
         sizes = np.int64(count), np.int64(blocks), np.int32(bits)
+        require(packed, "packed", torch.uint8, count * blocks * packed_bytes(bits))
+        require(out, "out", torch.uint8, 0)
         self._launch_blocks("add_packed", torch.float32, blocks, packed, *sizes, out, np.int32(out_bits))
 
     def unpack(self, packed, bits, rows, magnitudes, denominator, out):
-        scales = RowsArgument(*rows), magnitudes, np.float32(denominator)
-        self._launch_blocks("unpack", out.dtype, rows.count * rows.blocks, packed, np.int32(bits), *scales, out)
+        blocks = rows.count * rows.blocks
+        scales = RowsArgument(*rows), _magnitudes(magnitudes, rows), np.float32(denominator)
+        codes = require(packed, "packed", torch.uint8, blocks * packed_bytes(bits)), np.int32(bits)
+        self._launch_blocks("unpack", out.dtype, blocks, *codes, *scales, _floats(out, "out", rows.numel))
 
     # ------------------------------------------------------------------ launching
 
@@ -247,6 +275,19 @@ class CudaBackend(GpuBackend):
 
     def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments, threads: int = THREADS) -> None:
         self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), threads, *arguments)
+
+
+def _per_block(numbers: Tensor, name: str, dtype: torch.dtype, count: int) -> Tensor:
+    """Numbers of the blocks of `count` values of `dtype`, checked."""
+    return require(numbers, name, torch.float64 if dtype is torch.float64 else torch.float32, blocks_of(count))
+
+
+def _floats(floats: Tensor, name: str, length: int = 0) -> Tensor:
+    return require(floats, name, floats.dtype if floats.dtype in DTYPES else torch.float32, length)
+
+
+def _magnitudes(magnitudes: Tensor, rows: Rows) -> Tensor:
+    return require(magnitudes, "magnitudes", torch.bfloat16, rows.count * rate_blocks_of(rows.elements))
 
 
 def _checksum_blocks(frame: Tensor) -> int:

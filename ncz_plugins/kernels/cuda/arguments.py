@@ -9,9 +9,11 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..format import ON_GPUS, Coding, Noise, Rows, StepRule
+from ..addresses import require, wrong_tensor
+from ..format import DTYPES, ON_GPUS, Coding, Noise, Rows, StepRule, blocks_of, max_frame_bytes
 
 MOST_PIECES, MOST_INPUTS = 32, 64  # rows of the tables
 
@@ -110,6 +112,8 @@ def _structure(row: str, rows: int, most: int) -> struct.Struct:
 
 def inputs_table(rows: list[tuple]) -> Table:
     """ncz::Inputs: (frame, bytes, count, first chunk) of each."""
+    for frame, nbytes, *_ in rows:
+        require(frame, "frame", torch.uint8, nbytes)
     return Table(_INPUT, MOST_INPUTS, rows)
 
 
@@ -118,7 +122,28 @@ def pieces_table(rows: list[tuple]) -> Table:
 
     (values, steps, codes, frame, sum, scales, first element, count, first chunk, first input, inputs).
     """
+    for row in rows:
+        _check_piece(row, rows[0])
     return Table(_PIECE, MOST_PIECES, rows)
+
+
+def _check_piece(row: tuple, first: tuple) -> None:
+    """Raise WrongTensor unless all tensors of a row have the elements that kernels take them to have."""
+    values, steps, codes, frame, sums, scales, _, count, *_ = row
+    if values is not None:
+        dtype = first[0].dtype if first[0].dtype in DTYPES else torch.float32
+        require(values, "values", dtype, count)
+    per_block = torch.float64 if values is not None and values.dtype is torch.float64 else torch.float32
+    if steps is not None:
+        require(steps, "steps", per_block, blocks_of(count))
+    if codes is not None:
+        require(codes, "codes", torch.int32, count)
+    if frame is not None:
+        require(frame, "frame", torch.uint8, max_frame_bytes(count))
+    if sums is not None:
+        require(sums, "sum", values.dtype, count)
+    if scales is not None:
+        require(scales, "scales", per_block, blocks_of(count))
 
 
 def runs_table(rows: list[tuple]) -> Table:
@@ -130,6 +155,21 @@ _INPUT, _PIECE, _RUN = "QqII", "7Q4I", "q4I"  # as `struct` has them
 
 
 # ------------------------------------------------------------------ of one launch
+
+
+def require_on(device: int, arguments: tuple) -> None:
+    """Raise WrongTensor unless all tensors among the arguments are contiguous, and on the CUDA device of that index."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            _require_on(device, argument)
+        elif isinstance(argument, Table):
+            for _, tensor in argument.tensors:
+                _require_on(device, tensor)
+
+
+def _require_on(device: int, tensor: Tensor) -> None:
+    if tensor.get_device() != device or not tensor.is_contiguous():
+        raise wrong_tensor(tensor, "each tensor of a launch", tensor.dtype, 0, f"cuda:{device}")
 
 
 class ArgumentMemory:

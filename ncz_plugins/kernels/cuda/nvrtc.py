@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..cache import ENVIRONMENT, private_folder, read_private, write_private
 from ..format import DTYPES
-from .arguments import ArgumentMemory
+from .arguments import ArgumentMemory, require_on
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
@@ -71,7 +71,8 @@ class CupyLauncher:
 
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
         """See `Launcher`. At least one of `arguments` is a tensor."""
-        device = next(a.device.index for a in arguments if isinstance(a, Tensor))
+        device = next(a.get_device() for a in arguments if isinstance(a, Tensor))
+        require_on(device, arguments)
         if device == torch.cuda.current_device():  # as it nearly always is; entering the context takes longer than this
             self._launch(kernel, dtype, device, grid, block, arguments)
         else:

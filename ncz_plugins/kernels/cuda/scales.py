@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..addresses import require
 from ..format import MODES, SCALE_BLOCK, StepRule, blocks_of
 from .arguments import MOST_PIECES, integer, runs_table, step_rule_argument
 from .frames import THREADS, Launcher
@@ -97,6 +98,9 @@ def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -
     Returns: inverse steps and scales, [steps] each, and ncz::Outcome as int64.
     """
     dtype = torch.float32 if agreed.dtype == torch.bfloat16 else agreed.dtype
+    mode = MODES[rule.mode]
+    measured = torch.bfloat16 if mode == "rms only" else torch.float64 if dtype is torch.float64 else torch.float32
+    require(agreed, "agreed", measured, 2 * blocks.count if mode in ("rms", "range") else blocks.count)
     inverse_steps, scales = agreed.new_empty(2, blocks.steps, dtype=dtype).unbind()
     outcome = torch.zeros(_OUTCOME, dtype=torch.int64, device=agreed.device)
     arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales, outcome

@@ -33,8 +33,8 @@ def start(config: dict | str):
 def loss_of(engine, number: int) -> torch.Tensor:
     """The loss on this rank's own batch of that number."""
     random = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
-    inputs = torch.randn(BATCH, INPUTS, generator=random).to(engine.device)
-    targets = torch.randn(BATCH, OUTPUTS, generator=random).to(engine.device)
+    inputs = torch.randn(BATCH, INPUTS, generator=random, dtype=torch.float32).to(engine.device)
+    targets = torch.randn(BATCH, OUTPUTS, generator=random, dtype=torch.float32).to(engine.device)
     dtype = next(engine.module.parameters()).dtype
     return torch.nn.functional.mse_loss(engine(inputs.to(dtype)).float(), targets)
 

@@ -126,6 +126,27 @@ def evaluate_without_optimizer() -> dict:
     return {"losses": losses, "gathered": gathered}
 
 
+def trained_under(dtype: torch.dtype, stage: int) -> str:
+    """The weights after three steps that a program takes whose default dtype is `dtype`, once it has its engine."""
+    settings = config(stage)
+    settings[KEY]["quantizer"] = {"error_feedback": True}
+    engine = start(settings)
+    torch.set_default_dtype(dtype)
+    try:
+        for number in range(3):
+            engine.backward(loss_of(engine, number))
+            engine.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert engine.communication_compression.stats.total.compressed_calls
+    return parameters_sha256(engine)
+
+
+def other_defaults() -> dict:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    return {f"stage {stage}": [trained_under(dtype, stage) for dtype in dtypes] for stage in (2, 3)}
+
+
 save(
     {
         "fp32": compare_poisoned(config(2)),
@@ -133,6 +154,7 @@ save(
         "bf16 stage 3": compare_poisoned(config(3, bf16={"enabled": True, "check_grad_overflow": True})),
         "own collective": own_collective(),
         "no_sync": accumulate_without_sync(stage=1),
+        "other defaults": other_defaults(),
         "without optimizer": evaluate_without_optimizer(),
     }
 )

@@ -46,8 +46,8 @@ def wrapped(model: nn.Module, compression, prefix: str = "", **arguments):
 def loss_of(model: nn.Module, number: int, **how) -> Tensor:
     """The loss on this rank's own batch of that number."""
     random = torch.Generator().manual_seed(1000 * hvd.rank() + number)
-    inputs = torch.randn(BATCH, INPUTS, generator=random)
-    targets = torch.randn(BATCH, OUTPUTS, generator=random)
+    inputs = torch.randn(BATCH, INPUTS, generator=random, dtype=torch.float32)
+    targets = torch.randn(BATCH, OUTPUTS, generator=random, dtype=torch.float32)
     like = next(model.parameters())
     return nn.functional.mse_loss(model(inputs.to(like), **how).float(), targets.to(like.device))
 
@@ -56,7 +56,7 @@ def own_values(shape, number: int = 0, dtype: torch.dtype = torch.float32) -> Te
     """Normally distributed values of this rank; integers from -9 to 9 where `dtype` holds such."""
     random = torch.Generator().manual_seed(1000 * hvd.rank() + number)
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=random).to(dtype)
+        return torch.randn(shape, generator=random, dtype=torch.float32).to(dtype)
     return torch.randint(-9, 10, torch.Size([shape] if isinstance(shape, int) else shape), generator=random).to(dtype)
 
 

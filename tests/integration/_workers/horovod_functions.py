@@ -5,7 +5,7 @@ from functools import partial
 
 import horovod.torch as hvd
 import torch
-from horovod_common import largest, largest_error, own_values, save, sha256
+from horovod_common import largest, largest_error, loss_of, new_model, own_values, save, sha256, wrapped
 
 import ncz_plugins.horovod as ncz
 from ncz_plugins.horovod import NCZ, pending
@@ -218,6 +218,33 @@ def inference() -> dict:
     return {"errors": [largest_error([result], [expected]) for result in results]}
 
 
+def other_defaults() -> list[str]:
+    """Sums and trained weights, of a program with each default dtype."""
+
+    def results(default: torch.dtype) -> list[torch.Tensor]:
+        found = [ncz.allreduce(own_values(SIZE, dtype=dtype)) for dtype in FLOATS]
+        for settings in ({"error_feedback": True}, {"kind": "lossless"}, {"mode": "bits", "value": 4}):
+            torch.set_default_dtype(torch.float32)  # of what the model is made
+            model = new_model()
+            torch.set_default_dtype(default)
+            optimizer = wrapped(model, NCZ(quantizer=settings, transport={"min_bytes": 0}))
+            for number in range(2):
+                optimizer.zero_grad()
+                loss_of(model, number).backward()
+                optimizer.step()
+            found += [parameter.detach() for parameter in model.parameters()]
+        return found
+
+    digests = []
+    try:
+        for default in (torch.float32, torch.bfloat16, torch.float64):
+            torch.set_default_dtype(default)
+            digests.append(sha256(results(default)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return digests
+
+
 hvd.init()
-checks = (compressed, plain, exact, fixed_rate, handles, unnamed, backward, inference)
+checks = (compressed, plain, exact, fixed_rate, handles, unnamed, backward, inference, other_defaults)
 save({check.__name__: check() for check in checks})
