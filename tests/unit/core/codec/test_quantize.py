@@ -370,6 +370,27 @@ def test_the_smallest_value_is_that(kind, mode, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", list(EXPONENTS), ids=str)
+def test_steps_are_the_same_where_numpy_raises(dtype, mode, kind):
+    """Of values whose squares and steps vanish or overflow, and of those that are not finite."""
+    for exponent in (*EXPONENTS[dtype], 0, EXPONENTS[dtype][0] // 2):
+        quantizer = in_units_of(QuantizerConfig(kind=kind, mode=mode, value=1e-2, block=0), exponent)
+        tensors = [mixed(np.random.default_rng(seed), 4097, dtype, exponent, 0.0) for seed in range(2)]
+        tensors[1][5] = torch.inf if exponent == 0 else 0.0
+        found = [agree(tensors, quantizer, 2)]
+        with np.errstate(all="raise"):
+            found.append(agree(tensors, quantizer, 2))
+            compress(tensors[0], Config(quantizer={"kind": "lossless"}))
+        expected, found = found
+        assert type(found) is type(expected)
+        if isinstance(found, Bypass):
+            assert found is expected
+        else:
+            assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("average_of", [1, 3, 64])
 def test_the_smallest_steps_and_scales_have_all_their_digits(average_of, dtype, kind):

@@ -22,7 +22,7 @@ from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor, SelectorCosts
+from ncz_plugins.kernels.format import CHUNK, Coder, Coding, Predictor, SelectorCosts, blocks_of
 
 BACKEND = kernels.cpu_backend()
 
@@ -62,7 +62,7 @@ def test_coders_and_predictors_are_known_by_their_names(coder, predictor):
 
 
 def codec(lossless: bool, checksum: bool, numel: int = 20) -> TensorCodec:
-    ones = torch.ones(1)
+    ones = torch.ones(blocks_of(numel))
     window, output = Window(torch.arange(float(numel))), Window(torch.full((numel,), -1.0))
     tensor = CodedTensor(Layout.of([numel], CHUNK), window, output)
     common = (Host(), tensor, Coding(), checksum, Counters())
