@@ -12,12 +12,14 @@ from torch import Tensor
 from .format import WrongTensor
 
 
-def host_address(tensor: Tensor, name: str, dtype: torch.dtype, length: int) -> int:
+def host_address(tensor: Tensor, name: str, dtype: torch.dtype, length: int = 0) -> int:
     """The address of a contiguous tensor in host memory, of at least `length` elements. Raises WrongTensor.
+
+    Without a length for the tensor that says how long the others must be.
 
     Each call of a kernel makes some of these: about 0.2 us more than the address alone.
     """
-    if tensor.dtype is dtype and tensor.is_cpu and tensor.numel() >= length and tensor.is_contiguous():
+    if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous() and (not length or tensor.numel() >= length):
         return tensor.data_ptr()
     raise wrong_tensor(tensor, name, dtype, length, "cpu")
 

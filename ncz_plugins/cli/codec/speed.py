@@ -64,7 +64,7 @@ def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
     def memcpy():
         for i, output in zip(picked, outputs):
             into, own = output.data, source[layout.frame(0, i)]
-            addresses = host_address(into, "output", own.dtype, own.numel()), host_address(own, "source", own.dtype, 0)
+            addresses = host_address(into, "output", own.dtype, own.numel()), host_address(own, "source", own.dtype)
             ctypes.memmove(*addresses, into.nbytes)
 
     def measuring():

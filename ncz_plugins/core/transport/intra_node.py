@@ -88,7 +88,7 @@ def _by_memory(
 
 def _address_of(tensor: Tensor) -> Tensor:
     """What a neighbor is told of memory that it may read: int64, [1]."""
-    return torch.tensor([host_address(tensor, "what is sent", tensor.dtype, 0)], dtype=torch.int64, device="cpu")
+    return torch.tensor([host_address(tensor, "what is sent", tensor.dtype)], dtype=torch.int64, device="cpu")
 
 
 def _by_messages(transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:

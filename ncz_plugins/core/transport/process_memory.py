@@ -27,7 +27,7 @@ def read(process: int, address: int, into: Tensor) -> None:
 
     Raises OSError if the process is gone, has less memory there, or may not be read.
     """
-    start, done = host_address(into, "into", into.dtype, 0), 0
+    start, done = host_address(into, "into", into.dtype), 0
     while done < into.nbytes:  # Linux moves at most 2 GiB at once
         here, there = (_Span(memory + done, into.nbytes - done) for memory in (start, address))
         moved = _function()(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)

@@ -216,7 +216,7 @@ def _memory(tensor: Tensor) -> memoryview:
     nbytes = tensor.nbytes
     if not nbytes:
         return memoryview(b"")
-    return _memory_at(host_address(tensor, "a message", tensor.dtype, 0), nbytes, _WRITABLE)
+    return _memory_at(host_address(tensor, "a message", tensor.dtype), nbytes, _WRITABLE)
 
 
 def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:

@@ -129,7 +129,7 @@ class CpuBackend(HostBackend):
         count, dtype = x.numel(), x.dtype
         results = torch.empty(3, blocks_of(count), dtype=torch.float64, device="cpu").unbind()
         addresses = (address(each, "results", torch.float64, blocks_of(count)) for each in results)
-        self._block_statistics(address(x, "x", dtype, count), _DTYPE[dtype], count, *addresses)
+        self._block_statistics(address(x, "x", dtype), _DTYPE[dtype], count, *addresses)
         return results
 
     def quantize(self, x, inverse_steps, codes, noise=None):
@@ -139,16 +139,16 @@ class CpuBackend(HostBackend):
     def dequantize(self, codes, scales, out):
         count, dtype = out.numel(), out.dtype
         numbers = address(codes, "codes", torch.int32, count), _per_block(scales, "scales", dtype, count)
-        self._dequantize(*numbers, count, address(out, "out", dtype, count), _DTYPE[dtype])
+        self._dequantize(*numbers, count, address(out, "out", dtype), _DTYPE[dtype])
 
     def encode_codes(self, codes, coding, frame):
         count = codes.numel()
-        numbers = address(codes, "codes", torch.int32, count), count  # `codes` stays: its memory may be nobody else's
+        numbers = address(codes, "codes", torch.int32), count  # `codes` stays: its memory may be nobody else's
         return self._encode_codes(*numbers, _coding(coding), _room(frame, count), self._working_memory(count))
 
     def decode_codes(self, frame, codes, add=False):
         count, scratch = codes.numel(), self._working_memory()
-        numbers = count, address(codes, "codes", torch.int32, count), add
+        numbers = count, address(codes, "codes", torch.int32), add
         _check(self._decode_codes(*_bytes(frame), *numbers, scratch), frame, count)
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
@@ -158,7 +158,7 @@ class CpuBackend(HostBackend):
 
     def decode(self, frame, scales, out):
         count, dtype, scratch = out.numel(), out.dtype, self._working_memory()
-        floats = _per_block(scales, "scales", dtype, count), count, address(out, "out", dtype, count), _DTYPE[dtype]
+        floats = _per_block(scales, "scales", dtype, count), count, address(out, "out", dtype), _DTYPE[dtype]
         _check(self._decode(*_bytes(frame), *floats, scratch), frame, count)
 
     def reduce(self, frame, x, inverse_steps, coding, out, noise=None):
@@ -200,31 +200,31 @@ class CpuBackend(HostBackend):
     def differences(self, x, base, codes):
         count, dtype = x.numel(), x.dtype
         number = _DTYPE[dtype]
-        floats = address(x, "x", dtype, count), address(base, "base", dtype, count)
+        floats = address(x, "x", dtype), address(base, "base", dtype, count)
         self._differences(*floats, number, count, address(codes, "codes", torch.int32, count))
 
     def add_differences(self, codes, base, out):
         count, dtype = out.numel(), out.dtype
         number = _DTYPE[dtype]
         known = address(codes, "codes", torch.int32, count), address(base, "base", dtype, count)
-        self._add_differences(*known, count, address(out, "out", dtype, count), number)
+        self._add_differences(*known, count, address(out, "out", dtype), number)
 
     def combination(self, values, how, out, divisor=1):
         count, dtype = out.numel(), out.dtype
         pointers = (_POINTER * len(values))(*[address(each, "values", dtype, count) for each in values])
-        result = _COMBINED_DTYPE[dtype], count, int(how), divisor, address(out, "out", dtype, count)
+        result = _COMBINED_DTYPE[dtype], count, int(how), divisor, address(out, "out", dtype)
         return functools.partial(self._combine, pointers, len(values), *result)
 
     def root_mean_squares(self, x, most, out):
         count, dtype = x.numel(), x.dtype
-        floats = address(x, "x", dtype, count), _DTYPE[dtype], count
+        floats = address(x, "x", dtype), _DTYPE[dtype], count
         self._root_mean_squares(*floats, most, address(out, "out", torch.bfloat16, blocks_of(count)))
 
     def steps_of(self, agreed, rule):
         blocks = agreed.numel()
         found = inverse_steps, scales = torch.empty(2, blocks, dtype=torch.float32, device="cpu").unbind()
         results = (address(each, "steps", torch.float32, blocks) for each in found)
-        given = address(agreed, "agreed", torch.bfloat16, blocks), blocks, _step_rule(rule)
+        given = address(agreed, "agreed", torch.bfloat16), blocks, _step_rule(rule)
         return inverse_steps, scales, self._steps_of(*given, *results)
 
     def block_magnitudes(self, x, rows, magnitudes):
@@ -261,7 +261,7 @@ def _values(x: Tensor, inverse_steps: Tensor) -> tuple[int, tuple[int, int, int,
     """How many values `x` has, and what kernels take that quantize it."""
     count, dtype = x.numel(), x.dtype
     steps = _per_block(inverse_steps, "inverse_steps", dtype, count)
-    return count, (address(x, "x", dtype, count), _DTYPE[dtype], steps, count)
+    return count, (address(x, "x", dtype), _DTYPE[dtype], steps, count)
 
 
 def _per_block(numbers: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
