@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from .errors import NczError, UnsupportedError, memory_errors
+from .errors import NczError, UnsupportedError, fresh, memory_errors, without_frames
 from .runtime.device import Device, record_event
 from .runtime.handle import Handle
 from .runtime.worker import Worker
@@ -52,7 +52,7 @@ class CallQueue:
     def require_open(self) -> None:
         """Raise what ended this queue, if anything did, and UnsupportedError in a fork of the process that made it."""
         if self.error is not None:
-            raise self.error
+            raise fresh(self.error)
         if self._is_closed:
             raise _closed()
         self._worker.require_own_process()
@@ -131,20 +131,21 @@ class CallQueue:
     def _run(self, collective: str, device: torch.device, job: Job, asked: torch.cuda.Event | None) -> None:
         with self._running:
             if self.error is not None:
-                raise self.error
+                raise fresh(self.error)
             try:
                 route, transport = self.routes.of(device)
                 with route.after(asked), memory_errors(collective):
                     job(route, transport)
                 if self.error is not None:
-                    raise self.error  # an aborted wait ends as one that was successful does
+                    raise fresh(self.error)  # an aborted wait ends as one that was successful does
             except BaseException as error:
                 self._fail(collective, error)
                 raise
 
     def _fail(self, collective: str, error: BaseException) -> None:
         if self.error is None:
-            self.error = error if isinstance(error, NczError) else NczError(f"{collective} failed: {error!r}")
+            is_ours = isinstance(error, NczError)
+            self.error = without_frames(error) if is_ours else NczError(f"{collective} failed: {error!r}")
         self.routes.abort(error)
 
 

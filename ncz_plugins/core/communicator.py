@@ -144,6 +144,7 @@ class Communicator:
             self.config = measure_open_settings(self.measured_ranks(), on_gpus)
         elif measures_link:
             self.config = measure_link(self.measured_ranks(), machines)
+            self.transport.close_unused()
         if self.config.transport.link_gbps is not None:
             self.transport.link_gbps = self.config.transport.link_gbps
 

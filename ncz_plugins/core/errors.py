@@ -7,6 +7,9 @@ code which knows nothing of this package still catches what it expects.
 
 from __future__ import annotations
 
+import traceback
+from copy import copy
+
 
 class NczError(Exception):
     """Base of all errors of this package: catch this one to catch them all."""
@@ -78,6 +81,35 @@ class OutOfMemoryError(NczError, MemoryError):
     """
 
 
+def fresh(error: BaseException) -> BaseException:
+    """A copy of an error that is kept, to be raised in its place.
+
+    The traceback of what is raised collects the frames that it passes through, with the tensors in their variables. An
+    error that somebody keeps must not hold on to these, and often belongs to what they hold: a circle.
+    """
+    try:
+        copied = copy(error)
+    except Exception:  # its class takes other arguments than it keeps
+        return error
+    copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """A copy of an error that is about to pass through frames, to be kept: without its traceback and its cause."""
+    copied = fresh(error)
+    copied.__cause__ = None
+    return copied.with_traceback(None)
+
+
+def forget_tensors(error: BaseException) -> None:
+    """Clear the frames that an exception went through: who keeps it must not keep the tensors of the call."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+
+
 class ErrorTranslation:
     """A context that raises an error of this package in place of another one. Each call enters some: no generators.
 
@@ -95,7 +127,10 @@ class ErrorTranslation:
 
     def __exit__(self, kind, error: BaseException | None, traceback) -> None:
         if error is not None and (translated := self.translated(error)) is not None:
-            raise translated from error
+            try:
+                raise translated from error
+            finally:
+                del translated  # its traceback has this frame: a circle, which would keep the caller's tensors
 
     def translated(self, error: BaseException) -> NczError | None:
         """What to raise in place of an error; None: itself."""

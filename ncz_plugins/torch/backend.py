@@ -41,8 +41,8 @@ class CompressedBackend(dist.ProcessGroup):
         super().__init__(rank, size)
         self.communicator: Communicator | None = None
         self._store = store
-        self._last: Handle | None = None  # of what is compressed
-        self._works: list[dist.Work] = []  # under way; torch 2.6 forgets what Python made of one that C++ alone has
+        # Works of compressed calls under way. torch 2.6 forgets what Python made of a work that C++ alone has.
+        self._works: set[HandleWork] = set()
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
@@ -83,8 +83,8 @@ class CompressedBackend(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base  # its name in torch 2.13
 
     def barrier(self, *args, **kwargs) -> dist.Work:
-        if self._last is not None:
-            self._last.wait()
+        for work in list(self._works):
+            work.wait()
         return self._plain.barrier(*args, **kwargs)
 
     def shutdown(self) -> None:
@@ -103,9 +103,8 @@ class CompressedBackend(dist.ProcessGroup):
         return NAME
 
     def _work(self, handle: Handle) -> dist.Work:
-        self._last, work = handle, HandleWork(handle)
-        self._works = [each for each in self._works if not each.is_completed()] + [work]
-        return work
+        self._works.difference_update([each for each in list(self._works) if each.is_completed()])
+        return HandleWork(handle, self._works)
 
     def _connected(self) -> Communicator:
         if self.communicator is None:

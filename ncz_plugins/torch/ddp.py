@@ -61,7 +61,7 @@ class Compression(ModelCompression):
         self.training.ends_steps_in_order = False  # `_end_step` may come between calls of another model
         self._names = {id(parameter): name_of(name) for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        self._last: Handle | None = None  # of the calls of this pass
+        self._last: Handle | None = None  # of the calls of this pass, as long as more are to come
         self._computed: set[int] | None = None  # parameters that have a gradient of this pass, by id; None: all have
 
     def __reduce__(self):
@@ -95,7 +95,7 @@ class Compression(ModelCompression):
             return self._average_sparse(tensor, bucket.is_last())
         parts = [self._slice_of(each) for each in bucket.parameters()]
         handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
-        self._last = handle
+        self._last = None if bucket.is_last() else handle  # which has the bucket's memory
         if bucket.is_last() and self._computed:
             self._computed.clear()
         future = handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
@@ -124,6 +124,7 @@ class Compression(ModelCompression):
         if is_last:
             if self._last is not None:
                 self._last.wait()  # and with it all calls before
+            self._last = None
             self.communicator.end_step()
         future = Future(devices=[gradient.device] if gradient.is_cuda else None)
         future.set_result(gradient)

@@ -12,14 +12,27 @@ from ..core.runtime.handle import Handle
 
 
 class HandleWork(dist.Work):
-    """A handle as a work: torch's C++, which functional collectives go through, takes nothing else."""
+    """A handle as a work: torch's C++, which functional collectives go through, takes nothing else.
 
-    def __init__(self, handle: Handle):
+    Args:
+        unawaited: where the work is kept until somebody has waited for it, or its future is done.
+    """
+
+    def __init__(self, handle: Handle, unawaited: set[HandleWork] | None = None):
         super().__init__()
         self._handle = handle
+        self._unawaited = set() if unawaited is None else unawaited
+        if unawaited is not None:
+            unawaited.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._handle.wait(timeout or None)  # torch's own calls pass 0 for none
+        is_over = False
+        try:
+            is_over = self._handle.wait(timeout or None)  # torch's own calls pass 0 for none
+        finally:
+            if is_over or self._handle.is_completed():
+                self._unawaited.discard(self)
+        return True
 
     def is_completed(self) -> bool:
         return self._handle.is_completed()
@@ -35,4 +48,6 @@ class HandleWork(dist.Work):
         return list(self._handle.outputs)
 
     def get_future(self) -> Future[list[Tensor]]:
-        return self._handle.get_future()
+        future = self._handle.get_future()
+        future.add_done_callback(lambda _: self._unawaited.discard(self))
+        return future

@@ -1,7 +1,9 @@
-"""Forks, process groups that end and begin again, and memory that runs out: errors instead of hangs, and no leaks."""
+"""Forks, process groups that end and begin again, and what runs out: errors instead of hangs, and no leaks."""
 
 import pytest
 from processes import results, run
+
+SOON = 20.0  # seconds; the time-out is half an hour
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,29 @@ def test_a_rank_without_memory_for_frames_says_so_and_the_others_hear_of_it(rank
         assert found == "fine" or found.startswith("OutOfMemoryError"), found
         assert (other == "fine") == (found == "fine") and (other == "fine" or other.startswith("PeerError")), other
     assert ranks[0]["after"] == ranks[1]["after"]
+
+
+def test_a_communicator_takes_three_descriptors_for_each_peer_and_three_threads(ranks):
+    """The first one takes what gloo listens with as well, which all share: four descriptors and a thread."""
+    for rank in ranks:
+        first, *more = rank["each"]
+        assert first["files"] <= 3 + 4 and first["threads"] <= 3 + 1, first
+        assert all(each["files"] <= 3 and each["threads"] <= 3 for each in more), more
+
+
+def test_communicators_that_are_dropped_leave_nothing_behind_without_a_collection_of_garbage(ranks):
+    for rank in ranks:
+        assert rank["dropped"]["files"] <= 0 and rank["dropped"]["threads"] <= 0, rank["dropped"]
+
+
+def test_a_rank_that_may_open_too_few_descriptors_says_so_and_the_others_hear_of_it(ranks):
+    first, last = ([rank["short of descriptors"][which] for which in ("last", "all")] for rank in ranks)
+    for each in (*last, first[1]):
+        assert each["found"].startswith("UnsupportedError: connecting 2 ranks takes up to "), each
+        assert "run `ulimit -n " in each["found"]
+    assert first[0]["found"].startswith("PeerError: rank 1 of 2 can't go on: connecting 2 ranks takes up to "), first
+    for each in (*first, *last):
+        assert each["seconds"] < SOON and each["next"] == "fine", each
 
 
 def test_a_hundred_process_groups_and_communicators_leave_nothing_behind(ranks):

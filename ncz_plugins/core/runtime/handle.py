@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future, collect_all
 
+from ..errors import fresh
+
 _LEAST_SECONDS = 0.001  # of a time-out: to torch's own works zero means none
 
 
@@ -97,7 +99,7 @@ class Handles(Handle):
                     for each in done.value():
                         each.value()  # which raises what went wrong
                 except Exception as error:
-                    future.set_exception(error)
+                    fail(future, error.with_traceback(None))  # which has this frame, and that has the future
                 else:
                     future.set_result(list(self.outputs))
 
@@ -113,6 +115,20 @@ def _aside(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         yield
+
+
+def fail(future: Future, error: BaseException) -> None:
+    """Give a future an error in place of a value. Whoever asks for the value gets a copy of the error: see `fresh`.
+
+    torch's `set_exception` would raise the error itself, whose traceback then has the frames of those who wait, which
+    hold the future.
+    """
+    future._set_unwrap_func(_raise)
+    future.set_result(error)
+
+
+def _raise(error: BaseException) -> None:
+    raise fresh(error)
 
 
 def seconds_of(timeout: float | timedelta) -> float:

@@ -173,3 +173,4 @@ class _Watcher:
                 done.set_result(None)
             else:
                 done.set_exception(error)
+            del done, error  # do not hold tensors while idle, which the frames of an error have

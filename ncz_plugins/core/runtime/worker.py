@@ -8,13 +8,14 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..errors import PeerError, UnsupportedError
-from .handle import Handle, seconds_of
+from ..errors import PeerError, UnsupportedError, forget_tensors, fresh
+from .handle import Handle, fail, seconds_of
 from .threads import start_thread
 
 
@@ -27,11 +28,14 @@ class FutureHandle(Handle):
 
     def wait(self, timeout=None) -> bool:
         try:
-            self._future.result(None if timeout is None else seconds_of(timeout))
-        except concurrent.futures.TimeoutError as error:
-            if self._future.done():
-                raise
-            raise PeerError(f"the collective did not end within {seconds_of(timeout)} s; it goes on") from error
+            error = self._future.exception(None if timeout is None else seconds_of(timeout))
+        except concurrent.futures.TimeoutError as late:
+            raise PeerError(f"the collective did not end within {seconds_of(timeout)} s; it goes on") from late
+        if error is not None:
+            try:
+                raise fresh(error)
+            finally:
+                del error  # not to be in a frame that is in its copy's traceback
         return True
 
     def is_completed(self) -> bool:
@@ -44,25 +48,28 @@ class FutureHandle(Handle):
         return self._future.exception() if self._future.done() else None
 
     def get_future(self) -> Future[list[Tensor]]:
-        future = self._new_future()
-        where = self.outputs[0].device
+        future, outputs = self._new_future(), list(self.outputs)
+        where = outputs[0].device
 
-        def complete() -> None:  # on a GPU, too, the result is in place by now
+        def complete(error: BaseException | None) -> None:  # on a GPU, too, the result is in place by now
             # A thread begins with GPU 0. A future goes from there to the GPU of its tensors and back, and to go back to
             # one that this process does not use makes a context there, of half a gigabyte.
             with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
-                if (error := self.exception()) is not None:
-                    future.set_exception(error)
+                if error is not None:
+                    fail(future, error)
                 else:
-                    future.set_result(list(self.outputs))
+                    future.set_result(outputs)
 
-        asking = threading.get_ident()
+        # The job's future keeps `when_done` when it is over. So `when_done` must let go of `complete`, which has the
+        # tensors, and not know this handle, which has the job's future.
+        callbacks, asking, waiting = self._callbacks, threading.get_ident(), [complete]
 
-        def when_done(_: concurrent.futures.Future) -> None:
+        def when_done(done: concurrent.futures.Future) -> None:
+            completing = partial(waiting.pop(), done.exception())
             if threading.get_ident() == asking:
-                complete()  # it is over already: then its future is, too, as torchft expects
+                completing()  # it is over already: then its future is, too, as torchft expects
             else:
-                self._callbacks.run(complete)
+                callbacks.run(completing)
 
         self._future.add_done_callback(when_done)
         return future
@@ -153,6 +160,7 @@ def _run(jobs: queue.SimpleQueue) -> None:
         try:
             job()
         except BaseException as error:
+            forget_tensors(error)  # all of its frames but this one have ended
             future.set_exception(error)
         else:
             future.set_result(None)

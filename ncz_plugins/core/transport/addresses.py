@@ -28,7 +28,13 @@ def own_address() -> str | None:
 
 def gloo_interface() -> str | None:
     """The first interface that GLOO_SOCKET_IFNAME names, or None."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip() or None
+    return gloo_interfaces()[0] or None
+
+
+def gloo_interfaces() -> list[str]:
+    """All interfaces that GLOO_SOCKET_IFNAME names; an empty name if it names none."""
+    named = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
+    return [name for name in named if name] or [""]
 
 
 def interface_of(address: str) -> str | None:

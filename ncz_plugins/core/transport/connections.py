@@ -2,6 +2,9 @@
 
 Plain collectives go through gloo. Frames and short messages go through sockets of our own, but where there are none:
 between more than 16 ranks, and where gloo is told to encrypt.
+
+Between n ranks a rank has 3 (n - 1) sockets and one thread of gloo's; or 2 (n - 1) sockets and two threads, all of
+gloo's. All connections of a process share what gloo listens with: 4 descriptors and a thread.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from torch import Tensor
 from ..errors import PeerError, UnsupportedError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
+from .addresses import gloo_interfaces
 from .base import Agreement, Work, peer_errors
 from .comparison import RankComparison
-from .mesh import Exchange, Mesh, Place, open_mesh
+from .descriptors import shortage_of_descriptors
+from .handshake import require_all_able
+from .mesh import MOST_RANKS, Exchange, Mesh, Place, open_mesh
 
 _OPENING_BYTES = 16 << 20  # of values that may travel with a comparison, to each rank
 _MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
@@ -32,16 +38,20 @@ _FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and 
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
+_DEVICE_DESCRIPTORS = 4  # of a device of gloo's: two ends of a pipe, an epoll instance, a listener
+
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
+_gloos_devices: weakref.WeakValueDictionary[tuple[int, str, str], object] = weakref.WeakValueDictionary()
 
 
 class Connections:
     """Connections of our own between ranks that meet at `store`.
 
-    Gloo has two to each peer, one for each direction. One for both would be slow. Gloo locks a connection to send;
-    meanwhile the thread that reads from it spins, and on few cores it takes the time from the sender. And what a rank
-    tells about its receives, without which nothing is sent, would queue behind the frames that go the same way. There
-    are two meshes as well: what ranks agree on while frames are under way must not queue behind these.
+    There are two meshes: what ranks agree on while frames are under way must not queue behind these. Where gloo carries
+    the frames, it has two connections with each peer, one for each direction. One for both would be slow. Gloo locks a
+    connection to send; meanwhile the thread that reads from it spins, and on few cores it takes the time from the
+    sender. And what a rank tells about its receives, without which nothing is sent, would queue behind the frames that
+    go the same way.
 
     This object is the only holder of gloo's process groups and of the works under way in them, since gloo closes a
     connection with the last reference to its group and to the works in it; its `abort` does nothing. So `close` really
@@ -56,7 +66,8 @@ class Connections:
         mesh: what carries short messages between all ranks, as `open` and `exchange` do; None where there is none.
         frames: what carries frames; None where there is no `mesh`.
 
-    Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
+    Raises UnsupportedError where torch has no gloo, or where this process may not open as many descriptors as it takes,
+    and PeerError if the other ranks don't come, or can't connect.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1):
@@ -74,14 +85,21 @@ class Connections:
         self._under_way: set[TrackedWork] = set()
         self._closed: str | None = None  # why, in words
         self.mesh = self.frames = None
+        refusal = shortage_of_descriptors(_descriptors(world_size, channels), world_size)
+        require_all_able(dist.PrefixStore("descriptors", store), rank, world_size, refusal, timeout)
         try:
             self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
             self.frames = open_mesh(dist.PrefixStore("mesh of frames", store), rank, world_size, timeout, channels)
             with peer_errors("connecting to the other ranks"):
-                self._upwards, self._downwards = (
-                    dist.ProcessGroupGloo(dist.PrefixStore(direction, store), rank, world_size, timeout)
-                    for direction in ("upwards", "downwards")
-                )
+                self._devices = _gloo_devices()
+                options = dist.ProcessGroupGloo._Options()
+                options._devices, options._threads, options._timeout = self._devices, 1, timeout
+                self._upwards = dist.ProcessGroupGloo(dist.PrefixStore("upwards", store), rank, world_size, options)
+                self._downwards = self._upwards
+                if self.frames is None:
+                    self._downwards = dist.ProcessGroupGloo(
+                        dist.PrefixStore("downwards", store), rank, world_size, options
+                    )
         except BaseException:
             self._close_meshes("connecting failed")
             raise
@@ -186,6 +204,7 @@ class Connections:
         for tracked in under_way:
             tracked.drop(self._closed)
         groups.clear()
+        self._devices = []
 
     def _close_meshes(self, reason: str) -> None:
         for mesh in filter(None, (self.mesh, self.frames)):
@@ -305,6 +324,36 @@ class _Ended:
 
 
 _over = _Ended()
+
+
+def _descriptors(world_size: int, channels: int) -> int:
+    """How many descriptors connections between so many ranks take. Arguments as of `Connections`."""
+    interfaces = gloo_interfaces()
+    own = (world_size - 1) * (1 + channels) if world_size <= MOST_RANKS else 0
+    gloos = (world_size - 1) * len(interfaces) * (1 if own else 2)
+    return own + gloos + _DEVICE_DESCRIPTORS * sum(_key(interface) not in _gloos_devices for interface in interfaces)
+
+
+def _gloo_devices() -> list:
+    """What gloo listens and waits with, for each interface that it is to use: torch would make one for each group.
+
+    Whoever uses them must hold them, as they end when nobody does any more. A fork makes its own: it has no threads of
+    its parent's.
+    """
+    devices = []
+    for interface in gloo_interfaces():
+        device = _gloos_devices.get(_key(interface))
+        if device is None:
+            create = dist.ProcessGroupGloo
+            device = create.create_device(interface=interface) if interface else create.create_default_device()
+            _gloos_devices[_key(interface)] = device
+        devices.append(device)
+    return devices
+
+
+def _key(interface: str) -> tuple[int, str, str]:
+    """What tells the devices of this process apart."""
+    return os.getpid(), interface, os.environ.get("GLOO_DEVICE_TRANSPORT", "")
 
 
 def keep_in_forks(owner: object) -> None:

@@ -87,6 +87,11 @@ class GlooTransport(Transport):
         if self._connections.frames is not None:
             self._connections.frames.channels = count
 
+    def close_unused(self) -> None:
+        """Close the connections that frames do not take. All ranks do so, after they have set `channels` alike."""
+        if self._connections.frames is not None:
+            self._connections.frames.close_unused()
+
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         return self._connections.start_max(tensor, counters)
 

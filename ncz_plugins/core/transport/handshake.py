@@ -16,7 +16,8 @@ from torch import Tensor
 from ...kernels.format import VERSION
 from ...version import __version__
 from ..config import Config
-from ..errors import MismatchError, NczError, PeerError
+from ..errors import MismatchError, NczError, PeerError, UnsupportedError
+from .base import peer_errors
 
 _READ_WITHIN = timedelta(seconds=5)
 _OFF = "off"  # what a rank without compression says
@@ -116,6 +117,35 @@ def _await_verdict(store: dist.Store, ranks: Sequence[int], rank: int, timeout: 
             if store.add("to read", -1) == 0:
                 store.set("read", "")
     return verdict
+
+
+def require_all_able(store: dist.Store, rank: int, world_size: int, refusal: str | None, timeout: timedelta) -> None:
+    """Return once every rank has said that it can go on. All of them must call this.
+
+    Args:
+        store: which nothing else uses under the same prefix.
+        refusal: why this rank can't; None: it can.
+
+    Raises UnsupportedError on a rank that can't, and PeerError at once on the others, or if one does not come.
+    """
+    with peer_errors("connecting to the other ranks"):
+        if refusal is not None:
+            store.set("verdict", f"rank {rank} of {world_size} can't go on: {refusal}")
+        elif store.add("able", 1) == world_size:
+            store.set("verdict", "")
+        store.wait(["verdict"], timeout)
+        verdict = store.get("verdict").decode()
+    if verdict:
+        _await_readers(store, world_size)
+        raise PeerError(verdict) if refusal is None else UnsupportedError(refusal)
+
+
+def _await_readers(store: dist.Store, world_size: int) -> None:
+    """Wait for a moment until all ranks have read the verdict: the store ends with the rank that serves it."""
+    with suppress(RuntimeError):
+        if store.add("readers", 1) == world_size:
+            store.set("read", "")
+        store.wait(["read"], _READ_WITHIN)
 
 
 def described(config: Config | NczError | None) -> dict[str, object]:

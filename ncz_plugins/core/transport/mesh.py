@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from ..errors import PeerError
+from ..errors import PeerError, fresh, without_frames
 from .addresses import own_address
 from .base import peer_errors
 
@@ -155,6 +155,16 @@ class Mesh:
         for peer in self._peers:
             peer.be_watched(self._poll)  # no longer, if it is not in use any more
 
+    def close_unused(self) -> None:
+        """Close the connections that are not in use, for good, on all ranks. Nothing is under way."""
+        with self._lock:
+            for peer in self._peers:
+                if peer not in self._in_use:
+                    peer.drop()
+            self._peers[:] = self._in_use  # in place, as `_balance` has the same list
+            self._by_rank = {rank: of_one[: self._channels] for rank, of_one in self._by_rank.items()}
+            self._by_socket = {peer.socket.fileno(): peer for peer in self._peers}
+
     def keep_together(self, most_ahead: int | None) -> None:
         """Let no connection get far ahead of others that have something to send as well. Nothing is under way now.
 
@@ -240,9 +250,7 @@ class Mesh:
     def drop(self) -> None:
         """Forget the connections. Only the last process that holds them ends them so: a fork does not."""
         for peer in self._peers:
-            peer.socket.close()
-            peer.outgoing.clear()  # which hold the caller's tensors
-            peer.incoming.clear()
+            peer.drop()
 
     def __del__(self):
         self.drop()
@@ -428,6 +436,10 @@ class Incoming:
             return True
         return nbytes is not None and self.values is not None and self._arrived >= nbytes
 
+    def drop(self) -> None:
+        """Forget where it goes, which would keep this object as well: nothing more is received."""
+        self._parts = iter(())
+
     def advance(self, source: socket.socket) -> None:
         """Receive what is there. Raises PeerError."""
         while self.ended is None:
@@ -487,6 +499,15 @@ class _Peer:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    def drop(self) -> None:
+        """Forget the connection, and the messages under way, which hold the caller's tensors."""
+        self.socket.close()
+        self.outgoing.clear()
+        for message in self.incoming:
+            message.drop()
+        self.incoming.clear()
+        self.balance = None
+
     def be_watched(self, poll: select.poll) -> None:
         """Let `poll` watch for what the messages under way need, if there are any, and for the end of the connection.
 
@@ -530,12 +551,12 @@ class _Peer:
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
-            self._lost = error
+            self._lost = without_frames(error)
 
     def require_reachable(self) -> None:
         """Raise PeerError if nothing more can come or go. Messages before that were received, and may say why."""
         if isinstance(self._lost, PeerError):
-            raise self._lost
+            raise fresh(self._lost)
         if self._lost is not None:
             raise PeerError(f"{_gone(self.rank)} ({self._lost})") from self._lost
 
@@ -556,7 +577,7 @@ class _Peer:
         except BlockingIOError:
             self.is_full = True
         except OSError as error:
-            self._lost = error
+            self._lost = without_frames(error)
             self.outgoing.clear()
             self._sends_otherwise()
 

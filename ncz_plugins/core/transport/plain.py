@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ..errors import PeerError
+from ..errors import PeerError, fresh, without_frames
 from ..runtime.handle import Handle, seconds_of
 from .base import PlainCollectives, Work, peer_errors
 
@@ -149,12 +149,12 @@ class WorkHandle(Handle):
 
     def wait(self, timeout=None) -> bool:
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         try:
             with peer_errors(self._doing):
                 return self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=seconds_of(timeout)))
         except PeerError as error:
-            self._error = error
+            self._error = without_frames(error)
             raise
 
     def is_completed(self) -> bool:

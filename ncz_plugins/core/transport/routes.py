@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerError
+from ..errors import PeerError, forget_tensors
 from ..runtime.device import Device, Gpu, Host, has_spare_core
 from .base import Transport
 from .connections import Connections
@@ -26,14 +25,6 @@ class Route(NamedTuple):
 
     device: Device
     transport: Transport
-
-
-def forget_tensors(error: BaseException) -> None:
-    """Clear the frames that an exception went through: who keeps it must not keep the tensors of the call."""
-    cause: BaseException | None = error
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__
 
 
 def _open_group(

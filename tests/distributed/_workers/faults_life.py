@@ -99,6 +99,54 @@ def lives(ports: list[int]) -> dict:
     return {"more": {name: after[name] - before[name] for name in before}, "results": len(digests)}
 
 
+# ---------------------------------------------------------------- descriptors and threads
+
+
+def held_by_each() -> list[dict[str, int]]:
+    """What each of three communicators holds, used as much as they may be. In the end all of them are closed."""
+    found, communicators = [], []
+    for _ in range(3):
+        before = held()
+        communicators.append(Communicator())
+        for numel in (10, 100_000, 4_000_000):
+            communicators[-1].all_reduce(values(rank, numel), async_op=True).wait()
+            communicators[-1].all_reduce(torch.ones(numel, dtype=torch.int64))
+        after = held()
+        found.append({name: after[name] - before[name] for name in ("files", "threads")})
+    for communicator in communicators:
+        communicator.close()
+    return found
+
+
+def left_by_dropping() -> dict[str, int]:
+    """What twenty communicators leave that nobody closed, where Python collects no garbage."""
+    before = held()
+    gc.disable()
+    for _ in range(20):
+        communicator = Communicator()
+        communicator.all_reduce(values(rank, 100_000), async_op=True).get_future().wait()
+        del communicator
+    deadline = time.monotonic() + 20  # threads end by themselves, soon
+    while len(os.listdir("/proc/self/task")) > before["threads"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
+    gc.enable()
+    return {"files": files - before["files"], "threads": threads - before["threads"]}
+
+
+def short_of_descriptors(which: str) -> dict:
+    """What comes of a communicator where the last rank, or each, may open two descriptors, and of the next one."""
+    dist.barrier()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if which == "all" or rank == world_size - 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))
+    started = time.monotonic()
+    found = attempt(Communicator)
+    seconds = time.monotonic() - started
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return {"found": found, "seconds": seconds, "next": attempt(Communicator)}
+
+
 # ---------------------------------------------------------------- no memory
 
 
@@ -126,6 +174,9 @@ def out_of_memory(megabytes: float) -> str:
 ports = [[free_port() for _ in range(WARMUP + CYCLES)]]
 dist.broadcast_object_list(ports)
 result["forks"] = forks()
+result["each"] = held_by_each()
+result["dropped"] = left_by_dropping()
+result["short of descriptors"] = {which: short_of_descriptors(which) for which in ("last", "all")}
 result["out of memory"] = [out_of_memory(megabytes) for megabytes in (1, 8)]
 after = values(rank, 100_000)
 with Communicator() as communicator:

@@ -1,0 +1,45 @@
+"""How many more descriptors this process may open. Gloo ends a process that runs out of them."""
+
+from __future__ import annotations
+
+import os
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
+_SPARE = 8  # for what is open for a moment only: a listener, sockets that look for an address
+
+
+def shortage_of_descriptors(needed: int, world_size: int) -> str | None:
+    """Why this process can't connect to the other ranks, and what to do; None if its limit leaves enough descriptors.
+
+    Args:
+        needed: how many descriptors the connections between `world_size` ranks take here.
+    """
+    if resource is None:
+        return None
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used, needed = _used(limit), needed + _SPARE
+    if limit == resource.RLIM_INFINITY or used is None or used + needed <= limit:
+        return None
+    enough = 1 << (used + needed - 1).bit_length()
+    if most == resource.RLIM_INFINITY or enough <= most:
+        remedy = f"run `ulimit -n {enough}` before the program starts (the hard limit allows it)"
+    else:
+        remedy = f"raise the hard limit from {most} to {enough}, which takes the rights of root"
+    return (
+        f"connecting {world_size} ranks takes up to {needed} file descriptors, and {used} of the {limit} that this "
+        f"process may have (`ulimit -n`) are in use: {remedy}, or close communicators that are no longer needed"
+    )
+
+
+def _used(limit: int) -> int | None:
+    """How many of the descriptors below a limit are open; None where the system does not tell."""
+    try:
+        return sum(int(number) < limit for number in os.listdir("/dev/fd"))
+    except FileNotFoundError:
+        return None
+    except OSError:  # none is left to look with
+        return limit
