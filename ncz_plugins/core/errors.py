@@ -60,9 +60,10 @@ class PeerError(NczError, RuntimeError):
 class UnsupportedError(NczError, TypeError):
     """What was asked for cannot be compressed, and sending it uncompressed in silence is refused.
 
-    For instance a tensor on a device that has no kernels, a strided tensor, or a framework feature
-    that goes round the compressed path. Remedy: the message names the setting to change, or what
-    to call instead.
+    For instance a tensor on a device that has no kernels, a strided tensor, a framework feature
+    that goes round the compressed path, or a process that may not open as many descriptors as
+    connections take. Remedy: the message names the setting or the limit to change, or what to call
+    instead.
     """
 
 

@@ -1,5 +1,8 @@
 """Compressed all-reduces between replicas of torchft that come and go."""
 
+import gc
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -207,6 +210,34 @@ def test_an_aborted_group_says_so_until_its_next_quorum(store):
     assert configure(groups, store, 1) == [None, None]
     assert groups[0].errored() is None
     torch.testing.assert_close(sums(groups)[0], torch.full([10_007], 3.0), rtol=0.3, atol=0)
+
+
+def test_tensors_go_with_their_last_reference(store):
+    """Also those of failed calls, and where Python collects no garbage. A work of torchft gives its future."""
+    groups = [CompressedProcessGroup(SMALL, timeout=TIMEOUT) for _ in range(2)]
+    configure(groups, store, 0)
+
+    def work(group, rank, numel: int) -> list[weakref.ref]:
+        tensors, watched = [torch.ones(numel), torch.ones(numel, 2).t()], []
+        for tensor in tensors:
+            watched.append(weakref.ref(tensor))
+            try:
+                group.allreduce([tensor], dist.AllreduceOptions()).get_future().wait()
+            except (MismatchError, PeerError):
+                assert group.errored() is not None
+        return watched
+
+    gc.collect()
+    gc.disable()
+    for sizes in ((10_007, 10_007), (10_007, 10_008)):
+        watched = sum(together(groups, lambda group, rank, sizes=sizes: work(group, rank, sizes[rank])), [])
+        deadline = time.monotonic() + 10
+        while any(each() is not None for each in watched) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert not any(each() is not None for each in watched), sizes
+    gc.enable()
+    for group in groups:
+        group.shutdown()
 
 
 def test_replicas_that_differ_are_refused(store):

@@ -100,3 +100,7 @@ def test_horovod_run_takes_an_instance_to_all_ranks(tmp_path):
 def test_the_default_dtype_of_the_program_changes_no_bit(ranks):
     for rank in ranks:
         assert rank["other_defaults"] == rank["other_defaults"][:1] * 3
+
+
+def test_tensors_go_with_their_last_reference_also_those_of_failed_calls(ranks):
+    assert [rank["kept"] for rank in ranks] == [{"success": 0, "failure": 0}] * 2

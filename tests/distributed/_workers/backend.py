@@ -1,7 +1,10 @@
 """What programs get that know the backend `ncz` by its name only: `backend.py cpu | cuda`. Each check is a test."""
 
+import gc
 import os
 import sys
+import time
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -321,6 +324,39 @@ def a_group_of_one_rank(group):
     result = values.clone()
     dist.all_reduce(result, group=alone)
     assert torch.equal(result, values)
+
+
+@check
+def tensors_go_with_their_last_reference(group):
+    """Also where Python collects no garbage, and where nothing follows."""
+
+    def waits() -> list:
+        tensor = values.clone()
+        assert dist.all_reduce(tensor, group=group, async_op=True).wait()
+        return [tensor]
+
+    def asks_for_the_future() -> list:
+        tensors = [values.clone(), values.clone()]
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda done: done.value()).wait()
+        return tensors
+
+    def scatters() -> list:
+        part, whole = values[:1000].clone(), torch.ones(world_size * 1000, device=device)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        return [part, whole]
+
+    gc.collect()
+    gc.disable()
+    try:
+        for call in (waits, asks_for_the_future, scatters):
+            watched = [weakref.ref(tensor) for tensor in call()]
+            deadline = time.monotonic() + 10
+            while any(each() is not None for each in watched):
+                assert time.monotonic() < deadline, call.__name__
+                time.sleep(0.001)
+    finally:
+        gc.enable()
 
 
 @check

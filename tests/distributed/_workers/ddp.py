@@ -2,11 +2,14 @@
 
 import contextlib
 import copy
+import gc
 import io
 import sys
 import time
+import weakref
 
 import torch
+import torch.distributed as dist
 from checks import check, raises, run_checks, same_on_all_ranks
 from common import digest, start
 from torch import nn
@@ -405,6 +408,31 @@ def the_hook_by_itself(group):
     train(model, 2)
     assert state.training.step == 2 and state.stats.total.compressed_calls > 0
     same_replicas(model, group)
+    state.close()
+
+
+@check
+def buckets_go_with_their_model(group):
+    """Also where compression outlives it, and Python collects no garbage."""
+    state, buffers = ddp.Compression(SMALL, group), []
+
+    def noting(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        buffers.append(weakref.ref(buffer))
+        return ddp.hook(state, bucket)
+
+    gc.collect()
+    gc.disable()
+    model = wrapped(group)
+    model.register_comm_hook(state, noting)
+    train(model, 2)
+    del model
+    deadline = time.monotonic() + 10
+    while any(each() is not None for each in buffers):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gc.enable()
+    assert len(buffers) > 2
     state.close()
 
 

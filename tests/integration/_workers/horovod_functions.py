@@ -1,6 +1,8 @@
 """Single tensors, each beside Horovod's own function; NCZ_CONFIG names the configuration."""
 
+import gc
 import itertools
+import weakref
 from functools import partial
 
 import horovod.torch as hvd
@@ -8,6 +10,7 @@ import torch
 from horovod_common import largest, largest_error, loss_of, new_model, own_values, save, sha256, wrapped
 
 import ncz_plugins.horovod as ncz
+from ncz_plugins import MismatchError
 from ncz_plugins.horovod import NCZ, pending
 
 SIZE = 5001
@@ -245,6 +248,33 @@ def other_defaults() -> list[str]:
     return digests
 
 
+def kept() -> dict:
+    """How many tensors and handles outlive their last reference, of two calls, where Python collects no garbage."""
+
+    def succeed() -> list:
+        tensor = own_values(SIZE)
+        handle = ncz.allreduce_async(tensor, name="x")
+        return [weakref.ref(each) for each in (tensor, handle, hvd.synchronize(handle))]
+
+    def fail() -> list:
+        tensor = own_values(SIZE + hvd.rank())
+        handle = ncz.allreduce_async(tensor, name="x")
+        watched = [weakref.ref(each) for each in (tensor, handle, handle.tensors[0].tensor)]
+        try:
+            hvd.synchronize(handle)
+        except MismatchError:
+            return watched
+        raise AssertionError("no error")
+
+    gc.collect()
+    gc.disable()
+    watched = {"success": succeed(), "failure": fail()}
+    succeed()  # a thread that has something else to do has let go of what was before
+    found = {name: sum(each() is not None for each in those) for name, those in watched.items()}
+    gc.enable()
+    return found
+
+
 hvd.init()
-checks = (compressed, plain, exact, fixed_rate, handles, unnamed, backward, inference, other_defaults)
+checks = (compressed, plain, exact, fixed_rate, handles, unnamed, backward, inference, other_defaults, kept)
 save({check.__name__: check() for check in checks})

@@ -513,6 +513,23 @@ def test_frames_take_channels_in_turns_and_come_in_order(world_size, sizes, chan
     play(world_size, body, channels=channels)
 
 
+def test_channels_that_are_not_in_use_can_be_closed():
+    def body(rank, opened):
+        count = len(opened._peers)
+        opened.channels = 2
+        opened.close_unused()
+        assert (count, len(opened._peers), opened.channels) == (10, 4, 2)
+        for channel in range(2):
+            for peer in {0, 1, 2} - {rank}:
+                opened.send(peer, bytes([10 * rank + channel]), channel)
+            messages = [opened.receive(peer, 1, 1, channel) for peer in sorted({0, 1, 2} - {rank})]
+            opened.finish(messages)
+            expected = [10 * peer + channel for peer in sorted({0, 1, 2} - {rank})]
+            assert [message.values[0] for message in messages] == expected
+
+    play(3, body, channels=5)
+
+
 def test_the_end_of_one_channel_is_noticed():
     def body(rank, opened):
         if rank == 1:
