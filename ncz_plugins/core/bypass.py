@@ -1,13 +1,11 @@
 """Why a call goes plain. Every rule that finds a reason is here; `reasons` has the reasons and their remedies.
 
-A call is looked at three times: when it is asked for (`before_call`, then its size, then what its parts are), by what
-became of similar calls before (`BypassBackoff`), and once its values are measured (`scales_or_bypass`). The first
-reason counts. No rule looks at anything in which ranks could differ, so all ranks decide alike.
+A call is looked at twice: when it is asked for (`before_call`, then its size, then what its parts are), and once its
+values are measured (`scales_or_bypass`). The first reason counts. No rule looks at anything in which ranks could
+differ, so all ranks decide alike.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -115,57 +113,3 @@ def by_scales(derived: Derived, dtype: torch.dtype) -> Bypass | None:
     if derived.scales is None:
         return Bypass.CODE_OVERFLOW
     return None if derived.is_worthwhile(dtype) else Bypass.NOT_WORTH
-
-
-# ------------------------------------------------------------------ by what became of similar calls
-
-
-class BypassBackoff:
-    """Which calls go plain without being measured, because measuring has shown that calls of their kind are hopeless.
-
-    After such a call the next one of its kind goes plain, then the next 2, 4, ... 64, until one is compressed. All
-    ranks make the same calls and learn the same of them, so they decide alike.
-    """
-
-    _HOPELESS = (Bypass.NOT_WORTH, Bypass.CODE_OVERFLOW)
-    _LONGEST = 64
-    _MOST_KINDS = 1000  # are remembered; then the oldest goes, as sizes may be others in each call
-
-    def __init__(self):
-        self._kinds: dict[str, _Hopeless] = {}
-
-    def next(self, kind: str) -> Bypass | None:
-        """The reason why the call of this kind that comes now goes plain at once, if there is one."""
-        hopeless = self._kinds.get(kind)
-        if hopeless is None or not hopeless.left:
-            return None
-        hopeless.left -= 1
-        return hopeless.reason
-
-    def learn(self, kind: str, bypass: Bypass | None) -> None:
-        """What became of a call that was measured: it was compressed (None), or went plain for this reason."""
-        if bypass in self._HOPELESS:
-            if kind not in self._kinds and len(self._kinds) >= self._MOST_KINDS:
-                del self._kinds[next(iter(self._kinds))]
-            hopeless = self._kinds.setdefault(kind, _Hopeless())
-            hopeless.reason = bypass
-            hopeless.length = hopeless.left = min(2 * hopeless.length or 1, self._LONGEST)
-        else:
-            self._kinds.pop(kind, None)
-
-    def state_dict(self) -> dict[str, list]:
-        """Numbers and strings, for a checkpoint."""
-        return {kind: [each.reason.value, each.left, each.length] for kind, each in self._kinds.items()}
-
-    def load_state_dict(self, state: dict[str, list]) -> None:
-        """Take over what `state_dict` gave."""
-        self._kinds = {kind: _Hopeless(Bypass(reason), *numbers) for kind, (reason, *numbers) in state.items()}
-
-
-@dataclass
-class _Hopeless:
-    """Calls of one kind: why they go plain, how many more will without being measured, and out of how many."""
-
-    reason: Bypass | None = None
-    left: int = 0
-    length: int = 0

@@ -135,11 +135,6 @@ def connecting(number: int) -> dict[str, int]:
     return refusal(number) | {"refusal": 0, "transfer": _CONNECTING}
 
 
-def bypassing(numbers: Mapping[str, int], bypass: Bypass) -> dict[str, int]:
-    """What `described` returned for a compressed call, now that it goes plain at once."""
-    return {**numbers, "transfer": 1 + _BYPASSES.index(bypass)}
-
-
 def require_same(collective: str, comparison: RankComparison, ranks: Sequence[int]) -> None:
     """Raise MismatchError if ranks described different calls.
 

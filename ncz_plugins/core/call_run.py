@@ -9,9 +9,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..kernels.backend import Backend, GpuBackend
-from .bypass import Bypass, BypassBackoff, by_scales, scales_or_bypass
+from .bypass import Bypass, by_scales, scales_or_bypass
 from .call import Call
-from .call_description import bypassing, require_same
+from .call_description import require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
 from .codec.layout import Layout, Window
@@ -38,18 +38,11 @@ from .transport.comparison import RankComparison
 _NO_VERSION = -1  # in place of a checksum
 
 
-def run(
-    call: Call,
-    device: Device,
-    transport: Transport,
-    backoff: BypassBackoff | None = None,
-    ranks: Sequence[int] | None = None,
-) -> Counters:
+def run(call: Call, device: Device, transport: Transport, ranks: Sequence[int] | None = None) -> Counters:
     """Run `call` to its end on this rank.
 
     Args:
         device: where the tensors of `call` live.
-        backoff: what similar calls before came to; None to measure every call.
         ranks: the global ranks, for messages; None: those of `transport`.
 
     Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
@@ -57,14 +50,8 @@ def run(
     counters = call.counters(transport.world_size)
     plain_bytes = counters.plain_bytes
     started = time.perf_counter()
-    bypass = backoff.next(call.kind) if backoff else None
     ranks = range(transport.world_size) if ranks is None else ranks
-    if bypass is not None:
-        require_same_call(call.collective, bypassing(call.described, bypass), transport, counters, ranks)
-    else:
-        bypass = _run_compressed(call, device, transport, counters, ranks)
-        if backoff:
-            backoff.learn(call.kind, bypass)
+    bypass = _run_compressed(call, device, transport, counters, ranks)
     if bypass is None:
         counters.compressed_calls = 1
     else:

@@ -335,7 +335,7 @@ class Collectives:
         Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
         """
         contribution = None if call.verify_as is None else call.source.data.clone()
-        done = run(call, device, transport, self.state.backoff(self._communicator), self.ranks)
+        done = run(call, device, transport, self.ranks)
         self._count(done, call.role)
         if contribution is not None and done.compressed_calls:
             self._verify(call, contribution, device, transport)

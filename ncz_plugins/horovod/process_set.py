@@ -275,17 +275,14 @@ class _Progress:
         self._training = compressor.training
         self._state: GroupState = compressor.training.of_group(process_set.ranks)
         state, guard = self._state, self._state.guard.state_dict()
-        backoff = zlib.crc32(repr(state.remembers).encode())
         halvings = round(-math.log2(guard["tightening"]))
-        numbers = [self._training.step, guard["calls"], halvings, state.calls, state.sums, backoff, -backoff]
+        numbers = [self._training.step, guard["calls"], halvings, state.calls, state.sums]
         self.tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def follow(self) -> None:
         """Go on from where the rank is that is farthest."""
-        self._training.step, calls, halvings, self._state.calls, self._state.sums, *backoff = self.tensor.tolist()
+        self._training.step, calls, halvings, self._state.calls, self._state.sums = self.tensor.tolist()
         self._state.guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
-        if sum(backoff):  # ranks remember different calls, and would not go plain alike
-            self._state.remembers = []
 
 
 def _differences(job: Job, tensors: list[PendingTensor]) -> str:

@@ -139,12 +139,6 @@ def test_they_follow_a_guard_that_has_tightened(ranks):
     assert len({result["sha256"] for result in results}) == 1
 
 
-def test_what_one_rank_knows_to_be_hopeless_is_tried_by_all(ranks):
-    first, second = (rank["known by the first only"]["hopeless"] for rank in ranks)
-    assert first["bypasses"] == second["bypasses"] and sum(first["bypasses"].values()) == 1
-    assert first["error"] <= first["rounding"] and first["sha256"] == second["sha256"]
-
-
 def test_elastic_training_can_go_back_to_a_commit_again(ranks):
     for rank in ranks:
         committed, *restored = rank["restored twice"]["states"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..bypass import BypassBackoff
 from ..config import GuardConfig
 from ..runtime.worker import Handle
 from .guard import Guard
@@ -20,34 +19,9 @@ class GroupState:
 
     def __init__(self, config: GuardConfig):
         self.calls = 0
-        self._backoffs: list[BypassBackoff] = []
         self.guard = Guard(config)
         self.sums = 0
         self._pending: list[Handle] = []
-
-    def backoff(self, communicator: int = 0) -> BypassBackoff:
-        """Which kinds of calls go plain without being measured.
-
-        Each communicator has its own: calls of several run side by side, and what is learned from one must not come now
-        before and now behind a call of another.
-
-        Args:
-            communicator: its number, see `Training.free_number`.
-        """
-        while len(self._backoffs) <= communicator:
-            self._backoffs.append(BypassBackoff())
-        return self._backoffs[communicator]
-
-    @property
-    def remembers(self) -> list[dict]:
-        """What all of them know, as numbers and strings."""
-        return [each.state_dict() for each in self._backoffs]
-
-    @remembers.setter
-    def remembers(self, states: list[dict]) -> None:
-        self._backoffs = []
-        for communicator, state in enumerate(states):
-            self.backoff(communicator).load_state_dict(state)
 
     def picks(self, step: int) -> bool:
         """Whether the compressed sum that is asked for now is to be verified. Asked once for each."""
@@ -68,10 +42,9 @@ class GroupState:
 
     def state_dict(self) -> dict:
         """Numbers, strings and mappings, for a checkpoint."""
-        return {"calls": self.calls, "patience": self.remembers, "guard": self.guard.state_dict()}
+        return {"calls": self.calls, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what `state_dict` gave."""
         self.calls = state["calls"]
-        self.remembers = state["patience"]
         self.guard.load_state_dict(state["guard"])

@@ -10,7 +10,6 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from ..bypass import Bypass
 from ..config import first_problem
 from ..errors import ConfigError
 
@@ -32,16 +31,8 @@ class _Guard(_Section):
     calls: Annotated[int, Field(ge=1)]
 
 
-def _hopeless(each: list) -> list:
-    reason, *numbers = each
-    if reason not in [bypass.value for bypass in Bypass] or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError("a reason and two counts are what it must hold")
-    return each
-
-
 class _Group(_Section):
     calls: _Count
-    patience: list[dict[str, Annotated[list, Field(min_length=3, max_length=3), AfterValidator(_hopeless)]]]
     guard: _Guard
 
 

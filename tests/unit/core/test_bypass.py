@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ncz_plugins.core.bypass import Bypass, BypassBackoff, before_call, by_op, by_size, by_warm_up, scales_or_bypass
+from ncz_plugins.core.bypass import Bypass, before_call, by_op, by_size, by_warm_up, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import DTYPES
@@ -67,49 +67,5 @@ def test_measured_values_decide(largest, bound, dtype, found):
     assert result is found if found else not isinstance(result, Bypass)
 
 
-def test_hopeless_kinds_are_measured_more_and_more_rarely():
-    backoff, measured = BypassBackoff(), []
-    for call in range(200):
-        if backoff.next("kind") is None:
-            measured.append(call)
-            backoff.learn("kind", Bypass.NOT_WORTH)
-    assert measured == [0, 2, 5, 10, 19, 36, 69, 134, 199]
-    assert backoff.next("another kind") is None
-
-
-def test_one_success_is_enough_to_start_again():
-    backoff = BypassBackoff()
-    for _ in range(3):
-        backoff.learn("kind", Bypass.CODE_OVERFLOW)
-    assert backoff.next("kind") is Bypass.CODE_OVERFLOW
-    backoff.learn("kind", None)
-    assert backoff.next("kind") is None
-
-
-def test_values_that_are_not_finite_say_nothing_about_the_next_call():
-    backoff = BypassBackoff()
-    backoff.learn("kind", Bypass.NON_FINITE)
-    assert backoff.next("kind") is None
-
-
-def test_backoff_is_saved_and_restored():
-    backoff, restored = BypassBackoff(), BypassBackoff()
-    for _ in range(3):
-        backoff.learn("kind", Bypass.NOT_WORTH)
-    backoff.next("kind")
-    restored.load_state_dict(backoff.state_dict())
-    for left in (3, 8):
-        for each in (backoff, restored):
-            assert [each.next("kind") for _ in range(left + 1)] == [Bypass.NOT_WORTH] * left + [None]
-            each.learn("kind", Bypass.NOT_WORTH)
-
-
 def test_every_dtype_that_frames_know_can_be_compressed():
     assert all(before_call(ANY, 2, None, dist.ReduceOp.SUM, (dtype,)) is None for dtype in DTYPES)
-
-
-def test_kinds_that_never_come_again_take_no_more_and_more_memory():
-    backoff, most = BypassBackoff(), BypassBackoff._MOST_KINDS
-    for number in range(most + 5):
-        backoff.learn(f"kind {number}", Bypass.NOT_WORTH)
-    assert list(backoff.state_dict()) == [f"kind {number}" for number in range(5, most + 5)]

@@ -212,17 +212,6 @@ def test_the_transport_learns_from_calls_that_go_compressed_what_the_link_carrie
     play(2, body)
 
 
-def test_each_communicator_of_a_training_learns_from_its_own_calls():
-    """Calls of several run side by side, so their order differs between ranks."""
-    training = Training(Config.load({"transport": {"min_bytes": 0}}))
-    state = training.of_group(RANKS)
-    state.backoff(0).learn("kind", Bypass.NOT_WORTH)
-    resumed = Training(training.config)
-    resumed.load_state_dict(training.state_dict())
-    for each in (state, resumed.of_group(RANKS)):
-        assert each.backoff(1).next("kind") is None and each.backoff(0).next("kind") is Bypass.NOT_WORTH
-
-
 def test_a_communicator_that_takes_the_place_of_another_has_its_number():
     training = Training()
 
@@ -288,23 +277,6 @@ def test_a_role_that_nobody_knows_is_none():
     request.role = "grad"
     with pytest.raises(ValueError, match="role='grad' is none; pass one of 'gradient'"):
         collectives().decide(request)
-
-
-def test_hopeless_calls_are_no_longer_measured():
-    def body(transport):
-        chosen = collectives(transport.rank, quantizer={"mode": "abs", "value": 1e-12})
-        for _ in range(3):
-            reduce(chosen, transport, values(transport.rank, 1000))
-        return [counters.calls for counters in [chosen.training.stats.total]], chosen.state.backoff().state_dict()
-
-    (_, backoff), (_, other) = play(2, body)
-    assert backoff == other
-    ((reason, left, length),) = backoff.values()
-    assert (reason, left, length) == (
-        "code overflow",
-        2,
-        2,
-    )  # of three calls the second was spared
 
 
 def test_exact_calls_leave_the_random_numbers_of_others_as_they_are():

@@ -8,7 +8,7 @@ import torch
 from ranks import play, same_bits, values
 
 from ncz_plugins import kernels
-from ncz_plugins.core.bypass import BypassBackoff, scales_or_bypass
+from ncz_plugins.core.bypass import scales_or_bypass
 from ncz_plugins.core.call import Call
 from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
@@ -606,46 +606,5 @@ def test_damage_that_the_second_thread_finds_is_raised():
                 measured=range(transport.rank, transport.rank + 1),
                 schedule=schedule,
             )
-
-    play(2, body)
-
-
-# ---------------------------------------------------------------- hopeless calls
-
-
-def test_hopeless_calls_are_measured_less_and_less_often():
-    """A bound that 32 bits can't hold: 1, 2, 4, ... calls of the same kind go plain unmeasured, others are not hit."""
-
-    def body(transport):
-        backoff = BypassBackoff()
-
-        def call(numel: int, scale: float) -> Counters:
-            tensor = values(transport.rank, numel) * scale
-            return run(
-                Call(
-                    "all_reduce",
-                    CONFIG,
-                    Layout.split(numel, 2, CHUNK, 0),
-                    source=Window(tensor),
-                    output=Window(tensor),
-                    measured=range(2),
-                    schedule=ring.all_reduce,
-                    plain=lambda plain: plain.all_reduce(tensor),
-                    addends=2,
-                    addend=transport.rank,
-                ),
-                Host(),
-                transport,
-                backoff,
-            )
-
-        hopeless = [call(5000, 1e12) for _ in range(150)]
-        assert all(counters.bypasses == {"code overflow": 1} for counters in hopeless)
-        measured = [i for i, counters in enumerate(hopeless) if counters.measure_seconds > 0]
-        assert measured == [0, 2, 5, 10, 19, 36, 69, 134]
-        assert call(5001, 1).compressed_calls == 1  # another kind
-        ends = [call(5000, 1).compressed_calls for _ in range(50)]
-        assert ends == [0] * 49 + [1]
-        assert [call(5000, 1e12).measure_seconds > 0 for _ in range(2)] == [True, False]  # from the beginning
 
     play(2, body)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import AccuracyError, ConfigError
 from ncz_plugins.core.runtime.statistics import Counters
@@ -173,7 +172,6 @@ def with_part(key: str, value: object) -> dict:
                 ("groups", {"0 1": {}}),
                 ("groups", {"0 1": GROUP | {"guard": {"tightening": 0, "calls": 1}}}),
                 ("groups", {"0 1": GROUP | {"guard": {"tightening": "x", "calls": 1}}}),
-                ("groups", {"0 1": GROUP | {"patience": [{"kind": ["no reason", 1, 1]}]}}),
                 ("groups", {"0 1": GROUP | {"calls": -1}}),
             ]
         ),
@@ -186,14 +184,6 @@ def test_a_foreign_state_is_refused(state, words):
     with pytest.raises(ConfigError, match=words):
         training.load_state_dict(state)
     assert str(saved(training)) == str(before)
-
-
-def test_what_hopeless_calls_taught_goes_through_a_checkpoint():
-    training = of_a_run()
-    training.of_group(RANKS).backoff(1).learn("sum", Bypass.NOT_WORTH)
-    again = of_two_ranks()
-    again.load_state_dict(saved(training))
-    assert again.of_group(RANKS).backoff(1).next("sum") == Bypass.NOT_WORTH
 
 
 def test_residuals_that_are_not_finite_start_at_zero():
