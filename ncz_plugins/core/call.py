@@ -128,7 +128,6 @@ class Call:
         divisor: what the sum is divided by.
         root: rank that a broadcast starts from.
         feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
-        in_pieces: whether frames may travel before all is measured, and be for nothing if then it has to go plain.
         described: what all ranks must have in common, see call_description.py. Nothing is compared if it is empty.
         role: what the tensor is, if that was said.
         baseline: what the changes are sent from; None: all is sent.
@@ -150,7 +149,6 @@ class Call:
     divisor: float = 1
     root: int = 0
     feedback: Feedback | None = None
-    in_pieces: bool = True
     role: str | None = None
     baseline: Baseline | None = None
     verify_as: str | None = None

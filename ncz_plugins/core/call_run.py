@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from ..kernels.backend import Backend, GpuBackend
+from ..kernels.backend import Backend
 from .bypass import Bypass, by_scales, scales_or_bypass
 from .call import Call
 from .call_description import require_same
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
-from .codec.layout import Layout, Window
+from .codec.layout import Window
 from .codec.quantize import (
     Scales,
     derive_on_gpu,
@@ -25,8 +25,7 @@ from .codec.quantize import (
     most_summable,
     step_rule,
 )
-from .codec.scale_agreement import DeviceAgreement, PiecewiseAgreement, ScaleAgreement, pieces_of
-from .codec.tensor_codec import UpdatingCodec, codec_for, coding_for, noise_for
+from .codec.tensor_codec import Outcome, UpdatingCodec, codec_for, coding_for, noise_for
 from .errors import memory_errors
 from .runtime.device import Device
 from .runtime.statistics import Counters
@@ -114,14 +113,18 @@ def _agree(
     call: Call, device: Device, transport: Transport, counters: Counters, ranks: Sequence[int]
 ) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
-    # One message says what the call is and what was measured, if that is little. Else whether all ranks make the same
-    # call is asked first, as the length of what was measured depends on it. The answer travels while they measure.
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
-    source, scales, values = call.source, None, None
-    if _says_both(call, device, transport):
-        source, scales = _measured(call, source, device, transport, counters)
-        values = scales.hand_over_first()
-    same_call = transport.start_comparison(comparison, counters, values)
+
+    # Few measurements travel with the comparison, which saves a round trip. Otherwise ranks compare first: if they pass
+    # different sizes, their measurements have different lengths.
+    if _fits_comparison(call, device, transport):
+        source, measured = _measured(call, call.source, device, counters)
+        transport.start_comparison(comparison, counters, measured).wait()
+        require_same(call.collective, comparison, ranks)
+        return _quantizing_codec(call, source, measured, device, transport, counters)
+    same_call = transport.start_comparison(comparison, counters)
+
+    # A call that needs no quantization steps.
     if call.config.quantizer.bits is not None:
         same_call.wait()
         require_same(call.collective, comparison, ranks)
@@ -131,18 +134,81 @@ def _agree(
         same_call.wait()
         require_same(call.collective, comparison, ranks)
         return _updating_codec(call, call.baseline, versions, device, transport, counters)
-    if call.within_node is None and scales is None:
-        source, scales = _measured(call, source, device, transport, counters)
+
+    # The comparison travels while this rank measures, unless its node adds up first: that must not begin before it is
+    # sure that all ranks make the same call.
+    source = call.source
+    if call.within_node is None:
+        source, measured = _measured(call, source, device, counters)
     same_call.wait()
     require_same(call.collective, comparison, ranks)
     if call.within_node is not None:
         source = call.within_node(transport, counters)
         device.synchronize()  # within the time-out: measuring waits without a limit
-        source, scales = _measured(call, source, device, transport, counters)
-    if scales is not None:
-        scales.require(1)
-        if scales.bypass:
-            return scales.bypass
+        source, measured = _measured(call, source, device, counters)
+    if call.config.quantizer.kind == "lossless":
+        return _codec(call, source, None, device, transport, counters)
+
+    # The ranks agree on the largest of what each has measured.
+    if device.in_batches:
+        with peer_errors("agreeing on quantization steps"):
+            replace_by_largest(transport, measured, counters)
+    else:
+        transport.start_max(measured, counters).wait()
+    return _quantizing_codec(call, source, measured, device, transport, counters)
+
+
+def _fits_comparison(call: Call, device: Device, transport: Transport) -> bool:
+    """Whether what this rank measures travels in the message that compares the ranks' calls."""
+    quantizer = call.config.quantizer
+    if call.within_node is not None or call.baseline is not None or device.in_batches:
+        return False
+    if quantizer.kind == "lossless" or quantizer.bits is not None:
+        return False
+    nbytes = measured_bytes(call.layout, quantizer, call.source.data.dtype)
+    return 0 < nbytes <= transport.most_with_comparison
+
+
+def _measured(call: Call, source: Window, device: Device, counters: Counters) -> tuple[Window, Tensor | None]:
+    """The values to quantize, and what this rank measured of them; None where no quantization steps are needed."""
+    layout, quantizer = call.layout, call.config.quantizer
+    with span("measure", source.data.nbytes, counters):
+        if call.feedback:
+            source = call.feedback.added_to(source)
+        if quantizer.kind == "lossless":
+            return source, None
+        most = most_summable(quantizer, source.data.dtype, call.addends, call.divisor)
+        measure_here = measure_on_gpu if device.in_batches else measure
+        return source, measure_here(device.backend, source, layout, call.measured, quantizer, most=most)
+
+
+def _quantizing_codec(
+    call: Call, source: Window, agreed: Tensor, device: Device, transport: Transport, counters: Counters
+) -> Codec | Bypass:
+    """The codec for the quantization steps that follow from what the ranks agreed on, or the reason to go plain.
+
+    On a GPU the host does not wait for the steps, and learns the reason later: see `Outcome`.
+    """
+    layout, quantizer, dtype = call.layout, call.config.quantizer, source.data.dtype
+    if not device.in_batches:
+        found = scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor, device.backend)
+        return found if isinstance(found, Bypass) else _codec(call, source, found, device, transport, counters)
+    rule = step_rule(quantizer, dtype, call.addends, call.divisor)
+    scales, on_device = derive_on_gpu(device.backend, agreed, layout, quantizer, rule)
+    outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, layout), dtype))
+    return _codec(call, source, scales, device, transport, counters, outcome)
+
+
+def _codec(
+    call: Call,
+    source: Window,
+    scales: Scales | None,
+    device: Device,
+    transport: Transport,
+    counters: Counters,
+    outcome: Outcome | None = None,
+) -> Codec:
+    """The codec of a call, with its random numbers and what is known of the link."""
     return codec_for(
         call.config,
         device,
@@ -154,29 +220,8 @@ def _agree(
         noise=noise_for(call.config, call.number, call.addend, call.addends),
         divisor=call.divisor,
         kind=call.kind,
+        outcome=outcome,
     )
-
-
-def _says_both(call: Call, device: Device, transport: Transport) -> bool:
-    """Whether what ranks must agree on first travels in the message that compares their calls."""
-    quantizer = call.config.quantizer
-    return (
-        call.within_node is None
-        and call.baseline is None
-        and quantizer.kind != "lossless"
-        and quantizer.bits is None
-        and not device.in_batches
-        and 0
-        < measured_bytes(call.layout, _pieces(call, transport)[0], quantizer, call.source.data.dtype)
-        <= transport.most_with_comparison
-    )
-
-
-def _pieces(call: Call, transport: Transport) -> list[range]:
-    """In which the tensor of a call is measured, as frames of every segment."""
-    if not (call.in_pieces and transport.overlaps):
-        return [range(call.layout.frames)]
-    return pieces_of(call.layout, call.config, transport.is_far)
 
 
 def _versions(call: Call, baseline: Baseline, backend: Backend) -> dict[str, int]:
@@ -227,55 +272,3 @@ def fixed_rate_codec(
     noise = noise_for(call.config, call.number, call.addend, call.addends)
     tensor = CodedTensor(call.layout, source, call.output)
     return FixedRateCodec(backend, tensor, call.config.quantizer.bits, counters, noise, call.divisor)
-
-
-def _measured(
-    call: Call, source: Window, device: Device, transport: Transport, counters: Counters
-) -> tuple[Window, ScaleAgreement | None]:
-    """What is quantized, and its scales, which the ranks are still to agree on; None where none are needed."""
-    if call.feedback:
-        with span("measure", source.data.nbytes, counters):
-            source = call.feedback.added_to(source)
-    layout, quantizer = call.layout, call.config.quantizer
-    if quantizer.kind == "lossless":
-        return source, None
-
-    dtype = source.data.dtype
-    most = most_summable(quantizer, dtype, call.addends, call.divisor)
-    if device.in_batches:
-        return source, _on_gpu(call, source, most, device.backend, transport, counters)
-
-    def measured(frames: range) -> Tensor:
-        with span("measure", source.data.nbytes * len(frames) // layout.frames, counters):
-            return measure(device.backend, source, layout, call.measured, quantizer, frames, most)
-
-    def agree(measured: Tensor) -> Callable[[], None]:
-        return transport.start_max(measured, counters).wait
-
-    def derived(agreed: Tensor, layout: Layout) -> Scales | Bypass:
-        return scales_or_bypass(agreed, layout, quantizer, dtype, call.addends, call.divisor, device.backend)
-
-    pieces = _pieces(call, transport)
-    return source, PiecewiseAgreement(layout, pieces, quantizer.block_in_effect, measured, agree, derived)
-
-
-def _on_gpu(
-    call: Call, source: Window, most: float, backend: GpuBackend, transport: Transport, counters: Counters
-) -> DeviceAgreement:
-    """The agreement on scales of a call whose tensors are on a GPU. The host waits for nothing."""
-    layout, quantizer, dtype = call.layout, call.config.quantizer, source.data.dtype
-    rule = step_rule(quantizer, dtype, call.addends, call.divisor)
-
-    def agree(measured: Tensor) -> None:
-        with peer_errors("agreeing on quantization steps"):
-            replace_by_largest(transport, measured, counters)
-
-    def derived(agreed: Tensor) -> tuple[Scales, Tensor]:
-        return derive_on_gpu(backend, agreed, layout, quantizer, rule)
-
-    def judge(scales: Scales, outcome: list[int]) -> Bypass | None:
-        return by_scales(derived_on_gpu(scales, outcome, layout), dtype)
-
-    with span("measure", source.data.nbytes, counters):
-        measured = measure_on_gpu(backend, source, layout, call.measured, quantizer, most)
-    return DeviceAgreement(measured, agree, derived, judge)

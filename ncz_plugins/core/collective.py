@@ -289,9 +289,7 @@ class Collectives:
             layout = Layout.of([request.input.numel()], *frames_of(request.input, config))
             run = partial(schedule.broadcast, root=request.root)
             measured = range(1 if rank == request.root else 0)
-            # Not in pieces: agreeing on the second, the root would wait for ranks that wait for the rest of its first
-            # frame.
-            return call(layout, source, output, measured, run, root=request.root, in_pieces=False)
+            return call(layout, source, output, measured, run, root=request.root)
         if request.collective == "all_gather_into_tensor":
             layout = layout_of_parts(request.input, n, config)
             source = Window(source.data, layout.segment(rank).start)

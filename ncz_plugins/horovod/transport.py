@@ -47,7 +47,6 @@ class HorovodTransport(Transport):
     """
 
     link_gbps = None  # Horovod does not tell which link it uses
-    overlaps = False  # its operations take all frames at once
 
     def __init__(self, process_set, name: str):
         self.rank = process_set.rank()

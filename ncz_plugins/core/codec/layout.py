@@ -93,36 +93,21 @@ class Layout:
         return slice(self._starts[segments.start], self._starts[segments.stop])
 
     def steps_of(self, segments: range) -> slice:
-        """Those of some neighbouring segments, as an index into the steps of the tensor."""
+        """Quantization steps of some neighbouring segments, as an index into the steps of the tensor."""
         return slice(self._first_steps[segments.start], self._first_steps[segments.stop])
 
     def frame(self, segment: int, index: int) -> slice:
         """Elements of one frame."""
-        return self.run(segment, range(index, index + 1))
-
-    def run(self, segment: int, frames: range) -> slice:
-        """Elements of neighbouring frames of one segment."""
         start, stop = self._starts[segment], self._starts[segment + 1]
-        return slice(
-            min(start + frames.start * self.frame_elements, stop), min(start + frames.stop * self.frame_elements, stop)
-        )
-
-    def cut(self, frames: range) -> Layout:
-        """The layout of these neighbouring frames of every segment by themselves."""
-        if frames == range(self.frames):
-            return self
-        runs = [self.run(segment, frames) for segment in range(len(self.lengths))]
-        return Layout(tuple(run.stop - run.start for run in runs), self.frame_elements)
+        first = start + index * self.frame_elements
+        return slice(min(first, stop), min(first + self.frame_elements, stop))
 
     def frame_steps(self, segment: int, index: int) -> slice:
-        """Those of one frame, likewise."""
-        return self.run_steps(segment, range(index, index + 1))
-
-    def run_steps(self, segment: int, frames: range) -> slice:
-        """Those of neighbouring frames of one segment, likewise."""
+        """Quantization steps of one frame, as an index into the steps of the tensor."""
         start, stop = self._first_steps[segment], self._first_steps[segment + 1]
         of_frame = self.frame_elements // SCALE_BLOCK
-        return slice(min(start + frames.start * of_frame, stop), min(start + frames.stop * of_frame, stop))
+        first = start + index * of_frame
+        return slice(min(first, stop), min(first + of_frame, stop))
 
     def block_lengths(self, block: int) -> np.ndarray:
         """Elements of each block that shares a scale, [blocks]; blocks start afresh in every segment.
@@ -132,16 +117,6 @@ class Layout:
         if block == 0:
             return np.array([self.numel])
         return np.concatenate([np.minimum(block, n - np.arange(0, n, block)) for n in self.lengths])
-
-    def blocks_in(self, frames: range, block: int) -> np.ndarray:
-        """Which blocks are in neighbouring frames of all segments, as indices into what is held per block.
-
-        The frames must begin and end where blocks do, or segments.
-        """
-        counts = [-(-length // block) for length in self.lengths]
-        within = [frames.start * self.frame_elements // block, -(-frames.stop * self.frame_elements // block)]
-        segments = zip(np.cumsum(counts) - counts, counts)
-        return np.concatenate([first + np.arange(*np.minimum(within, count)) for first, count in segments])
 
     def steps_per_block(self, block: int) -> np.ndarray:
         """How many steps are those of each block, [blocks]."""

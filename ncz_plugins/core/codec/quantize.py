@@ -48,12 +48,6 @@ class Scales:
         """Some of them, as a view."""
         return Scales(self.inverse_steps[steps], self.scales[steps])
 
-    def to(self, device: torch.device) -> Scales:
-        """The same in the memory of `device`."""
-        if self.scales.device == device:
-            return self
-        return Scales(self.inverse_steps.to(device), self.scales.to(device))
-
 
 class Derived(NamedTuple):
     """What follows from the measurements that all ranks agreed on.
@@ -126,7 +120,6 @@ def measure(
     layout: Layout,
     segments: range,
     quantizer: QuantizerConfig,
-    frames: range | None = None,
     most: float = math.inf,
     largest: bool = False,
 ) -> Tensor:
@@ -141,21 +134,18 @@ def measure(
     value. +inf stands for NaN and infinity.
 
     Args:
-        frames: neighbouring ones of each segment, to look at no others; they begin and end where blocks or segments do.
         most: larger magnitudes count as infinite where only root mean squares are returned. Else `derive` looks at it.
         largest: return the largest magnitudes of small blocks, too. Known, they allow finer bounds, and no bytes are
             saved by leaving them out where nobody else must know them.
     """
-    frames = range(layout.frames) if frames is None else frames
     alone = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
     if alone and quantizer.block_in_effect == SCALE_BLOCK:
-        cut = layout.cut(frames)
-        measured = torch.zeros(cut.steps, dtype=torch.bfloat16, device="cpu")
+        measured = torch.zeros(layout.steps, dtype=torch.bfloat16, device="cpu")
         for i in segments:
-            here = measured[cut.steps_of(range(i, i + 1))]
-            backend.root_mean_squares(source[layout.run(i, frames)], most, here)
+            here = measured[layout.steps_of(range(i, i + 1))]
+            backend.root_mean_squares(source[layout.segment(i)], most, here)
         return measured
-    return _measured(backend, source, layout, segments, quantizer, frames, most, alone)
+    return _measured(backend, source, layout, segments, quantizer, most, alone)
 
 
 @ieee
@@ -165,26 +155,24 @@ def _measured(
     layout: Layout,
     segments: range,
     quantizer: QuantizerConfig,
-    frames: range,
     most: float,
     alone: bool,
 ) -> Tensor:
     """What `measure` returns, from statistics of SCALE_BLOCK elements each. `alone`: only the root mean squares."""
-    cut = layout.cut(frames)
-    highest, negated = np.full((2, cut.steps), -np.inf if quantizer.mode == "range" else 0.0)
-    squares = np.zeros(cut.steps)
+    highest, negated = np.full((2, layout.steps), -np.inf if quantizer.mode == "range" else 0.0)
+    squares = np.zeros(layout.steps)
     if segments:
-        here = cut.steps_of(segments)
-        low, high, total = backend.statistics_of([source[layout.run(i, frames)] for i in segments]).numpy()
+        here = layout.steps_of(segments)
+        low, high, total = backend.statistics_of([source[layout.segment(i)] for i in segments]).numpy()
         highest[here], negated[here], squares[here] = high, -low, total
-    sizes = cut.steps_per_block(quantizer.block_in_effect)
+    sizes = layout.steps_per_block(quantizer.block_in_effect)
     first = np.cumsum(sizes) - sizes
     if quantizer.mode == "range":
         measured = [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
     else:
         measured = [np.maximum.reduceat(np.maximum(highest, negated), first)]
     if quantizer.mode == "rms":
-        lengths = cut.block_lengths(quantizer.block_in_effect)
+        lengths = layout.block_lengths(quantizer.block_in_effect)
         mean = np.add.reduceat(squares, first) / lengths
         mean *= 1 - (64 + sizes) * 2.0**-53  # not too large, however the sum was rounded
         # The square of a float64 may overflow, or vanish; the root mean square is this at least.
@@ -197,26 +185,14 @@ def _measured(
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
 
 
-def measured_bytes(layout: Layout, frames: range, quantizer: QuantizerConfig, dtype: torch.dtype) -> int:
-    """The bytes of what `measure` returns of some frames."""
+def measured_bytes(layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype) -> int:
+    """The bytes of what `measure` returns."""
     block = quantizer.block_in_effect
-    blocks = sum(-(-length // block) for length in layout.cut(frames).lengths) if block else 1
+    blocks = sum(-(-length // block) for length in layout.lengths) if block else 1
     if mode_of(quantizer, dtype) == "rms only":
         return blocks * torch.bfloat16.itemsize
     kinds = 2 if quantizer.mode in ("rms", "range") else 1
     return blocks * kinds * work_dtype(dtype)().nbytes
-
-
-def joined(pieces: list[tuple[range, Tensor]], layout: Layout, block: int) -> Tensor:
-    """What `measure` would return of the whole layout, from what it did of some frames each: (frames, measured)."""
-    if len(pieces) == 1:
-        return pieces[0][1]
-    blocks = torch.from_numpy(np.concatenate([layout.blocks_in(frames, block) for frames, _ in pieces]))
-    kinds = sum(measured.numel() for _, measured in pieces) // len(blocks)
-    by_kind = torch.cat([measured.view(kinds, -1) for _, measured in pieces], 1)
-    whole = torch.empty_like(by_kind)
-    whole[:, blocks] = by_kind
-    return whole.view(-1)
 
 
 def derive(

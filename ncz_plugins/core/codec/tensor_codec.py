@@ -33,7 +33,6 @@ from ..runtime.trace import span
 from .coded_tensor import Codec, CodedTensor
 from .layout import Window
 from .quantize import Scales
-from .scale_agreement import ScaleAgreement
 
 CODED_TOGETHER = 1 << 24  # elements, on a GPU: more take further launches anyway, and others are under way meanwhile
 _CODER_NAMES = {coder.value: coder.name.lower() for coder in Coder}
@@ -198,17 +197,35 @@ class TensorCodec(Codec):
 
 
 @dataclass
+class Outcome:
+    """Whether there are quantization steps for a tensor on a GPU, which the host learns when it next waits for it.
+
+    Attributes:
+        unseen: int64, on the device, as `derive_on_gpu` returns it; None once the host has seen it.
+        judge: takes the values of `unseen`. Returns the reason to go plain, or None.
+        bypass: that reason.
+    """
+
+    unseen: Tensor | None
+    judge: Callable[[list[int]], object | None]
+    bypass: object | None = None
+
+    def learn(self, seen: list[int]) -> None:
+        """Take the values of `unseen`."""
+        self.unseen, self.bypass = None, self.judge(seen)
+
+
+@dataclass
 class QuantizingCodec(TensorCodec):
     """Adds codes, as integers.
 
-    Ranks may still be agreeing on scales while the first frames travel, and then find that the call must go plain. From
-    then on this codec writes empty frames and reads none. So the schedule comes to its end on all ranks alike, and the
-    output stays as it was.
+    On a GPU frames may travel before the host learns that the call must go plain. From then on this codec writes empty
+    frames and reads none. So the schedule comes to its end on all ranks alike, and the output stays as it was.
 
     Attributes:
         scales: the quantization steps that all ranks share.
         noise: for the stochastic quantizer; where it is said to begin is the start of the layout.
-        agreement: fills in `scales`; None where all are there.
+        outcome: on a GPU, whether `scales` can be used. None on a CPU, where that is known before.
         kind: what its call has in common with those that are expected to go alike.
     """
 
@@ -216,7 +233,7 @@ class QuantizingCodec(TensorCodec):
 
     scales: Scales
     noise: Noise | None = None
-    agreement: ScaleAgreement | None = None
+    outcome: Outcome | None = None
     kind: str = ""
 
     def __post_init__(self):
@@ -224,7 +241,7 @@ class QuantizingCodec(TensorCodec):
         self._decodings: list[Decoding] = []
         self._sums_to_decode: list[tuple[Sum, Tensor]] = []
         self._waiting = 0  # elements of these
-        self._outcome: Callable[[], Tensor] | None = None  # gives what the host has yet to see of the agreement
+        self._seeing: Callable[[], Tensor] | None = None  # gives the host's copy of the outcome, which is on its way
         self._is_checked = False  # all that was asked for
         self._is_padded = False  # what waits to be added up
 
@@ -238,11 +255,10 @@ class QuantizingCodec(TensorCodec):
 
     @property
     def bypass(self) -> object | None:
-        return self.agreement and self.agreement.bypass
+        return self.outcome and self.outcome.bypass
 
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._is_checked = False
-        self._require_scales(self.layout.frames)  # of all: the output may be the memory of what is still to be measured
         if self.bypass:
             return
         if self.device.in_batches:
@@ -267,16 +283,15 @@ class QuantizingCodec(TensorCodec):
         Args:
             places: (segment, index) of each.
             buffers: memory for each, of at least `frame_capacity`.
-            tell_outcome: then begin to copy to the host what it has yet to see of the agreement.
+            tell_outcome: then begin to copy the outcome to the host.
 
         Returns the bytes of each: int64, [len(places)], on the device.
         """
         batch = [FrameSum(*place, []) for place in places]
-        self._require_scales(self.layout.frames)
         with span("encode", self._nbytes(batch), self.counters), _naming(_name(batch)):
             sizes = self._written(batch, buffers)
-        if tell_outcome and self._untold is not None and self._outcome is None:
-            self._outcome = self.device.start_seeing(self._untold)
+        if tell_outcome and self._unseen is not None and self._seeing is None:
+            self._seeing = self.device.start_seeing(self._unseen)
         return sizes
 
     def _decode_if_enough(self, last: Tensor) -> None:
@@ -287,9 +302,9 @@ class QuantizingCodec(TensorCodec):
     def _decode_batch(self) -> None:
         """Decode what waits for others."""
         self._waiting = 0
-        if self._untold is not None:
-            outcome = self._outcome or self.device.start_seeing(self._untold)
-            self.agreement.learn(outcome().tolist())
+        if self._unseen is not None:
+            seeing = self._seeing or self.device.start_seeing(self._unseen)
+            self.outcome.learn(seeing().tolist())
         decodings, self._decodings = self._decodings, []
         if decodings and not self.bypass:
             with span("decode", sum(each.frame.nbytes for each in decodings), self.counters):
@@ -315,7 +330,6 @@ class QuantizingCodec(TensorCodec):
         """
         self._is_checked = False
         self._is_padded = padded
-        self._require_scales(self.layout.frames)
         if self.bypass:
             return
         scales = self.scales.scales[self.layout.frame_steps(segment, index)]
@@ -358,9 +372,9 @@ class QuantizingCodec(TensorCodec):
         return Sum(*self._own(wanted.segment, wanted.index), out, wanted.frames, first)
 
     @property
-    def _untold(self) -> Tensor | None:
-        """What the host has yet to see of the agreement."""
-        return self.agreement and self.agreement.outcome
+    def _unseen(self) -> Tensor | None:
+        """The outcome, if the host has yet to see it."""
+        return self.outcome and self.outcome.unseen
 
     def _sums(self, batch: list[FrameSum]) -> list[Tensor]:
         bypass = self.bypass
@@ -369,19 +383,13 @@ class QuantizingCodec(TensorCodec):
         return frames if self.bypass is bypass else super()._sums(batch)
 
     def seen(self, sizes: Tensor) -> list[int]:
-        if self._untold is None:
+        if self._unseen is None:
             return super().seen(sizes)
-        told = self.device.seen(torch.cat([sizes, self._untold])).tolist()  # with one wait
-        self.agreement.learn(told[sizes.numel() :])
-        return told[: sizes.numel()]
-
-    def _require_scales(self, frames: int) -> None:
-        if self.agreement is not None and not self.agreement.complete:
-            with span("agree", self.source.data.nbytes, self.counters):
-                self.agreement.require(frames)
+        seen = self.device.seen(torch.cat([sizes, self._unseen])).tolist()  # with one wait
+        self.outcome.learn(seen[sizes.numel() :])
+        return seen[: sizes.numel()]
 
     def _write_sums(self, batch, buffers):
-        self._require_scales(1 + max(each.index for each in batch))
         if self.bypass:
             nothing = self.source.data[:0]
             empty = [Sum(nothing, self.scales.inverse_steps[:0], buffer) for buffer in buffers]
@@ -493,7 +501,7 @@ def codec_for(
     config: Config,
     device: Device,
     tensor: CodedTensor,
-    scales: Scales | ScaleAgreement | None,
+    scales: Scales | None,
     *,
     counters: Counters | None = None,
     link_gbps: float | None = None,
@@ -501,16 +509,16 @@ def codec_for(
     noise: Noise | None = None,
     divisor: float = 1,
     kind: str = "",
+    outcome: Outcome | None = None,
 ) -> TensorCodec:
     """The codec of one tensor, as `config` wants it.
 
     Args:
-        scales: the quantization steps, or what fills them in, whose first frames have theirs; None for a codec that
-            keeps floats as they are.
+        scales: the quantization steps; None for a codec that keeps floats as they are.
         link_gbps, carried_gbps: see `coding_for`.
         noise: what a stochastic quantizer rounds by, see `noise_for`; None: the numbers of call 0, unshifted.
         divisor: see LosslessCodec; `scales` are divided already.
-        kind: see QuantizingCodec.
+        kind, outcome: see QuantizingCodec.
     """
     counters = Counters() if counters is None else counters
     common = (
@@ -523,10 +531,7 @@ def codec_for(
     if scales is None:
         return LosslessCodec(*common, divisor)
     noise = noise_for(config, call=0, addend=0, addends=1) if noise is None else noise
-    if isinstance(scales, ScaleAgreement):
-        there = scales.scales.to(tensor.source.data.device)
-        return QuantizingCodec(*common, there, noise, scales, kind)
-    return QuantizingCodec(*common, scales, noise, kind=kind)
+    return QuantizingCodec(*common, scales, noise, outcome, kind)
 
 
 def noise_for(config: Config, call: int, addend: int, addends: int) -> Noise | None:

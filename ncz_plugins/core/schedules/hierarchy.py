@@ -36,7 +36,6 @@ def in_nodes(call: Call, nodes: Nodes, block: int) -> Call:
         call: as it would run flat.
         block: elements that share a scale, see `QuantizerConfig.block_in_effect`.
     """
-    call = replace(call, in_pieces=False)  # nodes share their output, which must then be the result
     if call.collective == "broadcast":
         return _broadcast(call, nodes, block)
     return {

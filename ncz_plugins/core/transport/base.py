@@ -245,7 +245,6 @@ class Transport(FrameTransport):
 
     Attributes:
         link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states or measures it; else None.
-        overlaps: whether frames travel while others are coded.
         most_with_comparison: bytes of values that may travel in the same message as a comparison.
         trip_seconds: what a short message takes to the other ranks, the same on all; 0 where nobody has measured it.
         carried_gbps: what calls tell that a far link carries, in Gbit/s, see `learn`; 0: nothing.
@@ -254,7 +253,6 @@ class Transport(FrameTransport):
     """
 
     link_gbps: float | None
-    overlaps: bool = True
     most_with_comparison: int = 0
     trip_seconds: float = 0.0
     carried_gbps: float = 0.0

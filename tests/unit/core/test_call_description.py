@@ -10,7 +10,6 @@ from ncz_plugins.core import call_description
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Request
 from ncz_plugins.core.call_description import (
-    bypassing,
     checksum_of,
     checksum_of_list,
     described,
@@ -111,12 +110,6 @@ def test_calls_that_are_alike_pass():
 
 def test_settings_of_compressed_calls_must_be_the_same():
     assert "configuration differs" in verdict(compressed(), compressed({"quantizer": {"value": 0.5}}))
-
-
-def test_a_compressed_call_that_goes_plain_at_once_says_so():
-    numbers = bypassing(compressed(), Bypass.NOT_WORTH)
-    assert verdict(numbers, numbers) == ""
-    assert "transfer plain (not worth it) on rank 1, compressed on rank 0" in verdict(compressed(), numbers)
 
 
 @pytest.mark.parametrize("number", [-5, 99, 1 << 40])

@@ -11,7 +11,6 @@ from ....core.bypass import by_size
 from ....core.call_layout import adds_up_whole, layout_of_parts, layout_of_sum
 from ....core.codec.layout import Layout
 from ....core.codec.quantize import measured_bytes
-from ....core.codec.scale_agreement import pieces_of
 from ....core.config import Config
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
@@ -145,11 +144,9 @@ def compressed(
         layout = layout.part(range(fleet.world_size))
         _inside(fleet, group, nbytes)
     fleet.work(1e-6 * group.costs.call_us)
-    whole = on_gpu or hierarchical
-    pieces = [range(layout.frames)] if whole else pieces_of(layout, config, fleet.latency)
     compares_first = on_gpu or (hierarchical and collective != "all_gather")  # as nodes add up before they measure
-    scales = _Scales(fleet, layout, config, dtype, counters, pieces, compares_first)
-    codec = TimedCodec(fleet, layout, sizes, scales.require)
+    counters.wire_bytes += _agree_on_scales(fleet, layout, config, dtype, compares_first)
+    codec = TimedCodec(fleet, layout, sizes)
     getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
     codec.finish()
     if hierarchical:
@@ -157,66 +154,18 @@ def compressed(
     return Timed(float(fleet.end.max()), float(fleet.busy.max()), counters.wire_bytes, True)
 
 
-class _Scales:
-    """The agreement on quantization steps, in the pieces and the order that a real call has.
+def _agree_on_scales(fleet: Fleet, layout: Layout, config: Config, dtype: torch.dtype, compares_first: bool) -> int:
+    """Compare calls, measure, and agree on quantization steps. Returns the bytes of it that each rank sends.
 
     Args:
-        pieces: that are measured one after the other, as frames of every segment.
         compares_first: whether ranks compare their calls in a message of its own, however little they measure.
     """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        layout: Layout,
-        config: Config,
-        dtype: torch.dtype,
-        counters: Counters,
-        pieces: list[range],
-        compares_first: bool,
-    ):
-        self._fleet = fleet
-        self._layout = layout
-        self._counters = counters
-        self._quantizer = config.quantizer
-        self._dtype = dtype
-        self._left = list(pieces)
-        self._is_measured = True  # the first of these
-        self._last_start = 0  # the first frame of the last piece that is agreed on
-        self._measure(pieces[0])
-        n = fleet.world_size
-        if not compares_first and self._measured_bytes(pieces[0]) <= most_with_comparison(n, n <= MOST_RANKS):
-            self._agree(self._left.pop(0), _COMPARED_BYTES)
-            self._is_measured = False
-        else:
-            _exchange(fleet, _COMPARED_BYTES)
-
-    def require(self, frames: int) -> None:
-        """See `ScaleAgreement.require`."""
-        while self._left and frames > self._left[0].start:
-            self._measure_next()
-            self._last_start = self._left[0].start
-            self._agree(self._left.pop(0), 0)
-            self._is_measured = False
-        if self._left and frames > self._last_start + 1:
-            self._measure_next()
-
-    def _measure_next(self) -> None:
-        if not self._is_measured:
-            self._measure(self._left[0])
-            self._is_measured = True
-
-    def _values(self, frames: range) -> float:
-        return self._layout.numel * len(frames) / self._layout.frames
-
-    def _measure(self, frames: range) -> None:
-        self._fleet.work(1e-12 * self._fleet.costs.measure_ps * self._values(frames))
-
-    def _agree(self, frames: range, more: int) -> None:
-        self._counters.wire_bytes += int(_exchange(self._fleet, more + self._measured_bytes(frames)))
-
-    def _measured_bytes(self, frames: range) -> int:
-        return measured_bytes(self._layout, frames, self._quantizer, self._dtype)
+    n, nbytes = fleet.world_size, measured_bytes(layout, config.quantizer, dtype)
+    together = not compares_first and nbytes <= most_with_comparison(n, n <= MOST_RANKS)
+    if not together:
+        _exchange(fleet, _COMPARED_BYTES)
+    fleet.work(1e-12 * fleet.costs.measure_ps * layout.numel)
+    return int(_exchange(fleet, nbytes + (_COMPARED_BYTES if together else 0)))
 
 
 def _exchange(fleet: Fleet, nbytes: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -22,24 +22,16 @@ class TimedCodec:
 
     Args:
         sizes: what codes take, and which coder writes them.
-        require_scales: called with how many frames of each segment must have their quantization steps.
     """
 
     frame_capacity = 0
     sums_to_output = True
     encodes_ahead = False  # a GPU's own way of two ranks is timed as that of others
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        layout: Layout,
-        sizes: CodeSizes,
-        require_scales: Callable[[int], None],
-    ):
+    def __init__(self, fleet: Fleet, layout: Layout, sizes: CodeSizes):
         self.layout = layout
         self._fleet = fleet
         self._sizes = sizes
-        self._require_scales = require_scales
         self._in_batches = fleet.costs.kind == "gpu"
         self._lengths = np.array(layout.lengths)
 
@@ -53,12 +45,10 @@ class TimedCodec:
 
     def decode(self, segment: Ranks | int, index: int, frame: TimedFrame) -> None:
         """See `TensorCodec.decode`."""
-        self._require_scales(self.layout.frames)
         self._fleet.decode(self._seconds("decode", frame.addends) * self._values(segment, index))
 
     def decode_sum(self, segment: Ranks | int, index: int, frames: list[TimedFrame]) -> None:
         """See `QuantizingCodec.decode_sum`."""
-        self._require_scales(self.layout.frames)
         # Its own codes are made again, which takes no longer than writing them.
         seconds = self._seconds("decode", 1) * len(frames) + self._seconds("encode", 1) / 2
         self._fleet.decode(seconds * self._values(segment, index))
@@ -78,7 +68,6 @@ class TimedCodec:
             yield from (self._sum(*each) for each in wanted)
 
     def _sum(self, segment: Ranks | int, index: int, frames: list[TimedFrame]) -> TimedFrame:
-        self._require_scales(1 + index)
         values, addends = self._values(segment, index), 1 + sum(frame.addends for frame in frames)
         seconds = self._seconds("encode", addends) + sum(self._seconds("decode", frame.addends) for frame in frames)
         self._fleet.work(seconds * values)

@@ -9,9 +9,9 @@ from ncz_plugins import kernels
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales
-from ncz_plugins.core.codec.scale_agreement import DeviceAgreement
 from ncz_plugins.core.codec.tensor_codec import (
     LosslessCodec,
+    Outcome,
     QuantizingCodec,
     TensorCodec,
     UpdatingCodec,
@@ -137,13 +137,23 @@ def test_coding_takes_time():
         assert getattr(counters, kind) > before
 
 
-def test_a_codec_of_scales_that_are_agreed_on_knows_the_kind_of_its_call():
-    scales = Scales(torch.ones(1), torch.ones(1))
-    agreement = DeviceAgreement(torch.ones(1), lambda _: None, lambda _: (scales, torch.zeros(3)), lambda *_: None)
-    agreement.require(1)
-    window = Window(torch.ones(20))
-    tensor = CodedTensor(Layout.of([20], CHUNK), window, window)
-    assert codec_for(Config(), Host(), tensor, agreement, kind="of its own").kind == "of its own"
+@pytest.mark.parametrize("seen, reason", [([0, 0, 5], None), ([0, 1, 5], "code overflow")])
+def test_on_a_gpu_the_host_learns_late_whether_there_are_steps_and_a_call_without_any_reads_and_writes_nothing(
+    seen, reason
+):
+    outcome = Outcome(torch.tensor(seen), lambda seen: "code overflow" if seen[1] else None)
+    layout, scales, values = Layout.of([20], CHUNK), Scales(torch.ones(1), torch.ones(1)), torch.ones(20)
+    twos = CodedTensor(layout, Window(2 * values))
+    frame_of_twos = codec_for(Config(), Host(), twos, scales).encode(0, 0)
+    tensor = CodedTensor(layout, Window(values), Window(values.clone()))
+    made = codec_for(Config(), Host(), tensor, scales, outcome=outcome)
+    assert made.seen(torch.tensor([17])) == [17]  # and with the size of a frame the outcome
+    assert outcome.unseen is None and made.bypass == reason
+    frame = made.encode(0, 0).clone()
+    made.decode(0, 0, frame_of_twos)
+    made.finish()
+    assert torch.equal(frame, codec_for(Config(), Host(), tensor, scales).encode(0, 0)) == (reason is None)
+    assert made.output.data.tolist() == [1.0 if reason else 2.0] * 20
 
 
 def test_the_own_values_of_who_sends_changes_are_copied_to_the_output():
