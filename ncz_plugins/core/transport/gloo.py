@@ -28,9 +28,6 @@ _FRAME_TAG = 2  # of messages; nccl.py and plain.py have the others
 # Receives that are posted at one time, in bytes for each peer. A sender waits until a receive is posted, and a receiver
 # posts none while it is busy coding.
 _AHEAD_BYTES = 32 << 20
-# How far frames to one rank may be ahead of those to others: by what the link carries in so long, by so much at the
-# least. On faster links than that they are not kept together.
-_TOGETHER_SECONDS, _LEAST_TOGETHER_BYTES, _MOST_TOGETHER_GBPS = 0.004, 64 << 10, 2.0
 
 
 class GlooTransport(Transport):
@@ -56,22 +53,11 @@ class GlooTransport(Transport):
     ) -> list[FrameStream]:
         mesh = self._connections.frames
         if mesh is not None:
-            mesh.keep_together(self._most_ahead(peers))
             return [MeshStream(mesh, to, source, incoming, frame_capacity, counters) for to, source in peers]
         return [
             GlooStream(self._connections, self._buffers, to, source, incoming, frame_capacity, counters)
             for to, source in peers
         ]
-
-    def _most_ahead(self, peers: list[tuple[int, int]]) -> int | None:
-        """By how many bytes the frames to one rank may be ahead of those to others; None: by any number.
-
-        On faster links cores limit calls, and connections over a distance do not go as fast as each other.
-        """
-        link = self.link_gbps
-        if len(peers) < 2 or self.channels > 1 or self.is_far or link is None or link > _MOST_TOGETHER_GBPS:
-            return None
-        return max(_LEAST_TOGETHER_BYTES, round(_TOGETHER_SECONDS * link * 1e9 / 8))
 
     @property
     def channels(self) -> int:

@@ -36,7 +36,6 @@ _HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other
 _HELLO_SECONDS = 5.0
 _CALL_AGAIN_SECONDS = 0.1
 _ANSWER = b"\n"  # what the other one says to that
-_NO_LOW_WATER = (1 << 31) - 1  # for TCP_NOTSENT_LOWAT: no limit
 _POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
 
 # Nothing is to be joined to the end of a message. Else Linux may hold that end back until what is before it has left
@@ -135,7 +134,6 @@ class Mesh:
         lower = sum(peer.rank == at for at, peer in enumerate(self._first))
         self._next_first = self._first[lower:] + self._first[:lower]
         self._by_socket = {peer.socket.fileno(): peer for peer in peers}
-        self._balance = _Balance(peers)
         self._poll = select.poll()
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
@@ -161,23 +159,9 @@ class Mesh:
             for peer in self._peers:
                 if peer not in self._in_use:
                     peer.drop()
-            self._peers[:] = self._in_use  # in place, as `_balance` has the same list
+            self._peers = self._in_use
             self._by_rank = {rank: of_one[: self._channels] for rank, of_one in self._by_rank.items()}
             self._by_socket = {peer.socket.fileno(): peer for peer in self._peers}
-
-    def keep_together(self, most_ahead: int | None) -> None:
-        """Let no connection get far ahead of others that have something to send as well. Nothing is under way now.
-
-        Where each rank sends to all others, TCP favors some connections. At the end only the slow ones are left, those
-        of several ranks to the same one among them, and most links are idle.
-
-        Args:
-            most_ahead: bytes that one may have taken more than another since this call; None: any number.
-        """
-        with self._lock:
-            self._require_open()
-            if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-                self._balance.begin(most_ahead)
 
     def start(
         self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
@@ -264,20 +248,16 @@ class Mesh:
         with self._lock:
             ready, awaited = self._in_use, _awaited(messages, nbytes)
             begun = time.monotonic()
-            for peer in self._in_use if self._balance.is_on else awaited:
+            for peer in awaited:
                 peer.heard = begun
             while awaited:
                 for peer in ready:
                     peer.advance()
-                if self._balance.is_on:
-                    self._balance.let_go_on()
                 awaited = _awaited(messages, nbytes)
                 if awaited:
                     self._require_open()  # first, as peers seem to have closed what another thread closed
                     for peer in awaited:
                         peer.require_reachable()
-                    if self._balance.is_on:
-                        awaited = self._balance.slowest(awaited)
                     ready = self._wait_for(awaited)
 
     def _wait_for(self, awaited: Sequence[_Peer]) -> list[_Peer]:
@@ -386,29 +366,16 @@ class Outgoing:
         """Whether so many bytes of it have left, or all; None: all."""
         return self.ended is not None or (nbytes is not None and self._sent >= nbytes)
 
-    def advance(self, to: socket.socket, most: int | None = None) -> int:
-        """Send what can be sent now, at most `most` bytes. Returns how many these were."""
-        sent = to.sendmsg(self._left if most is None else _first(self._left, most), [], _SEND_FLAGS)
+    def advance(self, to: socket.socket) -> None:
+        """Send what can be sent now."""
+        sent = to.sendmsg(self._left, [], _SEND_FLAGS)
         self._sent += sent
-        gone = sent
-        while self._left and gone >= self._left[0].nbytes:
-            gone -= self._left.pop(0).nbytes
+        while self._left and sent >= self._left[0].nbytes:
+            sent -= self._left.pop(0).nbytes
         if self._left:
-            self._left[0] = self._left[0][gone:]
+            self._left[0] = self._left[0][sent:]
         else:
             self.ended = time.perf_counter()
-        return sent
-
-
-def _first(parts: Sequence[memoryview], count: int) -> list[memoryview]:
-    """The first `count` bytes of what stands in parts."""
-    found = []
-    for part in parts:
-        if count <= 0:
-            break
-        found.append(part[:count])
-        count -= part.nbytes
-    return found
 
 
 class Incoming:
@@ -493,8 +460,6 @@ class _Peer:
         self._lost: OSError | PeerError | None = None  # what happened to the connection
         self._watched = 0  # the events that are polled for
         self.is_full = False  # the socket, which took no more when it was last tried
-        self.balance: _Balance | None = None  # with the others
-        self.taken = 0  # bytes that the socket took since that began
         self.heard = 0.0  # when it last sent or took something, or somebody began to wait for it
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -506,7 +471,6 @@ class _Peer:
         for message in self.incoming:
             message.drop()
         self.incoming.clear()
-        self.balance = None
 
     def be_watched(self, poll: select.poll) -> None:
         """Let `poll` watch for what the messages under way need, if there are any, and for the end of the connection.
@@ -515,8 +479,7 @@ class _Peer:
         """
         wanted = 0
         if self._lost is None:
-            may_send = self.outgoing and (self.balance is None or self.balance.room_of(self) > 0)
-            wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if may_send else 0)
+            wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
         if wanted == self._watched:
             return
         if wanted:
@@ -529,7 +492,6 @@ class _Peer:
         """Start to send a message, behind those before it."""
         message = Outgoing(self, parts)
         self.outgoing.append(message)
-        self._sends_otherwise()
         self.send_more()
         return message
 
@@ -562,93 +524,18 @@ class _Peer:
 
     def send_more(self) -> None:
         """Send what is possible now."""
-        most = None
         try:
             while self.outgoing and not self.is_full:
-                if self.balance is not None and (most := self.balance.room_of(self)) == 0:
-                    return
-                sent = self.outgoing[0].advance(self.socket, most)
-                self.taken += sent
+                self.outgoing[0].advance(self.socket)
                 if self.outgoing[0].ended is None:
-                    self.is_full = sent != most
+                    self.is_full = True
                 else:
                     self.outgoing.popleft()
-                self._sends_otherwise()
         except BlockingIOError:
             self.is_full = True
         except OSError as error:
             self._lost = without_frames(error)
             self.outgoing.clear()
-            self._sends_otherwise()
-
-    def _sends_otherwise(self) -> None:
-        """What there is to send, or how much was, has changed."""
-        if self.balance is not None:
-            self.balance.note_change()
-
-
-class _Balance:
-    """Keeps the connections of a mesh together, see `Mesh.keep_together`.
-
-    Args:
-        peers: all of its connections.
-    """
-
-    def __init__(self, peers: list[_Peer]):
-        self._peers = peers
-        self._most_ahead: int | None = None
-        self._least: int | None = None  # that one which has something to send has taken; None: to be looked up
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it does."""
-        return self._most_ahead is not None
-
-    def begin(self, most_ahead: int | None) -> None:
-        """Count from here on. Nothing is under way."""
-        self.note_change()
-        for peer in self._peers:
-            peer.taken = 0
-        if most_ahead == self._most_ahead:
-            return
-        self._most_ahead = most_ahead
-        for peer in self._peers:
-            # A socket takes in no more than that before it has left: so what it took tells how far it is.
-            peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most_ahead or _NO_LOW_WATER)
-            peer.balance = None if most_ahead is None else self
-
-    def note_change(self) -> None:
-        """What a connection has to send has changed, or how much of it was taken."""
-        self._least = None
-
-    def room_of(self, peer: _Peer) -> int:
-        """How many bytes this one, which has something to send, may send now: none, unless that is worth a call."""
-        room = self._lowest() + self._most_ahead - peer.taken
-        return room if 2 * room >= self._most_ahead else 0
-
-    def let_go_on(self) -> None:
-        """Send what is possible now, as some are no longer too far ahead."""
-        for peer in self._peers:
-            if peer.outgoing:
-                peer.send_more()
-
-    def slowest(self, awaited: Sequence[_Peer]) -> Sequence[_Peer]:
-        """Who is really awaited: those that hold up all others, if what is awaited is still to be sent.
-
-        Raises PeerError if one of these can't be reached.
-        """
-        if not any(peer.outgoing for peer in awaited):
-            return awaited
-        least = self._lowest()
-        behind = [peer for peer in self._peers if peer.outgoing and peer.taken == least]
-        for peer in behind:
-            peer.require_reachable()
-        return [peer for peer in awaited if not peer.outgoing] + behind
-
-    def _lowest(self) -> int:
-        if self._least is None:
-            self._least = min(peer.taken for peer in self._peers if peer.outgoing)
-        return self._least
 
 
 def _gone(rank: int) -> str:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport import mesh
-from ncz_plugins.core.transport.mesh import Outgoing, open_mesh
+from ncz_plugins.core.transport.mesh import open_mesh
 from ncz_plugins.core.transport.mesh_stream import MeshStream
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 
@@ -253,71 +253,7 @@ def test_who_only_sends_takes_in_what_comes_meanwhile():
     play(2, body)
 
 
-def test_no_connection_gets_far_ahead_of_one_that_is_slow():
-    large, looked = bytes(8 << 20), threading.Event()
-
-    def body(rank, opened):
-        if rank == 0:
-            opened.keep_together(1 << 16)
-            opened.finish([opened.send(1, large), opened.send(2, large)])
-            opened.keep_together(None)  # from here on any number of bytes
-            return opened.finish([opened.send(2, large)])
-        if rank == 1:
-            assert looked.wait(10)
-        received = opened.receive(0, 0, 1 << 26)
-        if rank == 2:
-            deadline = time.monotonic() + 0.5
-            while time.monotonic() < deadline:  # while rank 1 takes nothing but what its socket's buffer holds
-                opened.send(1, b"")
-                time.sleep(0.01)
-            assert 0 < received._arrived < 4 << 20
-            looked.set()
-        opened.finish([received])
-        if rank == 2:
-            opened.finish([opened.receive(0, 0, 1 << 26)])
-        return received.values.nbytes
-
-    assert play(3, body)[1:] == [8 << 20] * 2
-
-
-@pytest.mark.parametrize(("behind", "room"), [(1000, 0), (501, 0), (500, 500), (200, 800), (0, 1000)])
-def test_who_is_ahead_does_not_send_little_by_little(behind, room):
-    """Else it would send a few KiB whenever the slowest one has taken some."""
-
-    def body(rank, opened):
-        if rank > 0:
-            return opened.finish([opened.receive(0, 0, 1 << 20)])
-        opened.keep_together(1000)
-        slow, fast = opened._peers
-        sent = [Outgoing(peer, [bytes(4000)]) for peer in (slow, fast)]
-        for peer, message in zip((slow, fast), sent):
-            peer.outgoing.append(message)
-        fast.taken = behind
-        assert (opened._balance.room_of(slow), opened._balance.room_of(fast)) == (1000, room)
-        opened.finish(sent)
-
-    play(3, body)
-
-
 # ---------------------------------------------------------------- faults
-
-
-def test_who_holds_up_the_others_is_named():
-    """And not who waits for more because of that."""
-
-    def body(rank, opened):
-        if rank == 0:
-            opened.keep_together(1 << 16)
-            opened.send(1, bytes(8 << 20))
-            with pytest.raises(PeerError, match="rank 1 has not answered"):
-                opened.finish([opened.send(2, bytes(8 << 20))])
-        elif rank == 2:
-            with pytest.raises(PeerError, match="rank 0"):
-                opened.finish([opened.receive(0, 0, 1 << 26)])
-        else:
-            time.sleep(3)
-
-    play(3, body, seconds=1.5)
 
 
 @pytest.mark.parametrize("sent", [0, 3, 8, 1000])
