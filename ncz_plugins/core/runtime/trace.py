@@ -11,17 +11,13 @@ Each thread that codes has a row that shows what it did. Each peer and direction
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
 
 from .statistics import Counters
-from .threads import start_thread
 
 _HAS_NVTX = torch.version.cuda is not None  # builds of torch for CPUs lack it
 _recorder: _Recorder | None = None
@@ -56,17 +52,6 @@ class span:
             torch.cuda.nvtx.range_pop()
 
 
-def transfer(work, row: str, what: str, nbytes: Callable[[], int]):
-    """Record how long a frame is under way, if a recording is on. Returns what the caller must wait for.
-
-    Args:
-        work: a send or a receive that has just been started. Nobody else may wait for it.
-        row: where the frame is shown. Frames of one row end in the order in which they started.
-        nbytes: returns the size once the frame is there.
-    """
-    return work if _recorder is None else _recorder.watch(work, row, what, nbytes)
-
-
 def record(row: str, what: str, started: float, ended: float, nbytes: int) -> None:
     """Record a span that the caller has timed, in seconds of `time.perf_counter`, if a recording is on."""
     if _recorder is not None:
@@ -82,15 +67,14 @@ def recording():
     all of it is there. It begins when the frame before it ended or when its receive was posted, whichever is later,
     since nobody sees its first byte arrive.
 
-    Where frames go through gloo, it takes a thread for each peer and direction. Only one recording may be on at a time.
+    Where frames go through gloo, a frame ends when its rank has waited for it. Only one recording may be on at a time.
     """
     global _recorder
     _recorder = _Recorder()
     try:
         yield _recorder.events
     finally:
-        recorder, _recorder = _recorder, None
-        recorder.close()
+        _recorder = None
 
 
 class _Recorder:
@@ -103,7 +87,6 @@ class _Recorder:
     def __init__(self):
         self.events: list[dict] = []
         self._rows: dict[str, int] = {}
-        self._watchers: dict[str, _Watcher] = {}
         self._lock = threading.Lock()
 
     def add(self, row: str, what: str, started: float, ended: float, nbytes: int) -> None:
@@ -116,61 +99,3 @@ class _Recorder:
             times = {"ts": 1e6 * started, "dur": 1e6 * (ended - started)}
             where = {"pid": 0, "tid": self._rows[row]}
             self.events.append({"name": what, "ph": "X", **times, **where, "args": {"bytes": nbytes}})
-
-    def watch(self, work, row: str, what: str, nbytes: Callable[[], int]) -> _Watched:
-        """See `transfer`."""
-        with self._lock:
-            if row not in self._watchers:
-                self._watchers[row] = _Watcher(self, row)
-        return self._watchers[row].watch(work, what, nbytes)
-
-    def close(self) -> None:
-        """End the threads, each as soon as the last of its frames has ended."""
-        for watcher in self._watchers.values():
-            watcher.jobs.put(None)
-
-
-class _Watched:
-    """Stands in for a work that a watcher waits for: callers wait for the watcher."""
-
-    def __init__(self, done: Future):
-        self._done = done
-
-    def wait(self) -> None:
-        self._done.result()
-
-
-class _Watcher:
-    """A thread that notes when each frame of a row ends. It waits no longer than the works themselves do."""
-
-    def __init__(self, recorder: _Recorder, row: str):
-        self._recorder = recorder
-        self._row = row
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        start_thread(self._run, self.jobs, f"ncz-watcher {row}")
-
-    def watch(self, work, what: str, nbytes: Callable[[], int]) -> _Watched:
-        done: Future = Future()
-        self.jobs.put((work, what, nbytes, time.perf_counter(), done))
-        return _Watched(done)
-
-    def _run(self, jobs: queue.SimpleQueue) -> None:
-        before = 0.0
-        while (job := jobs.get()) is not None:
-            work, what, nbytes, started, done = job
-            error = None
-            try:
-                work.wait()
-                ended = time.perf_counter()
-                # Frames of a row travel one after another, however early they were started.
-                self._recorder.add(self._row, what, max(started, before), ended, nbytes())
-                before = ended
-            except BaseException as raised:
-                error = raised
-            # Whoever waits may end the program next. A thread that frees a work of torch's just then aborts it.
-            del job, work, nbytes
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-            del done, error  # do not hold tensors while idle, which the frames of an error have

@@ -8,6 +8,7 @@ and a frame leaves as soon as its sender has it, without a message before it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
-from ..runtime.trace import span, transfer
+from ..runtime.trace import record, span
 from .base import Agreement, FrameStream, Transport, Work, frame_bytes, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
@@ -118,8 +119,9 @@ class GlooStream(FrameStream):
         self._due = incoming  # frames for which no receive is posted yet
         self._capacity = frame_capacity
         self._counters = counters
-        self._sending: list[tuple[Work, Tensor]] = []
-        self._frames: deque[tuple[Work, Tensor]] = deque()
+        self._sending: list[tuple[Work, Tensor, float]] = []  # the last is when it began
+        self._frames: deque[tuple[Work, Tensor, float]] = deque()
+        self._received = 0.0  # when the frame before was there
         for _ in range(min(max(2, _AHEAD_BYTES // frame_capacity), incoming)):
             buffer = buffers.pop() if buffers else None
             if buffer is None or buffer.numel() < frame_capacity:
@@ -129,17 +131,19 @@ class GlooStream(FrameStream):
     def send(self, frame: Tensor) -> None:
         with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
             work = self._connections.send(frame, self.to, _FRAME_TAG)
-        self._sending.append((transfer(work, f"sending to rank {self.to}", "frame", lambda: frame.nbytes), frame))
+        self._sending.append((work, frame, time.perf_counter()))
         self._counters.wire_bytes += frame.nbytes
 
     def exchange(self, frame: Tensor) -> None:
         self.send(frame)
 
     def receive(self) -> Tensor:
-        work, buffer = self._frames.popleft()
+        work, buffer, posted = self._frames.popleft()
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
         frame = buffer[: self._size(buffer)].clone()  # most frames are much smaller than the largest possible one
+        before, self._received = self._received, time.perf_counter()
+        record(f"receiving from rank {self.source}", "frame", max(posted, before), self._received, frame.nbytes)
         buffer[:HEADER_BYTES] = 0  # so that nobody takes this frame for the next one
         if self._due:
             self._post(buffer)
@@ -148,10 +152,13 @@ class GlooStream(FrameStream):
         return frame
 
     def finish(self) -> None:
-        left = sum(tensor.nbytes for _, tensor in self._sending)
+        left, before = sum(tensor.nbytes for _, tensor, _ in self._sending), 0.0
         with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
-            for work, _ in self._sending:
+            for work, tensor, started in self._sending:
                 work.wait()
+                ended = time.perf_counter()
+                record(f"sending to rank {self.to}", "frame", max(started, before), ended, tensor.nbytes)
+                before = ended
         self._sending.clear()
 
     def _post(self, buffer: Tensor) -> None:
@@ -159,8 +166,7 @@ class GlooStream(FrameStream):
         self._due -= 1
         with peer_errors(f"receiving from rank {self.source}"):
             work = self._connections.receive(buffer[: self._capacity], self.source, _FRAME_TAG)
-        work = transfer(work, f"receiving from rank {self.source}", "frame", lambda: self._size(buffer))
-        self._frames.append((work, buffer))
+        self._frames.append((work, buffer, time.perf_counter()))
 
     def _size(self, buffer: Tensor) -> int:
         """The bytes of the frame that came. Its header is from the network, so it is checked before it is believed."""

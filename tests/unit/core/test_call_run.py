@@ -12,6 +12,7 @@ from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.trace import recording
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.kernels.format import CHUNK
 
@@ -122,3 +123,21 @@ def test_a_part_that_is_not_worth_it_does_not_decide_for_the_whole():
 
     for noisy, bypasses in ((range(1), {}), (range(FRAMES), {"not worth it": 1})):
         assert play(2, lambda transport, noisy=noisy: body(transport, noisy)) == [bypasses] * 2
+
+
+@pytest.mark.parametrize("way", ["mesh", "gloo"])
+def test_a_recording_shows_each_frame_where_it_was_sent_and_where_it_came(way):
+    def body(transport):
+        made, _ = call(transport, config_of(), "all_reduce", ring, values(transport.rank, 2 * FRAMES * CHUNK))
+        run(made, Host(), transport)
+
+    with recording() as events:
+        play(2, body, way)
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    frames = [event for event in events if event["name"] == "frame"]
+    for rank in range(2):
+        for row in (f"sending to rank {rank}", f"receiving from rank {rank}"):
+            shown = [event for event in frames if rows[event["tid"]] == row]
+            assert len(shown) == 2 * FRAMES and all(event["args"]["bytes"] > 0 for event in shown)
+            for one, two in zip(shown, shown[1:]):
+                assert one["ts"] + one["dur"] <= two["ts"] + 1e-3  # microseconds: one after the other
