@@ -64,17 +64,17 @@ gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORC
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (3 hours)
-	@$(BIN)/python tests/convergence/suite.py $(ARGS)
-	@$(BIN)/python tests/convergence/frontier.py $(ARGS)
+	@$(BIN)/python benchmarks/convergence/suite.py $(ARGS)
+	@$(BIN)/python benchmarks/convergence/frontier.py $(ARGS)
 
 fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)
 
 soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each checked on every rank: docs/results/soak.md
-	@$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
+	@$(BIN)/python benchmarks/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
 
 thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed: what fails only with us? (20 minutes)
-	@$(BIN)/python tests/thirdparty/run.py $(ARGS)
+	@$(BIN)/python benchmarks/thirdparty/run.py $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

@@ -1,6 +1,6 @@
 """Which quantizer costs least loss for its bytes: many candidates, several optimizers, ranks simulated in one process.
 
-    .venv/bin/python tests/convergence/frontier.py [--seeds 3] [--part screen] [--processes 1] [--report]
+    .venv/bin/python benchmarks/convergence/frontier.py [--seeds 3] [--part screen] [--processes 1] [--report]
 
 Prints a table, and writes benchmarks/results/frontier.json and docs/images/frontier.png. Runs that are done are kept in
 results/frontier.jsonl: an interrupted search goes on where it was. candidates.py says what was tried.

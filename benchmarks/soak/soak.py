@@ -1,6 +1,6 @@
 """Random collectives on real ranks for a long time, each checked on every rank (docs/results/soak.md).
 
-    python tests/soak/soak.py [--seconds 1800] [--ranks 4] [--seed N] [--first SESSION --sessions 1]
+    python benchmarks/soak/soak.py [--seconds 1800] [--ranks 4] [--seed N] [--first SESSION --sessions 1]
 
 What is run follows from the seed, the number of ranks and --largest. A failure names the session: run that one alone
 to see it again.

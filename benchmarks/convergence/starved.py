@@ -1,6 +1,6 @@
 """What quantization does to the single weights: which get no gradient at all, and which get mostly noise.
 
-    .venv/bin/python tests/convergence/starved.py [--task "GPT large"] [--steps 120] [--of 2000]
+    .venv/bin/python benchmarks/convergence/starved.py [--task "GPT large"] [--steps 120] [--of 2000]
 
 Trains plain for some steps. Then it compares the gradients of two ranks, over the batches of the next 16 steps, with
 what is left of them. A weight is starved if all that it would have got is zero, and it should have got something.

@@ -1,6 +1,6 @@
 """Whether compressed training converges: small models trained plain and compressed, by several bounds and seeds.
 
-    make convergence                 or: .venv/bin/python tests/convergence/suite.py [--report]
+    make convergence                 or: .venv/bin/python benchmarks/convergence/suite.py [--report]
 
 Several processes train a GPT and a CNN as data parallelism does, from the same weights on the same batches, with
 gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). Runs

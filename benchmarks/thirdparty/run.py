@@ -1,8 +1,8 @@
 """Horovod's and DeepSpeed's own tests, as they are, plain and compressed: what fails only when compressed?
 
     make thirdparty                                  all of it (half an hour)
-    python tests/thirdparty/run.py --suite horovod   one of both
-    python tests/thirdparty/run.py --horovod-source DIR --deepspeed-source DIR   clones that are there already
+    python benchmarks/thirdparty/run.py --suite horovod   one of both
+    python benchmarks/thirdparty/run.py --horovod-source DIR --deepspeed-source DIR   clones that are there already
 
 Each suite is taken from GitHub at a pinned version and run three times: plain, with kind lossless, and with a tight
 bound. Exits with 1 if a test fails with kind lossless that passes plain.
