@@ -1,12 +1,10 @@
-"""What a collective is before it runs: what was asked for (`Request`), and how it will be carried out (`Call`)."""
+"""A call: one collective, from its caller's arguments to its counters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,27 +33,39 @@ OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN"
 
 
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
-    """What each rank sends, on average, when the collective runs plain on `nbytes` of input."""
+    """Bytes that each rank sends, on average, when the collective runs plain on `nbytes` of input."""
     return _PLAIN_BYTES[collective](nbytes, world_size)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: where caches are cold, that takes 15 us longer to make, in every call
-class Request:
-    """A collective as its caller asks for it. Nobody changes it.
+class Call:
+    """One collective, from its caller's arguments to its counters.
 
-    Attributes:
-        collective: its name in torch.distributed: all_reduce, reduce_scatter_tensor, all_gather_into_tensor, broadcast.
+    The caller's arguments:
+        collective: name in torch.distributed: all_reduce, reduce_scatter_tensor, all_gather_into_tensor, broadcast.
         input: what this rank contributes, of any shape.
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.
-        scale: what a sum is multiplied by, on top of what `op` says.
-        root: the rank within the group that a broadcast starts from.
-        role: what the tensor is: "gradient", "parameter" or "activation"; None: compress it whatever it is.
-        parts: what the larger of both tensors consists of, for policies.
-        residual_parts: the same by the names that error feedback knows them by, if these are others.
+        scale: factor of a sum, on top of what `op` says.
+        root: rank within the group that a broadcast starts from.
+        role: "gradient", "parameter" or "activation"; None: compressed whatever it is.
+        parts: parameters that the larger of both tensors consists of, for policies.
+        residual_parts: the same with the names that error feedback uses, where those differ.
         baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
-        joined: what `input`, which is `output` then, is put together from; None: it is the caller's own.
-        together: a checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
+        joined: memory that several tensors are copied to, and which is `input` and `output` then.
+        together: checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
+        plain: collectives that carry the call if it goes plain after all; None: those of the transport.
+
+    Set by `run.decide`:
+        config: settings of this call.
+        bypass: why the call goes plain; None if it is compressed.
+
+    Set by `run.enter`:
+        described: numbers that all ranks must have in common, see call_description.py; empty: nothing is compared.
+        plan: how a compressed call is carried out; None for a plain call.
+
+    Set by `run.run`:
+        counters: bytes and seconds.
     """
 
     collective: str
@@ -70,27 +80,56 @@ class Request:
     baseline: Baseline | None = None
     joined: Joined | None = None
     together: int = 0
+    plain: PlainCollectives | None = None
+    config: Config | None = None
+    bypass: Bypass | None = None
+    described: Mapping[str, int] = field(default_factory=dict)
+    plan: Plan | None = None
+    counters: Counters | None = None
 
     @property
     def kind(self) -> tuple:
-        """What requests must have in common for ranks to tell the same of them, and often to serve them alike."""
+        """What calls must have in common for ranks to describe them alike, and often to decide alike."""
         larger, op = self.larger, None if self.op is None else place_of(self.op, OPS)
         tensors = self.input.dtype, self.output.dtype, larger.numel(), larger.is_cuda
         return self.collective, self.role, op, tensors, self.root, self.scale, self.together
+
+    @property
+    def larger(self) -> Tensor:
+        """The tensor that holds what all ranks contribute or get."""
+        return self.output if self.collective == "all_gather_into_tensor" else self.input
 
     @property
     def memory(self) -> list[Tensor]:
         """All tensors that a call reads or writes."""
         return [self.input, self.output, *([] if self.joined is None else self.joined.pieces)]
 
-    def pieces_in_place(self) -> AbstractContextManager:
-        """A context in which `input` holds what it is put together from, and after which that has its result."""
-        return nullcontext() if self.joined is None else self.joined.filled()
+    @property
+    def feeds_back(self) -> bool:
+        """Whether error feedback keeps what quantizing this call loses."""
+        return self.op is not None and self.config.quantizer.feeds_back
 
     @property
-    def larger(self) -> Tensor:
-        """The tensor that holds what all ranks contribute or get."""
-        return self.output if self.collective == "all_gather_into_tensor" else self.input
+    def fed_back_parts(self) -> Sequence[ParameterSlice]:
+        """Parts of the tensor by the names that error feedback uses."""
+        return self.parts if self.residual_parts is None else self.residual_parts
+
+    def pieces_in_place(self) -> AbstractContextManager:
+        """A context in which `input` holds the joined tensors, which have its values afterwards."""
+        return nullcontext() if self.joined is None else self.joined.filled()
+
+    def new_counters(self, world_size: int) -> Counters:
+        """Counters of a call that begins."""
+        nbytes = self.input.nbytes
+        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_wire_bytes(self.collective, nbytes, world_size))
+
+    def plain_counters(self, world_size: int) -> Counters:
+        """Counters of a call that goes plain at once."""
+        counters = self.new_counters(world_size)
+        counters.wire_bytes = counters.plain_bytes
+        counters.bypasses = {self.bypass.value: 1}
+        counters.bypassed_bytes = {self.bypass.value: counters.plain_bytes}
+        return counters
 
     def start_plain(self, plain: PlainCollectives):
         """Start the uncompressed collective. Returns its work, which has `wait`."""
@@ -106,76 +145,34 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One collective, ready to run.
+class Plan:
+    """How a compressed call is carried out.
 
     Attributes:
-        collective: its name in torch.distributed.
-        config: the settings of this call.
         layout: how the whole tensor is cut, of which `source` and `output` hold parts.
-        source: what this rank contributes.
+        source: this rank's values.
         output: where the result goes; may be the memory of `source`.
         measured: segments of `source` that count in the agreement on quantization steps.
-        schedule: takes the transport, the codec and the counters.
-        plain: starts the uncompressed collective, for when it turns out that compression can't serve: takes
-            `PlainCollectives`, and returns a work.
-        number: how many compressed calls the ranks have made, this one included. A stochastic quantizer draws its
-            random numbers by it.
-        within_node: what the ranks of a node do among themselves first, once it is sure that all ranks make
-            the same call: takes the transport and the counters, and returns what is contributed in place of `source`.
-        addends: how many values are summed for each element: one of each rank, or of each node, as a sum of its ranks'.
-        addend: the number of this rank's among them.
+        schedule: moves frames; takes the transport, the codec and the counters.
+        number: compressed calls of the ranks so far, this one included, from which random numbers follow.
+        within_node: sum that the ranks of a node form first, once all ranks are known to make the same call. Takes the
+            transport and the counters, and returns what replaces `source`.
+        addends: values that are summed for each element: one of each rank, or of each node.
+        addend: number of this rank's values among them.
         divisor: what the sum is divided by.
-        root: rank that a broadcast starts from.
-        feedback: adds what quantizing has lost before, and keeps what it loses now; None where that is not wanted.
-        described: what all ranks must have in common, see call_description.py. Nothing is compared if it is empty.
-        role: what the tensor is, if that was said.
-        baseline: what the changes are sent from; None: all is sent.
-        verify_as: what to call this sum when the guard compares it with the uncompressed one; None: it does not.
+        feedback: adds what quantizing lost before and keeps what it loses now; None: no error feedback.
+        verify_as: name of this sum when the guard compares it with the uncompressed one; None: it is not verified.
     """
 
-    collective: str
-    config: Config
     layout: Layout
     source: Window
     output: Window
     measured: range
     schedule: Callable
-    plain: Callable[[PlainCollectives], object]
     number: int = 1
     within_node: Callable[..., Window] | None = None
     addends: int = 1
     addend: int = 0
     divisor: float = 1
-    root: int = 0
     feedback: Feedback | None = None
-    role: str | None = None
-    baseline: Baseline | None = None
     verify_as: str | None = None
-    described: Mapping[str, int] = field(default_factory=dict)
-
-    @cached_property
-    def kind(self) -> str:
-        """What calls must have in common to be expected to go alike."""
-        quantizer = self.config.quantizer
-        bound = f"{quantizer.kind_in_effect} {quantizer.mode} {quantizer.value}"
-        dtype = self.source.data.dtype
-        return f"{self.collective} {self.layout.lengths} {dtype} {self.root} {self.divisor} {bound}"
-
-    def counters(self, world_size: int) -> Counters:
-        """Those of a call that begins."""
-        nbytes = self.source.data.nbytes
-        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_wire_bytes(self.collective, nbytes, world_size))
-
-
-class PlainCall(NamedTuple):
-    """An uncompressed collective, ready to run.
-
-    Attributes:
-        bypass: why it goes plain.
-        described: what all ranks must have in common, see call_description.py.
-    """
-
-    request: Request
-    bypass: Bypass
-    described: Mapping[str, int]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import COLLECTIVES, OPS, Request
+from .call import COLLECTIVES, OPS, Call
 from .config import Config
 from .errors import MismatchError, UnsupportedError
 from .training.policy import ParameterSlice
@@ -35,7 +35,7 @@ _BYPASSES = tuple(Bypass)
 _COMPRESSED, _AS_CHANGES, _MEASURING, _CONNECTING = 0, *(len(_BYPASSES) + i for i in (1, 2, 3))
 
 
-def described(request: Request, number: int, bypass: Bypass | None, **more: int) -> dict[str, int]:
+def described(call: Call, number: int, bypass: Bypass | None, **more: int) -> dict[str, int]:
     """What ranks compare of a call. Texts and floats travel as checksums, other things as their place in a list.
 
     Args:
@@ -43,39 +43,39 @@ def described(request: Request, number: int, bypass: Bypass | None, **more: int)
         bypass: why the call goes plain; None if it is compressed.
         more: see `numbered`.
     """
-    return numbered(kind_described(request), request, number, bypass, **more)
+    return numbered(kind_described(call), call, number, bypass, **more)
 
 
-def kind_described(request: Request) -> dict[str, int]:
-    """The same of all requests of a kind. `numbered` says the rest of each."""
+def kind_described(call: Call) -> dict[str, int]:
+    """The same of all calls of a kind. `numbered` says the rest of each."""
     return {
         "call number": 0,
-        "collective": COLLECTIVES.index(request.collective),
-        "dtype": place_of(request.input.dtype, DTYPES),
-        "elements": request.larger.numel(),
-        "reduce op": 0 if request.op is None else 1 + place_of(request.op, OPS),
-        "scale": 0 if request.scale == 1 else zlib.crc32(repr(float(request.scale)).encode()),
-        "source rank": request.root,
+        "collective": COLLECTIVES.index(call.collective),
+        "dtype": place_of(call.input.dtype, DTYPES),
+        "elements": call.larger.numel(),
+        "reduce op": 0 if call.op is None else 1 + place_of(call.op, OPS),
+        "scale": 0 if call.scale == 1 else zlib.crc32(repr(float(call.scale)).encode()),
+        "source rank": call.root,
         "transfer": 0,
         "configuration": 0,
         "calls on GPUs before it": 0,
         "list of parameters": 0,
         "training step": 0,
-        "list of tensors": request.together,
+        "list of tensors": call.together,
         "refusal": 0,
     }
 
 
 def numbered(
     kind: Mapping[str, int],
-    request: Request,
+    call: Call,
     number: int,
     bypass: Bypass | None,
     configuration: int = 0,
     uncompared: int = 0,
     step: int = 0,
 ) -> dict[str, int]:
-    """What `described` returns, of a request of which `kind_described` has told the `kind`.
+    """What `described` returns, of a call of which `kind_described` has told the `kind`.
 
     Args:
         configuration: a checksum of the settings of a call that is compressed.
@@ -85,43 +85,41 @@ def numbered(
     return {
         **kind,
         "call number": number,
-        "transfer": _transfer(request, bypass),
+        "transfer": _transfer(call, bypass),
         "configuration": configuration,
         "calls on GPUs before it": uncompared,
-        "list of parameters": 0 if request.op is None else _checksum_of_parts(tuple(request.parts)),
+        "list of parameters": 0 if call.op is None else _checksum_of_parts(tuple(call.parts)),
         "training step": step,
     }
 
 
-def _transfer(request: Request, bypass: Bypass | None) -> int:
+def _transfer(call: Call, bypass: Bypass | None) -> int:
     if bypass is not None:
         return 1 + _BYPASSES.index(bypass)
-    return _COMPRESSED if request.baseline is None else _AS_CHANGES
+    return _COMPRESSED if call.baseline is None else _AS_CHANGES
 
 
-def require_plain(request: Request) -> None:
+def require_plain(call: Call) -> None:
     """Raise UnsupportedError, saying what to do, for a call that gloo and NCCL do not make."""
-    dtype, what = request.input.dtype, request.collective
-    if request.output.dtype != dtype:
-        raise UnsupportedError(f"{what}: dtype {dtype} of the input and {request.output.dtype} of the output differ")
+    dtype, what = call.input.dtype, call.collective
+    if call.output.dtype != dtype:
+        raise UnsupportedError(f"{what}: dtype {dtype} of the input and {call.output.dtype} of the output differ")
     if dtype not in DTYPES:
         known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
         raise UnsupportedError(f"{what}: dtype {dtype}: neither gloo nor NCCL carries it; convert it to one of {known}")
-    if request.op is None:
+    if call.op is None:
         return
-    if request.op not in OPS:
-        raise UnsupportedError(f"{what}: reduce op {request.op}: not supported; use one of torch.distributed's own")
-    if request.op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+    if call.op not in OPS:
+        raise UnsupportedError(f"{what}: reduce op {call.op}: not supported; use one of torch.distributed's own")
+    if call.op == dist.ReduceOp.AVG and not dtype.is_floating_point:
         raise UnsupportedError(f"{what}: reduce op AVG of {dtype}: only floats can be averaged; use SUM and divide")
-    if request.op in _BITWISE and dtype.is_floating_point:
-        raise UnsupportedError(
-            f"{what}: reduce op {_named(OPS, place_of(request.op, OPS))} of {dtype}: floats have none"
-        )
+    if call.op in _BITWISE and dtype.is_floating_point:
+        raise UnsupportedError(f"{what}: reduce op {_named(OPS, place_of(call.op, OPS))} of {dtype}: floats have none")
 
 
 def refusal(number: int) -> dict[str, int]:
     """In place of what `described` returns, on a rank that can't make its call: nobody shall wait for it."""
-    numbers = described(Request("all_reduce", _NOTHING, _NOTHING), number, None)
+    numbers = described(Call("all_reduce", _NOTHING, _NOTHING), number, None)
     return dict.fromkeys(numbers, 0) | {"call number": number, "refusal": 1}
 
 

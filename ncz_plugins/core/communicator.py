@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import Call, Request
-from .call_description import checksum_of_list
-from .call_queue import CallQueue, Job
-from .collective import Collectives, Decision
+from .call import Call
+from .call_description import checksum_of_list, connecting, measuring, refusal
+from .call_queue import CallQueue
 from .config import Config
 from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
+from .group import Group
 from .joined import Joined, slices_of
-from .runtime.device import require_tensor
+from .run import count_plain, decide, enter, queue, require_same_call, run, run_plain
+from .runtime.device import Device, require_tensor
 from .runtime.handle import Handle, Handles
 from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .runtime.statistics import Counters, Statistics
@@ -30,6 +31,7 @@ from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.connections import timeout_of
+from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.groups import require_group
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
@@ -116,9 +118,7 @@ class Communicator:
         self._gpus: set[torch.device] = set()  # those that are connected, or about to be
         self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
         number = self._numbered()
-        self._collectives = Collectives(
-            self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number
-        )
+        self._calls = Group(self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number)
 
     def _connect(self, config, training: Training | None, store: dist.Store | None) -> None:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
@@ -185,7 +185,8 @@ class Communicator:
         with _Beginning(self, "all_reduce"):
             parts = _parts("all_reduce", tensor, name, parts)
             _require_kept("all_reduce", tensor, name, kept_as)
-            return self._reduce([tensor], op, [parts], role, async_op, kept_as)
+            calls = self._sums([ordinary(tensor)], op, [parts], role, kept_as)
+            return self._start(calls, [tensor], async_op)
 
     def all_reduce_coalesced(
         self,
@@ -212,7 +213,8 @@ class Communicator:
         with _Beginning(self, "all_reduce_coalesced"):
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             parts = _parts_of_each("all_reduce_coalesced", tensors, names, parts)
-            return self._reduce(tensors, op, parts, role, async_op)
+            calls = self._sums([ordinary(each) for each in tensors], op, parts, role)
+            return self._start(calls, tensors, async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -243,9 +245,9 @@ class Communicator:
             self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
             parts = _parts("reduce_scatter_tensor", input, name, parts)
             _require_kept("reduce_scatter_tensor", input, name, kept_as)
-            request = partial(Request, "reduce_scatter_tensor", op=op, role=role, parts=parts, residual_parts=kept_as)
-            handle = self._start(request(ordinary(input), ordinary(output)), async_op)
-            return handle.giving(output) if async_op else None
+            memory = ordinary(input), ordinary(output)
+            call = Call("reduce_scatter_tensor", *memory, op, role=role, parts=parts, residual_parts=kept_as)
+            return self._start([call], [output], async_op)
 
     def all_gather_into_tensor(
         self,
@@ -275,9 +277,9 @@ class Communicator:
         with _Beginning(self, "all_gather_into_tensor"):
             self._check_sizes("all_gather_into_tensor", whole=output, part=input)
             parts = _parts("all_gather_into_tensor", output, name, None)
-            request = partial(Request, "all_gather_into_tensor", role=role, parts=parts, baseline=baseline)
-            handle = self._start(request(ordinary(input), ordinary(output)), async_op)
-            return handle.giving(output) if async_op else None
+            memory = ordinary(input), ordinary(output)
+            call = Call("all_gather_into_tensor", *memory, role=role, parts=parts, baseline=baseline)
+            return self._start([call], [output], async_op)
 
     def broadcast(
         self,
@@ -306,9 +308,8 @@ class Communicator:
                 raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
             parts = _parts("broadcast", tensor, name, None)
             root, memory = self.ranks.index(src), ordinary(tensor)
-            request = Request("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
-            handle = self._start(request, async_op)
-            return handle.giving(tensor) if async_op else None
+            call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
+            return self._start([call], [tensor], async_op)
 
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
@@ -391,105 +392,138 @@ class Communicator:
 
     # ---------------------------------------------------------------- running
 
-    def _reduce(
+    def _sums(
         self,
         tensors: list[Tensor],
         op,
         parts: list[Sequence[ParameterSlice]],
         role: str | None,
-        async_op: bool,
         kept_as: Sequence[ParameterSlice] | None = None,
-    ):
-        """All-reduce tensors in one call for each dtype and treatment. Returns a handle if `async_op`, else waits."""
-        requests = self._requests([ordinary(each) for each in tensors], op, parts, role)
-        if kept_as is not None:
-            requests = [replace(each, residual_parts=kept_as) for each in requests]
-        if len(requests) == 1:
-            handle = self._start(requests[0], async_op)
-            return handle.giving(*tensors) if async_op else None
-        decisions = [self._decide(each) for each in requests]  # before any begins, as one may be refused
-        handle = Handles([self._begin(*each, async_op=True) for each in zip(requests, decisions)])
-        return handle.giving(*tensors) if async_op else handle.wait() and None
+    ) -> list[Call]:
+        """The calls that all-reduce tensors: one for each dtype and treatment, in the order in which they come first.
 
-    def _requests(
-        self, tensors: list[Tensor], op, parts: list[Sequence[ParameterSlice]], role: str | None
-    ) -> list[Request]:
-        """One for each dtype and treatment, in the order in which they come first."""
-        if len(tensors) == 1 and len(parts[0]) == 1:  # at once, as small calls are over before all below would be
-            return [Request("all_reduce", tensors[0], tensors[0], op, role=role, parts=parts[0])]
-        request = partial(Request, "all_reduce", op=op, role=role)
+        Tensors of one call are copied together and back.
+        """
+        # One tensor that is one parameter: at once, as small calls are over before all below would be.
+        if len(tensors) == 1 and len(parts[0]) == 1:
+            return [Call("all_reduce", *2 * tensors, op, role=role, parts=parts[0], residual_parts=kept_as)]
         together = checksum_of_list(tensors) if len(tensors) > 1 else 0
         by_dtype: dict[torch.dtype, list[int]] = {}
         for at, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(at)
-        requests = []
+        calls = []
         for dtype, places in by_dtype.items():
             own = [part for at in places for part in parts[at]]
             alike = self.training.grouped(own, dtype, role, self.ranks)
+
+            # A tensor that stands alone and is treated as a whole needs no copy.
             if len(places) == len(alike) == 1:
-                [tensor] = [tensors[at] for at in places]
-                requests.append(request(tensor, tensor, parts=own, together=together))
+                tensor = tensors[places[0]]
+                call = Call("all_reduce", tensor, tensor, op, role=role, parts=own, residual_parts=kept_as)
+                call.together = together
+                calls.append(call)
                 continue
+
             slices = [piece for at in places for piece in slices_of(tensors[at], parts[at])]
             for _, indices in alike:
                 joined = Joined([slices[at] for at in indices])
                 its_parts = [own[at] for at in indices]
-                requests.append(request(joined.whole, joined.whole, parts=its_parts, joined=joined, together=together))
-        return requests
+                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts, joined=joined)
+                call.residual_parts, call.together = kept_as, together
+                calls.append(call)
+        return calls
 
-    def _start(self, request: Request, async_op: bool):
-        """Begin a collective, compressed or plain. Returns its handle if `async_op`, else waits for it."""
-        return self._begin(request, self._decide(request), async_op)
+    def _start(self, calls: list[Call], outputs: Sequence[Tensor], async_op: bool) -> Handle | None:
+        """Begin calls, and wait for them unless `async_op`. Returns a handle that gives `outputs` if `async_op`."""
+        # All are decided before any begins, as one may be refused.
+        for call in calls:
+            self._decide(call)
+        if len(calls) == 1:
+            handle = self._begin(calls[0], async_op)
+        else:
+            handle = Handles([self._begin(call, async_op=True).giving(call.output) for call in calls])
+        if async_op:
+            return handle.giving(*outputs)
+        if handle is not None:
+            handle.wait()
+        return None
 
-    def _decide(self, request: Request) -> Decision:
-        """How to serve a request. All ranks decide alike.
+    def _decide(self, call: Call) -> None:
+        """Decide how to serve a call, on all ranks alike.
 
-        The first one on a GPU measures what connects the GPUs, where that is open: it waits for the other ranks.
+        The first call on a GPU measures what connects the GPUs, if the settings leave that open, and waits for the
+        other ranks to do so.
         """
-        decision, config = self._collectives.decide(request), self._open_on_gpus
-        if config is None or not request.input.is_cuda or is_captured(request.input):
-            return decision
-        if decision.bypass not in (None, Bypass.TOO_SMALL):
-            return decision
-        self._open_on_gpus, where = None, request.input.device
-        self._await_gpus(request)
-        measure = partial(self._collectives.measure_gpus, request.collective, config=config, where=where)
-        self._queue.submit(request.collective, where, measure).wait()
-        return self._collectives.decide(request)
+        decide(self._calls, call)
+        config = self._open_on_gpus
+        if config is None or not call.input.is_cuda or is_captured(call.input):
+            return
+        if call.bypass not in (None, Bypass.TOO_SMALL):
+            return
+        self._open_on_gpus = None
+        self._await_gpus(call)
+        measure = partial(measure_gpus, self._calls, call.collective, config, call.input.device)
+        self._queue.submit(call.collective, call.input.device, measure).wait()
+        decide(self._calls, call)
 
-    def _begin(self, request: Request, decision: Decision, async_op: bool):
-        """As `_start`, once it is decided how."""
-        config, bypass = decision
-        if bypass is not None:
-            return self._start_plain(request, bypass, async_op)
-        captured = is_captured(request.input)
+    def _begin(self, call: Call, async_op: bool) -> Handle | None:
+        """Begin a decided call. Without `async_op` it may be over when this returns; then there is no handle."""
+        on_gpu = call.input.is_cuda
+
+        # Plain calls of GPUs go over the user's process group, in whose streams GPUs do all else.
+        if call.bypass is not None and (on_gpu or self.world_size == 1):
+            return self._begin_in_group(call, async_op)
+        if call.bypass is not None:
+            enter(self._calls, call)
+            return self._run(call, run_plain, is_quick=True, async_op=async_op)
+
+        captured = is_captured(call.input)
         if captured:
-            require_capturable(request.collective, config.quantizer)
-        self._await_gpus(request)
-        call = self._collectives.prepare(request, config)
-        if captured:
-            call = replace(call, verify_as=None)  # which the host would have to look at
-        if config.quantizer.bits is not None and request.input.is_cuda and call.verify_as is None:
-            return self._start_on_stream(request, call, async_op, captured)
+            require_capturable(call.collective, call.config.quantizer)
+        self._await_gpus(call)
+        enter(self._calls, call)
+        verifies = call.plan.verify_as is not None
+        if captured and verifies:  # the host would have to look at the sum
+            call.plan, verifies = replace(call.plan, verify_as=None), False
+
+        # At a fixed rate no host waits for a GPU.
+        if call.config.quantizer.bits is not None and on_gpu and not verifies:
+            return self._begin_on_stream(call, captured)
+
+        # All else runs on a thread of its own, or at once: to hand a call over takes as long as a small one.
         self._follow_calls_on_gpus()
-        run = _on_pieces(request, partial(self._collectives.run, call))
-        # To hand a call over to the other thread takes as long as a small one, or as some kernels of a GPU.
-        is_quick = call.source.data.nbytes <= _QUICK_BYTES or request.input.is_cuda
-        if is_quick and not async_op and call.verify_as is None:
-            return self._queue.run(request.collective, request.input.device, run)
-        handle = self._queue.submit(request.collective, request.input.device, run)
-        if call.verify_as is not None:
-            self._collectives.state.wait_at_end_of_step(handle)
-        return handle.giving(request.output) if async_op else handle.wait() and None
+        is_quick = (on_gpu or call.input.nbytes <= _QUICK_BYTES) and not verifies
+        handle = self._run(call, run, is_quick, async_op)
+        if verifies:
+            self._calls.state.wait_at_end_of_step(handle)
+        return handle
 
-    def _await_gpus(self, request: Request) -> None:
-        """Let the first compressed call on a GPU, which connects it, wait until the other ranks make it as well."""
-        where = request.input.device
-        if not request.input.is_cuda or where in self._gpus or is_captured(request.input):
+    def _run(self, call: Call, run, is_quick: bool, async_op: bool) -> Handle | None:
+        """Run a call after all earlier ones: a quick one on this thread if nobody needs its handle."""
+        job = partial(run, self._calls, call)
+        if is_quick and not async_op:
+            self._queue.run(call.collective, call.input.device, job)
+            return None
+        return self._queue.submit(call.collective, call.input.device, job)
+
+    def _await_gpus(self, call: Call) -> None:
+        """Let the first compressed call on a GPU wait until the other ranks make it as well.
+
+        It connects the GPUs, and NCCL would wait without a limit for a rank that does not come.
+        """
+        where = call.input.device
+        if not call.input.is_cuda or where in self._gpus or is_captured(call.input):
             return
         self._gpus.add(where)
-        await_gpus = partial(self._collectives.await_gpus, request.collective, self._collectives.calls)
-        self._queue.submit(request.collective, torch.device("cpu"), await_gpus)
+        self._tell(call.collective, connecting(self._calls.calls))
+
+    def _tell(self, collective: str, numbers: dict[str, int]) -> None:
+        """Compare numbers with the other ranks after all earlier calls, without waiting for them here."""
+
+        def compare(device: Device, transport: Transport) -> None:
+            require_same_call(collective, numbers, transport, self.ranks)
+
+        self._queue.submit(collective, torch.device("cpu"), compare)
 
     def _follow_calls_on_gpus(self) -> None:
         """Let the current stream wait for the calls before that no host waits for."""
@@ -510,7 +544,7 @@ class Communicator:
         self._plain_memory = ()
         self._plain_on_gpu.wait()
 
-    def _start_on_stream(self, request: Request, call: Call, async_op: bool, captured: bool):
+    def _begin_on_stream(self, call: Call, captured: bool) -> Handle:
         """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing.
 
         Args:
@@ -518,20 +552,19 @@ class Communicator:
         """
         self._queue.drain()
         self._queue.require_open()
-        stream, transport = self._on_streams(request.input.device)
-        self._collectives.note_uncompared(request, None, call.config)
+        stream, transport = self._on_streams(call.input.device)
+        self._calls.note_uncompared(call.described)
 
         def work() -> None:
             if not captured:
                 self._follow_plain_on_gpu()
-            with request.pieces_in_place():
-                self._collectives.queue(call, stream.backend, transport)
+            queue(self._calls, call, stream.backend, transport)
 
-        with peer_errors(f"the {request.collective} at a fixed rate"), memory_errors(request.collective):
-            handle = stream.queue(request.memory, work)
+        with peer_errors(f"the {call.collective} at a fixed rate"), memory_errors(call.collective):
+            handle = stream.queue(call.memory, work)
         if not captured:
             self._queued_on_gpu = handle
-        return handle.giving(request.output) if async_op else handle.wait() and None
+        return handle
 
     def _on_streams(self, device: torch.device) -> tuple[CallStream, CollectiveTransport]:
         """What serves calls that need no host: the user's own NCCL group, or ours where the user's is another kind."""
@@ -544,42 +577,38 @@ class Communicator:
             self._queued[device] = CallStream(device), transport
         return self._queued[device]
 
-    def _start_plain(self, request: Request, bypass: Bypass, async_op: bool):
-        if self.world_size == 1 or request.input.is_cuda:
-            return self._start_in_group(request, bypass, async_op)
-        call = self._collectives.prepare_plain(request, bypass)
-        run = _on_pieces(request, partial(self._collectives.run_plain, call))
-        if async_op:
-            return self._queue.submit(request.collective, request.input.device, run).giving(request.output)
-        return self._queue.run(request.collective, request.input.device, run)
-
-    def _start_in_group(self, request: Request, bypass: Bypass, async_op: bool):
+    def _begin_in_group(self, call: Call, async_op: bool) -> Handle | None:
         """Begin a plain collective over the user's process group, in whose streams GPUs do all else."""
         if self.world_size > 1:
             self._queue.drain()
-        device = request.input.device
-        queued = self._queued.get(device)  # calls before this one may still write to the same tensor on their stream
+        device, captured = call.input.device, is_captured(call.input)
+
+        # Calls before this one may still write to the same tensor on their stream.
+        queued = self._queued.get(device)
         stream = queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext()
-        if request.joined is not None:
-            stream = request.joined.filled()  # on the current stream
-            if not is_captured(request.input):
+        if call.joined is not None:
+            stream = call.pieces_in_place()  # on the current stream
+            if not captured:
                 self._follow_calls_on_gpus()
-        with stream, peer_errors(f"the plain {request.collective}"):
-            handle = WorkHandle(request.start_plain(self._plain), f"the plain {request.collective}")
-            if request.joined is not None:
+        with stream, peer_errors(f"the plain {call.collective}"):
+            handle = WorkHandle(call.start_plain(self._plain), f"the plain {call.collective}")
+            if call.joined is not None:
                 handle.wait()
-        if request.joined is not None and request.input.is_cuda and not is_captured(request.input):
-            handle = StreamHandle.of_current(device)  # with the copies back to the pieces, which come after
-        if self.world_size > 1:  # while the data travel, as all below
-            self._collectives.note_uncompared(request, bypass)
-        self._collectives.count_plain(request, bypass)
+        if call.joined is not None and call.input.is_cuda and not captured:
+            handle = StreamHandle.of_current(device)  # with the copies back to the joined tensors
+
+        # Numbered and counted while the data travel. The next call that is compared tells whether ranks differed.
+        enter(self._calls, call)
+        if self.world_size > 1:
+            self._calls.note_uncompared(call.described)
+        count_plain(self._calls, call)
         if not async_op:
             handle.wait()
-        if request.input.is_cuda and not is_captured(request.input):
+        if call.input.is_cuda and not captured:
             # A work that was waited for would keep its output until the next plain call.
             self._plain_on_gpu = handle if async_op else StreamHandle.of_current(device)
-            self._plain_memory = request.memory if async_op else ()
-        return handle.giving(request.output) if async_op else None
+            self._plain_memory = call.memory if async_op else ()
+        return handle if async_op else None
 
     def require_open(self) -> None:
         """Raise what broke this communicator, if anything did, and UnsupportedError in a fork of its process."""
@@ -592,9 +621,8 @@ class Communicator:
         Nobody waits for them here: those whose GPUs carry the call without the host compare nothing before a later one.
         """
         if self.world_size > 1:
-            refuse = partial(self._collectives.refuse, collective, self._collectives.calls)
             with suppress(NczError):  # what matters is why it was refused
-                self._queue.submit(collective, torch.device("cpu"), refuse)
+                self._tell(collective, refusal(self._calls.calls))
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)
@@ -606,6 +634,24 @@ class Communicator:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
+
+
+def measure_gpus(
+    group: Group, collective: str, config: Config, where: torch.device, device: Device, transport: Transport
+) -> None:
+    """Measure how fast calls go on GPUs, and serve tensors there by what follows from it from now on.
+
+    Raises MismatchError on every rank unless all do so before `collective`, and PeerError.
+
+    Args:
+        config: the settings, which leave the speed of the link open.
+        where: this rank's GPU.
+    """
+    require_same_call(collective, measuring(group.calls), transport, group.ranks)
+    config = measured_on_gpus(config, device, transport, where)
+    if group.nodes is None and group.schedule == "direct":  # in others no rank gathers frames
+        use_fastest_groups(config, device, transport, where)
+    group.use_on_gpus(config)
 
 
 def _require_settings_of(training: Training, config: Config) -> None:
@@ -641,11 +687,6 @@ class _Beginning:
                 self._communicator.refuse(self._collective)
         finally:
             self._outside.__exit__(kind, error, traceback)
-
-
-def _on_pieces(request: Request, job: Job) -> Job:
-    """A job that serves a request, if need be from and to the pieces that its tensor is put together from."""
-    return job if request.joined is None else request.joined.around(job)
 
 
 def _require_kept(collective: str, tensor: Tensor, name: str | None, kept: Sequence[ParameterSlice] | None) -> None:

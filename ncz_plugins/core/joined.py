@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from .errors import memory_errors
-from .runtime.device import Device
 from .training.policy import ParameterSlice
-from .transport.base import Transport
 
 
 class Joined:
@@ -39,16 +37,6 @@ class Joined:
         yield
         for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
             piece.copy_(result)
-
-    def around(self, job: Callable[[Device, Transport], None]) -> Callable[[Device, Transport], None]:
-        """A job on the pieces, made from one on `whole`."""
-
-        def run(device: Device, transport: Transport) -> None:
-            with self.filled():
-                job(device, transport)
-            device.synchronize()
-
-        return run
 
 
 def slices_of(tensor: Tensor, parts: Sequence[ParameterSlice]) -> Sequence[Tensor]:

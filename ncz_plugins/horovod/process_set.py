@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
@@ -14,10 +13,11 @@ import horovod.torch as hvd
 import torch
 
 from ..core.bypass import Bypass
-from ..core.call import Call, Request
+from ..core.call import Call
 from ..core.call_description import checksum_of
-from ..core.collective import Collectives, bypassed
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
+from ..core.group import Group
+from ..core.run import count_plain, decide, enter, run
 from ..core.runtime.device import Device, Host, record_event
 from ..core.runtime.handle import Handle
 from ..core.runtime.worker import Worker
@@ -140,8 +140,8 @@ class ProcessSetReducer:
         by_horovod = config.transport.schedule != "ring" and not flat.is_cuda
         # Horovod's own operations carry the direct schedule only.
         auto_schedule = "direct" if by_horovod else None
-        collectives = Collectives(training, config, process_set.ranks, process_set.rank(), auto_schedule=auto_schedule)
-        request = Request(
+        group = Group(training, config, process_set.ranks, process_set.rank(), auto_schedule=auto_schedule)
+        call = Call(
             "all_reduce",
             flat,
             flat,
@@ -150,26 +150,26 @@ class ProcessSetReducer:
             role="gradient",
             parts=[pending.parameter for pending in tensors],
             residual_parts=[pending.residual for pending in tensors],
+            plain=plain,  # what goes plain in the end is reduced by Horovod also where frames go round a ring
         )
-        config, decided = collectives.decide(request)
-        bypass = bypass or decided
-        if bypass is not None:
-            request.start_plain(plain).wait()
-            collectives.count_plain(request, bypass)
+        decide(group, call)
+        call.bypass = bypass or call.bypass
+        if call.bypass is not None:
+            call.start_plain(plain).wait()
+            count_plain(group, call)
         else:
-            if config.quantizer.feeds_back:
+            if call.feeds_back:
                 _require_unique_names(tensors)
-            exactly = config.quantizer.kind == "lossless" and kind.scale != 1
+            exactly = call.config.quantizer.kind == "lossless" and kind.scale != 1
             if exactly:  # the factors are applied when Horovod does it, so that its result comes out to the bit
                 flat.mul_(kind.prescale)
-                request, plain = replace(request, scale=1.0), HorovodCollectives(process_set, f"{name}.plain")
-            # What goes plain in the end is reduced by Horovod as well where frames go round a ring.
-            call = replace(collectives.prepare(request, config), plain=lambda _: request.start_plain(plain))
+                call.scale, call.plain = 1.0, HorovodCollectives(process_set, f"{name}.plain")
+            enter(group, call)
             if by_horovod:
-                _run(collectives, call, self._host, HorovodTransport(process_set, name))
+                _run(group, call, self._host, HorovodTransport(process_set, name))
             else:
                 with self._connections.route(process_set, config.transport, flat.device) as (device, transport):
-                    _run(collectives, call, device, transport)
+                    _run(group, call, device, transport)
             if exactly:
                 flat.mul_(kind.postscale)
         copy_back(flat, tensors)
@@ -188,14 +188,14 @@ def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> Non
         works.append(plain.as_horovod_does(pending.tensor, op))
     for work, pending in zip(works, tensors):
         work.wait()
-        request = Request("all_reduce", pending.tensor, pending.tensor)
-        job.compressor.stats.record(bypassed(request, pending.kind.bypass, job.process_set.size()))
+        call = Call("all_reduce", pending.tensor, pending.tensor, bypass=pending.kind.bypass)
+        job.compressor.stats.record(call.plain_counters(job.process_set.size()))
 
 
-def _run(collectives: Collectives, call: Call, device: Device, transport: Transport) -> None:
+def _run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     try:
-        with device.after(record_event(call.source.data.device)), memory_errors(call.collective):
-            collectives.run(call, device, transport)
+        with device.after(record_event(call.input.device)), memory_errors(call.collective):
+            run(group, call, device, transport)
     except PeerError as error:
         raise hvd.HorovodInternalError(str(error)) from error  # what elastic training recovers from
 

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calls import decided, planned, run_decided, run_planned
 from ranks import play
 from test_cuda_batches import CountingLauncher
 
-from ncz_plugins.core.call import Call, Request
-from ncz_plugins.core.call_run import run
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Layout, Window
-from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, PeerError
+from ncz_plugins.core.group import Group
+from ncz_plugins.core.run import enter, queue, run
 from ncz_plugins.core.runtime.device import Gpu, Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, padded, ring
@@ -82,7 +83,7 @@ def all_reduce(
         device = device_of(transport.rank)
         if damage and transport.rank == 0:
             damage(device)
-        call = Call(
+        call = planned(
             "all_reduce",
             config,
             layout or Layout.split(numel, world_size, CHUNK, 0),
@@ -97,7 +98,7 @@ def all_reduce(
         for sizes in [expected] * 4 if expected else []:
             transport.forecasts.of(call.kind).learn(sizes)
         try:
-            run(call, device, transport)
+            run_planned(call, device, transport)
         except FrameError as error:
             return error
         return tensor
@@ -138,17 +139,18 @@ def test_a_fixed_rate_needs_no_host(kind, world_size):
         outcomes = []
         for numel in (1, NUMEL, 3 * OF_ALL):
             tensor = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-            ours = Collectives(Training(config), config, range(world_size), transport.rank)
+            ours = Group(Training(config), config, range(world_size), transport.rank)
             parts = [ParameterSlice(None, numel)]
-            call = ours.prepare(Request("all_reduce", tensor, tensor, SUM, parts=parts), config)
+            call = decided(ours, Call("all_reduce", tensor, tensor, SUM, parts=parts))
+            enter(ours, call)
             if emulated:
                 launcher = CountingLauncher(seed=1)
-                ours.queue(call, CudaBackend(launcher), transport)
+                queue(ours, call, CudaBackend(launcher), transport)
                 at_random = "_at_random" if kind == "stochastic" else ""
                 names = ("block_magnitudes", f"pack{at_random}", "add_packed", "unpack")
                 assert launcher.launched == {f"ncz_{name}": 1 for name in names}
             else:
-                ours.run(call, Host(), transport)
+                run(ours, call, Host(), transport)
             assert ours.training.stats.total.compressed_calls == 1
             outcomes.append(tensor)
         return torch.cat(outcomes)
@@ -251,7 +253,7 @@ def calls_of_two(tensors_of, config: Config) -> list[list[tuple[int, int, int, i
         costs = []
         for tensor in tensors[transport.rank]:
             tensor, device = tensor.clone(), device_of(transport.rank)
-            call = Call(
+            call = planned(
                 "all_reduce",
                 config,
                 layout,
@@ -263,7 +265,7 @@ def calls_of_two(tensors_of, config: Config) -> list[list[tuple[int, int, int, i
                 addends=2,
                 addend=transport.rank,
             )
-            sent = run(call, device, transport).wire_bytes
+            sent = run_planned(call, device, transport).wire_bytes
             on_gpu = device.in_batches
             costs.append((tensor, device.launched, device.waits, device.seen_bytes, sent) if on_gpu else (tensor,))
         return costs
@@ -343,13 +345,13 @@ def test_a_reduce_scatter_of_two(longer_on):
     config = Config(quantizer=ABSOLUTE, transport={"min_bytes": 0, "frame_bytes": 4 * CHUNK}).resolved()
 
     def body(transport, device):
-        ours, results, waits = Collectives(Training(config), config, range(2), transport.rank), [], []
+        ours, results, waits = Group(Training(config), config, range(2), transport.rank), [], []
         for call in range(7):
             tensor = normal(10 * transport.rank + call) * (1000 if call > 4 and transport.rank in longer_on else 1)
             part = tensor.new_empty(tensor.numel() // 2)
-            request = Request("reduce_scatter_tensor", tensor, part, SUM, parts=[ParameterSlice(None, tensor.numel())])
+            request = Call("reduce_scatter_tensor", tensor, part, SUM, parts=[ParameterSlice(None, tensor.numel())])
             on = device()
-            ours.run(ours.prepare(request, config), on, transport)
+            run_decided(ours, request, on, transport)
             results.append(part)
             waits.append(on.waits if on.in_batches else 0)
         assert ours.training.stats.total.compressed_calls == 7
@@ -372,11 +374,11 @@ def test_error_feedback_and_frames_that_are_longer(per_node, dtype):
         n, rank = transport.world_size, transport.rank
         ranks = tuple(tuple(range(first, first + per_node)) for first in range(0, n, per_node))
         nodes = None if per_node == 1 else Nodes(ranks, rank // per_node, rank % per_node)
-        ours, results = Collectives(Training(config), config, range(n), rank, nodes), []
+        ours, results = Group(Training(config), config, range(n), rank, nodes), []
         for call in range(7):
             tensor = (normal(10 * rank + call) * (1 if call < 5 or rank else 100)).to(dtype)
             parts = [ParameterSlice("weight", tensor.numel())]
-            ours.run(ours.prepare(Request("all_reduce", tensor, tensor, SUM, parts=parts), config), device(), transport)
+            run_decided(ours, Call("all_reduce", tensor, tensor, SUM, parts=parts), device(), transport)
             results.append(tensor)
         assert ours.training.stats.total.compressed_calls == 7
         return torch.cat(results)
@@ -453,7 +455,7 @@ class SlowGpu(EmulatedGpu):
 def cost_of_one(transport, device) -> Counters:
     """What a call of two ranks with GPUs cost."""
     tensor = normal(transport.rank)
-    call = Call(
+    call = planned(
         "all_reduce",
         Config(quantizer=ABSOLUTE, entropy=FIXED),
         Layout.of([tensor.numel()], CHUNK),
@@ -465,7 +467,7 @@ def cost_of_one(transport, device) -> Counters:
         addends=2,
         addend=transport.rank,
     )
-    return run(call, device, transport)
+    return run_planned(call, device, transport)
 
 
 def test_waiting_for_the_gpu_is_counted_as_such():
@@ -514,7 +516,7 @@ def test_a_peer_that_is_gone_is_told(when, monkeypatch):
 # ------------------------------------------------------------------ all collectives, as users ask for them
 
 
-def requests_of(rank: int, world_size: int, dtype: torch.dtype, poison: float | None) -> list[Request]:
+def requests_of(rank: int, world_size: int, dtype: torch.dtype, poison: float | None) -> list[Call]:
     """One of each collective. A value of rank 1 is `poison`."""
     tensor = torch.randn(world_size * 2 * CHUNK, generator=torch.Generator().manual_seed(rank)).to(dtype)
     if poison is not None and rank == 1:
@@ -522,10 +524,10 @@ def requests_of(rank: int, world_size: int, dtype: torch.dtype, poison: float | 
     part = tensor[-2 * CHUNK :].clone()
     new, parts = tensor.new_zeros, [ParameterSlice(None, 2 * CHUNK)]
     return [
-        Request("all_reduce", (x := tensor.clone()), x, SUM, parts=[ParameterSlice(None, x.numel())]),
-        Request("reduce_scatter_tensor", tensor, new(2 * CHUNK), SUM, parts=[ParameterSlice(None, tensor.numel())]),
-        Request("all_gather_into_tensor", part, new(tensor.numel()), None, parts=parts),
-        Request("broadcast", (y := tensor.clone()), y, None, root=1, parts=[ParameterSlice(None, y.numel())]),
+        Call("all_reduce", (x := tensor.clone()), x, SUM, parts=[ParameterSlice(None, x.numel())]),
+        Call("reduce_scatter_tensor", tensor, new(2 * CHUNK), SUM, parts=[ParameterSlice(None, tensor.numel())]),
+        Call("all_gather_into_tensor", part, new(tensor.numel()), None, parts=parts),
+        Call("broadcast", (y := tensor.clone()), y, None, root=1, parts=[ParameterSlice(None, y.numel())]),
     ]
 
 
@@ -536,10 +538,10 @@ def outcomes_of(
     n, rank = transport.world_size, transport.rank
     ranks = tuple(tuple(range(first, first + per_node)) for first in range(0, n, per_node))
     nodes = None if per_node == 1 else Nodes(ranks, rank // per_node, rank % per_node)
-    ours = Collectives(Training(config), config, range(n), rank, nodes)
+    ours = Group(Training(config), config, range(n), rank, nodes)
     results = []
     for request in requests_of(rank, n, dtype, poison):
-        ours.run(ours.prepare(request, config), device, transport)
+        run_decided(ours, request, device, transport)
         results.append(request.output)
     total = ours.training.stats.total
     return torch.cat(results), total.bypasses, total.compressed_calls
@@ -600,15 +602,15 @@ def test_weights_as_changes(schedule, dtype):
     versions = [version.to(dtype) for version in versions]
 
     def body(transport):
-        collectives = Collectives(Training(config), config, range(3), transport.rank)
+        collectives = Group(Training(config), config, range(3), transport.rank)
         device = EmulatedGpu(transport.rank)
         weights, baseline = torch.zeros(3, CHUNK + 17, dtype=dtype), Baseline()
         for version in versions:
             weights[transport.rank] = version[transport.rank]
             parts = [ParameterSlice(None, weights.numel())]
             own = weights[transport.rank]
-            request = Request("all_gather_into_tensor", own, weights, role="parameter", parts=parts, baseline=baseline)
-            collectives.run(collectives.prepare(request, collectives.decide(request).config), device, transport)
+            request = Call("all_gather_into_tensor", own, weights, role="parameter", parts=parts, baseline=baseline)
+            run_decided(collectives, request, device, transport)
             assert torch.equal(weights.view(torch.uint8), version.view(torch.uint8))
         return collectives.training.stats.total.sent_whole
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.scratch import Scratch
-from ..call import Call, plain_wire_bytes
+from ..call import Call, Plan, plain_wire_bytes
 from ..codec.coded_tensor import Codec
 from ..codec.layout import Layout, Window
 from ..runtime.statistics import Counters
@@ -29,92 +29,92 @@ from ..transport.topology import Nodes
 _scratch = Scratch()
 
 
-def in_nodes(call: Call, nodes: Nodes, block: int) -> Call:
-    """The same call in three stages: inside the nodes, between them, inside them again.
+def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
+    """The same plan in three stages: inside the nodes, between them, inside them again.
 
     Args:
-        call: as it would run flat.
-        block: elements that share a scale, see `QuantizerConfig.block_in_effect`.
+        plan: of `call` as it would run flat.
     """
     if call.collective == "broadcast":
-        return _broadcast(call, nodes, block)
+        return _broadcast(call, plan, nodes)
     return {
         "all_reduce": _all_reduce,
         "reduce_scatter_tensor": _reduce_scatter,
         "all_gather_into_tensor": _all_gather,
-    }[call.collective](call, nodes)
+    }[call.collective](call, plan, nodes)
 
 
-def _all_reduce(call: Call, nodes: Nodes) -> Call:
+def _all_reduce(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     pieces = _pieces(nodes)
     own = pieces[nodes.local_rank]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
         def part(local_rank: int) -> Tensor:
-            return call.source[call.layout.elements(pieces[local_rank])]
+            return plan.source[plan.layout.elements(pieces[local_rank])]
 
-        return _node_sum(call, nodes, transport, part, counters)
+        return _node_sum(plan, nodes, transport, part, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _between(call, nodes, transport, codec, own, counters)
+        _between(call.collective, plan, nodes, transport, codec, own, counters)
         if not codec.bypass:
-            _share(nodes, transport, [call.output[call.layout.elements(piece)] for piece in pieces], counters)
+            _share(nodes, transport, [plan.output[plan.layout.elements(piece)] for piece in pieces], counters)
 
-    call = replace(call, addends=nodes.count, addend=nodes.node)
-    return replace(call, measured=own, within_node=within_node, schedule=schedule)
+    plan = replace(plan, addends=nodes.count, addend=nodes.node)
+    return replace(plan, measured=own, within_node=within_node, schedule=schedule)
 
 
-def _reduce_scatter(call: Call, nodes: Nodes) -> Call:
+def _reduce_scatter(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     """A piece is made of the parts of the ranks with one local rank, so that each ends with its own part."""
     own = _pieces(nodes)[nodes.local_rank]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
-        by_rank = call.source.data.view(nodes.count * nodes.size, -1)
-        buffer = _buffer("part", call.source.data, nodes.count * by_rank.shape[1])
+        by_rank = plan.source.data.view(nodes.count * nodes.size, -1)
+        buffer = _buffer("part", plan.source.data, nodes.count * by_rank.shape[1])
 
         def part(local_rank: int) -> Tensor:
             rows = [by_rank[rank] for rank in _having(nodes, local_rank)]
             return torch.stack(rows, out=buffer.view(nodes.count, -1)).view(-1)
 
-        return _node_sum(call, nodes, transport, part, counters)
+        return _node_sum(plan, nodes, transport, part, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _between(call, nodes, transport, codec, own, counters)
+        _between(call.collective, plan, nodes, transport, codec, own, counters)
 
-    output = Window(call.output.data, call.layout.segment(own[nodes.node]).start)
+    output = Window(plan.output.data, plan.layout.segment(own[nodes.node]).start)
     order = [rank for local_rank in range(nodes.size) for rank in _having(nodes, local_rank)]
-    feedback = call.feedback and call.feedback.in_order(order, of=nodes.count * nodes.size)
-    call = replace(call, feedback=feedback, addends=nodes.count, addend=nodes.node)
-    return replace(call, output=output, measured=own, within_node=within_node, schedule=schedule)
+    feedback = plan.feedback and plan.feedback.in_order(order, of=nodes.count * nodes.size)
+    plan = replace(plan, feedback=feedback, addends=nodes.count, addend=nodes.node)
+    return replace(plan, output=output, measured=own, within_node=within_node, schedule=schedule)
 
 
-def _all_gather(call: Call, nodes: Nodes) -> Call:
+def _all_gather(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     """A piece is made of the parts of the ranks with one local rank, as in `_reduce_scatter`."""
     own = _pieces(nodes)[nodes.local_rank]
     segment = own[nodes.node]
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        elements = call.layout.elements(own)
-        mine = _buffer("part", call.output.data, elements.stop - elements.start)
+        elements = plan.layout.elements(own)
+        mine = _buffer("part", plan.output.data, elements.stop - elements.start)
         own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
-        _between(call, nodes, transport, own_codec, own, counters)
+        _between(call.collective, plan, nodes, transport, own_codec, own, counters)
         if codec.bypass:
             return
-        by_rank = call.output.data.view(nodes.count * nodes.size, -1)
+        by_rank = plan.output.data.view(nodes.count * nodes.size, -1)
         _put(mine, by_rank, _having(nodes, nodes.local_rank))
         ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
         for to, source in _turns(nodes):
             exchange(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
             _put(received, by_rank, _having(nodes, source))
 
-    source = Window(call.source.data, call.layout.segment(segment).start)
+    source = Window(plan.source.data, plan.layout.segment(segment).start)
     measured = range(segment, segment + 1)
-    return replace(call, source=source, measured=measured, schedule=schedule)
+    return replace(plan, source=source, measured=measured, schedule=schedule)
 
 
-def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
+def _broadcast(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     """The root's node deals out the pieces, each goes to all nodes, and there to all ranks. A piece is one segment."""
-    layout = Layout.split(call.layout.numel, nodes.size, call.layout.frame_elements, block)
+    block = call.config.quantizer.block_in_effect
+    layout = Layout.split(plan.layout.numel, nodes.size, plan.layout.frame_elements, block)
     own = range(nodes.local_rank, nodes.local_rank + 1)
     root = next(node for node, ranks in enumerate(nodes.ranks) if call.root in ranks)
     at_root = nodes.node == root
@@ -123,18 +123,18 @@ def _broadcast(call: Call, nodes: Nodes, block: int) -> Call:
         return [whole[layout.segment(i)] for i in range(nodes.size)]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
-        mine = parts(call.source)[nodes.local_rank]
+        mine = parts(plan.source)[nodes.local_rank]
         if at_root:
-            mine = _dealt(nodes, transport, call.root, parts(call.source), counters)
+            mine = _dealt(nodes, transport, call.root, parts(plan.source), counters)
         return Window(mine, layout.elements(own).start)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _between(call, nodes, transport, codec, own, counters, root=root)
+        _between(call.collective, plan, nodes, transport, codec, own, counters, root=root)
         if not codec.bypass:
-            _share(nodes, transport, parts(call.output), counters)
+            _share(nodes, transport, parts(plan.output), counters)
 
     measured = own if at_root else range(0)
-    return replace(call, layout=layout, measured=measured, within_node=within_node, schedule=schedule)
+    return replace(plan, layout=layout, measured=measured, within_node=within_node, schedule=schedule)
 
 
 def _pieces(nodes: Nodes) -> list[range]:
@@ -154,15 +154,22 @@ def _put(parts: Tensor, by_rank: Tensor, ranks: list[int]) -> None:
 
 
 def _between(
-    call: Call, nodes: Nodes, transport: Transport, codec: Codec, piece: range, counters: Counters, **root
+    collective: str,
+    plan: Plan,
+    nodes: Nodes,
+    transport: Transport,
+    codec: Codec,
+    piece: range,
+    counters: Counters,
+    **root,
 ) -> None:
     """Run the flat call's schedule on one piece, with the nodes for ranks.
 
     The output is then there to be shared, unless `codec` has a bypass: the same on all ranks.
     """
-    counters.plain_bytes = plain_wire_bytes(call.collective, codec.source.data.nbytes, nodes.count)
+    counters.plain_bytes = plain_wire_bytes(collective, codec.source.data.nbytes, nodes.count)
     part = codec.part(piece)
-    call.schedule(nodes.between(transport), part, counters, **root)
+    plan.schedule(nodes.between(transport), part, counters, **root)
     part.finish()
 
 
@@ -170,16 +177,16 @@ def _between(
 
 
 def _node_sum(
-    call: Call, nodes: Nodes, transport: Transport, part: Callable[[int], Tensor], counters: Counters
+    plan: Plan, nodes: Nodes, transport: Transport, part: Callable[[int], Tensor], counters: Counters
 ) -> Window:
     """The sum over the ranks of this node of the piece of this rank, in the tensors' own dtype.
 
     Args:
         part: what this rank adds to the piece of a local rank; may use the same memory each time.
     """
-    ranks, elements = nodes.ranks[nodes.node], call.layout.elements(_pieces(nodes)[nodes.local_rank])
+    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_pieces(nodes)[nodes.local_rank])
     count = elements.stop - elements.start
-    total = _buffer("sum", call.source.data, count)
+    total = _buffer("sum", plan.source.data, count)
     for turn, (to, source) in enumerate(_turns(nodes)):
         received = _buffer("received", total, count) if turn else total
         exchange(nodes, transport, [(ranks[to], part(to))], [(ranks[source], received)], counters)

@@ -24,13 +24,15 @@ from torch import Tensor
 from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Predictor, blocks_of, max_frame_bytes
 from ...version import __version__
-from ..call import Request
-from ..call_layout import layout_of_sum
+from ..call import Call
 from ..call_queue import CallQueue
-from ..collective import Collectives
 from ..config import FRAME_BYTES, CoderCosts, Config, KiB, MiB, format_size
 from ..errors import UnsupportedError
+from ..group import Group
 from ..messages import say
+from ..planning import layout_of_sum
+from ..run import decide, enter
+from ..run import run as run_call
 from ..runtime.device import Host
 from ..runtime.statistics import Counters
 from ..schedules.choice import schedule_for
@@ -158,15 +160,14 @@ class TorchRanks(Subject):
         self._plain.all_reduce(tensor, dist.ReduceOp.SUM).wait()
 
     def compressed(self, tensor, config):
-        collectives = Collectives(self._training, config, self._ranks, self.rank, self._nodes)
+        group = Group(self._training, config, self._ranks, self.rank, self._nodes)
         parts = [ParameterSlice(None, tensor.numel())]
-        request = Request("all_reduce", tensor, tensor, dist.ReduceOp.SUM, parts=parts)
-        config, bypass = collectives.decide(request)
-        if bypass is not None:
-            self.plain(tensor)
-        else:
-            run = partial(collectives.run, collectives.prepare(request, config))
-            self._queue.submit(request.collective, tensor.device, run).wait()
+        call = Call("all_reduce", tensor, tensor, dist.ReduceOp.SUM, parts=parts)
+        decide(group, call)
+        if call.bypass is not None:
+            return self.plain(tensor)
+        enter(group, call)
+        self._queue.submit(call.collective, tensor.device, partial(run_call, group, call)).wait()
 
 
 def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Config:

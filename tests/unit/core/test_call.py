@@ -1,29 +1,20 @@
-"""What is asked for, and the call that serves it."""
+"""A call: what ranks tell of it, and its plain collective."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from calls import call
 
-from ncz_plugins.core.call import Request, plain_wire_bytes
-from ncz_plugins.core.codec.layout import Layout
-from ncz_plugins.core.config import Config
+from ncz_plugins.core.call import Call, plain_wire_bytes
 from ncz_plugins.core.transport.base import PlainCollectives
 
 
-def test_calls_are_of_one_kind_whatever_their_number():
-    assert call().kind == call(number=7).kind
-    assert call().kind != call(layout=Layout.of([4, 5], 4)).kind
-    assert call().kind != call(config=Config.load({"quantizer": {"value": 0.5}})).kind
-
-
-def test_requests_are_of_one_kind_only_if_ranks_tell_the_same_of_them():
+def test_calls_are_of_one_kind_only_if_ranks_tell_the_same_of_them():
     """What is decided of one, and what is told of it, goes for all others of its kind."""
     tensor = torch.zeros(8)
-    request = Request("all_reduce", tensor, tensor, dist.ReduceOp.SUM, role="gradient")
-    assert request.kind == replace(request, input=torch.ones(8), output=torch.ones(2, 4)).kind
+    call = Call("all_reduce", tensor, tensor, dist.ReduceOp.SUM, role="gradient")
+    assert call.kind == replace(call, input=torch.ones(8), output=torch.ones(2, 4)).kind
     others = [
         {"collective": "broadcast"},
         {"op": None},
@@ -37,7 +28,7 @@ def test_requests_are_of_one_kind_only_if_ranks_tell_the_same_of_them():
         {"input": tensor.double()},
         {"output": tensor.double()},
     ]
-    kinds = {request.kind, *(replace(request, **changes).kind for changes in others)}
+    kinds = {call.kind, *(replace(call, **changes).kind for changes in others)}
     assert len(kinds) == 1 + len(others)
 
 
@@ -66,7 +57,7 @@ class Started(PlainCollectives):
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"])
-def test_a_request_starts_the_plain_collective_of_its_name(collective):
+def test_a_call_starts_the_plain_collective_of_its_name(collective):
     small, large = torch.zeros(2), torch.zeros(4)
     given, result = {
         "all_reduce": (large, large),
@@ -74,8 +65,8 @@ def test_a_request_starts_the_plain_collective_of_its_name(collective):
         "all_gather_into_tensor": (small, large),
         "broadcast": (large, large),
     }[collective]
-    request = Request(collective, given, result, op=dist.ReduceOp.AVG, scale=0.5, root=1)
-    started, arguments = request.start_plain(Started())
+    call = Call(collective, given, result, op=dist.ReduceOp.AVG, scale=0.5, root=1)
+    started, arguments = call.start_plain(Started())
     assert started == collective
     assert arguments[0] is result
-    assert request.larger is large
+    assert call.larger is large

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ncz_plugins.core import call_description
 from ncz_plugins.core.bypass import Bypass
-from ncz_plugins.core.call import Request
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.call_description import (
     checksum_of,
     checksum_of_list,
@@ -25,9 +25,9 @@ from ncz_plugins.core.transport.comparison import RankComparison
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
 
 
-def request(**changes) -> Request:
+def request(**changes) -> Call:
     tensor = changes.pop("tensor", torch.zeros(8))
-    return replace(Request("all_reduce", tensor, tensor, SUM), **changes)
+    return replace(Call("all_reduce", tensor, tensor, SUM), **changes)
 
 
 def plain(**changes) -> dict[str, int]:

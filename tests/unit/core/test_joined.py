@@ -14,7 +14,6 @@ from ranks import play_communicators, same_bits
 from ncz_plugins.core.communicator import Communicator
 from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.joined import Joined, slices_of
-from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.handle import Handles
 from ncz_plugins.core.runtime.worker import Worker
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -33,14 +32,11 @@ def test_pieces_are_taken_when_the_job_runs_and_get_the_results(lengths):
     joined = Joined(slices_of(tensor, [ParameterSlice(None, length) for length in lengths])[::-1])
     seen = []
 
-    def job(device, transport) -> None:
-        seen.append(joined.whole.clone())
-        joined.whole += 1000
-
-    run = joined.around(job)
     tensor += torch.arange(float(sum(lengths)))  # by a call before it, say
     before = tensor.clone()
-    run(Host(), None)
+    with joined.filled():
+        seen.append(joined.whole.clone())
+        joined.whole += 1000
     assert torch.equal(seen[0], torch.cat(before.split(lengths)[::-1]))
     assert torch.equal(tensor, before + 1000)
 
@@ -49,12 +45,9 @@ def test_pieces_stay_as_they_are_if_the_job_fails():
     tensor = torch.zeros(2, 3, requires_grad=True)
     joined = Joined(slices_of(tensor, [ParameterSlice("a", 4), ParameterSlice("b", 2)]))
 
-    def job(device, transport) -> None:
+    with pytest.raises(PeerError, match="gone"), joined.filled():
         joined.whole += 1
         raise PeerError("gone")
-
-    with pytest.raises(PeerError, match="gone"):
-        joined.around(job)(Host(), None)
     assert not tensor.any()
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ....core.bypass import by_size
-from ....core.call_layout import adds_up_whole, layout_of_parts, layout_of_sum
 from ....core.codec.layout import Layout
 from ....core.codec.quantize import measured_bytes
 from ....core.config import Config
+from ....core.planning import adds_up_whole, layout_of_parts, layout_of_sum
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
 from ....core.schedules.choice import schedule_for

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from calls import run_decided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import play
@@ -14,10 +15,10 @@ from ncz_plugins.cli.plan.simulation.calls import Group
 from ncz_plugins.cli.plan.simulation.costs import CodingCosts, Costs
 from ncz_plugins.cli.plan.simulation.fleet import Fleet, Link, Ranks
 from ncz_plugins.cli.plan.simulation.sizes import sizes_for
-from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.config import CoderCosts, Config
 from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.group import Group as RealGroup
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
@@ -60,21 +61,19 @@ def real_wire_bytes(ranks: int, collective: str, nbytes: int, schedule: str) -> 
 
     def body(transport):
         training = Training(settings)
-        collectives = Collectives(training, settings, range(ranks), transport.rank)
+        group = RealGroup(training, settings, range(ranks), transport.rank)
         numel = nbytes // 4
         x = torch.from_numpy(np.random.default_rng(transport.rank).laplace(size=numel).astype(np.float32))
         if collective == "all_reduce":
-            request = Request("all_reduce", x, x, dist.ReduceOp.SUM, parts=[ParameterSlice(None, numel)])
+            request = Call("all_reduce", x, x, dist.ReduceOp.SUM, parts=[ParameterSlice(None, numel)])
         elif collective == "reduce_scatter":
             output = torch.empty(numel // ranks)
             parts = [ParameterSlice(None, numel)]
-            request = Request("reduce_scatter_tensor", x, output, dist.ReduceOp.SUM, parts=parts)
+            request = Call("reduce_scatter_tensor", x, output, dist.ReduceOp.SUM, parts=parts)
         else:
             output, own = torch.empty(numel), x[: numel // ranks]
-            request = Request("all_gather_into_tensor", own, output, parts=[ParameterSlice(None, numel)])
-        chosen, bypass = collectives.decide(request)
-        assert bypass is None
-        collectives.run(collectives.prepare(request, chosen), Host(), transport)
+            request = Call("all_gather_into_tensor", own, output, parts=[ParameterSlice(None, numel)])
+        run_decided(group, request, Host(), transport)
         return training.stats.total.wire_bytes
 
     return float(np.mean(play(ranks, body, reuse=True)))

@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from calls import decided, run_decided
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
-from ncz_plugins.core.call import Request
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
-from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.group import Group
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import fixed_rate
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -26,20 +27,18 @@ PARTS = (1, 257, 4099)
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
-def collectives(transport, nodes=None, training=None, **quantizer) -> Collectives:
+def collectives(transport, nodes=None, training=None, **quantizer) -> Group:
     quantizer = {"mode": "bits", "value": 4} | quantizer
     config = Config(quantizer=quantizer, transport={"min_bytes": 0}).resolved()
     training = training or Training(config)
-    return Collectives(training, config, range(transport.world_size), transport.rank, nodes)
+    return Group(training, config, range(transport.world_size), transport.rank, nodes)
 
 
 def reduced(transport, tensor, op=SUM, ours=None, name=None):
     """The counters of one all_reduce, in place."""
     ours = ours or collectives(transport)
-    request = Request("all_reduce", tensor, tensor, op, parts=[ParameterSlice(name, tensor.numel())])
-    config, bypass = ours.decide(request)
-    assert bypass is None
-    ours.run(ours.prepare(request, config), Host(), transport)
+    request = Call("all_reduce", tensor, tensor, op, parts=[ParameterSlice(name, tensor.numel())])
+    run_decided(ours, request, Host(), transport)
     return ours.training.stats.total
 
 
@@ -100,11 +99,11 @@ def test_reduce_scatter_and_all_gather_are_an_all_reduce_in_two(world_size, part
         n = transport.world_size
         ours = collectives(transport)
         whole, own = values(transport.rank, n * part), torch.empty(part)
-        request = Request("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, n * part)])
-        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        request = Call("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, n * part)])
+        run_decided(ours, request, Host(), transport)
         gathered = torch.empty(n * part)
-        request = Request("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, n * part)])
-        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        request = Call("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, n * part)])
+        run_decided(ours, request, Host(), transport)
         return own, gathered
 
     outcomes = play(world_size, body, reuse=True)
@@ -122,8 +121,8 @@ def test_broadcast(root):
     def body(transport):
         tensor = values(transport.rank, 4099)
         ours = collectives(transport)
-        request = Request("broadcast", tensor, tensor, root=root, parts=[ParameterSlice(None, 4099)])
-        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        request = Call("broadcast", tensor, tensor, root=root, parts=[ParameterSlice(None, 4099)])
+        run_decided(ours, request, Host(), transport)
         return tensor
 
     outcomes = play(3, body, reuse=True)
@@ -229,8 +228,8 @@ def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
         reduced(transport, summed, ours=ours)
         ours, gathered = collectives(transport, kind="stochastic"), torch.empty(4 * RATE_BLOCK)
         parts = [ParameterSlice(None, gathered.numel())]
-        request = Request("all_gather_into_tensor", alike[:RATE_BLOCK], gathered, parts=parts)
-        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        request = Call("all_gather_into_tensor", alike[:RATE_BLOCK], gathered, parts=parts)
+        run_decided(ours, request, Host(), transport)
         return summed, gathered
 
     for summed, gathered in play(4, body, reuse=True):
@@ -253,11 +252,11 @@ def test_only_what_goes_between_nodes_is_compressed(ranks, way):
         gathered, sent = torch.empty(world_size * 300), values(transport.rank, 700)
         ours = collectives(transport, nodes)
         for request in (
-            Request("reduce_scatter_tensor", part, own, SUM, parts=[ParameterSlice(None, part.numel())]),
-            Request("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, part.numel())]),
-            Request("broadcast", sent, sent, root=3, parts=[ParameterSlice(None, 700)]),
+            Call("reduce_scatter_tensor", part, own, SUM, parts=[ParameterSlice(None, part.numel())]),
+            Call("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, part.numel())]),
+            Call("broadcast", sent, sent, root=3, parts=[ParameterSlice(None, 700)]),
         ):
-            ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+            run_decided(ours, request, Host(), transport)
         return [*tensors, gathered, sent]
 
     outcomes = list(zip(*play(world_size, body, way=way, reuse=True)))
@@ -288,10 +287,10 @@ def test_bytes_are_known_beforehand():
         assert of_more == 2 * (numel * 4 // 8 + 2 * numel // RATE_BLOCK)  # what ranks compare is the same
 
 
-def bytes_sent(transport, request: Request) -> int:
+def bytes_sent(transport, request: Call) -> int:
     """By one call on values, or by what compares and announces it where `request` holds none."""
     ours = collectives(transport)
-    ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+    run_decided(ours, request, Host(), transport)
     return ours.training.stats.total.wire_bytes
 
 
@@ -309,7 +308,7 @@ def test_bytes_of_three_ranks_are_known_beforehand():
                 input, output = torch.ones(times * numel // before), torch.ones(times * numel // after)
                 output = input if before == after else output
                 parts = [ParameterSlice(None, times * numel)]
-                sent.append(bytes_sent(transport, Request(collective, input, output, parts=parts, **options)))
+                sent.append(bytes_sent(transport, Call(collective, input, output, parts=parts, **options)))
             return (sent[1] - sent[0]) / (2 * blocks)
 
         return (
@@ -358,9 +357,9 @@ def test_pieces_change_no_bit(world_size, monkeypatch):
         summed, whole = values(transport.rank, world_size * part), values(transport.rank, world_size * part)
         reduced(transport, summed)
         own = torch.empty(part)
-        request = Request("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, whole.numel())])
+        request = Call("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, whole.numel())])
         ours = collectives(transport)
-        ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+        run_decided(ours, request, Host(), transport)
         return torch.cat([summed, own])
 
     at_once = play(world_size, body, reuse=True)
@@ -400,13 +399,13 @@ def test_waiting_for_others_is_counted_as_such(world_size):
         part, all_of_it = torch.empty(RATE_BLOCK), [ParameterSlice(None, whole.numel())]
         found = []
         for request in (
-            Request("all_reduce", whole, whole, SUM, parts=all_of_it),
-            Request("reduce_scatter_tensor", whole, part, SUM, parts=all_of_it),
-            Request("all_gather_into_tensor", part, torch.empty(n * RATE_BLOCK), parts=all_of_it),
-            Request("broadcast", whole, whole, root=0, parts=all_of_it),
+            Call("all_reduce", whole, whole, SUM, parts=all_of_it),
+            Call("reduce_scatter_tensor", whole, part, SUM, parts=all_of_it),
+            Call("all_gather_into_tensor", part, torch.empty(n * RATE_BLOCK), parts=all_of_it),
+            Call("broadcast", whole, whole, root=0, parts=all_of_it),
         ):
             ours, transport.plain = collectives(transport), Slow(plain := transport.plain)
-            ours.run(ours.prepare(request, ours.decide(request).config), Host(), transport)
+            run_decided(ours, request, Host(), transport)
             found.append((transport.plain.works, ours.training.stats.total))
             transport.plain = plain
         return found
@@ -422,8 +421,8 @@ def test_waiting_for_others_is_counted_as_such(world_size):
 def test_float64_goes_plain_by_its_dtype():
     def body(transport):
         tensor = values(transport.rank, 100, torch.float64)
-        request = Request("all_reduce", tensor, tensor, SUM, parts=[ParameterSlice(None, 100)])
-        return collectives(transport).decide(request).bypass
+        request = Call("all_reduce", tensor, tensor, SUM, parts=[ParameterSlice(None, 100)])
+        return decided(collectives(transport), request).bypass
 
     assert play(2, body, reuse=True) == [Bypass.DTYPE] * 2
 

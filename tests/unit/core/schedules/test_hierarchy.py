@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
+from calls import planned, replanned, run_planned
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.call import Call, plain_wire_bytes
-from ncz_plugins.core.call_layout import layout_of_sum
-from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.coded_tensor import Codec, CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.planning import layout_of_sum
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, ring
@@ -58,8 +58,8 @@ def go(transport, shape: str, config: Config, call: Call, number: int = 1, by_me
     if not by_messages:
         nodes = with_memory(nodes, transport)
         assert nodes.processes == dict.fromkeys(nodes.neighbors, os.getpid())
-    call = in_nodes(call, nodes, config.quantizer.block_in_effect)
-    return run(replace(call, number=number), Host(two_threads=True), transport)
+    call.plan = replace(in_nodes(call, call.plan, nodes), number=number)
+    return run_planned(call, Host(two_threads=True), transport)
 
 
 def never_plain(_):
@@ -71,7 +71,7 @@ def sum_of(tensor, transport, config: Config, schedule, divisor: int = 1, plain=
     flat = Window(tensor)
     layout = layout_of_sum(tensor, n, config)
     reduce = schedule.all_reduce
-    return Call(
+    return planned(
         "all_reduce", config, layout, flat, flat, range(n), reduce, plain, addends=n, addend=rank, divisor=divisor
     )
 
@@ -120,7 +120,7 @@ def test_reduce_scatter(schedule, shape, name):
         layout = equal_parts(part, transport)
         given = whole.clone()
         output = torch.full((part,), float("nan"))
-        call = Call(
+        call = planned(
             "reduce_scatter_tensor",
             config,
             layout,
@@ -157,7 +157,7 @@ def test_all_gather(schedule, shape, name):
         output = torch.full((part * world_size,), float("nan"))
         own = output[layout.segment(rank)]  # the input may be a part of the output
         own.copy_(values(rank, part))
-        call = Call(
+        call = planned(
             "all_gather_into_tensor",
             config,
             layout,
@@ -189,7 +189,7 @@ def test_broadcast(schedule, shape, name):
 
     def cast(transport, numel, root):
         tensor = values(transport.rank, numel)
-        call = Call(
+        call = planned(
             "broadcast",
             config,
             Layout.of([numel], 4 * CHUNK),
@@ -316,10 +316,12 @@ def test_nothing_is_shared_in_a_node_once_the_call_must_go_plain(collective):
     layout = Layout.of([10] * 4, CHUNK)
     whole = Window(torch.arange(40.0))
     source = Window(whole.data[:10]) if collective == "all_gather_into_tensor" else whole
-    call = Call(collective, CONFIGS["nearest"], layout, source, whole, range(4), lambda *_, **root: None, never_plain)
-    call = in_nodes(call, nodes_of("2x2", rank=0), 0)
-    codec = FoundHopeless(CodedTensor(call.layout, call.source, call.output))
-    call.schedule(transport=None, codec=codec, counters=Counters())  # which sends nothing
+    call = planned(
+        collective, CONFIGS["nearest"], layout, source, whole, range(4), lambda *_, **root: None, never_plain
+    )
+    plan = in_nodes(call, call.plan, nodes_of("2x2", rank=0))
+    codec = FoundHopeless(CodedTensor(plan.layout, plan.source, plan.output))
+    plan.schedule(transport=None, codec=codec, counters=Counters())  # which sends nothing
     assert torch.equal(whole.data, torch.arange(40.0))
 
 
@@ -355,14 +357,16 @@ def test_different_calls_are_refused_before_anything_is_exchanged():
 
     def body(transport):
         tensor = values(transport.rank, 50_000 + (transport.rank == 3))
-        call = in_nodes(sum_of(tensor, transport, config, ring), nodes_of("2x2", transport.rank), 0)
-        call = replace(call, described={"elements": tensor.numel()})
+        call = sum_of(tensor, transport, config, ring)
+        call.described = {"elements": tensor.numel()}
 
         def within_node(*_):
             raise AssertionError("something was exchanged")
 
         with pytest.raises(MismatchError, match="elements"):
-            run(replace(call, within_node=within_node), Host(), transport)
+            plan = in_nodes(call, call.plan, nodes_of("2x2", transport.rank))
+            call.plan = replace(plan, within_node=within_node)
+            run_planned(call, Host(), transport)
 
     play(4, body)
 
@@ -398,7 +402,12 @@ def test_errors_of_nodes_that_hold_alike_cancel(shape, collective):
             layout = equal_parts(CHUNK, transport)
             here = layout.segment(transport.rank)
             output = Window(tensor.new_empty(CHUNK), here.start)
-            call = replace(call, collective=collective, layout=layout, output=output, schedule=ring.reduce_scatter)
+            call = replanned(
+                replace(call, collective=collective, output=output.data),
+                layout=layout,
+                output=output,
+                schedule=ring.reduce_scatter,
+            )
         go(transport, shape, config, call)
         return call.output.data
 
@@ -417,7 +426,12 @@ def test_what_overflows_is_told_by_sums_of_nodes(collective):
         if collective == "reduce_scatter_tensor":
             layout = equal_parts(CHUNK, transport)
             output = Window(tensor.new_empty(CHUNK), layout.segment(transport.rank).start)
-            call = replace(call, collective=collective, layout=layout, output=output, schedule=ring.reduce_scatter)
+            call = replanned(
+                replace(call, collective=collective, output=output.data),
+                layout=layout,
+                output=output,
+                schedule=ring.reduce_scatter,
+            )
         go(transport, "2x2", config, call)
         return call.output.data
 
@@ -434,7 +448,12 @@ def test_the_bound_of_a_broadcast_is_that_of_the_roots_values(others):
         cast = partial(ring.broadcast, root=2)
         flat, measured = Window(tensor), range(1 if transport.rank == 2 else 0)
         layout = Layout.of([numel], 4 * CHUNK)
-        go(transport, "2x2", config, Call("broadcast", config, layout, flat, flat, measured, cast, never_plain, root=2))
+        go(
+            transport,
+            "2x2",
+            config,
+            planned("broadcast", config, layout, flat, flat, measured, cast, never_plain, root=2),
+        )
         return tensor
 
     outcomes = play(4, body, reuse=True)
@@ -450,11 +469,11 @@ def test_a_broadcast_has_the_blocks_of_a_flat_one():
         tensor = values(0, numel) * torch.linspace(0.1, 30, numel)
         flat, measured = Window(tensor), range(1 if transport.rank == 0 else 0)
         cast, layout = partial(ring.broadcast, root=0), Layout.of([numel], 4 * CHUNK)
-        call = Call("broadcast", config, layout, flat, flat, measured, cast, never_plain)
+        call = planned("broadcast", config, layout, flat, flat, measured, cast, never_plain)
         if in_nodes:
             go(transport, "2x2", config, call)
         else:
-            run(call, Host(), transport)
+            run_planned(call, Host(), transport)
         return tensor
 
     results = [play(4, partial(body, in_nodes=in_nodes), reuse=True) for in_nodes in (True, False)]
@@ -473,8 +492,8 @@ def test_what_a_reduce_scatter_loses_is_kept_under_the_right_names():
         layout = equal_parts(part, transport)
         output = Window(torch.empty(part), layout.segment(transport.rank).start)
         scatter, feedback = ring.reduce_scatter, Feedback(residuals, names)
-        call = Call("reduce_scatter_tensor", config, layout, Window(whole), output, range(4), scatter, never_plain)
-        go(transport, "2x2", config, replace(call, addends=4, addend=transport.rank, feedback=feedback))
+        call = planned("reduce_scatter_tensor", config, layout, Window(whole), output, range(4), scatter, never_plain)
+        go(transport, "2x2", config, replanned(call, addends=4, addend=transport.rank, feedback=feedback))
         return residuals.by_name
 
     for rank, kept in enumerate(play(4, body, reuse=True)):

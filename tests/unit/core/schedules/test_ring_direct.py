@@ -5,12 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from calls import planned, run_planned
 from ranks import play, same_bits, values
 
 from ncz_plugins import kernels
 from ncz_plugins.core.bypass import scales_or_bypass
-from ncz_plugins.core.call import Call
-from ncz_plugins.core.call_run import run
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import measure
@@ -58,7 +57,7 @@ def go(transport, config: Config, number: int = 1, device: Host | None = None, *
     def plain(_):
         raise AssertionError("the call went plain")
 
-    return run(Call(plain=plain, config=config, number=number, **call), device or Host(), transport)
+    return run_planned(planned(plain=plain, config=config, number=number, **call), device or Host(), transport)
 
 
 def expected_sum(world_size: int, numel: int) -> torch.Tensor:

@@ -5,10 +5,11 @@ import torch
 from ranks import play
 
 from ncz_plugins.core.bypass import Bypass
-from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.group import Group
+from ncz_plugins.core.run import decide, enter, run, run_plain
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -26,7 +27,7 @@ class Rank:
         travel = {"min_bytes": 0, "schedule": schedule, "frame_bytes": "16KiB"}
         config = Config.load({"roles": ["parameter"], "transport": travel} | sections).resolved()
         self.ranks = range(transport.world_size)
-        self.collectives = Collectives(Training(config), config, self.ranks, transport.rank, nodes)
+        self.collectives = Group(Training(config), config, self.ranks, transport.rank, nodes)
         generator = torch.Generator().manual_seed(7)
         start = torch.randn(transport.world_size, numel, generator=generator, dtype=torch.float64)
         self.exact = (0.02 * start).to(dtype)  # what all ranks must have
@@ -53,24 +54,21 @@ class Rank:
         before = self.total.wire_bytes
         given = self.own.clone() if apart else self.own
         parts = [ParameterSlice(None, self.weights.numel())]
-        self.run(Request("all_gather_into_tensor", given, self.weights, role="parameter", parts=parts,
+        self.run(Call("all_gather_into_tensor", given, self.weights, role="parameter", parts=parts,
                          baseline=baseline or self.baseline))  # fmt: skip
         return self.total.wire_bytes - before
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> int:
         before = self.total.wire_bytes
         parts = [ParameterSlice(None, tensor.numel())]
-        self.run(Request("broadcast", tensor, tensor, root=root, role="parameter", parts=parts, baseline=self.baseline))
+        self.run(Call("broadcast", tensor, tensor, root=root, role="parameter", parts=parts, baseline=self.baseline))
         return self.total.wire_bytes - before
 
-    def run(self, request: Request) -> None:
-        decision = self.collectives.decide(request)
-        if decision.bypass:
-            call = self.collectives.prepare_plain(request, decision.bypass)
-            self.collectives.run_plain(call, Host(), self.transport)
-        else:
-            call = self.collectives.prepare(request, decision.config)
-            self.collectives.run(call, Host(), self.transport)
+    def run(self, call: Call) -> None:
+        decide(self.collectives, call)
+        enter(self.collectives, call)
+        run_it = run_plain if call.bypass else run
+        run_it(self.collectives, call, Host(), self.transport)
 
     @property
     def is_exact(self) -> bool:
@@ -227,7 +225,7 @@ def test_a_plain_gather_in_between_makes_the_next_one_whole():
 def test_ranks_must_agree_on_whether_there_is_a_baseline():
     def body(transport):
         rank = Rank(transport)
-        request = Request(
+        request = Call(
             "all_gather_into_tensor",
             rank.own,
             rank.weights,

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from calls import planned, run_decided, run_planned
 from ranks import play
 
-from ncz_plugins.core.call import Call, Request
-from ncz_plugins.core.call_layout import layout_of_sum
-from ncz_plugins.core.call_run import run
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Window
-from ncz_plugins.core.collective import Collectives
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.group import Group
+from ncz_plugins.core.planning import layout_of_sum
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training import error_feedback
@@ -40,8 +40,8 @@ def gradients(rank: int, step: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def reduce(transport, tensor, residuals, config, number=1, divisor=1, parts=PARTS, schedule="direct"):
-    return run(
-        Call(
+    return run_planned(
+        planned(
             "all_reduce",
             config,
             layout_of_sum(tensor, transport.world_size, config),
@@ -165,14 +165,14 @@ def test_a_gradient_of_zeros_leaves_its_residual_for_the_next_step(where, quanti
     zero = [[], [1], [0, 1], [1], []]  # the ranks whose gradient of "b" is zero, by step
 
     def body(transport):
-        ours = Collectives(Training(settings), settings.resolved(), range(2), transport.rank)
+        ours = Group(Training(settings), settings.resolved(), range(2), transport.rank)
         came_out, residuals = [], ours.training.residuals
         total = torch.zeros(NUMEL, dtype=torch.float64)
         for step, ranks in enumerate(zero):
             tensor = contributed(transport.rank, step)
             before = {name: each.clone() for name, each in residuals.by_name.items()}
-            request = Request("all_reduce", tensor, tensor, SUM, parts=PARTS)
-            ours.run(ours.prepare(request, settings.resolved()), Host(), transport)
+            request = Call("all_reduce", tensor, tensor, SUM, parts=PARTS)
+            run_decided(ours, request, Host(), transport)
             if step:
                 assert torch.equal(before["b"], residuals.by_name["b"]) == (transport.rank in ranks)
                 assert not torch.equal(before["a"], residuals.by_name["a"])

@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calls import decided, run_decided
 from ranks import play
 
 from ncz_plugins.core.bypass import Bypass
-from ncz_plugins.core.call import Request
-from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.call import Call
+from ncz_plugins.core.call_description import connecting
+from ncz_plugins.core.communicator import measure_gpus
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.group import Group
+from ncz_plugins.core.run import enter, require_same_call, run_plain
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
@@ -20,9 +24,9 @@ from ncz_plugins.core.transport.gpu_speed import measured_on_gpus, use_fastest_g
 HOST = torch.device("cpu")
 
 
-def all_reduce(numel: int) -> Request:
+def all_reduce(numel: int) -> Call:
     tensor = torch.zeros(numel)
-    return Request("all_reduce", tensor, tensor, torch.distributed.ReduceOp.SUM, parts=[ParameterSlice(None, numel)])
+    return Call("all_reduce", tensor, tensor, torch.distributed.ReduceOp.SUM, parts=[ParameterSlice(None, numel)])
 
 
 class Slow:
@@ -99,11 +103,11 @@ def test_as_many_groups_gather_as_carry_more(gbps, link_gbps, most, connections,
 def test_groups_are_tried_where_frames_are_gathered(schedule, ranks, tried, monkeypatch):
     config = Config(transport={"schedule": schedule}).resolved()
     times = []
-    monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
-    monkeypatch.setattr("ncz_plugins.core.collective.require_same_call", lambda *_: None)
-    monkeypatch.setattr("ncz_plugins.core.collective.use_fastest_groups", lambda *_: times.append(1))
-    ours = Collectives(Training(config), config, range(ranks), 0)
-    ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
+    monkeypatch.setattr("ncz_plugins.core.communicator.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
+    monkeypatch.setattr("ncz_plugins.core.communicator.require_same_call", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.communicator.use_fastest_groups", lambda *_: times.append(1))
+    ours = Group(Training(config), config, range(ranks), 0)
+    measure_gpus(ours, "all_reduce", config, HOST, None, None)
     assert len(times) == tried
 
 
@@ -120,14 +124,14 @@ def test_a_rank_that_makes_another_call_is_told():
     config = Config().resolved()
 
     def body(transport):
-        ours = Collectives(Training(config), config, range(2), transport.rank)
+        ours = Group(Training(config), config, range(2), transport.rank)
         if transport.rank == 0:
             with pytest.raises(MismatchError, match="being measured .* on rank 0, compressed on rank 1"):
-                ours.measure_gpus("all_reduce", Host(), transport, config=Config(), where=HOST)
+                measure_gpus(ours, "all_reduce", Config(), HOST, Host(), transport)
         else:
             request = all_reduce(1 << 16)
             with pytest.raises(MismatchError, match="being measured"):
-                ours.run(ours.prepare(request, config), Host(), transport)
+                run_decided(ours, request, Host(), transport)
 
     play(2, body)
 
@@ -137,26 +141,29 @@ def test_a_rank_that_does_not_connect_its_gpu_is_told():
     config = Config().resolved()
 
     def body(transport):
-        ours = Collectives(Training(config), config, range(2), transport.rank)
+        ours = Group(Training(config), config, range(2), transport.rank)
         with pytest.raises(MismatchError, match="transfer connecting GPUs .* on rank 0, plain .* on rank 1"):
             if transport.rank == 0:
-                ours.await_gpus("all_reduce", ours.calls, Host(), transport)
+                require_same_call("all_reduce", connecting(ours.calls), transport, ours.ranks)
             else:
-                ours.run_plain(ours.prepare_plain(all_reduce(1 << 16), Bypass.TOO_SMALL), Host(), transport)
+                call = decided(ours, all_reduce(1 << 16))
+                call.bypass = Bypass.TOO_SMALL
+                enter(ours, call)
+                run_plain(ours, call, Host(), transport)
 
     play(2, body)
 
 
 def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     config = Config().resolved()
-    ours = Collectives(Training(config), config, range(2), 0)
+    ours = Group(Training(config), config, range(2), 0)
     fast = config.resolved(link_gbps=100)
-    monkeypatch.setattr("ncz_plugins.core.collective.measured_on_gpus", lambda *_: fast)
-    monkeypatch.setattr("ncz_plugins.core.collective.use_fastest_groups", lambda *_: None)
-    monkeypatch.setattr("ncz_plugins.core.collective.require_same_call", lambda *_: None)
-    ours.measure_gpus("all_reduce", None, None, config=config, where=HOST)
-    monkeypatch.setattr("ncz_plugins.core.collective.require_kernels", lambda device: None)
+    monkeypatch.setattr("ncz_plugins.core.communicator.measured_on_gpus", lambda *_: fast)
+    monkeypatch.setattr("ncz_plugins.core.communicator.use_fastest_groups", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.communicator.require_same_call", lambda *_: None)
+    measure_gpus(ours, "all_reduce", config, HOST, None, None)
+    monkeypatch.setattr("ncz_plugins.core.run.require_kernels", lambda device: None)
     request = all_reduce(1 << 20)
-    assert ours.decide(request).bypass is None
+    assert decided(ours, request).bypass is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert ours.decide(request).bypass is Bypass.TOO_SMALL
+    assert decided(ours, request).bypass is Bypass.TOO_SMALL

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ncz_plugins.core.call_layout import layout_of_sum
 from ncz_plugins.core.config import FRAME_BYTES, Config
+from ncz_plugins.core.planning import layout_of_sum
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.tuning import measure as module
 from ncz_plugins.core.tuning.measure import Subject, measure, measure_link

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from calls import call
+from calls import call, decided, run_decided, run_planned
 from ranks import play, play_communicators, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
-from ncz_plugins.core.call import Request
-from ncz_plugins.core.call_layout import frames_of
-from ncz_plugins.core.call_run import run
-from ncz_plugins.core.collective import Collectives
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, PeerError, UnsupportedError
+from ncz_plugins.core.group import Group
+from ncz_plugins.core.planning import frames_of
+from ncz_plugins.core.run import count_plain, enter
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -25,24 +25,24 @@ from ncz_plugins.core.training.state import Training
 RANKS = (0, 1)
 
 
-def collectives(rank=0, **sections) -> Collectives:
+def collectives(rank=0, **sections) -> Group:
     config = Config.load({"transport": {"min_bytes": 0}} | sections).resolved()
-    return Collectives(Training(config), config, RANKS, rank)
+    return Group(Training(config), config, RANKS, rank)
 
 
-def summed(tensor: torch.Tensor, *names: str, op=dist.ReduceOp.SUM) -> Request:
+def summed(tensor: torch.Tensor, *names: str, op=dist.ReduceOp.SUM) -> Call:
     parts = [ParameterSlice(name, tensor.numel() // len(names)) for name in names]
-    return Request("all_reduce", tensor, tensor, op, parts=parts or [ParameterSlice(None, tensor.numel())])
+    return Call("all_reduce", tensor, tensor, op, parts=parts or [ParameterSlice(None, tensor.numel())])
 
 
 def test_what_nothing_speaks_against_is_compressed():
-    decision = collectives().decide(summed(torch.zeros(4)))
+    decision = decided(collectives(), summed(torch.zeros(4)))
     assert decision.bypass is None and decision.config.quantizer == Config().quantizer
 
 
 def test_the_first_reason_to_go_plain_is_told():
-    assert collectives().decide(summed(torch.zeros(4), op=dist.ReduceOp.MAX)).bypass is Bypass.OP
-    assert collectives().decide(summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
+    assert decided(collectives(), summed(torch.zeros(4), op=dist.ReduceOp.MAX)).bypass is Bypass.OP
+    assert decided(collectives(), summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
 
 
 MI = 1 << 20
@@ -68,33 +68,32 @@ def test_how_frames_are_cut_follows_from_the_link_and_the_device(transport, on_g
 def test_a_policy_decides_for_its_parameters():
     policies = [{"name": "*.bias", "action": "skip"}, {"name": "head.*", "quantizer": {"value": 0.5}}]
     chosen = collectives(policies=policies)
-    assert chosen.decide(summed(torch.zeros(4), "a.bias")).bypass is Bypass.POLICY
-    assert chosen.decide(summed(torch.zeros(4), "head.weight")).config.quantizer.value == 0.5
+    assert decided(chosen, summed(torch.zeros(4), "a.bias")).bypass is Bypass.POLICY
+    assert decided(chosen, summed(torch.zeros(4), "head.weight")).config.quantizer.value == 0.5
     with pytest.raises(UnsupportedError, match="treated differently"):
-        chosen.decide(summed(torch.zeros(4), "a.bias", "head.weight"))
+        decided(chosen, summed(torch.zeros(4), "a.bias", "head.weight"))
 
 
 def test_a_strided_tensor_is_refused():
     with pytest.raises(UnsupportedError, match="strides"):
-        collectives().decide(summed(torch.zeros(4, 4).t()))
+        decided(collectives(), summed(torch.zeros(4, 4).t()))
 
 
 def test_error_feedback_needs_a_name():
     chosen = collectives(quantizer={"error_feedback": True})
     with pytest.raises(UnsupportedError, match="pass name="):
-        chosen.decide(summed(torch.zeros(4)))
+        decided(chosen, summed(torch.zeros(4)))
     request = summed(torch.zeros(4), "weight")
     parts = [ParameterSlice("weight", 3), ParameterSlice(None, 1)]  # of which only one is kept
-    assert chosen.decide(replace(request, parts=parts)).bypass is None
-    assert chosen.decide(replace(summed(torch.zeros(4)), collective="broadcast", op=None)).bypass is None
+    assert decided(chosen, replace(request, parts=parts)).bypass is None
+    assert decided(chosen, replace(summed(torch.zeros(4)), collective="broadcast", op=None)).bypass is None
     with pytest.raises(UnsupportedError, match="pass name="):
-        chosen.decide(replace(request, residual_parts=[ParameterSlice(None, 4)]))
+        decided(chosen, replace(request, residual_parts=[ParameterSlice(None, 4)]))
 
 
-def reduce(chosen: Collectives, transport, tensor: torch.Tensor) -> None:
+def reduce(chosen: Group, transport, tensor: torch.Tensor) -> None:
     request = summed(tensor)
-    call = chosen.prepare(request, chosen.decide(request).config)
-    chosen.run(call, Host(), transport)
+    run_decided(chosen, request, Host(), transport)
 
 
 @pytest.mark.parametrize("numel", [1, 997, 65_536, 65_537])
@@ -109,7 +108,7 @@ def test_two_ranks_send_each_other_a_small_tensor_as_one_frame(numel, quantizer)
             for _ in range(2):
                 tensor = values(transport.rank, numel)
                 request = summed(tensor, "weight")
-                chosen.run(chosen.prepare(request, chosen.decide(request).config), Host(), transport)
+                run_decided(chosen, request, Host(), transport)
             frames = sum(chosen.training.stats.total.coders.values()) // 2
             results[schedule] = tensor, chosen.training.residuals.by_name.get("weight", tensor), frames
         return results
@@ -144,7 +143,7 @@ def test_a_sum_is_multiplied_by_its_scale(quantizer, op):
     def body(transport):
         chosen, tensor = collectives(transport.rank, quantizer=quantizer), values(transport.rank, 1000)
         request = replace(summed(tensor, op=op), scale=0.25)
-        chosen.run(chosen.prepare(request, chosen.decide(request).config), Host(), transport)
+        run_decided(chosen, request, Host(), transport)
         assert chosen.training.stats.total.compressed_calls == 1
         return tensor
 
@@ -164,7 +163,7 @@ def test_a_call_that_fails_leaves_nobody_who_writes_to_its_tensors():
             raise PeerError("gone")
 
         with pytest.raises(PeerError, match="gone"):
-            run(call(config=Config().resolved(), schedule=schedule), device, transport)
+            run_planned(call(config=Config().resolved(), schedule=schedule), device, transport)
         assert len(written) == 1
 
     play(1, body)
@@ -242,9 +241,9 @@ def test_each_communicator_of_a_training_keeps_what_its_own_calls_lose():
     def body(transport):
         training, kept = Training(config), []
         for number in range(2):
-            ours = Collectives(training, config, RANKS, transport.rank, communicator=number)
+            ours = Group(training, config, RANKS, transport.rank, communicator=number)
             request = summed(values(transport.rank, 1000 + number), "weight")
-            ours.run(ours.prepare(request, config), Host(), transport)
+            run_decided(ours, request, Host(), transport)
             kept.append({name: residual.numel() for name, residual in training.residuals.by_name.items()})
         return kept
 
@@ -260,7 +259,7 @@ def test_a_call_that_turns_out_late_to_go_plain_leaves_what_error_feedback_keeps
 
         def kept_after(tensor: torch.Tensor) -> torch.Tensor:
             request = summed(tensor, "weight")
-            chosen.run(chosen.prepare(request, chosen.decide(request).config), Host(), transport)
+            run_decided(chosen, request, Host(), transport)
             return chosen.training.residuals.by_name["weight"].clone()
 
         before, tensor = kept_after(values(transport.rank, 1 << 20)), values(transport.rank, 1 << 20)
@@ -276,23 +275,30 @@ def test_a_role_that_nobody_knows_is_none():
     request = summed(torch.zeros(4))
     request.role = "grad"
     with pytest.raises(ValueError, match="role='grad' is none; pass one of 'gradient'"):
-        collectives().decide(request)
+        decided(collectives(), request)
 
 
 def test_exact_calls_leave_the_random_numbers_of_others_as_they_are():
     """Such as those of weights that are sent as changes, or not at all in some runs."""
-    chosen, request = collectives(), summed(torch.zeros(4))
-    assert chosen.prepare(request, chosen.config).number == 1
-    chosen.prepare(request, Config.load({"quantizer": {"kind": "lossless"}}).resolved())
-    chosen.prepare_plain(request, Bypass.OP)
-    assert chosen.prepare(request, chosen.config).number == 2
+    chosen = collectives()
+
+    def entered(config: Config = chosen.config, bypass: Bypass | None = None) -> Call:
+        call = summed(torch.zeros(4))
+        call.config, call.bypass = config, bypass
+        enter(chosen, call)
+        return call
+
+    assert entered().plan.number == 1
+    entered(Config.load({"quantizer": {"kind": "lossless"}}).resolved())
+    assert entered(bypass=Bypass.OP).plan is None
+    assert entered().plan.number == 2
     assert chosen.calls == 4
 
 
 def test_a_baseline_is_forgotten_when_a_call_goes_plain():
     chosen, baseline = collectives(), Baseline()
     baseline.keep(torch.zeros(4))
-    chosen.count_plain(replace(summed(torch.zeros(4)), baseline=baseline), Bypass.POLICY)
+    count_plain(chosen, replace(summed(torch.zeros(4)), baseline=baseline, bypass=Bypass.POLICY))
     assert baseline.nbytes == 0
 
 
@@ -301,9 +307,16 @@ def test_all_calls_that_ranks_did_not_compare_are_compared_with_the_next_one():
 
     def before_next(*calls: tuple[int, Bypass | None]) -> tuple[int, int]:
         chosen = collectives()
+
+        def entered(numel: int, bypass: Bypass | None) -> Call:
+            call = summed(torch.zeros(numel))
+            call.config, call.bypass = chosen.config, bypass
+            enter(chosen, call)
+            return call
+
         for numel, bypass in calls:
-            chosen.note_uncompared(summed(torch.zeros(numel)), bypass, None if bypass else chosen.config)
-        described = chosen.prepare_plain(summed(torch.zeros(4)), Bypass.TOO_SMALL).described
+            chosen.note_uncompared(entered(numel, bypass).described)
+        described = entered(4, Bypass.TOO_SMALL).described
         return described["call number"], described["calls on GPUs before it"]
 
     plain = Bypass.OP
@@ -328,7 +341,7 @@ def test_many_ranks(world_size):
 
     def body(transport):
         config = Config.load({"transport": {"min_bytes": 0}, "quantizer": {"mode": "abs", "value": 0.01}}).resolved()
-        chosen = Collectives(Training(config), config, range(world_size), transport.rank)
+        chosen = Group(Training(config), config, range(world_size), transport.rank)
         tensor = values(transport.rank, 5000)
         reduce(chosen, transport, tensor)
         assert chosen.training.stats.total.compressed_calls == 1

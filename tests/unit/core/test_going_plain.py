@@ -1,14 +1,12 @@
 """A call that goes plain because of its values: nothing is lost, and the next call is as if nothing had happened."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
+from calls import planned, run_planned
 from ranks import play, same_bits
 
-from ncz_plugins.core.call import Call, Request
-from ncz_plugins.core.call_run import run
+from ncz_plugins.core.call import Call
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.runtime.device import Host
@@ -53,8 +51,8 @@ def call(
         layout, measured, output = Layout.of([numel // n] * n, CHUNK), range(rank, rank + 1), flat
         flat = Window(tensor[layout.segment(rank)], layout.segment(rank).start)
         more |= {"schedule": schedule.all_gather}
-    request = Request(collective, flat.data, output.data, dist.ReduceOp.SUM)
-    made = Call(collective, config, layout, flat, output, measured, plain=request.start_plain, **more)
+    request = Call(collective, flat.data, output.data, dist.ReduceOp.SUM)
+    made = planned(collective, config, layout, flat, output, measured, plain=request.start_plain, **more)
     return made, output.data
 
 
@@ -73,24 +71,25 @@ def test_a_call_with_a_nan_goes_plain_and_leaves_everything_as_it_was(schedule, 
             tensor[-3] = float("nan")
         kept = tensor.clone()
         made, result = call(transport, config, collective, SCHEDULES[schedule], tensor)
-        go_plain = made.plain
+        go_plain = made.plain.start
 
         def checked_plain(plain):
             assert same_bits([kept, tensor])
             return go_plain(plain)
 
-        counters = run(replace(made, plain=checked_plain), Host(two_threads=True), transport)
+        made.plain.start = checked_plain
+        counters = run_planned(made, Host(two_threads=True), transport)
         assert counters.bypasses == {"non-finite": 1} and counters.compressed_calls == 0 and not counters.coders
         agreements = counters.wire_bytes - counters.plain_bytes
         assert 0 < agreements < 0.1 * counters.plain_bytes  # what ranks compare and agree on, no frame
         again = values(transport.rank, numel)
         made, after = call(transport, config, collective, SCHEDULES[schedule], again, number=2)
-        assert run(made, Host(two_threads=True), transport).compressed_calls == 1
+        assert run_planned(made, Host(two_threads=True), transport).compressed_calls == 1
         return result, after
 
     def untroubled(transport):
         made, result = call(transport, config, collective, SCHEDULES[schedule], values(transport.rank, numel))
-        run(made, Host(), transport)
+        run_planned(made, Host(), transport)
         return result
 
     results, after = zip(*play(world_size, body, way))
@@ -119,7 +118,7 @@ def test_a_part_that_is_not_worth_it_does_not_decide_for_the_whole():
         tensor = torch.zeros(2, FRAMES, CHUNK)
         tensor[:, : len(noisy)] = values(transport.rank, numel).view(2, FRAMES, CHUNK)[:, : len(noisy)]
         made, _ = call(transport, config, "all_reduce", ring, tensor.view(-1).half())
-        return run(made, Host(), transport).bypasses
+        return run_planned(made, Host(), transport).bypasses
 
     for noisy, bypasses in ((range(1), {}), (range(FRAMES), {"not worth it": 1})):
         assert play(2, lambda transport, noisy=noisy: body(transport, noisy)) == [bypasses] * 2
@@ -129,7 +128,7 @@ def test_a_part_that_is_not_worth_it_does_not_decide_for_the_whole():
 def test_a_recording_shows_each_frame_where_it_was_sent_and_where_it_came(way):
     def body(transport):
         made, _ = call(transport, config_of(), "all_reduce", ring, values(transport.rank, 2 * FRAMES * CHUNK))
-        run(made, Host(), transport)
+        run_planned(made, Host(), transport)
 
     with recording() as events:
         play(2, body, way)

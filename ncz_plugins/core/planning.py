@@ -1,0 +1,128 @@
+"""How a compressed call is carried out: cuts into segments and frames, schedule, addends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .call import Call, Plan
+from .codec.fixed_rate import equal_rows
+from .codec.layout import Layout, Window
+from .config import Config
+from .group import Group
+from .schedules import direct, fixed_rate, ring
+from .schedules.hierarchy import in_nodes
+from .training.error_feedback import Feedback
+from .training.policy import named
+
+_SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
+_WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
+
+
+def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tuple[int, bool]:
+    """How segments of `tensor` are cut into frames: elements of a full one, and `overlap`, see `Layout.of`.
+
+    Args:
+        on_gpu: whether it is, or stands for one that is; None: as it is.
+    """
+    transport, on_gpu = config.transport, tensor.is_cuda if on_gpu is None else on_gpu
+    elements = transport.frame_bytes_in_effect(on_gpu) // tensor.element_size()
+    return elements, not on_gpu and not transport.has_fast_link
+
+
+def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | None = None) -> Layout:
+    """How a tensor that is summed over ranks is cut: usually into as many segments as there are ranks."""
+    elements, overlap = frames_of(tensor, config, on_gpu)
+    if config.quantizer.bits is not None:
+        return equal_rows(tensor.numel(), segments, elements, overlap)
+    return Layout.split(tensor.numel(), segments, elements, config.quantizer.block_in_effect, overlap)
+
+
+def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> bool:
+    """Whether two ranks send each other all of `tensor` as one segment, see `direct`.
+
+    Codes are the same in any layout. On a GPU each frame takes an operation of NCCL, so there the fewest are best.
+
+    Args:
+        on_gpu: see `frames_of`.
+    """
+    on_gpu = tensor.is_cuda if on_gpu is None else on_gpu
+    return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _WHOLE_BYTES)
+
+
+def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> Layout:
+    """How a tensor is cut that has such a part for each rank."""
+    return Layout.of([segment.numel()] * world_size, *frames_of(segment, config, on_gpu))
+
+
+def plan(group: Group, call: Call, number: int) -> Plan:
+    """The plan of a compressed call.
+
+    Args:
+        number: compressed calls of the ranks so far, this one included.
+    """
+    make = {"broadcast": _broadcast, "all_gather_into_tensor": _gather}.get(call.collective, _sum)
+    made = replace(make(group, call), number=number)
+    if group.nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
+        return made
+    return in_nodes(call, made, group.nodes)
+
+
+def _broadcast(group: Group, call: Call) -> Plan:
+    layout = Layout.of([call.input.numel()], *frames_of(call.input, call.config))
+    schedule = partial(_schedule_of(group, call).broadcast, root=call.root)
+    measured = range(1 if group.rank == call.root else 0)
+    return Plan(layout, _flat(call.input), _flat(call.output), measured, schedule)
+
+
+def _gather(group: Group, call: Call) -> Plan:
+    layout = layout_of_parts(call.input, group.world_size, call.config)
+    source = _flat(call.input, layout.segment(group.rank).start)
+    measured = range(group.rank, group.rank + 1)
+    return Plan(layout, source, _flat(call.output), measured, _schedule_of(group, call).all_gather)
+
+
+def _sum(group: Group, call: Call) -> Plan:
+    """Of an all_reduce or a reduce_scatter_tensor."""
+    n, schedule = group.world_size, _schedule_of(group, call)
+    if call.collective == "all_reduce":
+        whole = schedule is direct and group.nodes is None and adds_up_whole(call.input, n, call.config)
+        layout = layout_of_sum(call.input, 1 if whole else n, call.config)
+        output, move = _flat(call.output), schedule.all_reduce
+    else:
+        layout = layout_of_parts(call.output, n, call.config)
+        output, move = _flat(call.output, layout.segment(group.rank).start), schedule.reduce_scatter
+    divisor = n if call.op == dist.ReduceOp.AVG else 1
+    feedback = None
+    if call.feeds_back:
+        feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
+    verifies = group.state.picks(group.training.step)
+    return Plan(
+        layout,
+        _flat(call.input),
+        output,
+        range(len(layout.lengths)),
+        move,
+        addends=n,
+        addend=group.rank,
+        divisor=divisor if call.scale == 1 else divisor / call.scale,
+        feedback=feedback,
+        verify_as=(named(call.parts) or "") if verifies else None,
+    )
+
+
+def _schedule_of(group: Group, call: Call):
+    """The module whose functions move the frames of a call."""
+    if call.config.quantizer.bits is not None:
+        return _SCHEDULES["fixed rate"]
+    if call.baseline is not None and group.nodes is not None:
+        return ring  # in which each part enters a node once
+    return _SCHEDULES[group.schedule]
+
+
+def _flat(tensor: Tensor, start: int = 0) -> Window:
+    """A tensor in one dimension, of which autograd knows nothing, as the elements of a layout from `start` on."""
+    return Window(tensor.detach().view(-1), start)

@@ -1,0 +1,474 @@
+"""The way of a call, whichever door it came by, in five steps.
+
+1. Decide, without asking another rank: plain or compressed, and with which settings (`decide`). `enter` then gives the
+   call its place in the order of calls, and says how a compressed one is carried out.
+2. Compare and agree: one exchange says what each rank is about to do and what it measured. Ranks that differ are told
+   by name. All ranks derive the same quantization steps, or the same reason to go plain.
+3. Exchange: the schedule moves frames, and codes some while others travel.
+4. Dequantize into the caller's memory, check, and keep what error feedback and baselines keep.
+5. Count.
+
+Steps 2 to 5 are `run`, on the thread that runs the calls of a group one after another. `queue` is the same for calls at
+a fixed rate on a GPU, for which no host waits. `run_plain` is the way of a plain call: compare, the uncompressed
+collective, count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.backend import Backend
+from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
+from .call import Call
+from .call_description import kind_described, numbered, require_plain, require_same
+from .codec.coded_tensor import Codec, CodedTensor
+from .codec.fixed_rate import FixedRateCodec
+from .codec.layout import Window
+from .codec.quantize import (
+    Scales,
+    derive_on_gpu,
+    derived_on_gpu,
+    measure,
+    measure_on_gpu,
+    measured_bytes,
+    most_summable,
+    step_rule,
+)
+from .codec.tensor_codec import Outcome, UpdatingCodec, codec_for, coding_for, noise_for
+from .config import Config
+from .config.fields import Role
+from .errors import UnsupportedError, memory_errors
+from .group import Group
+from .planning import plan
+from .runtime.device import Device, require_kernels, require_tensor
+from .runtime.statistics import Counters
+from .runtime.trace import span
+from .transport.base import CollectiveTransport, Transport, peer_errors, replace_by_largest
+from .transport.comparison import RankComparison
+
+_MOST_KINDS = 1000  # of calls whose decisions are remembered
+_ROLES = (*get_args(Role), None)
+_NO_VERSION = -1  # in place of a checksum
+
+
+# ------------------------------------------------------------------ 1. decide
+
+
+class _Decision(NamedTuple):
+    """What all calls of a kind have in common. To find it out takes longer than small calls travel.
+
+    Attributes:
+        config: their settings, before policies.
+        bypass: why they go plain; None: it depends on their parts.
+        described: what ranks compare of each of them, see `kind_described`.
+    """
+
+    config: Config
+    bypass: Bypass | None
+    described: Mapping[str, int]
+
+
+def decide(group: Group, call: Call) -> None:
+    """Set `call.config` and `call.bypass`. Asks no other rank, and all ranks decide alike.
+
+    Raises UnsupportedError for tensors that can't be served, where a call's parts are treated differently, and where
+    error feedback would not know a parameter by name; ValueError for a role that nobody knows.
+    """
+    for tensor in (call.input,) if call.output is call.input else (call.input, call.output):
+        require_tensor(tensor)
+        require_kernels(tensor.device)
+    call.config, call.bypass, _ = _decision(group, call)
+    if call.bypass:
+        return
+
+    # Policies and warm-up look at the parameters that the tensor consists of.
+    alike = group.training.grouped(call.parts, call.input.dtype, call.role, group.ranks)
+    if len(alike) > 1:
+        raise UnsupportedError(
+            f"parts of one tensor are treated differently, by {' and '.join(how.because for how, _ in alike)}: "
+            "pass them in calls of their own, see Training.grouped"
+        )
+    treatment, _ = alike[0]
+    if call.baseline is not None:
+        treatment = treatment.without_loss()
+    call.config = treatment.settings(call.config)
+    call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
+
+    if call.bypass is None and call.feeds_back and all(part.name is None for part in call.fed_back_parts):
+        raise UnsupportedError(
+            "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass "
+            "name=, names= or parts=, or set it to false"
+        )
+
+
+def _decision(group: Group, call: Call) -> _Decision:
+    """The decision for all calls like this one. Raises UnsupportedError for dtypes that can't be served."""
+    key = call.kind
+    found = group.decisions.get(key)
+    if found is not None:
+        return found
+    if call.role not in _ROLES:
+        known = ", ".join(map(repr, _ROLES[:-1]))
+        raise ValueError(f"{call.collective}: role={call.role!r} is none; pass one of {known}, or None")
+    on_gpu = call.input.is_cuda
+    config = group.config_on_gpus if on_gpu else group.config
+    bypass = before_call(config, group.world_size, call.role, call.op, (call.input.dtype, call.output.dtype))
+    if bypass:
+        require_plain(call)
+    else:
+        bypass = by_size(call.larger.nbytes, config, on_gpu, group.world_size)
+    if len(group.decisions) == _MOST_KINDS:
+        group.decisions.clear()
+    found = group.decisions[key] = _Decision(config, bypass, kind_described(call))
+    return found
+
+
+def enter(group: Group, call: Call) -> None:
+    """Give a decided call its place in the order of calls, and a compressed one its plan.
+
+    All ranks must enter the same calls in the same order.
+    """
+    exact = call.bypass is not None or call.config.quantizer.kind == "lossless"
+    if exact:  # so that weights that are sent exactly leave the random numbers of gradients as they are
+        group.exact_calls += 1
+    else:
+        group.state.calls += 1
+    call.described = numbered(
+        _decision(group, call).described,
+        call,
+        group.calls,
+        call.bypass,
+        group.checksum_of(None if call.bypass is not None else call.config),
+        group.uncompared,
+        group.training.compared_step,
+    )
+    if call.bypass is None:
+        call.plan = plan(group, call, group.state.calls)
+
+
+# ------------------------------------------------------------------ 2 to 5: a compressed call
+
+
+def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
+    """Run a compressed call to its end on this rank.
+
+    Args:
+        device: where the tensors of `call` live.
+
+    Raises MismatchError on every rank if the ranks make different calls, PeerError, FrameError.
+    """
+    started = time.perf_counter()
+    counters = call.counters = call.new_counters(transport.world_size)
+    with call.pieces_in_place():
+        contribution = None if call.plan.verify_as is None else call.plan.source.data.clone()
+
+        # 2. Compare calls, and agree on quantization steps.
+        with span("agree", call.input.nbytes, counters):
+            codec = _agree(call, device, transport, group.ranks)
+
+        # 3. and 4. Exchange frames, and dequantize.
+        bypass = codec if isinstance(codec, Bypass) else _exchange(call, codec, device, transport)
+
+        # The values are such that compression can't serve: the uncompressed collective, on all ranks alike.
+        if bypass is not None:
+            _go_plain(call, bypass, device, transport)
+
+        # 5. Count. The transport learns what the link carries; the guard verifies a sum if it is due.
+        counters.seconds = time.perf_counter() - started
+        if bypass is None:
+            counters.compressed_calls = 1
+            transport.learn(counters.wire_bytes, counters.seconds, counters.wait_seconds)
+        group.count(counters, call.role)
+        if contribution is not None and bypass is None:
+            _verify(group, call, contribution, device, transport)
+    if call.joined is not None:
+        device.synchronize()  # with the copies back to the caller's tensors
+
+
+def _exchange(call: Call, codec: Codec, device: Device, transport: Transport) -> Bypass | None:
+    """Move the frames of a call, and dequantize.
+
+    Returns None, or the reason why the call must go plain; then the output is as it was.
+    """
+    counters, feedback = call.counters, call.plan.feedback
+    try:
+        call.plan.schedule(transport, codec, counters)
+    except BaseException:
+        device.abandon()
+        raise
+    codec.finish()
+    if call.baseline is not None and len(call.plan.measured):
+        call.baseline.keep(call.plan.source.data)
+        device.synchronize()  # the caller changes it on another stream
+    if codec.bypass:
+        counters.coders.clear()  # frames that were for nothing
+    elif feedback:
+        with span("encode", call.input.nbytes, counters):
+            feedback.keep(codec.remainder(call.plan.measured), call.config.quantizer.bits is None)
+            device.synchronize()  # a checkpoint reads it on another stream
+    return codec.bypass
+
+
+def _go_plain(call: Call, bypass: Bypass, device: Device, transport: Transport) -> None:
+    """Run the uncompressed collective for a call that was to be compressed."""
+    counters, plain = call.counters, transport.plain if call.plain is None else call.plain
+    if call.baseline is not None:
+        call.baseline.forget()
+    sent = call.new_counters(transport.world_size).plain_bytes
+    with span("plain", call.input.nbytes, counters):
+        with peer_errors("the plain collective"), memory_errors(call.collective):
+            call.start_plain(plain).wait()
+        device.synchronize()
+    counters.wire_bytes += sent
+    counters.bypasses[bypass.value] = 1
+    counters.bypassed_bytes[bypass.value] = sent
+
+
+def _verify(group: Group, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:
+    """Let the guard compare the result with the uncompressed sum of the ranks' contributions."""
+    exact = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
+    with peer_errors("the uncompressed sum that verifies a compressed one"):
+        transport.plain.all_reduce(exact, dist.ReduceOp.SUM).wait()
+    device.synchronize()
+    exact /= call.plan.divisor
+    result, whole = call.plan.output.data, call.collective == "all_reduce"
+    if not whole:  # this rank's part, which a call through nodes has elsewhere in its layout
+        exact = exact[group.rank * result.numel() :][: result.numel()]
+    group.state.guard.verify(call.plan.verify_as or None, result, exact, whole, transport)
+
+
+def queue(group: Group, call: Call, backend: Backend, transport: CollectiveTransport) -> None:
+    """Queue a call at a fixed rate on the current stream of a GPU, and count it. No host waits, here or elsewhere.
+
+    Nothing is compared either: the next call that is compared tells whether ranks differed.
+    """
+    started = time.perf_counter()
+    counters = call.counters = call.new_counters(transport.world_size)
+    with call.pieces_in_place():
+        codec = _fixed_rate_codec(call, backend, transport)
+        call.plan.schedule(transport, codec, counters)
+        if call.plan.feedback:
+            call.plan.feedback.keep(codec.remainder(call.plan.measured), call.config.quantizer.bits is None)
+    counters.compressed_calls = 1
+    counters.seconds = time.perf_counter() - started
+    group.count(counters, call.role)
+
+
+# ------------------------------------------------------------------ 2. compare and agree
+
+
+def require_same_call(collective: str, numbers: Mapping[str, int], transport: Transport, ranks: Sequence[int]) -> None:
+    """Wait for what the other ranks are about to do. Raises MismatchError on every rank unless all do the same.
+
+    Args:
+        numbers: what this rank is about to do, see call_description.py.
+    """
+    comparison = RankComparison(numbers, transport.rank, transport.world_size)
+    transport.start_comparison(comparison, Counters()).wait()
+    require_same(collective, comparison, ranks)
+
+
+def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
+    """The codec that all ranks use, or the reason why they all go plain."""
+    comparison = RankComparison(call.described, transport.rank, transport.world_size)
+
+    # Few measurements travel with the comparison, which saves a round trip. Otherwise ranks compare first: if they pass
+    # different sizes, their measurements have different lengths.
+    if _fits_comparison(call, device, transport):
+        source, measured = _measured(call, call.plan.source, device)
+        transport.start_comparison(comparison, call.counters, measured).wait()
+        require_same(call.collective, comparison, ranks)
+        return _quantizing_codec(call, source, measured, device, transport)
+    same_call = transport.start_comparison(comparison, call.counters)
+
+    # A call that needs no quantization steps.
+    if call.config.quantizer.bits is not None:
+        same_call.wait()
+        require_same(call.collective, comparison, ranks)
+        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
+    if call.baseline is not None:
+        versions = _versions(call, device.backend)
+        same_call.wait()
+        require_same(call.collective, comparison, ranks)
+        return _updating_codec(call, versions, device, transport)
+
+    # The comparison travels while this rank measures, unless its node adds up first: that must not begin before it is
+    # sure that all ranks make the same call.
+    source, within_node = call.plan.source, call.plan.within_node
+    if within_node is None:
+        source, measured = _measured(call, source, device)
+    same_call.wait()
+    require_same(call.collective, comparison, ranks)
+    if within_node is not None:
+        source = within_node(transport, call.counters)
+        device.synchronize()  # within the time-out: measuring waits without a limit
+        source, measured = _measured(call, source, device)
+    if call.config.quantizer.kind == "lossless":
+        return _codec(call, source, None, device, transport)
+
+    # The ranks agree on the largest of what each has measured.
+    if device.in_batches:
+        with peer_errors("agreeing on quantization steps"):
+            replace_by_largest(transport, measured, call.counters)
+    else:
+        transport.start_max(measured, call.counters).wait()
+    return _quantizing_codec(call, source, measured, device, transport)
+
+
+def _fits_comparison(call: Call, device: Device, transport: Transport) -> bool:
+    """Whether what this rank measures travels in the message that compares the ranks' calls."""
+    quantizer = call.config.quantizer
+    if call.plan.within_node is not None or call.baseline is not None or device.in_batches:
+        return False
+    if quantizer.kind == "lossless" or quantizer.bits is not None:
+        return False
+    return 0 < measured_bytes(call.plan.layout, quantizer, call.input.dtype) <= transport.most_with_comparison
+
+
+def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor | None]:
+    """The values to quantize, and what this rank measured of them; None where no quantization steps are needed."""
+    made, quantizer = call.plan, call.config.quantizer
+    with span("measure", source.data.nbytes, call.counters):
+        if made.feedback:
+            source = made.feedback.added_to(source)
+        if quantizer.kind == "lossless":
+            return source, None
+        most = most_summable(quantizer, source.data.dtype, made.addends, made.divisor)
+        measure_here = measure_on_gpu if device.in_batches else measure
+        return source, measure_here(device.backend, source, made.layout, made.measured, quantizer, most=most)
+
+
+def _quantizing_codec(
+    call: Call, source: Window, agreed: Tensor, device: Device, transport: Transport
+) -> Codec | Bypass:
+    """The codec for the quantization steps that follow from what the ranks agreed on, or the reason to go plain.
+
+    On a GPU the host does not wait for the steps, and learns the reason later: see `Outcome`.
+    """
+    made, quantizer, dtype = call.plan, call.config.quantizer, source.data.dtype
+    if not device.in_batches:
+        found = scales_or_bypass(agreed, made.layout, quantizer, dtype, made.addends, made.divisor, device.backend)
+        return found if isinstance(found, Bypass) else _codec(call, source, found, device, transport)
+    rule = step_rule(quantizer, dtype, made.addends, made.divisor)
+    scales, on_device = derive_on_gpu(device.backend, agreed, made.layout, quantizer, rule)
+    outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, made.layout), dtype))
+    return _codec(call, source, scales, device, transport, outcome)
+
+
+def _codec(
+    call: Call,
+    source: Window,
+    scales: Scales | None,
+    device: Device,
+    transport: Transport,
+    outcome: Outcome | None = None,
+) -> Codec:
+    """The codec of a call, with its random numbers and what is known of the link."""
+    made = call.plan
+    return codec_for(
+        call.config,
+        device,
+        CodedTensor(made.layout, source, made.output),
+        scales,
+        counters=call.counters,
+        link_gbps=transport.link_gbps,
+        carried_gbps=transport.carried_gbps,
+        noise=noise_for(call.config, made.number, made.addend, made.addends),
+        divisor=made.divisor,
+        kind=_forecast_key(call),
+        outcome=outcome,
+    )
+
+
+def _forecast_key(call: Call) -> str:
+    """What calls must have in common for their frames to be expected to have the same lengths."""
+    made, quantizer = call.plan, call.config.quantizer
+    bound = f"{quantizer.kind_in_effect} {quantizer.mode} {quantizer.value}"
+    return f"{call.collective} {made.layout.lengths} {call.input.dtype} {call.root} {made.divisor} {bound}"
+
+
+def _fixed_rate_codec(call: Call, backend: Backend, transport: CollectiveTransport) -> FixedRateCodec:
+    """The codec of a call that needs no agreement. Waits for no GPU."""
+    made = call.plan
+    source = made.source if made.within_node is None else made.within_node(transport, call.counters)
+    if made.feedback:
+        source = made.feedback.added_to(source)
+    noise = noise_for(call.config, made.number, made.addend, made.addends)
+    tensor = CodedTensor(made.layout, source, made.output)
+    return FixedRateCodec(backend, tensor, call.config.quantizer.bits, call.counters, noise, made.divisor)
+
+
+def _versions(call: Call, backend: Backend) -> dict[str, int]:
+    """The version of each segment that this rank holds: a checksum, or _NO_VERSION."""
+    made, versions = call.plan, {}
+    for segment in range(len(made.layout.lengths)):
+        elements = made.layout.segment(segment)
+        is_own = segment in made.measured
+        version = call.baseline.sent(made.source[elements]) if is_own else made.output[elements]
+        versions[str(segment)] = _NO_VERSION if version is None else backend.digest(version)
+    return versions
+
+
+def _updating_codec(call: Call, versions: dict[str, int], device: Device, transport: Transport) -> UpdatingCodec:
+    """The codec of a call that sends changes. Segments of which ranks hold different versions are sent whole."""
+    made = call.plan
+    comparison = RankComparison(versions, transport.rank, transport.world_size)
+    transport.start_max(comparison.tensor, call.counters).wait()
+    differing = comparison.differing()
+    for ends in differing.values():
+        reason = "first call" if ends.lowest == _NO_VERSION else "changed in between"
+        call.counters.sent_whole[reason] = 1
+    sent = call.baseline.sent(made.source.data)
+    return UpdatingCodec(
+        device,
+        CodedTensor(made.layout, made.source, made.output),
+        coding_for(call.config, device.backend, transport.link_gbps, transport.carried_gbps),
+        call.config.entropy.checksum,
+        call.counters,
+        base=made.source if sent is None else replace(made.source, data=sent),
+        own=made.measured,
+        whole=frozenset(map(int, differing)),
+    )
+
+
+# ------------------------------------------------------------------ the way of a plain call
+
+
+def run_plain(group: Group, call: Call, device: Device, transport: Transport) -> None:
+    """Run a plain call to its end on this rank, and count it.
+
+    Raises MismatchError on every rank if the ranks make different calls, and PeerError.
+    """
+    with call.pieces_in_place():
+        small = transport.small
+        if small is not None and small.serve(call.collective, call.input, call.op):
+            # What is compared travels in the same messages as the values.
+            comparison = RankComparison(call.described, transport.rank, transport.world_size)
+            given = (call.collective, call.input, call.output, call.op, call.root)
+            under_way = small.start(*given, comparison, group.config.transport.link_gbps)
+            count_plain(group, call)  # while the values travel
+            under_way.finish(partial(require_same, call.collective, comparison, group.ranks))
+        else:
+            require_same_call(call.collective, call.described, transport, group.ranks)
+            with peer_errors(f"the plain {call.collective}"):
+                call.start_plain(transport.plain).wait()
+            device.synchronize()
+            count_plain(group, call)
+    if call.joined is not None:
+        device.synchronize()
+
+
+def count_plain(group: Group, call: Call) -> None:
+    """Count a plain call. A baseline's version of its output holds no more."""
+    if call.baseline is not None:
+        call.baseline.forget()
+    call.counters = call.plain_counters(group.world_size)
+    group.count(call.counters, call.role)
