@@ -207,10 +207,10 @@ def checkpoints_are_compared_among_the_ranks_of_an_engine(group):
         resumed = engine(mpu, key)
         resumed.load_checkpoint(folder, tag="t")
         if key is not None:
-            states = [each.communication_compression.training.state_dict() for each in (trained, resumed)]
-            assert states[0]["step"] == states[1]["step"] == steps and states[0]["residuals"]
-            for name, kept in states[0]["residuals"].items():
-                assert torch.equal(kept, states[1]["residuals"][name])
+            before, after = (each.communication_compression.training for each in (trained, resumed))
+            assert before.step == after.step == steps and before.residuals.by_name
+            for name, kept in before.residuals.by_name.items():
+                assert torch.equal(kept, after.residuals.by_name[name])
         dist.barrier(group)
 
 

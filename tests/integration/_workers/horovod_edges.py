@@ -255,7 +255,7 @@ def fed_back(branches: list[str], change, how: dict) -> dict:
             continue
         off = [o + a.double() - b.double() for o, a, b in zip(off, *map(gradients, models))]
         moved = max(moved, largest([a for a, b in zip(*map(gradients, models)) if not b.any()]))
-    kept = compressor.state_dict()["residuals"]
+    kept = compressor.training.residuals.by_name
     explained = {name: hvd.allreduce(each.double(), name=f"kept {name}") for name, each in kept.items()}
     names = [name for name, _ in models[0].named_parameters()]
     return {
