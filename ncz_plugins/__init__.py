@@ -33,7 +33,6 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .core.codec.container import compress, decompress
-    from .core.codec.patch import apply_patch, make_patch
     from .core.communicator import Communicator
     from .core.config import Config
     from .core.runtime.trace import recording
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
     from .core.training.state import Training
-    from .core.weight_sync import WeightPublisher, WeightSubscriber, WeightSync
+    from .weights import WeightPublisher, WeightSubscriber, WeightSync, apply_patch, make_patch
 
 _LAZY = {
     "Baseline": ".core.training.baseline",
@@ -49,13 +48,13 @@ _LAZY = {
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
     "Training": ".core.training.state",
-    "WeightPublisher": ".core.weight_sync",
-    "WeightSubscriber": ".core.weight_sync",
-    "WeightSync": ".core.weight_sync",
-    "apply_patch": ".core.codec.patch",
+    "WeightPublisher": ".weights",
+    "WeightSubscriber": ".weights",
+    "WeightSync": ".weights",
+    "apply_patch": ".weights",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
-    "make_patch": ".core.codec.patch",
+    "make_patch": ".weights",
     "recording": ".core.runtime.trace",
     "scalars": ".core.training.metrics",
 }

@@ -15,7 +15,7 @@ from ..core.whole_files import write_whole
 from .output import add_row, list_commands, size, table, unbroken_console
 
 if TYPE_CHECKING:
-    from ..core.codec.weight_file import WeightFile
+    from ..weights.files import WeightFile
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _make(options: argparse.Namespace) -> None:
-    from ..core.codec.weight_file import make_file_patch
+    from ..weights.files import make_file_patch
 
     new = _read(options.new)
     patch = make_file_patch(new, None if options.base is None else _read(options.base))
@@ -52,7 +52,7 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _apply(options: argparse.Namespace) -> None:
-    from ..core.codec.weight_file import apply_file_patch, file_of
+    from ..weights.files import apply_file_patch, file_of
 
     base, patch = None if options.base is None else _read(options.base), _bytes_of(options.patch)
     with _naming(options.patch):
@@ -63,7 +63,7 @@ def _apply(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from ..core.codec.patch import read_patch
+    from ..weights.patch import read_patch
 
     patch = _bytes_of(options.patch)
     with _naming(options.patch):
@@ -84,7 +84,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _read(file: str) -> WeightFile:
-    from ..core.codec.weight_file import read_file
+    from ..weights.files import read_file
 
     data = _bytes_of(file)
     try:

@@ -198,11 +198,11 @@ ASKS_FOR_ADDRESSES = {
     "kernels/cuda/arguments.py": {"value", "_packed"},  # of launches: see `require_on`
     # To compare addresses, which nobody follows.
     "kernels/cuda/frames.py": {"_where_words_are"},
-    "core/codec/items.py": {"memory_of"},
     "core/codec/tensor_codec.py": {"decode"},
-    "core/codec/weight_file.py": {"_aligned"},
     "core/transport/small.py": {"_is_elsewhere_in"},
     "deepspeed/parameter_slices.py": {"parts_of"},
+    "weights/files.py": {"_aligned"},
+    "weights/items.py": {"memory_of"},
 }
 
 

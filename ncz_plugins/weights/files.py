@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import FrameError, MismatchError, UnsupportedError
+from ..core.errors import FrameError, MismatchError, UnsupportedError
+from .index import FileHeader
 from .items import TORCH_ONLY, Item
 from .patch import assemble, decode_items, make_patch_of_items, read_patch
-from .patch_index import FileHeader
 
 _METADATA = "__metadata__"
 _SIZE_BYTES = 8  # of the header's size; a header that we make is filled up with blanks to a multiple of it

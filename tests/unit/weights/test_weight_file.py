@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ncz_plugins import FrameError, MismatchError, UnsupportedError, apply_patch, make_patch
-from ncz_plugins.core.codec.patch import identity
-from ncz_plugins.core.codec.weight_file import apply_file_patch, file_of, make_file_patch, read_file
+from ncz_plugins.weights.files import apply_file_patch, file_of, make_file_patch, read_file
+from ncz_plugins.weights.patch import identity
 
 BITS = {
     **dict.fromkeys(["F4"], 4),

@@ -1,6 +1,6 @@
 """Weights that a trainer publishes again and again, and that workers follow by patches: for RL and inference.
 
-Patches are bytes (codec/patch.py). Send them as you like, or let `WeightSync` do it over torch.distributed.
+Patches are bytes (patch.py). Send them as you like, or let `WeightSync` do it over torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .codec.items import memory_of, on_host, require_state
-from .codec.patch import apply_patch, identity, make_patch
-from .errors import MismatchError, UnsupportedError
-from .transport.base import peer_errors
-from .transport.groups import require_group
+from ..core.errors import MismatchError, UnsupportedError
+from ..core.transport.base import peer_errors
+from ..core.transport.groups import require_group
+from .items import memory_of, on_host, require_state
+from .patch import apply_patch, identity, make_patch
 
 _NONE = -1  # in place of the identity of a version
 _REFUSED = -1  # in place of the bytes of a patch

@@ -11,9 +11,9 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...kernels.format import CHUNK
-from ..config import first_problem
-from ..errors import FrameError, MismatchError
+from ..core.config import first_problem
+from ..core.errors import FrameError, MismatchError
+from ..kernels.format import CHUNK
 from .items import MOST_DIMENSIONS, Item, is_text
 
 FRAME = 256 * CHUNK  # elements

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FrameError, UnsupportedError
-from ..runtime.device import has_memory
+from ..core.errors import FrameError, UnsupportedError
+from ..core.runtime.device import has_memory
 
 MOST_DIMENSIONS = 255
 # Dtypes that the format of safetensors names. All others have the names of torch.

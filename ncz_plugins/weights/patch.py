@@ -8,7 +8,7 @@ All numbers are little endian. The head:
 | 4 | 4 | format | 2 |
 | 8 | 4 | bytes of the index | |
 | 12 | 4 | CRC-32 of the index | |
-| 16 | | index | JSON, compressed by zlib, 64 times at the most: see patch_index.py |
+| 16 | | index | JSON, compressed by zlib, 64 times at the most: see index.py |
 
 The frames of all tensors in the index follow, in its order. A tensor is a row of elements of its type `coded`, and has
 a frame for each 1,048,576 of them. Those of "changes" and "whole" are as the wire format says under "Updates"; there is
@@ -27,14 +27,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...kernels.backend import Backend
-from ...kernels.format import DTYPES, HEADER_BYTES, Coding, DamagedFrame
-from ...kernels.updates import decode_update, encode_update, max_update_bytes
-from ..errors import FrameError, UnsupportedError
-from . import patch_index
+from .. import kernels
+from ..core.errors import FrameError, UnsupportedError
+from ..kernels.backend import Backend
+from ..kernels.format import DTYPES, HEADER_BYTES, Coding, DamagedFrame
+from ..kernels.updates import decode_update, encode_update, max_update_bytes
+from . import index as patch_index
+from .index import FRAME, Contents, Description, Entry, FileHeader
 from .items import Item, TensorItems, on_host, tensor_of
-from .patch_index import FRAME, Contents, Description, Entry, FileHeader
 
 _MAGIC, _FORMAT = 0x505A434E, 2  # "NCZP", little endian
 _HEAD = struct.Struct("<IIII")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ncz_plugins import FrameError, MismatchError, UnsupportedError, apply_patch, make_patch
-from ncz_plugins.core.codec import patch as module
-from ncz_plugins.core.codec import patch_index
-from ncz_plugins.core.codec.patch import identity, read_patch
+from ncz_plugins.weights import index as patch_index
+from ncz_plugins.weights import patch as module
+from ncz_plugins.weights.patch import identity, read_patch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
