@@ -1,26 +1,19 @@
-"""Versions of weights as bytes: what has changed since another version, or everything, without loss.
+"""Patches: bytes that turn one version of the weights into another, to the bit, or that hold a whole version.
 
-All numbers are little endian. The head:
+A patch is a head and an index (index.py), and then the frames of all tensors that the index lists. A tensor that the
+index does not list has not changed. There are three ways in which frames hold a tensor:
 
-| offset | size | field | |
-|---|---|---|---|
-| 0 | 4 | magic | `4E 43 5A 50`, "NCZP" |
-| 4 | 4 | format | 2 |
-| 8 | 4 | bytes of the index | |
-| 12 | 4 | CRC-32 of the index | |
-| 16 | | index | JSON, compressed by zlib, 64 times at the most: see index.py |
+- "changes" and "whole": one frame for each 1,048,576 elements, of the dtype that the index calls `coded`. Frames are
+  those of the wire format, see "Updates" in docs/reference/wire-format.md. In "whole", floats of 16, 32 and 64 bits
+  have no older version, and other elements count as changes of zeros.
+- "plain": one frame, the tensor's bytes, uncoded.
 
-The frames of all tensors in the index follow, in its order. A tensor is a row of elements of its type `coded`, and has
-a frame for each 1,048,576 of them. Those of "changes" and "whole" are as the wire format says under "Updates"; there is
-no older version of a "whole" tensor, but integers count as changes of zeros. The only frame of a "plain" tensor are its
-bytes. Nothing in a patch is run or unpickled.
+Applying a patch runs and unpickles nothing of it.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TypeVar
 
@@ -32,33 +25,50 @@ from ..core.errors import FrameError, UnsupportedError
 from ..kernels.backend import Backend
 from ..kernels.format import DTYPES, HEADER_BYTES, Coding, DamagedFrame
 from ..kernels.updates import decode_update, encode_update, max_update_bytes
-from . import index as patch_index
-from .index import FRAME, Contents, Description, Entry, FileHeader
+from .index import (
+    FRAME_ELEMENTS,
+    Contents,
+    Description,
+    Entry,
+    FileHeader,
+    check_version,
+    coded_as,
+    identity_of,
+    may_refer,
+    read_head,
+    require_base,
+    write_head,
+)
 from .items import Item, TensorItems, on_host, tensor_of
 
-_MAGIC, _FORMAT = 0x505A434E, 2  # "NCZP", little endian
-_HEAD = struct.Struct("<IIII")
-_PICOSECONDS_PER_BYTE = 80_000  # 100 Mbit/s: patches are kept and sent far, so bytes count for more than cycles
-_T = TypeVar("_T")
+# Patches are kept on disks and sent far, so coders are chosen as for a link of 100 Mbit/s: bytes count more than time.
+_LINK_PICOSECONDS_PER_BYTE = 80_000
+
+_Held = TypeVar("_Held", Tensor, Item)
 
 
 def identity(state: Mapping[str, Tensor]) -> int:
-    """What tells versions of a state dict apart: 32 bits of the names, dtypes, shapes and bytes of all tensors.
+    """The identity of a state dict: 32 bits that depend on the names, dtypes, shapes and bytes of all tensors.
 
     Raises UnsupportedError as `make_patch` does.
     """
-    return patch_index.identity_of(_described(TensorItems(state, "state")))
+    return identity_of(_described(TensorItems(state, "state")))
+
+
+# ------------------------------------------------------------------ make
 
 
 def make_patch(new: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = None) -> bytes:
-    """What turns `base` into `new`, to the bit; without a base, all of `new`.
+    """Make the patch that turns `base` into `new`, to the bit. Without `base`, the patch holds all of `new`.
 
     Args:
-        new: tensors by name, in host memory or on a GPU. Those that share their memory, or are equal, are held once.
-        base: the same, of the version that the receiver has. A tensor that it has by the same name, dtype and shape is
-            held as what has changed.
+        new: tensors by name, in host memory or on a GPU. Tensors that share their memory, or have equal bytes, are
+            held once.
+        base: the version that the receiver has. A tensor with the same name, dtype and shape in both is held as
+            changes; it takes no bytes if it has not changed.
 
-    Raises UnsupportedError for what is no mapping of names to dense tensors, and for quantized tensors.
+    Raises UnsupportedError, saying what to do, for anything but a mapping of names to dense tensors, and for quantized
+    tensors.
     """
     return make_patch_of_items(TensorItems(new, "new"), None if base is None else TensorItems(base, "base"))
 
@@ -66,164 +76,254 @@ def make_patch(new: Mapping[str, Tensor], base: Mapping[str, Tensor] | None = No
 def make_patch_of_items(
     new: Mapping[str, Item], base: Mapping[str, Item] | None = None, file: FileHeader | None = None
 ) -> bytes:
-    """As `make_patch`, of any tensors; `file` is what the index says of a file."""
+    """`make_patch` for items.
+
+    Args:
+        file: header of the safetensors file that `new` was read from.
+    """
     maker = _Maker(new, base)
     for name in new:
         maker.add(name)
     contents = Contents(
-        base=None if base is None else patch_index.identity_of(maker.older),
-        identity=patch_index.identity_of(maker.described),
+        base=None if base is None else identity_of(maker.base_described),
+        identity=identity_of(maker.described),
         tensors=maker.entries,
         file=file,
     )
-    if contents.names_after(maker.older) != list(maker.described):
+    # Names are listed only where their order does not follow from the base.
+    if contents.names_after(maker.base_described) != list(maker.described):
         contents = contents.model_copy(update={"names": list(maker.described)})
-    index = patch_index.to_bytes(contents)
-    return b"".join([_HEAD.pack(_MAGIC, _FORMAT, len(index), zlib.crc32(index)), index, *maker.frames])
+    return b"".join([write_head(contents), *maker.frames])
 
 
 class _Maker:
-    """A patch in the making.
+    """Collects what a patch holds, tensor by tensor.
 
     Attributes:
-        older, described: what is known of each tensor of the base, and of the new version.
-        entries, frames: what the patch holds of those that have changed.
+        base_described: descriptions of the base's tensors; empty without a base.
+        described: descriptions of the new version's tensors that were added.
+        entries: rows of the index.
+        frames: frames of the tensors in `entries`, in that order.
     """
 
     def __init__(self, new: Mapping[str, Item], base: Mapping[str, Item] | None):
         self._backend = kernels.cpu_backend()
-        self._coding = Coding(costs=self._backend.costs._replace(link=_PICOSECONDS_PER_BYTE))
+        self._coding = Coding(costs=self._backend.costs._replace(link=_LINK_PICOSECONDS_PER_BYTE))
         self._new, self._base = new, base
-        self.older: dict[str, Description] = {} if base is None else _described(base)
+        self.base_described = {} if base is None else _described(base)
         self.described: dict[str, Description] = {}
         self.entries: list[Entry] = []
         self.frames: list[bytes] = []
-        self._firsts: dict[Description, str] = {}  # the first tensor of each description
-        self._older_bytes = sum(each.bytes for each in self.older.values())
-        self._frame_bytes = self._copied_bytes = 0
+        self._first_names: dict[Description, str] = {}  # of the first tensor with each description
+        self._base_bytes = sum(each.bytes for each in self.base_described.values())
+        self._frame_bytes = self._referring_bytes = 0
 
     def add(self, name: str) -> None:
-        """Hold a tensor of the new version."""
+        """Add a tensor of the new version."""
         item = self._new[name]
-        own = self.described[name] = _description(self._backend, item)
-        first = self._firsts.setdefault(own, name)
-        # What has not changed is not listed.
-        before = self._base[name].data if name in self.older and self.older[name][:3] == own[:3] else None
+        described = self.described[name] = _description(self._backend, item)
+        first = self._first_names.setdefault(described, name)
+        # A tensor that has not changed is not listed.
+        before = self._before(name, described)
         if before is not None and torch.equal(item.data, before):
             return
-        # A tensor with the bytes of another one is held as its name.
-        if first != name and torch.equal(item.data, (other := self._new[first]).data):
-            copied = self._copied_bytes + own.bytes
-            if patch_index.may_refer(copied, self._frame_bytes, self._older_bytes):
-                self._copied_bytes = copied
-                shared = item.memory is not None and item.memory == other.memory
-                self._list(name, own, kind="shared" if shared else "equal", of=first)
+        # A tensor with the bytes of an earlier one is listed as that one's name. Equal digests don't prove equal bytes.
+        if first != name and torch.equal(item.data, (earlier := self._new[first]).data):
+            referring_bytes = self._referring_bytes + described.bytes
+            if may_refer(referring_bytes, self._frame_bytes, self._base_bytes):
+                self._referring_bytes = referring_bytes
+                is_shared = item.memory is not None and item.memory == earlier.memory
+                self.entries.append(_entry(name, described, kind="shared" if is_shared else "equal", of=first))
                 return
-        coded = patch_index.coded_as(item)
-        kind, made = _encoded(self._backend, item.data, before, coded, self._coding)
-        self._list(name, own, kind=kind, coded=str(coded).removeprefix("torch."), frames=[len(each) for each in made])
-        self.frames += made
-        self._frame_bytes += sum(map(len, made))
+        # All others have frames.
+        coded = coded_as(item.dtype)
+        kind, frames = _encode(self._backend, item.data, before, getattr(torch, coded), self._coding)
+        self.entries.append(_entry(name, described, kind=kind, coded=coded, frames=[len(frame) for frame in frames]))
+        self.frames += frames
+        self._frame_bytes += sum(map(len, frames))
 
-    def _list(self, name: str, own: Description, **fields) -> None:
-        self.entries.append(Entry(name=name, **own._replace(shape=list(own.shape))._asdict(), **fields))
+    def _before(self, name: str, described: Description) -> Tensor | None:
+        """The bytes of the base's tensor of this name, if its dtype and shape are the same."""
+        if name in self.base_described and self.base_described[name].has_form_of(described):
+            return self._base[name].data
+        return None
+
+
+def _entry(name: str, described: Description, **held) -> Entry:
+    """A row of the index; `held` says how the patch holds the tensor."""
+    return Entry(name=name, **described._replace(shape=list(described.shape))._asdict(), **held)
+
+
+def _encode(
+    backend: Backend, data: Tensor, before: Tensor | None, coded: torch.dtype, coding: Coding
+) -> tuple[str, list[bytes]]:
+    """Code a tensor.
+
+    Args:
+        data: the tensor's bytes.
+        before: bytes of the same tensor in the base, if it has one.
+        coded: dtype of the elements in frames.
+
+    Returns `Entry.kind` and the frames.
+    """
+    # The header of a frame alone would take as much.
+    if len(data) <= HEADER_BYTES:
+        return "plain", [data.numpy().tobytes()] if len(data) else []
+    x = data.view(coded)
+    older = None if before is None else before.view(coded)
+    room = torch.empty(max_update_bytes(min(len(x), FRAME_ELEMENTS), coded.itemsize), dtype=torch.uint8, device="cpu")
+    frames = []
+    for part in _parts(x):
+        # Where nothing has changed, the frame is empty. Bytes are compared, since NaN differs from itself.
+        if older is not None and torch.equal(x[part].view(torch.uint8), older[part].view(torch.uint8)):
+            frames.append(b"")
+            continue
+        size = encode_update(backend, x[part], _frame_base(x[part], older, part), coding, room)
+        frames.append(room[:size].numpy().tobytes())
+    if sum(map(len, frames)) < len(data):
+        return "whole" if before is None else "changes", frames
+    return "plain", [data.numpy().tobytes()]
+
+
+# ------------------------------------------------------------------ apply
 
 
 def apply_patch(patch: bytes, base: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The version that a patch makes of `base`, in host memory. What has not changed are the tensors of `base`.
+    """Apply a patch to `base`. Returns the new version, in host memory; `base` stays as it is.
+
+    A tensor that has not changed is not copied: the new version has the tensor object of `base`.
 
     Args:
-        patch: what `make_patch` returned, as bytes or as whatever has bytes: a bytearray, a memoryview, an array of
-            numpy, a tensor of uint8 in host memory.
+        patch: what `make_patch` returned, as bytes or any other object that holds bytes: a bytearray, a memoryview, a
+            numpy array, a uint8 tensor in host memory.
+        base: the version that the patch was made for. Not needed for a patch that holds a whole version.
 
-    Raises FrameError for a patch that is damaged or none at all, and MismatchError if `base` is not the version that it
-    was made for. `base` stays as it is.
+    Raises FrameError if the patch is damaged or is not a patch, and MismatchError if `base` is not the version that
+    the patch was made for.
     """
     contents, frames = read_patch(patch)
     items = None if base is None else TensorItems(base, "base")
     made = {name: tensor_of(name, item) for name, item in decode_items(contents, frames, items).items()}
-    return assemble(contents, made, base, lambda name, other: on_host(name, other, copy=True))
-
-
-def decode_items(contents: Contents, frames: list[Tensor], base: Mapping[str, Item] | None) -> dict[str, Item]:
-    """The tensors that a patch has frames of. Raises FrameError and MismatchError as `apply_patch`."""
-    backend, rest = kernels.cpu_backend(), iter(frames)
-    older = {} if base is None or contents.base is None else _described(base)
-    patch_index.require_base(contents, None if base is None else patch_index.identity_of(older))
-    patch_index.check_version(contents, older)
-    made = {}
+    version = assemble(contents, made, base)
+    # Equal tensors travel once, but each gets memory of its own, as at the sender.
     for entry in contents.tensors:
-        if entry.of is not None:
-            continue
-        if entry.kind == "changes" and (entry.name not in older or older[entry.name][:3] != entry.description[:3]):
-            raise FrameError(f"{entry.name}: the patch changes a tensor that its base doesn't have so")
-        before = base[entry.name].data if entry.kind == "changes" else None
-        data = _decoded(backend, entry, list(islice(rest, len(entry.frames))), before)
-        made[entry.name] = Item(entry.dtype, tuple(entry.shape), data)
-    return made
-
-
-def assemble(
-    contents: Contents, made: Mapping[str, _T], base: Mapping[str, _T] | None, copy: Callable[[str, _T], _T]
-) -> dict[str, _T]:
-    """All tensors of the new version, of those that were `made` and those of the base.
-
-    Args:
-        copy: copies a tensor, for the name that it is given.
-    """
-    older = base or {}
-    entries = {entry.name: entry for entry in contents.tensors}
-    version = {}
-    for name in contents.names_after(older):
-        entry = entries.get(name)
-        source = name if entry is None or entry.of is None else entry.of
-        found = made[source] if source in made else older[source]
-        version[name] = copy(name, found) if entry is not None and entry.kind == "equal" else found
+        if entry.kind == "equal":
+            version[entry.name] = on_host(entry.name, version[entry.name], copy=True)
     return version
 
 
 def read_patch(patch: bytes) -> tuple[Contents, list[Tensor]]:
-    """The index of a patch, and its frames, uint8, none of them decoded. Raises FrameError, as `apply_patch`."""
+    """The index of a patch and its frames, uint8, none of them decoded. Raises FrameError as `apply_patch` does."""
     patch = _bytes_of(patch)
-    if len(patch) < _HEAD.size:
-        raise FrameError(f"{len(patch)} bytes are too few for a patch")
-    magic, version, size, checksum = _HEAD.unpack_from(patch)
-    if magic != _MAGIC:
-        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a patch")
-    if version != _FORMAT:
-        raise FrameError(f"the patch has format {version}; this build reads format {_FORMAT}")
-    index = patch[_HEAD.size : _HEAD.size + size]
-    if len(index) != size or zlib.crc32(index) != checksum:
-        raise FrameError("the head of the patch is damaged: its checksum does not fit")
-    contents = patch_index.from_bytes(index)
-    data = torch.frombuffer(bytearray(patch), dtype=torch.uint8)[_HEAD.size + size :]
+    contents, start = read_head(patch)
+    # The frames lie one behind the other, without gaps, up to the end.
+    rest = torch.frombuffer(bytearray(patch), dtype=torch.uint8)[start:]
     frames = []
     for entry in contents.tensors:
         for size in entry.frames:
-            if size > len(data):
-                raise FrameError(f"{entry.name}: a frame of {size} bytes is missing, only {len(data)} are left")
-            frames.append(data[:size])
-            data = data[size:]
-    if len(data):
-        raise FrameError(f"{len(data)} bytes follow the last frame of the patch")
+            if size > len(rest):
+                raise FrameError(f"{entry.name}: a frame of {size} bytes is missing, only {len(rest)} are left")
+            frames.append(rest[:size])
+            rest = rest[size:]
+    if len(rest):
+        raise FrameError(f"{len(rest)} bytes follow the last frame of the patch")
     return contents, frames
 
 
+def decode_items(contents: Contents, frames: list[Tensor], base: Mapping[str, Item] | None) -> dict[str, Item]:
+    """Decode the tensors that a patch has frames of. Raises FrameError and MismatchError as `apply_patch` does."""
+    backend = kernels.cpu_backend()
+    # Check the patch against the base before anything is decoded.
+    base_described = {} if base is None or contents.base is None else _described(base)
+    require_base(contents, None if base is None else identity_of(base_described))
+    check_version(contents, base_described)
+    # Decode each tensor.
+    remaining = iter(frames)
+    made = {}
+    for entry in contents.tensors:
+        if entry.of is not None:
+            continue
+        before = None
+        if entry.kind == "changes":
+            older = base_described.get(entry.name)
+            if older is None or not older.has_form_of(entry.description):
+                raise FrameError(f"{entry.name}: its base has no tensor of this name, dtype and shape to change")
+            before = base[entry.name].data
+        data = _decode(backend, entry, list(islice(remaining, len(entry.frames))), before)
+        made[entry.name] = Item(entry.dtype, tuple(entry.shape), data)
+    return made
+
+
+def assemble(contents: Contents, made: Mapping[str, _Held], base: Mapping[str, _Held] | None) -> dict[str, _Held]:
+    """Put the new version together.
+
+    Args:
+        made: the tensors that the patch has frames of.
+        base: the tensors of the base.
+
+    Returns all tensors of the new version, in its order. One that is "equal" or "shared" is the object that it
+    refers to.
+    """
+    older = base or {}
+    refers_to = {entry.name: entry.of for entry in contents.tensors if entry.of is not None}
+    version = {}
+    for name in contents.names_after(older):
+        source = refers_to.get(name, name)
+        version[name] = made[source] if source in made else older[source]
+    return version
+
+
+def _decode(backend: Backend, entry: Entry, frames: list[Tensor], before: Tensor | None) -> Tensor:
+    """Decode the bytes of one tensor. Raises FrameError.
+
+    Args:
+        before: bytes of the same tensor in the base, for "changes".
+    """
+    data = torch.empty(entry.bytes, dtype=torch.uint8, device="cpu")
+    if entry.kind == "plain":
+        for frame in frames:  # at most one
+            data.copy_(frame)
+    else:
+        x = data.view(entry.coded_dtype)
+        older = None if before is None else before.view(entry.coded_dtype)
+        for frame, part in zip(frames, _parts(x)):
+            _decode_frame(backend, entry.name, frame, _frame_base(x[part], older, part), x[part])
+    if backend.digest(data) != entry.digest:
+        raise FrameError(f"{entry.name}: its bytes don't have the checksum that the patch says; get the patch again")
+    return data
+
+
+def _decode_frame(backend: Backend, name: str, frame: Tensor, older: Tensor | None, out: Tensor) -> None:
+    """Decode one frame of a tensor into `out`. Raises FrameError."""
+    # Nothing has changed in these elements.
+    if not len(frame):
+        out.copy_(older)
+        return
+    try:
+        decode_update(backend, frame, older, out)
+    except DamagedFrame as damage:
+        raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
+
+
 def _bytes_of(patch: object) -> memoryview:
-    """The bytes of a patch, whatever holds them. Raises UnsupportedError."""
+    """The bytes that an object holds. Raises UnsupportedError if it holds none, or if they lie apart or on a GPU."""
     try:
         held = memoryview(patch.detach().numpy() if isinstance(patch, Tensor) else patch)
         if held.itemsize == 1:
             return held.cast("B") if held.nbytes else memoryview(b"")
-    except (TypeError, RuntimeError):  # what has no bytes, bytes that don't lie in a row, or on a GPU
+    except (TypeError, RuntimeError):
         pass
     raise UnsupportedError(
-        f"patch must be bytes, or hold bytes in a row in host memory, got {type(patch).__name__}: pass what make_patch "
-        "returned, or of a file its Path(...).read_bytes()"
+        f"patch must be bytes, or hold contiguous bytes in host memory, got {type(patch).__name__}: pass what "
+        "make_patch returned, or read_bytes() of a file"
     )
 
 
+# ------------------------------------------------------------------ for both
+
+
 def _described(items: Mapping[str, Item]) -> dict[str, Description]:
+    """Descriptions of all tensors of a version."""
     backend = kernels.cpu_backend()
     return {name: _description(backend, items[name]) for name in items}
 
@@ -232,61 +332,22 @@ def _description(backend: Backend, item: Item) -> Description:
     return Description(item.dtype, tuple(item.shape), item.data.numel(), backend.digest(item.data))
 
 
-def _older_elements(coded: torch.dtype, before: Tensor | None, elements: int) -> Callable[[slice], Tensor | None]:
-    """What frames hold changes of, by their elements: an older version, zeros, or None for floats themselves."""
-    if before is not None:
-        return before.view(coded).__getitem__
-    if coded in DTYPES:
-        return lambda part: None
-    zeros = torch.zeros(min(elements, FRAME), dtype=coded, device="cpu")
-    return lambda part: zeros[: min(part.stop, elements) - part.start]
+def _parts(x: Tensor) -> Iterator[slice]:
+    """The elements of each frame of a tensor."""
+    for first in range(0, len(x), FRAME_ELEMENTS):
+        yield slice(first, first + FRAME_ELEMENTS)
 
 
-def _encoded(
-    backend: Backend, data: Tensor, before: Tensor | None, coded: torch.dtype, coding: Coding
-) -> tuple[str, list[bytes]]:
-    """How a tensor is held, and its frames."""
-    if len(data) <= HEADER_BYTES:  # of a frame
-        return "plain", [data.numpy().tobytes()] if len(data) else []
-    x = data.view(coded)
-    room = torch.empty(max_update_bytes(min(len(x), FRAME), coded.itemsize), dtype=torch.uint8, device="cpu")
-    older = _older_elements(coded, before, len(x))
-    frames = []
-    for first in range(0, len(x), FRAME):
-        part = slice(first, first + FRAME)
-        base = older(part)
-        if before is not None and torch.equal(x[part].view(torch.uint8), base.view(torch.uint8)):
-            frames.append(b"")
-            continue
-        size = encode_update(backend, x[part], base, coding, room)
-        frames.append(room[:size].numpy().tobytes())
-    if sum(map(len, frames)) < len(data):
-        return "whole" if before is None else "changes", frames
-    return "plain", [data.numpy().tobytes()]
+def _frame_base(x: Tensor, older: Tensor | None, part: slice) -> Tensor | None:
+    """What one frame counts changes from.
 
+    Args:
+        x: the elements of the frame.
+        older: the whole tensor in the base; None for a tensor that is held as "whole".
+        part: where the frame's elements lie in the tensor.
 
-def _decoded(backend: Backend, entry: Entry, frames: list[Tensor], before: Tensor | None) -> Tensor:
-    """The bytes of a tensor of the new version. Raises FrameError."""
-    data = torch.empty(entry.bytes, dtype=torch.uint8, device="cpu")
-    if entry.kind == "plain":
-        for frame in frames:
-            data.copy_(frame)
-    else:
-        out = data.view(entry.coded_dtype)
-        older = _older_elements(out.dtype, before, len(out))
-        for number, frame in enumerate(frames):
-            part = slice(number * FRAME, (number + 1) * FRAME)
-            _decode(backend, entry.name, frame, older(part), out[part])
-    if backend.digest(data) != entry.digest:
-        raise FrameError(f"{entry.name}: its checksum is not the one that the patch says; get the patch again")
-    return data
-
-
-def _decode(backend: Backend, name: str, frame: Tensor, before: Tensor | None, out: Tensor) -> None:
-    if not len(frame):
-        out.copy_(before)
-        return
-    try:
-        decode_update(backend, frame, before, out)
-    except DamagedFrame as damage:
-        raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
+    Returns None for floats that have no older version: the frame holds the floats themselves.
+    """
+    if older is not None:
+        return older[part]
+    return None if x.dtype in DTYPES else torch.zeros_like(x)

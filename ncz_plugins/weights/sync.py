@@ -1,6 +1,7 @@
-"""Weights that a trainer publishes again and again, and that workers follow by patches: for RL and inference.
+"""A trainer that publishes versions of its weights, and workers that follow by patches: for RL, inference, evaluation.
 
-Patches are bytes (patch.py). Send them as you like, or let `WeightSync` do it over torch.distributed.
+`WeightPublisher` makes patches and `WeightSubscriber` applies them; you carry the bytes. `WeightSync` does both, and
+carries the bytes over torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,36 +19,38 @@ from ..core.transport.groups import require_group
 from .items import memory_of, on_host, require_state
 from .patch import apply_patch, identity, make_patch
 
-_NONE = -1  # in place of the identity of a version
+# What ranks send in place of numbers from 0 on.
+_NO_VERSION = -1  # in place of an identity
 _REFUSED = -1  # in place of the bytes of a patch
 
 
 class WeightPublisher:
-    """The trainer's side: keeps some versions of a state dict, and makes patches from each of them to the newest.
+    """The trainer's side: keeps the newest versions of a state dict, and makes patches from any of them to the newest.
 
     Args:
-        keep: how many versions it keeps, the newest among them: 2 serve workers that are one version behind. Each takes
-            the memory of a state dict, on the host.
+        keep: number of versions to keep, the newest one included. With 2, a worker that is one version behind gets
+            changes. Each version takes the memory of a state dict on the host.
 
     Attributes:
-        version: how often was published.
+        version: how many versions were published.
     """
 
     def __init__(self, keep: int = 2):
         if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep: {keep!r}: at least the newest version is kept; allowed: an integer from 1 on")
+            raise ValueError(f"keep: {keep!r}: must be an integer from 1 on; the newest version is always kept")
         self.version = 0
         self._keep = keep
-        self._kept: dict[int, dict[str, Tensor]] = {}  # by identity, the oldest first
-        self._made: dict[int | None, bytes] = {}  # patches to the newest version
+        self._kept: dict[int, dict[str, Tensor]] = {}  # versions by identity, the oldest first
+        self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
 
     def publish(self, state: Mapping[str, Tensor]) -> int:
         """Copy `state` as the newest version. Returns the number of the version, from 1.
 
-        Raises UnsupportedError as `make_patch` does, and then keeps what was published before.
+        Raises UnsupportedError as `make_patch` does; the version published before then remains the newest.
         """
-        copied = _copied(state)
+        copied = _copy(state)
         new = identity(copied)
+        # A version that is published again becomes the newest.
         self._kept.pop(new, None)
         self._kept[new] = copied
         for old in list(self._kept)[: -self._keep]:
@@ -58,14 +61,15 @@ class WeightPublisher:
 
     @property
     def identity(self) -> int:
-        """What tells the newest version from others. Raises UnsupportedError if there is none."""
+        """The identity of the newest version. Raises UnsupportedError if nothing was published."""
         self._require_published()
         return next(reversed(self._kept))
 
     def patch(self, base: int | None = None) -> bytes:
-        """What turns the version with the identity `base` into the newest; all of the newest if that is not kept.
+        """The patch that turns the version with the identity `base` into the newest.
 
-        So a worker whose weights are none that was published, because it is new or has changed them, gets all of them.
+        If that version is not kept, or `base` is None, the patch holds the whole newest version. A worker gets that if
+        it is new, too far behind, or has changed its weights.
 
         Raises UnsupportedError if nothing was published.
         """
@@ -81,11 +85,11 @@ class WeightPublisher:
 
 
 class WeightSubscriber:
-    """A worker's side: holds the weights that patches made.
+    """A worker's side: applies patches, and holds the weights that they make.
 
     Attributes:
-        weights: tensors by name, in host memory; empty before the first patch. Tensors that share memory at the trainer
-            are one tensor here, too.
+        weights: tensors by name, in host memory; empty before the first patch. Tensors that share memory at the
+            trainer are one tensor here. May be set to a version that the publisher keeps, such as a loaded checkpoint.
     """
 
     def __init__(self):
@@ -93,21 +97,21 @@ class WeightSubscriber:
 
     @property
     def identity(self) -> int | None:
-        """What `WeightPublisher.patch` wants to know: the identity of the weights, as they are now; None without any.
+        """The identity of `weights` as they are now, for `WeightPublisher.patch`; None before the first patch.
 
-        It takes a pass over all of them, and so notices if somebody has changed them in place.
+        Each use reads all weights, and so notices changes in place. None as well if `weights` has something that no
+        patch can hold.
         """
         try:
             return identity(self.weights) if self.weights else None
-        except UnsupportedError:  # of what was put among them
+        except UnsupportedError:
             return None
 
     def apply(self, patch: bytes) -> dict[str, Tensor]:
-        """The weights, once the patch is applied.
+        """Apply a patch. Returns the new weights.
 
-        Raises FrameError if it is damaged, and MismatchError if it is for another version, also if the weights were
-        changed in place since `identity` was asked for. The weights are unchanged then: ask for a patch for the
-        `identity` that they have now.
+        Raises FrameError if the patch is damaged, and MismatchError if it is for another version than `weights` as
+        they are now. `weights` stay as they were: ask for a patch for their present `identity`.
         """
         self.weights = apply_patch(patch, self.weights or None)
         return self.weights
@@ -116,8 +120,8 @@ class WeightSubscriber:
 class WeightSync:
     """Brings the weights of one rank to all ranks of a process group, as patches.
 
-    Every rank makes one, and calls `publish` or `receive` at the same time: they are collectives. A rank that has lost
-    its weights, has changed them, or is new, gets all of them.
+    Every rank makes one of these. Then the trainer calls `publish` and all other ranks call `receive`, at the same
+    time: they are collectives. A rank that is new, lost its weights or changed them gets a whole version.
 
     Args:
         group: the process group; None is the default group.
@@ -125,15 +129,20 @@ class WeightSync:
         keep: see `WeightPublisher`.
 
     Attributes:
-        bytes_sent: by the trainer to each rank, of the last version that went out.
+        bytes_sent: what the trainer sent to each rank for the last version. Stays 0 on workers.
     """
+
+    # One version takes three collectives:
+    # 1. All ranks gather the identities that the workers have: the bases of the patches.
+    # 2. The trainer broadcasts, for each base, where its patch begins in the bytes that follow, and its length.
+    # 3. The trainer broadcasts these bytes: all patches, one behind the other.
 
     def __init__(self, group: dist.ProcessGroup | None = None, src: int = 0, keep: int = 2):
         self._group = require_group(group, "WeightSync")
         ranks = dist.get_process_group_ranks(self._group)
         if src not in ranks:
             raise UnsupportedError(f"src={src!r} is not a rank of this group; they are {ranks}")
-        self._src, self._place = src, ranks.index(src)
+        self._src, self._src_in_group = src, ranks.index(src)
         self._publisher = WeightPublisher(keep)
         self._subscriber = WeightSubscriber()
         self.bytes_sent = 0
@@ -141,8 +150,8 @@ class WeightSync:
     def publish(self, state: Mapping[str, Tensor]) -> int:
         """Send `state` to all other ranks. Returns the number of the version, from 1.
 
-        Raises UnsupportedError on any rank but `src`, and for a state that can't be published; and PeerError. Of
-        whatever keeps a state from being published, all other ranks learn by a MismatchError.
+        Raises UnsupportedError on any rank but `src`, and if no patch can hold `state`; PeerError if a rank fails.
+        Whatever keeps the trainer from publishing is a MismatchError on all other ranks.
         """
         if dist.get_rank() != self._src:
             raise UnsupportedError(
@@ -150,51 +159,59 @@ class WeightSync:
             )
         try:
             version = self._publisher.publish(state)
-        except Exception:  # whatever it was, a worker would wait for this rank until its time-out
-            bases = self._bases(_NONE)
+        except Exception:
+            # Tell the workers. Otherwise they would wait until their time-out.
+            bases = self._gather_bases(_NO_VERSION)
             if bases:
                 self._broadcast(torch.full((len(bases), 2), _REFUSED, dtype=torch.int64, device="cpu"))
             raise
-        bases = self._bases(_NONE)
-        if not bases:
-            return version
-        patches = [self._publisher.patch(None if base == _NONE else base) for base in bases]
-        distinct = list({id(patch): patch for patch in patches}.values())  # all that have no kept version share one
-        starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
-        self._broadcast(
-            torch.tensor([[starts[id(patch)], len(patch)] for patch in patches], dtype=torch.int64, device="cpu")
-        )
-        self.bytes_sent = sum(map(len, distinct))
-        self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
+        bases = self._gather_bases(_NO_VERSION)
+        # A group of the trainer alone has no workers, and no bases.
+        if bases:
+            self._send_patches(bases)
         return version
 
     def receive(self) -> dict[str, Tensor]:
         """The newest weights, as the trainer published them.
 
-        Raises UnsupportedError on the rank `src`, MismatchError where that could not publish, FrameError, and
-        PeerError.
+        Raises UnsupportedError on the rank `src`, MismatchError if the trainer could not publish, FrameError if a
+        patch is damaged, and PeerError if a rank fails.
         """
         if dist.get_rank() == self._src:
             raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: publish(state_dict)")
         own = self._subscriber.identity
-        own = _NONE if own is None else own
-        bases = self._bases(own)
+        own = _NO_VERSION if own is None else own
+        bases = self._gather_bases(own)
+        # Where the patch for each base lies.
         places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64, device="cpu"))
         if (places == _REFUSED).any():
             raise MismatchError(f"receive: rank {self._src} could not publish; the error that it raised says why")
+        # All patches, of which one is for the weights of this rank.
         data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8, device="cpu"))
         start, size = places[bases.index(own)].tolist()
         return self._subscriber.apply(data[start : start + size])
 
-    def _bases(self, own: int) -> list[int]:
-        """The versions that workers have, each once, the same list on every rank."""
+    def _gather_bases(self, own: int) -> list[int]:
+        """The identities of all workers' weights, each one once, sorted: the same list on every rank."""
         given = torch.tensor([own], dtype=torch.int64, device=self._device)
-        all_of_them = [torch.empty_like(given) for _ in range(self._group.size())]
+        gathered = [torch.empty_like(given) for _ in range(self._group.size())]
         with peer_errors("comparing versions of weights"):
-            dist.all_gather(all_of_them, given, group=self._group)
-        return sorted({int(each) for place, each in enumerate(all_of_them) if place != self._place})
+            dist.all_gather(gathered, given, group=self._group)
+        return sorted({int(each) for rank, each in enumerate(gathered) if rank != self._src_in_group})
+
+    def _send_patches(self, bases: list[int]) -> None:
+        """Send workers the patches for their bases."""
+        patches = [self._publisher.patch(None if base == _NO_VERSION else base) for base in bases]
+        # All bases that the publisher does not keep have the same patch, the whole version. It is sent once.
+        distinct = list({id(patch): patch for patch in patches}.values())
+        starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
+        places = [[starts[id(patch)], len(patch)] for patch in patches]
+        self._broadcast(torch.tensor(places, dtype=torch.int64, device="cpu"))
+        self.bytes_sent = sum(map(len, distinct))
+        self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
+        """The trainer's tensor, in host memory. All ranks pass a tensor of its size and dtype."""
         sent = tensor.to(self._device)
         with peer_errors("the broadcast of weights"):
             dist.broadcast(sent, self._src, group=self._group)
@@ -202,11 +219,12 @@ class WeightSync:
 
     @property
     def _device(self) -> torch.device:
+        """Where the group's collectives want tensors."""
         return torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
 
 
-def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of all tensors, in which those that share their memory still do."""
+def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy all tensors to host memory. Tensors that share all of their memory are one tensor in the copy."""
     require_state(state, "state")
     made: dict[Hashable, Tensor] = {}
     copied = {}

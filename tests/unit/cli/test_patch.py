@@ -82,7 +82,7 @@ def test_names_are_shown_as_they_are(versions, capsys):
 
 MISTAKES = {
     "no such file": (["make", "none.safetensors", "p"], "error: none.safetensors: cannot be read"),
-    "no safetensors": (["make", "text", "p"], "error: text: is cut off, or no file of safetensors"),
+    "no safetensors": (["make", "text", "p"], "error: text: is cut off, or not a safetensors file"),
     "no patch": (["apply", "text", "out.safetensors"], "error: text: 5 bytes are too few for a patch"),
     "no patch to show": (["show", "text"], "error: text: 5 bytes are too few for a patch"),
     "no base": (["apply", "v2.patch", "out.safetensors"], "(--base names the version that it is for)"),

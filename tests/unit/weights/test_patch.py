@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from ncz_plugins import FrameError, MismatchError, UnsupportedError, apply_patch, make_patch
 from ncz_plugins.weights import index as patch_index
-from ncz_plugins.weights import patch as module
+from ncz_plugins.weights import patch as patch_module
 from ncz_plugins.weights.patch import identity, read_patch
 
+HEAD = patch_index._HEAD
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 REFUSED = [
@@ -217,8 +218,8 @@ def test_any_two_versions(seed, dtype, shape, scale):
 
 
 def test_tensors_of_several_frames(monkeypatch):
-    for each in (module, patch_index):
-        monkeypatch.setattr(each, "FRAME", 4096)
+    for each in (patch_module, patch_index):
+        monkeypatch.setattr(each, "FRAME_ELEMENTS", 4096)
     old = {"x": torch.randn(10_000).bfloat16()}
     new = {"x": (old["x"].float() * 1.01).bfloat16()}
     patch = make_patch(new, old)
@@ -277,11 +278,11 @@ def test_every_damaged_byte_is_an_error():
 
 def forged(patch: bytes, change) -> bytes:
     """A patch whose index says something else, under a valid checksum."""
-    *fields, size, _ = module._HEAD.unpack_from(patch)
-    index = json.loads(zlib.decompress(patch[module._HEAD.size :][:size]))
+    *fields, size, _ = HEAD.unpack_from(patch)
+    index = json.loads(zlib.decompress(patch[HEAD.size :][:size]))
     index = change(index) or index
     packed = zlib.compress(json.dumps(index).encode(), 0)
-    return module._HEAD.pack(*fields, len(packed), zlib.crc32(packed)) + packed + patch[module._HEAD.size + size :]
+    return HEAD.pack(*fields, len(packed), zlib.crc32(packed)) + packed + patch[HEAD.size + size :]
 
 
 # Tensors: x has changes, n is plain, t is equal to n.
@@ -328,6 +329,13 @@ def test_a_forged_index_is_an_error_and_takes_no_memory(change):
         apply_patch(forged(patch, change), old)
 
 
+def test_a_tensor_that_equals_one_that_equals_another_is_an_error():
+    """Also where the name of the last one is empty."""
+    patch = make_patch({"": torch.arange(3), "x": torch.arange(3), "y": torch.arange(3)})
+    with pytest.raises(FrameError, match="y: the patch says"):
+        apply_patch(forged(patch, lambda index: index["tensors"][2].update(of="x")))
+
+
 def test_a_few_bytes_can_not_ask_for_any_number_of_copies():
     patch = make_patch({"a": torch.zeros(1 << 20, dtype=torch.uint8), "b": torch.zeros(1 << 20, dtype=torch.uint8)})
 
@@ -344,10 +352,10 @@ def test_a_few_bytes_can_not_ask_for_any_number_of_copies():
 
 def test_an_index_that_unpacks_to_more_than_it_may_is_an_error():
     patch = make_patch({"a": torch.ones(3)})
-    *fields, size, _ = module._HEAD.unpack_from(patch)
+    *fields, size, _ = HEAD.unpack_from(patch)
     bomb = zlib.compress(b" " * (1 << 24) + b"{}")
     with pytest.raises(FrameError, match="cut off, or too long"):
-        read_patch(module._HEAD.pack(*fields, len(bomb), zlib.crc32(bomb)) + bomb)
+        read_patch(HEAD.pack(*fields, len(bomb), zlib.crc32(bomb)) + bomb)
 
 
 def test_names_that_compress_without_end_come_back():

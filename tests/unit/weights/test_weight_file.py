@@ -1,6 +1,8 @@
-"""Files of safetensors: every dtype of the format, byte by byte, and what is wrong with a file is said."""
+"""Safetensors files: every dtype of the format, byte by byte, and what is wrong with a file is said."""
 
 import json
+import struct
+import zlib
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import save
 
 from ncz_plugins import FrameError, MismatchError, UnsupportedError, apply_patch, make_patch
 from ncz_plugins.weights.files import apply_file_patch, file_of, make_file_patch, read_file
+from ncz_plugins.weights.index import read_head
 from ncz_plugins.weights.patch import identity
 
 BITS = {
@@ -102,12 +105,12 @@ def test_a_header_that_is_not_that_of_its_tensors_is_an_error():
         version.header[:-1],
         version.header.replace("before", "behind"),
     ):
-        with pytest.raises(FrameError, match="file that it makes"):
+        with pytest.raises(FrameError, match="file that the patch makes"):
             file_of(version._replace(header=header))
 
 
 def test_tensors_that_no_file_holds_are_named():
-    with pytest.raises(UnsupportedError, match="c: files of safetensors have no complex128"):
+    with pytest.raises(UnsupportedError, match="c: safetensors files have no complex128"):
         apply_file_patch(make_patch({"c": torch.ones(3, dtype=torch.complex128)}))
 
 
@@ -125,14 +128,14 @@ def test_files_of_next_to_nothing(state):
 
 PLACE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 DAMAGED = {
-    "empty": (b"", "is cut off, or no file of safetensors: of 0 bytes"),
+    "empty": (b"", "is cut off, or not a safetensors file: of 0 bytes"),
     "cut off in the header": (save({"a": torch.ones(2)})[:20], "of 20 bytes, its header would take"),
     "cut off in a tensor": (save({"a": torch.ones(2)})[:-1], "its tensors take 8 bytes, and 7 follow"),
     "too long": (save({"a": torch.ones(2)}) + b"x", "its tensors take 8 bytes, and 9 follow"),
-    "no JSON": (b"\x08" + bytes(7) + b"{nojson}", "its header is no JSON"),
-    "a list": (file_with([1], b""), "its header is no JSON: it is no object"),
-    "no UTF-8": (b"\x08" + bytes(7) + b'{"\xff": 1}', "its header is no JSON"),
-    "nested too deeply": (file_with(json.loads("[" * 500 + "]" * 500), b""), "no JSON"),
+    "no JSON": (b"\x08" + bytes(7) + b"{nojson}", "its header is invalid JSON"),
+    "a list": (file_with([1], b""), "its header is invalid JSON: it must be an object"),
+    "no UTF-8": (b"\x08" + bytes(7) + b'{"\xff": 1}', "its header is invalid JSON"),
+    "nested too deeply": (file_with(json.loads("[" * 500 + "]" * 500), b""), "invalid JSON"),
     "no dtype": (
         file_with({"a": {"shape": [], "data_offsets": [0, 0]}}, b""),
         "'a' lacks dtype, shape or data_offsets",
@@ -178,5 +181,15 @@ def test_a_forged_header_is_an_error():
     version = read_file(file_of_dtype("U8"))
     other = version.header.replace("before", "behind")
     patch = make_file_patch(version._replace(header=other))
-    with pytest.raises(FrameError, match="is not that of its tensors"):
+    with pytest.raises(FrameError, match="does not describe its tensors"):
         file_of(apply_file_patch(patch))
+
+
+def test_a_forged_header_that_is_no_text_is_an_error():
+    patch = make_file_patch(read_file(file_of_dtype("U8")))
+    contents, start = read_head(memoryview(patch))
+    index = json.loads(contents.model_dump_json(exclude_defaults=True)) | {"file": {"checksum": 0, "text": "\ud800"}}
+    packed = zlib.compress(json.dumps(index).encode())
+    head = struct.pack("<8sII", patch[:8], len(packed), zlib.crc32(packed))
+    with pytest.raises(FrameError, match="header of its file"):
+        apply_file_patch(head + packed + patch[start:])
