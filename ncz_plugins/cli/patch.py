@@ -1,4 +1,4 @@
-"""`ncz patch`: versions of a model's weights as patches, from and to files of safetensors."""
+"""`ncz patch`: turn safetensors files into patches and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     make.add_argument("new", help="the new version, .safetensors")
     make.add_argument("patch", help="the file to write; - is standard output")
     make.add_argument(
-        "--base", metavar="OLD", help="the version that the receiver has, .safetensors; else all is written"
+        "--base",
+        metavar="OLD",
+        help="the version that the receiver has, .safetensors; without it the patch holds a whole version",
     )
     make.set_defaults(run=_make, outputs={"patch": "patch"})
     apply = actions.add_parser("apply", help="write the new version, to the bit")
@@ -84,6 +86,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _read(file: str) -> WeightFile:
+    """Read a safetensors file. Errors name it."""
     from ..weights.files import read_file
 
     data = _bytes_of(file)
@@ -94,6 +97,7 @@ def _read(file: str) -> WeightFile:
 
 
 def _bytes_of(file: str) -> bytes:
+    """The bytes of a file; `-` is standard input."""
     try:
         return Path("/dev/stdin" if file == "-" else file).read_bytes()
     except OSError as error:
@@ -102,7 +106,7 @@ def _bytes_of(file: str) -> bytes:
 
 @contextmanager
 def _naming(patch: str) -> Iterator[None]:
-    """In an error of a patch, name its file, and the option that says what it is for."""
+    """Put the patch's file name in front of errors, and name --base where the base is the mistake."""
     try:
         yield
     except MismatchError as error:
@@ -112,7 +116,7 @@ def _naming(patch: str) -> Iterator[None]:
 
 
 def _write(file: str, data: bytes) -> None:
-    """Write the whole file, or leave what was there."""
+    """Write the whole file. If that fails, what was there stays."""
     try:
         write_whole(file, data)
     except OSError as error:
