@@ -1,7 +1,7 @@
 """Versions of a model's weights as patches: bytes that turn one version into the next, exactly.
 
 - `patch.py`: what a patch is, and how it is made and applied.
-- `index.py`: the head of a patch: the list of its tensors, checked before anything is decoded.
+- `index.py`: the head of a patch and the list of its tensors, checked before anything is decoded.
 - `items.py`: tensors as bytes, and the names of their dtypes.
 - `files.py`: safetensors files, and patches between them.
 - `sync.py`: a trainer that publishes versions, and workers that follow.

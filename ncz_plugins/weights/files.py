@@ -104,8 +104,8 @@ def apply_file_patch(patch: bytes, base: WeightFile | None = None) -> WeightFile
     can have.
     """
     contents, frames = read_patch(patch)
-    older = None if base is None else base.items
-    items = assemble(contents, decode_items(contents, frames, older), older)
+    base_items = None if base is None else base.items
+    items = assemble(contents, decode_items(contents, frames, base_items), base_items)
     header = _new_header(items) if contents.file is None else _header_after(contents.file, base)
     return WeightFile(header, items)
 

@@ -3,9 +3,10 @@
 A patch is a head and an index (index.py), and then the frames of all tensors that the index lists. A tensor that the
 index does not list has not changed. There are three ways in which frames hold a tensor:
 
-- "changes" and "whole": one frame for each 1,048,576 elements, of the dtype that the index calls `coded`. Frames are
-  those of the wire format, see "Updates" in docs/reference/wire-format.md. In "whole", floats of 16, 32 and 64 bits
-  have no older version, and other elements count as changes of zeros.
+- "changes": one frame for each 1,048,576 elements of the dtype that the index calls `coded`. A frame holds changes from
+  the base, see "Updates" in docs/reference/wire-format.md. A frame of 0 bytes: none of its elements has changed.
+- "whole": frames of as many elements. Floats of 16, 32 and 64 bits are coded themselves (SPLIT), all other elements as
+  changes from zeros.
 - "plain": one frame, the tensor's bytes, uncoded.
 
 Applying a patch runs and unpickles nothing of it.
@@ -124,8 +125,8 @@ class _Maker:
         described = self.described[name] = _description(self._backend, item)
         first = self._first_names.setdefault(described, name)
         # A tensor that has not changed is not listed.
-        before = self._before(name, described)
-        if before is not None and torch.equal(item.data, before):
+        base_data = self._base_data_of(name, described)
+        if base_data is not None and torch.equal(item.data, base_data):
             return
         # A tensor with the bytes of an earlier one is listed as that one's name. Equal digests don't prove equal bytes.
         if first != name and torch.equal(item.data, (earlier := self._new[first]).data):
@@ -137,12 +138,12 @@ class _Maker:
                 return
         # All others have frames.
         coded = coded_as(item.dtype)
-        kind, frames = _encode(self._backend, item.data, before, getattr(torch, coded), self._coding)
+        kind, frames = _encode(self._backend, item.data, base_data, getattr(torch, coded), self._coding)
         self.entries.append(_entry(name, described, kind=kind, coded=coded, frames=[len(frame) for frame in frames]))
         self.frames += frames
         self._frame_bytes += sum(map(len, frames))
 
-    def _before(self, name: str, described: Description) -> Tensor | None:
+    def _base_data_of(self, name: str, described: Description) -> Tensor | None:
         """The bytes of the base's tensor of this name, if its dtype and shape are the same."""
         if name in self.base_described and self.base_described[name].has_form_of(described):
             return self._base[name].data
@@ -155,13 +156,13 @@ def _entry(name: str, described: Description, **held) -> Entry:
 
 
 def _encode(
-    backend: Backend, data: Tensor, before: Tensor | None, coded: torch.dtype, coding: Coding
+    backend: Backend, data: Tensor, base_data: Tensor | None, coded: torch.dtype, coding: Coding
 ) -> tuple[str, list[bytes]]:
     """Code a tensor.
 
     Args:
         data: the tensor's bytes.
-        before: bytes of the same tensor in the base, if it has one.
+        base_data: bytes of the same tensor in the base, if it has one.
         coded: dtype of the elements in frames.
 
     Returns `Entry.kind` and the frames.
@@ -170,18 +171,18 @@ def _encode(
     if len(data) <= HEADER_BYTES:
         return "plain", [data.numpy().tobytes()] if len(data) else []
     x = data.view(coded)
-    older = None if before is None else before.view(coded)
+    base_x = None if base_data is None else base_data.view(coded)
     room = torch.empty(max_update_bytes(min(len(x), FRAME_ELEMENTS), coded.itemsize), dtype=torch.uint8, device="cpu")
     frames = []
     for part in _parts(x):
         # Where nothing has changed, the frame is empty. Bytes are compared, since NaN differs from itself.
-        if older is not None and torch.equal(x[part].view(torch.uint8), older[part].view(torch.uint8)):
+        if base_x is not None and torch.equal(x[part].view(torch.uint8), base_x[part].view(torch.uint8)):
             frames.append(b"")
             continue
-        size = encode_update(backend, x[part], _frame_base(x[part], older, part), coding, room)
+        size = encode_update(backend, x[part], _frame_base(x[part], base_x, part), coding, room)
         frames.append(room[:size].numpy().tobytes())
     if sum(map(len, frames)) < len(data):
-        return "whole" if before is None else "changes", frames
+        return "whole" if base_data is None else "changes", frames
     return "plain", [data.numpy().tobytes()]
 
 
@@ -243,13 +244,13 @@ def decode_items(contents: Contents, frames: list[Tensor], base: Mapping[str, It
     for entry in contents.tensors:
         if entry.of is not None:
             continue
-        before = None
+        base_data = None
         if entry.kind == "changes":
-            older = base_described.get(entry.name)
-            if older is None or not older.has_form_of(entry.description):
+            described = base_described.get(entry.name)
+            if described is None or not described.has_form_of(entry.description):
                 raise FrameError(f"{entry.name}: its base has no tensor of this name, dtype and shape to change")
-            before = base[entry.name].data
-        data = _decode(backend, entry, list(islice(remaining, len(entry.frames))), before)
+            base_data = base[entry.name].data
+        data = _decode(backend, entry, list(islice(remaining, len(entry.frames))), base_data)
         made[entry.name] = Item(entry.dtype, tuple(entry.shape), data)
     return made
 
@@ -264,20 +265,20 @@ def assemble(contents: Contents, made: Mapping[str, _Held], base: Mapping[str, _
     Returns all tensors of the new version, in its order. One that is "equal" or "shared" is the object that it
     refers to.
     """
-    older = base or {}
+    kept = base or {}
     refers_to = {entry.name: entry.of for entry in contents.tensors if entry.of is not None}
     version = {}
-    for name in contents.names_after(older):
+    for name in contents.names_after(kept):
         source = refers_to.get(name, name)
-        version[name] = made[source] if source in made else older[source]
+        version[name] = made[source] if source in made else kept[source]
     return version
 
 
-def _decode(backend: Backend, entry: Entry, frames: list[Tensor], before: Tensor | None) -> Tensor:
+def _decode(backend: Backend, entry: Entry, frames: list[Tensor], base_data: Tensor | None) -> Tensor:
     """Decode the bytes of one tensor. Raises FrameError.
 
     Args:
-        before: bytes of the same tensor in the base, for "changes".
+        base_data: bytes of the same tensor in the base, for "changes".
     """
     data = torch.empty(entry.bytes, dtype=torch.uint8, device="cpu")
     if entry.kind == "plain":
@@ -285,22 +286,22 @@ def _decode(backend: Backend, entry: Entry, frames: list[Tensor], before: Tensor
             data.copy_(frame)
     else:
         x = data.view(entry.coded_dtype)
-        older = None if before is None else before.view(entry.coded_dtype)
+        base_x = None if base_data is None else base_data.view(entry.coded_dtype)
         for frame, part in zip(frames, _parts(x)):
-            _decode_frame(backend, entry.name, frame, _frame_base(x[part], older, part), x[part])
+            _decode_frame(backend, entry.name, frame, _frame_base(x[part], base_x, part), x[part])
     if backend.digest(data) != entry.digest:
         raise FrameError(f"{entry.name}: its bytes don't have the checksum that the patch says; get the patch again")
     return data
 
 
-def _decode_frame(backend: Backend, name: str, frame: Tensor, older: Tensor | None, out: Tensor) -> None:
-    """Decode one frame of a tensor into `out`. Raises FrameError."""
+def _decode_frame(backend: Backend, name: str, frame: Tensor, frame_base: Tensor | None, out: Tensor) -> None:
+    """Decode one frame of a tensor into `out`. `frame_base` is what `_frame_base` returned. Raises FrameError."""
     # Nothing has changed in these elements.
     if not len(frame):
-        out.copy_(older)
+        out.copy_(frame_base)
         return
     try:
-        decode_update(backend, frame, older, out)
+        decode_update(backend, frame, frame_base, out)
     except DamagedFrame as damage:
         raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
 
@@ -338,16 +339,16 @@ def _parts(x: Tensor) -> Iterator[slice]:
         yield slice(first, first + FRAME_ELEMENTS)
 
 
-def _frame_base(x: Tensor, older: Tensor | None, part: slice) -> Tensor | None:
+def _frame_base(x: Tensor, base_x: Tensor | None, part: slice) -> Tensor | None:
     """What one frame counts changes from.
 
     Args:
         x: the elements of the frame.
-        older: the whole tensor in the base; None for a tensor that is held as "whole".
+        base_x: the whole tensor in the base; None for a tensor that is held as "whole".
         part: where the frame's elements lie in the tensor.
 
-    Returns None for floats that have no older version: the frame holds the floats themselves.
+    Returns None for floats that the base lacks: the frame holds the floats themselves.
     """
-    if older is not None:
-        return older[part]
+    if base_x is not None:
+        return base_x[part]
     return None if x.dtype in DTYPES else torch.zeros_like(x)
