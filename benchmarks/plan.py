@@ -304,10 +304,17 @@ def figures(document: dict[str, Any]) -> str:
     for name, each in (of | {"training steps": document["errors_of_steps"]}).items():
         shares = [f"{each[key]:.1%}" for key in ("median", "80 %", "90 %", "worst") if key in each]
         lines.append(f"| {' | '.join([name, str(each['count']), *shares])} |")
-    lines += ["", "The training steps:", "", "| | link | gradients | measured | predicted |", "|---|---|---|---|---|"]
-    for each in document["steps"]:
-        seconds = [f"{each[key]:.2f} s" for key in ("seconds", "predicted")]
-        lines.append(f"| {' | '.join([each['framework'], each['link'], each['gradients'], *seconds])} |")
+    # One row for each framework and link, so that the table stays short.
+    kinds = list(dict.fromkeys(each["gradients"] for each in document["steps"]))
+    lines += ["", "Training steps in seconds, measured and predicted:", ""]
+    lines += [f"| | link | {' | '.join(kinds)} |", "|---|---" + "|---" * len(kinds) + "|"]
+    for framework, link in dict.fromkeys((each["framework"], each["link"]) for each in document["steps"]):
+        of_kind = {
+            each["gradients"]: f"{each['seconds']:.2f}, {each['predicted']:.2f}"
+            for each in document["steps"]
+            if (each["framework"], each["link"]) == (framework, link)
+        }
+        lines.append(f"| {' | '.join([framework, link, *(of_kind.get(kind, '') for kind in kinds)])} |")
     return "\n".join(lines)
 
 
