@@ -37,7 +37,8 @@ from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, Coder, SelectorCost
 from ncz_plugins.kernels.reference.symbols import predict
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKDOWN = ROOT / "docs" / "results" / "codec.md"
+MARKDOWN, MARK = ROOT / "docs" / "results" / "codec.md", "<!-- figures -->"
+NOTEBOOK = ROOT / "docs" / "notebook" / "codec.md"
 RESULTS = ROOT / "benchmarks" / "results" / "codec-data.json"
 
 WHOLE, PER_BLOCK = 0, 4096  # elements that share a scale
@@ -136,7 +137,18 @@ def frame_costs(made: RoundTrip, costs: SelectorCosts) -> list[float]:
 
 # ------------------------------------------------------------------ the page
 
-PAGE = """# Codec: results
+SHOWN = {  # what the page of results has of the notebook's table
+    "gradients-step-200": ("rms 0.25 per block", "rel 0.001", "lossless"),
+    "navier-stokes-velocity": ("range 0.001", "range 1e-06"),
+    "lennard-jones-positions": ("range 0.001",),
+    "sparse": ("rel 0.001",),
+    "heavy-tailed": ("rms 0.25 per block",),
+}
+
+PAGE = """# Notebook: codec
+
+Laboratory notebook: every data set, bound and compressor. Nobody has to read it: [today's results](../results/codec.md)
+are one page.
 
 How much the data sets in `benchmarks/data` shrink, with our coders and with other compressors. {where}. Repeat with
 
@@ -178,7 +190,7 @@ frame gets its own choice. The target is at most {target:.0%}. **Selector: at mo
 
 
 def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """docs/results/codec.md."""
+    """docs/notebook/codec.md, as a whole."""
     names = [name for name in (library.name for library in LIBRARIES) if any(name in row["peers"] for row in rows)]
     sizes = [["data", "bound", "entropy", "bits", "auto", "best", "", *names]]
     speeds = [["data", "bound", "auto", "best", "", *names]]
@@ -209,6 +221,27 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     )
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The table in docs/results/codec.md: ratios, speeds beside memcpy, and how good the selector is."""
+    names = [name for name in (library.name for library in LIBRARIES) if any(name in row["peers"] for row in rows)]
+    lines = [["data", "bound", "auto", "best", *names, "speed of auto"]]
+    for row in rows:
+        if row["bound"] in SHOWN.get(row["data"], ()):
+            auto, best = row["auto"], row.get("best")
+            ratios = [f"{row['peers'][name]['ratio']:.1f}" for name in names]
+            ratios = [f"{auto['ratio']:.1f}", f"{best['ratio']:.1f}" if best else "", *ratios]
+            lines.append([row["data"], row["bound"], *ratios, _pair(auto, auto["memcpy"])])
+    worst = max((judged["over_best"] for row in rows for judged in row.get("selector", ())), default=0.0)
+    selector = f"**Selector: at most {100 * max(0.0, worst):.1f} % over the best**; the target is {TARGET:.0%}."
+    return f"{_table(lines)}\n\n{selector}"
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what stands between the two marks of a page."""
+    before, _, after = page.read_text().split(MARK)
+    page.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
+
+
 def _pair(speeds: dict[str, float], memcpy: float) -> str:
     return f"{speeds['encode'] / memcpy:.2g} / {speeds['decode'] / memcpy:.2g}"
 
@@ -233,7 +266,9 @@ def where() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="data sets; default: all")
-    parser.add_argument("--write", action="store_true", help=f"write {_short(MARKDOWN)} and {_short(RESULTS)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {', '.join(map(_short, (MARKDOWN, NOTEBOOK, RESULTS)))}"
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in BOUNDS]:
         parser.error(f"no data set is called {', '.join(unknown)}; there are {', '.join(BOUNDS)}")
@@ -254,7 +289,8 @@ def main() -> None:
     console.print(f"{time.perf_counter() - started:.0f} s")
     if options.write:
         report = {"command": shlex.join(["python", "-m", "benchmarks.codec_table", *sys.argv[1:]])} | about
-        MARKDOWN.write_text(text)
+        NOTEBOOK.write_text(text)
+        put_into(MARKDOWN, summary(rows))
         RESULTS.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
 
 

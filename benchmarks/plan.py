@@ -308,13 +308,13 @@ def figures(document: dict[str, Any]) -> str:
     kinds = list(dict.fromkeys(each["gradients"] for each in document["steps"]))
     lines += ["", "Training steps in seconds, measured and predicted:", ""]
     lines += [f"| | link | {' | '.join(kinds)} |", "|---|---" + "|---" * len(kinds) + "|"]
-    for framework, link in dict.fromkeys((each["framework"], each["link"]) for each in document["steps"]):
+    for framework, rate in dict.fromkeys((each["framework"], each["link"]) for each in document["steps"]):
         of_kind = {
             each["gradients"]: f"{each['seconds']:.2f}, {each['predicted']:.2f}"
             for each in document["steps"]
-            if (each["framework"], each["link"]) == (framework, link)
+            if (each["framework"], each["link"]) == (framework, rate)
         }
-        lines.append(f"| {' | '.join([framework, link, *(of_kind.get(kind, '') for kind in kinds)])} |")
+        lines.append(f"| {' | '.join([framework, rate, *(of_kind.get(kind, '') for kind in kinds)])} |")
     return "\n".join(lines)
 
 

@@ -38,7 +38,8 @@ from ncz_plugins.kernels.updates import encode_update, max_update_bytes
 from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, MARKS = ROOT / "docs" / "results" / "weights.md", ("<!-- figures -->", "<!-- end of figures -->")
+PAGE, NOTEBOOK = ROOT / "docs" / "results" / "weights.md", ROOT / "docs" / "notebook" / "weights.md"
+MARKS = "<!-- figures -->", "<!-- end of figures -->"
 RATES = (1e-3, 1e-4, 1e-5)
 DTYPES = (torch.float32, torch.bfloat16)
 SHOWN = (1, 2, 5, 10, 20)  # steps after which weights are encoded
@@ -186,7 +187,7 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    """The same for the documentation, the steps side by side: bits per weight, and how many times fewer that is."""
+    """All of it for the notebook, the steps side by side: bits per weight, and how many times fewer that is."""
     steps = sorted({each["step"] for each in found})
     lines = [
         "| model | dtype | rate | " + " | ".join(f"step {step}" for step in steps) + " | entropy | whole | unmoved |",
@@ -200,6 +201,26 @@ def markdown(found: list[dict[str, Any]]) -> str:
         end = f"{last['entropy']:.2f}", f"{last['whole']:.2f}", f"{last['unmoved']:.0%}"
         lines.append("| " + " | ".join([model, dtype, f"{rate:g}", *cells, *end]) + " |")
     return "\n".join(lines)
+
+
+def summary(found: list[dict[str, Any]]) -> str:
+    """How many times fewer bytes after the first and the last step, for the page of results."""
+    ends = min(each["step"] for each in found), max(each["step"] for each in found)
+    dtypes = list(dict.fromkeys(each["dtype"] for each in found))
+    headings = [f"{dtype}, step {step}" for dtype in dtypes for step in ends]
+    lines = [f"| model | rate | {' | '.join(headings)} |", "|---|---" + "|---:" * len(headings) + "|"]
+    for model, rate in dict.fromkeys((each["model"], each["rate"]) for each in found):
+        rows = [each for each in found if (each["model"], each["rate"]) == (model, rate)]
+        sent = {(each["dtype"], each["step"]): each["sent"] for each in rows}
+        cells = [f"{(32 if dtype == 'float32' else 16) / sent[dtype, step]:.1f}" for dtype in dtypes for step in ends]
+        lines.append(f"| {' | '.join([model, f'{rate:g}', *cells])} |")
+    return "\n".join(lines)
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what stands between the marks of a page."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    page.write_text(before + "\n".join([MARKS[0], text, MARKS[1]]) + rest.partition(MARKS[1])[2])
 
 
 def main() -> None:
@@ -216,8 +237,8 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     if arguments.output is None:
-        before, _, rest = PAGE.read_text().partition(MARKS[0])
-        PAGE.write_text(before + "\n".join([MARKS[0], markdown(found), MARKS[1]]) + rest.partition(MARKS[1])[2])
+        put_into(PAGE, summary(found))
+        put_into(NOTEBOOK, markdown(found))
     Console().print(table(found))
     console.print(f"Figures: {path}", soft_wrap=True)
 

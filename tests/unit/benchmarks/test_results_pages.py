@@ -1,0 +1,42 @@
+"""The tables that benchmarks write into docs/results and docs/notebook are those of the committed files."""
+
+import json
+
+from repository import ROOT
+
+from benchmarks import codec_table, weights
+
+
+def committed(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_the_codec():
+    found = committed("codec-data.json")
+    assert codec_table.summary(found["rows"]) in codec_table.MARKDOWN.read_text()
+    assert codec_table.page(found["rows"], found) == codec_table.NOTEBOOK.read_text()
+
+
+def test_what_the_page_of_the_codec_shows_is_measured():
+    measured = {(row["data"], row["bound"]) for row in committed("codec-data.json")["rows"]}
+    assert {(name, bound) for name, bounds in codec_table.SHOWN.items() for bound in bounds} <= measured
+
+
+def test_weights():
+    found = committed("weights.json")["found"]
+    assert weights.summary(found) in weights.PAGE.read_text()
+    assert weights.markdown(found) in weights.NOTEBOOK.read_text()
+
+
+def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
+    page = tmp_path / "page.md"
+    for module, marks in ((codec_table, [codec_table.MARK] * 2), (weights, weights.MARKS)):
+        page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
+        module.put_into(page, "new")
+        assert [line for line in page.read_text().splitlines() if line] == [
+            "before",
+            marks[0],
+            "new",
+            marks[1],
+            "after",
+        ]
