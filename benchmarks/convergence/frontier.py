@@ -40,7 +40,7 @@ from ncz_plugins.version import __version__
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ROOT / "benchmarks" / "results" / "frontier.json"
 PICTURE = ROOT / "docs" / "images" / "frontier.png"
-MARKDOWN, MARK = ROOT / "docs" / "results" / "convergence.md", "<!-- frontier -->"
+NOTEBOOK, MARK = ROOT / "docs" / "notebook" / "convergence.md", "<!-- frontier -->"
 CURVE = 20  # points of a loss curve, each a mean
 KEPT = ROOT / "results" / "frontier.jsonl"
 
@@ -368,7 +368,7 @@ def main() -> None:
         "runs": [written(job, record) for job, record in done.items()],
     }
     NUMBERS.write_text(json.dumps(whole, indent=1) + "\n")
-    put_into(MARKDOWN, markdown(found), MARK)
+    put_into(NOTEBOOK, markdown(found), MARK)
 
 
 if __name__ == "__main__":

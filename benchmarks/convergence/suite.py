@@ -6,7 +6,7 @@ Several processes train a GPT and a CNN as data parallelism does, from the same 
 gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). Runs
 that are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that file to
 repeat them. Ends with a table, and writes benchmarks/results/convergence.json, two pictures in docs/images, and the
-tables in docs/results/convergence.md.
+tables in docs/results/convergence.md, docs/notebook/convergence.md and docs/guides/choosing-a-bound.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ WORKER = Path(__file__).with_name("worker.py")
 NUMBERS = plan.ROOT / "benchmarks" / "results" / "convergence.json"
 PICTURE = plan.ROOT / "docs" / "images" / "convergence.png"
 CURVES = plan.ROOT / "docs" / "images" / "convergence-curves.png"
-MARKDOWN = plan.ROOT / "docs" / "results" / "convergence.md"
+NOTEBOOK = plan.ROOT / "docs" / "notebook" / "convergence.md"  # the table of all runs
+RESULTS = plan.ROOT / "docs" / "results" / "convergence.md"  # that of the presets, as in the guide
 GUIDE, PRESETS_MARK = plan.ROOT / "docs" / "guides" / "choosing-a-bound.md", "<!-- presets -->"
 KEPT = plan.ROOT / "results" / "convergence.jsonl"
 START_SECONDS, JOB_SECONDS = 120, 3600  # allowed for starting the processes, and for each training
@@ -119,10 +120,11 @@ def publish(runs: dict[Job, dict[str, Any]], console: Console) -> None:
     NUMBERS.write_text(json.dumps(document(runs), indent=1, allow_nan=False) + "\n")
     outcome.draw(found, PICTURE)
     outcome.draw_curves(found, CURVES)
-    outcome.put_into(MARKDOWN, outcome.markdown(found))
-    outcome.put_into(GUIDE, outcome.presets(found), PRESETS_MARK)
+    outcome.put_into(NOTEBOOK, outcome.markdown(found))
+    for page in (RESULTS, GUIDE):
+        outcome.put_into(page, outcome.presets(found), PRESETS_MARK)
     console.print(outcome.table(found))
-    console.print(f"Figures: {NUMBERS}\nPictures: {PICTURE}, {CURVES}\nTables: {MARKDOWN}", soft_wrap=True)
+    console.print(f"Figures: {NUMBERS}\nPictures: {PICTURE}, {CURVES}\nTables: {RESULTS}, {NOTEBOOK}", soft_wrap=True)
 
 
 def main() -> int:

@@ -114,7 +114,7 @@ def test_rounding_to_the_nearest_is_what_the_library_does():
 
 
 def test_the_documentation_shows_the_committed_search():
-    assert frontier.markdown(frontier.outcomes(frontier.committed())) in frontier.MARKDOWN.read_text()
+    assert frontier.markdown(frontier.outcomes(frontier.committed())) in frontier.NOTEBOOK.read_text()
 
 
 def test_a_short_training(tmp_path, monkeypatch):

@@ -103,8 +103,8 @@ class TestCommittedResults:
 
     def test_the_documentation_shows_them(self, committed):
         found = outcome.outcomes(committed)
-        assert outcome.markdown(found) in suite.MARKDOWN.read_text()
-        assert outcome.presets(found) in suite.GUIDE.read_text()
+        assert outcome.markdown(found) in suite.NOTEBOOK.read_text()
+        assert all(outcome.presets(found) in page.read_text() for page in (suite.RESULTS, suite.GUIDE))
 
     def test_the_command_line_says_what_they_say(self, committed):
         """What `ncz check`, `ncz codec` and `ncz report` tell of a bound."""
