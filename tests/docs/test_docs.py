@@ -176,7 +176,7 @@ def test_files_that_a_page_names_exist(page):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"`((?:core|kernels|deepspeed|horovod|cli)/[\w./-]*)`", prose(page)):
         assert (ROOT / "ncz_plugins" / path).exists(), path
-    if page.parent.name == "results":
+    if page.parent.name in ("results", "notebook"):
         for name in re.findall(r"`([\w-]+\.json)`", prose(page)):
             assert (ROOT / "benchmarks" / "results" / name).is_file(), name
 
