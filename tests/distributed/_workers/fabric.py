@@ -1,0 +1,56 @@
+"""Without loss, Lightning Fabric's models train to the same bits plain and compressed: DDP, compiled DDP, and FSDP2."""
+
+import copy
+
+import torch
+from common import leave
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+from ncz_plugins.torch import ddp, fsdp
+
+LOSSLESS = {"quantizer": {"kind": "lossless"}, "transport": {"min_bytes": 0}}
+
+
+def trained(fabric, compress, module):
+    """The parameters after three steps, compressed by `compress`, or plain if it is None."""
+    model = fabric.setup_module(copy.deepcopy(module))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    compression = compress and compress(model, LOSSLESS)
+    generator = torch.Generator().manual_seed(fabric.global_rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.randn(8, 256, generator=generator)).square().mean())
+        optimizer.step()
+    if compression:
+        assert compression.stats.total.compressed_calls
+        compression.close()
+    return [getattr(each, "to_local", lambda each=each: each)().clone() for each in model.parameters()]
+
+
+def sharded(module, mesh):
+    return fully_shard(module, mesh=mesh["data_parallel"])
+
+
+def main():
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+    replicated = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    shards = ModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)
+    sharding = Fabric(accelerator="cpu", devices=2, strategy=shards)
+    for fabric in (replicated, sharding):
+        fabric.launch()
+    same = {}
+    for name, fabric, compress, start in (
+        ("ddp", replicated, ddp.compress, module),
+        ("compiled ddp", replicated, ddp.compress, torch.compile(module, backend="eager")),
+        ("fsdp", sharding, fsdp.compress, module),
+    ):
+        plain, ours = trained(fabric, None, start), trained(fabric, compress, start)
+        same[name] = all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+    leave(same)
+    torch.distributed.barrier()
+
+
+main()
