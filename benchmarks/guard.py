@@ -103,7 +103,7 @@ def _row(name: str, findings: list, ratio: float) -> dict:
 
 
 def show(rows: list[dict]) -> None:
-    """The table of docs/notebook/from-the-guides-1.md."""
+    """The table of docs/notebook/settings.md."""
     print("| settings | relative error | largest | cosine | smallest | ratio |\n|---|---|---|---|---|---|")
     for row in rows:
         error, cosine = row["relative_error"], row["cosine"]

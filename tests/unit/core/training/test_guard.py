@@ -241,4 +241,4 @@ def test_stop_raises_on_every_rank_and_names_everything():
 def test_the_figures_in_the_documentation_are_those_that_were_measured(capsys):
     measured = json.loads((ROOT / "benchmarks" / "results" / "guard-4-ranks.json").read_text())
     benchmark.show(measured["rows"])
-    assert capsys.readouterr().out in (ROOT / "docs" / "notebook" / "from-the-guides-1.md").read_text()
+    assert capsys.readouterr().out in (ROOT / "docs" / "notebook" / "settings.md").read_text()
