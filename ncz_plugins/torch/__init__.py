@@ -1,1 +1,11 @@
-"""What plugs compression into PyTorch's own parallelism: `ddp` for DistributedDataParallel, `fsdp` for FSDP2."""
+"""Plugins for PyTorch's own parallelism. Importing this package imports nothing; import the module you need.
+
+ddp.py          DistributedDataParallel: `ddp.compress(model, "ncclz")`
+fsdp.py         FSDP2: `fsdp.compress(model, "ncclz")`
+backend.py      the backend "ncz", for programs that offer no other place
+torchft.py      a process group for torchft and DiLoCo
+compression.py  base class of what `ddp.compress` and `fsdp.compress` return
+strided.py      reductions of tensors that need not be contiguous
+work.py         works of torch that stand for handles of ours
+private.py      torch's private names that these files use
+"""

@@ -1,11 +1,11 @@
-"""A backend by name, for programs that offer nothing else: import this, then `init_process_group("ncz")`.
+"""Backend "ncz" of torch.distributed: import this module, then call `init_process_group("ncz")`.
 
-torch takes a process group that is written in Python in place of its own. This one has gloo for tensors in host memory
-and NCCL for those on GPUs, and compresses what reduces gradients, as far as a process group can tell: `all_reduce`,
-`all_reduce_coalesced` and `reduce_scatter_tensor` of floats, with SUM or AVG. Nothing else is touched: weights are
-broadcast as they are. But what a program averages by all-reduce, such as weights, is compressed as gradients are.
+It is for programs that offer no other place for compression. Tensors in host memory go through gloo, tensors on GPUs
+through NCCL. Compressed are `all_reduce`, `all_reduce_coalesced` and `reduce_scatter_tensor` of floats with SUM or AVG:
+a process group can't tell gradients from other tensors, so weights that a program averages by all_reduce are compressed
+as well. All other collectives, such as broadcasts of weights, stay uncompressed.
 
-The environment variable NCZ_CONFIG names a configuration file; without it all settings have their defaults.
+The environment variable NCZ_CONFIG names a configuration file. Without it all settings have their defaults.
 
 See docs/guides/pytorch.md.
 """
@@ -23,6 +23,7 @@ from ..core.communicator import Communicator
 from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.runtime.handle import Handle
+from . import private
 from .strided import all_reduce, reduce_scatter
 from .work import HandleWork
 
@@ -31,37 +32,37 @@ ENVIRONMENT = "NCZ_CONFIG"
 
 
 class CompressedBackend(dist.ProcessGroup):
-    """A process group with gloo and NCCL that compresses reductions of gradients.
+    """Process group with gloo and NCCL that compresses reductions of gradients.
 
     Attributes:
-        communicator: carries what is compressed; None before the first such call, which is when all ranks make it.
+        communicator: for compressed calls. None before the first one, in which all ranks connect.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
         self.communicator: Communicator | None = None
         self._store = store
-        # Works of compressed calls under way. torch 2.6 forgets what Python made of a work that C++ alone has.
+        # Works of compressed calls under way. In torch 2.6 a work that only C++ refers to loses its Python object.
         self._works: set[HandleWork] = set()
-        self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, without what is replaced here
+        self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, for all calls that stay uncompressed
         kinds = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         for group in (self, self._plain):
-            group._set_default_backend(kinds.GLOO)
-            group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        self._config = _configured()  # when ranks have met: those that wait for one that fails here notice that it ends
+            private.set_default_backend(group, kinds.GLOO)
+            private.register_backend(group, "cpu", kinds.GLOO, gloo)
+        # Read the settings after gloo has connected: if this rank fails here, the others see its connections close.
+        self._config = _configured()
         if torch.cuda.is_available() and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+            nccl_store = dist.PrefixStore("nccl", store)
+            nccl = dist.ProcessGroupNCCL(nccl_store, rank, size, private.nccl_options(timeout))
             for group in (self, self._plain):
-                group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+                private.register_backend(group, "cuda", kinds.NCCL, nccl)
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts=None) -> dist.Work:
         tensors, opts = [tensors] if isinstance(tensors, Tensor) else tensors, _options(opts)
         op = opts.reduceOp.op
-        # DDP counts the ranks that have data left by sums of one number, and lets C++ alone keep the work: that keeps
-        # torch's own alive, but not one that is written in Python.
+        # DDP counts the ranks that have data left by sums of one number, and only its C++ holds their works. C++ can't
+        # keep a work alive that is written in Python, so these sums stay with torch's own works.
         if len(tensors) != 1 or tensors[0].numel() == 1 or not _reduces_gradients(tensors[0], op):
             return self._plain.allreduce(tensors, opts)
         return self._work(all_reduce(self._connected(), tensors, op))
@@ -80,7 +81,7 @@ class CompressedBackend(dist.ProcessGroup):
             return self._plain._reduce_scatter_base(output, input, opts)
         return self._work(reduce_scatter(self._connected(), output, input, op))
 
-    reduce_scatter_single = _reduce_scatter_base  # its name in torch 2.13
+    reduce_scatter_single = _reduce_scatter_base  # the name that torch 2.13 calls
 
     def barrier(self, *args, **kwargs) -> dist.Work:
         for work in list(self._works):
@@ -88,13 +89,13 @@ class CompressedBackend(dist.ProcessGroup):
         return self._plain.barrier(*args, **kwargs)
 
     def shutdown(self) -> None:
-        """Finish what was asked for and close all connections."""
+        """Finish all calls and close all connections."""
         if self.communicator is not None:
             self.communicator.close()
         _end(self._plain, "shutdown")
 
     def abort(self) -> None:
-        """Give up what is under way and close all connections."""
+        """Give up the calls under way and close all connections."""
         if self.communicator is not None:
             self.communicator.abort()
         _end(self._plain, "abort")
@@ -114,10 +115,10 @@ class CompressedBackend(dist.ProcessGroup):
 
 
 def _forwarded(name: str):
-    """A method that another group carries out.
+    """A method that calls the method of the same name of the plain process group.
 
-    Those inherited would do the same, but torch calls what a Python class inherits with the interpreter locked, and
-    gloo's threads want it as well, to free tensors: both wait for ever.
+    The inherited method would do the same. But torch calls inherited methods of a Python class with the interpreter
+    locked, and gloo's threads need that lock to free tensors: a deadlock.
     """
 
     def method(self, *args, **kwargs):
@@ -126,7 +127,7 @@ def _forwarded(name: str):
     return method
 
 
-# All that torch looks for in a Python class, under the names that its versions give them.
+# Every method that torch looks for in a Python class. Its versions use different names, so some do not exist.
 for _name in (
     "allgather",
     "all_gather_single_coalesced",
@@ -145,7 +146,7 @@ for _name in (
 
 
 def _configured() -> Config:
-    """The settings that the environment names. Raises ConfigError."""
+    """Settings from the file that NCZ_CONFIG names, or the defaults. Raises ConfigError."""
     source = os.environ.get(ENVIRONMENT) or "ncclz"
     try:
         return Config.load(source)
@@ -154,13 +155,15 @@ def _configured() -> Config:
 
 
 def _end(group: dist.ProcessGroup, how: str) -> None:
-    """Shut a group down or abort it, where torch can: with 2.6 its connections close when nobody holds it any more."""
+    """Call `shutdown` or `abort` of a group if it has the method. In torch 2.6 connections close when the group is
+    freed.
+    """
     if hasattr(group, how):
         getattr(group, how)()
 
 
 def _options(given) -> dist.AllreduceOptions:
-    """The options of an all-reduce. torch takes the reduce op alone as well."""
+    """Options of an all-reduce. torch also passes a bare reduce op."""
     if isinstance(given, dist.AllreduceOptions):
         return given
     options = dist.AllreduceOptions()
@@ -170,17 +173,19 @@ def _options(given) -> dist.AllreduceOptions:
 
 
 def _require_alone(backends: str) -> None:
-    """Raise UnsupportedError if other backends than this one are to serve some devices, such as "cpu:ncz,cuda:nccl"."""
+    """Raise UnsupportedError if another backend serves some devices, as in "cpu:ncz,cuda:nccl"."""
     if any(not each.endswith(f":{NAME}") for each in backends.split(",")):
-        raise UnsupportedError(f'backend "{backends}": {NAME} serves all devices, on GPUs by NCCL; pass "{NAME}" alone')
+        raise UnsupportedError(
+            f'backend "{backends}": {NAME} serves all devices (GPUs through NCCL), so pass "{NAME}" alone'
+        )
 
 
 def _reduces_gradients(tensor: Tensor, op) -> bool:
-    """Whether a reduction is taken for one of gradients."""
+    """Whether a reduction is treated as one of gradients: dense floats, with SUM or AVG."""
     return (
         tensor.is_floating_point() and tensor.layout is torch.strided and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
     )
 
 
-if NAME.upper() not in dist.Backend._plugins:  # `ncz enable` has done it otherwise
+if not private.is_registered(NAME):  # `ncz enable` may have registered it
     dist.Backend.register_backend(NAME, CompressedBackend, devices=["cpu", "cuda"])

@@ -1,4 +1,4 @@
-"""Compressed gradients for DistributedDataParallel.
+"""Compression of gradients for DistributedDataParallel.
 
     from ncz_plugins.torch import ddp
 
@@ -8,7 +8,7 @@
 See docs/guides/ddp.md.
 """
 
-# No `from __future__ import annotations` here: DDP looks at the annotations of a hook, and does not take strings.
+# No `from __future__ import annotations` here: DDP checks the annotations of a hook, and does not take strings.
 
 import weakref
 from collections.abc import Iterable
@@ -27,26 +27,28 @@ from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Counters
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
-from .compression import ModelCompression, name_of, unwrapped
+from . import private
+from .compression import ModelCompression, unwrapped
+from .private import name_of
 
-_ending: weakref.WeakKeyDictionary[Training, Future] = weakref.WeakKeyDictionary()  # what ends a training's last step
+_last_steps: weakref.WeakKeyDictionary[Training, Future] = weakref.WeakKeyDictionary()  # done when the step has ended
 
 
 class Compression(ModelCompression):
-    """The state of the hook.
+    """State of the communication hook: the communicator, and what lasts from step to step.
 
-    Making one is a collective: every rank of the group must do it, in the same order relative to its other collectives.
+    Making one is a collective: every rank of the group must do so, in the same order relative to its other collectives.
 
     Args:
         config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
         group: the process group whose ranks average their gradients; None is the default group.
-        named_parameters: what policies and error feedback know parameters by.
-        training: what lasts from step to step, if several models are to share it.
+        named_parameters: names by which policies and error feedback know the parameters.
+        training: state that lasts from step to step, to share it between models.
 
-    Raises MismatchError where ranks differ in version or configuration, ConfigError.
+    Raises MismatchError if ranks differ in version or configuration, ConfigError for invalid settings.
 
     Attributes:
-        communicator: carries the calls.
+        communicator: the one that averages the buckets.
     """
 
     def __init__(
@@ -58,21 +60,21 @@ class Compression(ModelCompression):
     ):
         self.communicator = Communicator(config, group, training)
         super().__init__(self.communicator.training)
-        self.training.ends_steps_in_order = False  # `_end_step` may come between calls of another model
+        self.training.ends_steps_in_order = False  # calls of another model may come before `_end_step`
         self._names = {id(parameter): name_of(name) for name, parameter in named_parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        self._last: Handle | None = None  # of the calls of this pass, as long as more are to come
-        self._computed: set[int] | None = None  # parameters that have a gradient of this pass, by id; None: all have
+        self._last: Handle | None = None  # of this pass; None after its last bucket
+        self._computed: set[int] | None = None  # ids of the parameters with a gradient of this pass; None: all have one
 
     def __reduce__(self):
-        """A copy of a model, or a file of it, has None here: torch does not register hooks for copies."""
+        """Pickle and copy as None: torch registers no hook for the copy of a model."""
         return type(None), ()
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Become the communication hook of `model`."""
+        """Become the communication hook of `model`. Raises UnsupportedError if torch refuses the hook."""
         try:
             model.register_comm_hook(self, hook)
-        except RuntimeError as error:  # torch tells nobody of a hook of its own before
+        except RuntimeError as error:  # the only sign of a hook that torch registered in C++
             self.close()
             raise UnsupportedError(f"the model takes no communication hook: {str(error).splitlines()[0]}") from error
         self._model = weakref.ref(model)
@@ -80,13 +82,15 @@ class Compression(ModelCompression):
             self._computed = _with_gradients(model)
 
     def close(self) -> None:
-        """Finish what was asked for and free the connections. Safe to call twice."""
+        """Finish all calls and free the connections. Safe to call twice."""
         self.communicator.close()
 
     def average(self, bucket: dist.GradBucket) -> Future:
-        """Begin to average a bucket over ranks. Returns a future of the bucket's tensor, [elements of the bucket].
+        """Start to average a bucket over ranks. The last bucket of a backward pass ends a step of the training.
 
-        With the last bucket of a backward pass a step of the training is over.
+        Returns: a future of the bucket's tensor, [elements of the bucket], in the dtype of the gradients.
+
+        Raises UnsupportedError under `model.join(divide_by_initial_world_size=False)`.
         """
         self._require_initial_divisor()
         self._wait_for_step()
@@ -95,35 +99,35 @@ class Compression(ModelCompression):
             return self._average_sparse(tensor, bucket.is_last())
         parts = [self._slice_of(each) for each in bucket.parameters()]
         handle = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True, role="gradient", parts=parts)
-        self._last = None if bucket.is_last() else handle  # which has the bucket's memory
+        self._last = None if bucket.is_last() else handle  # a handle holds the bucket's memory
         if bucket.is_last() and self._computed:
             self._computed.clear()
         future = handle.get_future().then(self._end_step if bucket.is_last() else _result_of)
         if bucket.is_last() and self.training.depends_on_step:
-            _ending[self.training] = future
+            _last_steps[self.training] = future
         return future
 
     def _slice_of(self, parameter: Tensor) -> ParameterSlice:
-        """A parameter in a bucket.
+        """A parameter as a slice of its bucket.
 
-        For a parameter that this pass did not use, DDP sends the gradient that an earlier pass left, and drops the
-        result if no rank used the parameter.
+        If this pass did not use the parameter, DDP sends the gradient of an earlier pass, and drops the result if no
+        rank used the parameter. Such a gradient gets no error feedback.
         """
         is_old = self._computed is not None and id(parameter) not in self._computed and parameter.grad is not None
         return ParameterSlice(self._names.get(id(parameter)), _floats_of(parameter), feeds_back=not is_old)
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
-        """As `average`, uncompressed and at once, of a sparse gradient. It has a bucket of its own."""
+        """Average a sparse gradient, uncompressed and at once. DDP gives it a bucket of its own."""
         n, bypass = self.communicator.world_size, Bypass.SPARSE.value
         dist.all_reduce(gradient, group=self.communicator.group)
         gradient /= n
-        nbytes = gradient._indices().nbytes + gradient._values().nbytes
+        nbytes = private.sparse_bytes(gradient)
         sent = plain_wire_bytes("all_reduce", nbytes, n)
         why = {"bypasses": {bypass: 1}, "bypassed_bytes": {bypass: sent}}
         self.training.stats.record(Counters(calls=1, bytes_in=nbytes, plain_bytes=sent, wire_bytes=sent, **why))
         if is_last:
             if self._last is not None:
-                self._last.wait()  # and with it all calls before
+                self._last.wait()  # all earlier calls are over then, too
             self._last = None
             self.communicator.end_step()
         future = Future(devices=[gradient.device] if gradient.is_cuda else None)
@@ -131,33 +135,33 @@ class Compression(ModelCompression):
         return future
 
     def _end_step(self, done: Future) -> Tensor:
-        result = _result_of(done)  # calls run in order, so all others of this pass are over as well
+        result = _result_of(done)  # calls run in order: all others of this pass are over, too
         self.communicator.end_step()
         return result
 
     def _wait_for_step(self) -> None:
-        """Wait until the last step is over, where what is done to a tensor depends on the step.
+        """Wait until the last step has ended, if the settings depend on the step.
 
-        One backward pass may go through several models that share a training: then another one's last bucket may be
-        under way, for longer on some ranks.
+        One backward pass may go through several models that share a training. The last bucket of one may then still be
+        under way while another starts, for longer on some ranks.
         """
-        ending = _ending.pop(self.training, None)
-        if ending is not None and not ending.done():  # one that has failed was its own model's concern
-            ending.wait()
+        last_step = _last_steps.pop(self.training, None)
+        if last_step is not None and not last_step.done():  # a step that failed has told its own model
+            last_step.wait()
 
     def _require_initial_divisor(self) -> None:
         model = self._model and self._model()
-        if model is not None and not getattr(model, "_divide_by_initial_world_size", True):
+        if model is not None and not private.divides_by_initial_world_size(model):
             raise UnsupportedError(
                 "model.join(divide_by_initial_world_size=False): a communication hook does not learn how many ranks "
-                "are left; leave it at True, or train without compression"
+                "still take part; leave it at True, or train without compression"
             )
 
 
 def hook(state: Compression, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """A communication hook for `DistributedDataParallel.register_comm_hook(state, hook)`.
+    """Average a bucket: a communication hook for `DistributedDataParallel.register_comm_hook(state, hook)`.
 
-    A failure comes out of the backward pass as a RuntimeError whose text has the error of ours. Later calls raise that.
+    A failure leaves the backward pass as a RuntimeError whose text holds our error. Later calls raise our error itself.
     """
     return state.average(bucket)
 
@@ -169,15 +173,15 @@ def compress(
     group: dist.ProcessGroup | None = None,
     training: Training | None = None,
 ) -> Compression:
-    """Have a model's gradients averaged by compressed all-reduces from now on. Every rank must call this.
+    """Average the gradients of a model by compressed all-reduces from now on. Every rank must call this.
 
     Args:
-        model: one that has no communication hook yet; compiled or not, or what `Fabric.setup` made of it.
+        model: a model without a communication hook; compiled or not, or what `Fabric.setup` returned for it.
         config: see `Compression`.
         group: the process group; None is the model's own.
         training: see `Compression`.
 
-    Returns: what holds the statistics, and the state for checkpoints.
+    Returns: the compression, with its statistics and its state for checkpoints.
 
     Raises UnsupportedError for a model that can't be served, and what `Compression` raises.
     """
@@ -191,21 +195,21 @@ def compress(
             "DistributedDataParallel(mixed_precision=...) uses the communication hook itself: use torch.autocast, or "
             "parameters in bfloat16"
         )
-    if getattr(model, "_use_python_reducer", False):
+    if private.uses_python_reducer(model):
         raise UnsupportedError(
             'torch._dynamo.config.optimize_ddp = "python_reducer" gives a communication hook single gradients and no '
             "buckets: leave it at its default when the model is wrapped"
         )
-    if getattr(model, "_delay_all_reduce_params", None):
+    if private.delays_reductions(model):
         raise UnsupportedError(
-            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces these parameters beside the "
-            "communication hook, so they would go uncompressed: leave it out"
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces these parameters without the "
+            "communication hook, so they would not be compressed: leave it out"
         )
-    model._comm_hooks = [each for each in model._comm_hooks if each != (hook, None)]  # of the model it is a copy of
-    if model._comm_hooks:
-        name = getattr(model._comm_hooks[0][0], "__qualname__", "one")
+    private.forget_hook(model, hook)
+    if hooks := private.hooks_of(model):
+        name = getattr(hooks[0][0], "__qualname__", "one")
         raise UnsupportedError(
-            f"the model has a communication hook already ({name}), and DDP takes one only: wrap the module anew"
+            f"the model has a communication hook already ({name}), and DDP takes only one: wrap the module anew"
         )
     group = model.process_group if group is None else group
     state = Compression(config, group, model.module.named_parameters(), training)
@@ -214,7 +218,7 @@ def compress(
 
 
 def _with_gradients(model: DistributedDataParallel) -> set[int]:
-    """The ids of parameters whose gradients have been computed, from now on, since the set was cleared."""
+    """A set that collects the ids of parameters whose gradients have been computed since it was cleared last."""
     computed: set[int] = set()
 
     def note(parameter: Tensor) -> None:
@@ -227,7 +231,7 @@ def _with_gradients(model: DistributedDataParallel) -> set[int]:
 
 
 def _floats_of(parameter: Tensor) -> int:
-    """How many floats a bucket has for a parameter: two for a complex number."""
+    """Number of floats that a bucket has for a parameter: two for each complex number."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

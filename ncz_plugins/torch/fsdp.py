@@ -1,4 +1,4 @@
-"""Compressed gradients and weights for FSDP2: modules to which `fully_shard` was applied.
+"""Compression of gradients and weights for FSDP2: models to which `fully_shard` was applied.
 
     from ncz_plugins.torch import fsdp
 
@@ -15,7 +15,6 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -27,24 +26,26 @@ from ..core.training.baseline import Baseline
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from ..core.transport.groups import require_group
-from .compression import ModelCompression, name_of, unwrapped
+from . import private
+from .compression import ModelCompression, unwrapped
+from .private import name_of
 
-_compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what serves a sharded module, by the module
+_compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by sharded module: its `Compression`
 
 
 class Compression(ModelCompression):
-    """Carries the gradients of a model, and its weights where that is wanted. `compress` makes it.
+    """State of a compressed FSDP2 model: its communicators, and what lasts from step to step. `compress` makes it.
 
     Args:
-        communicators: one for each group that shards gradients, by its `group_name`.
-        replicas: the one between ranks that hold the same shard; None where there is one replica.
-        training: what they share.
-        config: theirs; None is that of `training`.
-        model: the root module, all of whose sharded modules are served.
+        communicators: for each group that shards parameters, by its `group_name`.
+        replicas: the communicator of the ranks that hold the same shard; None if there is one replica.
+        training: the state that all communicators share.
+        config: the settings of the communicators; None takes those of `training`.
+        model: the root module. All of its sharded modules are served.
 
     Attributes:
         closed: whether `close` was called.
-        scatters: whether it reduces and scatters gradients, and not averages those of replicas.
+        scatters: True if gradients are reduced and scattered; False if they are averaged over replicas.
     """
 
     def __init__(
@@ -62,75 +63,81 @@ class Compression(ModelCompression):
         self._config = config
         self._model = weakref.ref(model)
         self._served = weakref.WeakSet(_sharded_modules(model).values())
-        self._are_all_served = False  # which the first pass finds out
+        self._are_all_served = False  # checked in the first backward pass
         self.closed = False
-        self._ending: weakref.ref | None = None  # what ends the pass under way, which has reduced something
-        self._reduced_outside = False  # something, outside of a backward pass, since the last step ended
+        self._end_callback: weakref.ref | None = None  # for the pass under way, once it has reduced something
+        self._reduced_outside = False  # whether something was reduced outside of a backward pass in this step
         self._contributing: dict[str, list[tuple[str, int]]] = {}  # by module, see `note`
-        self._of_replicas: dict[str, dist.ReduceOp] = {}
+        self._replica_ops: dict[str, dist.ReduceOp] = {}  # by module: how to reduce over replicas
 
     def note(self, name: str, contributing: list[tuple[str, int]], is_divided: bool) -> None:
-        """What is reduced next of a module are the gradients of these parameters, so many elements of each on a rank.
+        """Take note of the parameters of a module whose gradients FSDP reduces next.
 
-        There is at least one.
-
-        Error feedback keeps what each parameter loses. FSDP reduces those of a module that have a gradient, which may
-        be others in each pass.
+        FSDP reduces the gradients that a module has, which may be others in each pass. Error feedback keeps residuals
+        by parameter, so it must know which these are.
 
         Args:
-            is_divided: whether FSDP divides the sum over all ranks, by what `set_gradient_divide_factor` was given.
+            name: the module's.
+            contributing: name of each parameter, and how many of its elements each rank gets. At least one parameter.
+            is_divided: whether FSDP divides the sum over all ranks itself, by the factor of
+                `set_gradient_divide_factor`.
         """
         self._contributing[name] = contributing
-        self._of_replicas[name] = dist.ReduceOp.SUM if is_divided else dist.ReduceOp.AVG
+        self._replica_ops[name] = dist.ReduceOp.SUM if is_divided else dist.ReduceOp.AVG
         if self.scatters and all(each.world_size == 1 for each in self._communicators.values()):
-            self._end_step_with_this_pass()  # one rank reduces nothing
+            self._end_step_with_this_pass()  # FSDP reduces nothing where each group has one rank
 
     def _kept_as(self, name: str, gradient: Tensor, ranks: int) -> list[ParameterSlice] | None:
-        """What the gradients of a module consist of, the share of each of `ranks` behind that of the one before."""
+        """Keys of error feedback for a module's gradients: the shares of rank 0, then those of rank 1, and so on.
+
+        None if the parameters noted don't have as many elements as `gradient`.
+        """
         shares = self._contributing.get(name, [])
         parts = [ParameterSlice(each, n, rank * n, ranks * n) for rank in range(ranks) for each, n in shares]
         return parts if sum(part.length for part in parts) == gradient.numel() else None
 
     def close(self) -> None:
-        """Finish what was asked for and free the connections. Safe to call twice."""
+        """Finish all calls and free the connections. Safe to call twice."""
         self.closed = True
         for communicator in [*self._communicators.values(), *filter(None, [self._replicas])]:
             communicator.close()
 
     def reduce_scatter(self, name: str, output: Tensor, input: Tensor, group, op, async_op: bool):
-        """The gradients of one module: see `Communicator.reduce_scatter_tensor`."""
+        """Reduce and scatter the gradients of one module: see `Communicator.reduce_scatter_tensor`."""
         self._end_step_with_this_pass()
         kept_as = self._kept_as(name, input, group.size())
         how = {"async_op": async_op, "role": "gradient", "name": name, "kept_as": kept_as}
         return self._communicators[group.group_name].reduce_scatter_tensor(output, input, op, **how)
 
     def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
-        """The weights of one module, without loss: see `Communicator.all_gather_into_tensor`."""
+        """Gather the weights of one module without loss: see `Communicator.all_gather_into_tensor`."""
         communicator = self._communicators.get(group.group_name)
-        if communicator is None:  # fully_shard(reshard_after_forward=n) gathers among so many ranks
+        if communicator is None:  # fully_shard(reshard_after_forward=n) gathers within groups of n ranks
             communicator = Communicator(self._config, group, self.training)
             self._communicators[group.group_name] = communicator
         communicator.all_gather_into_tensor(output, input, role="parameter", name=name, baseline=baseline)
 
     def reduce_replicas(self, name: str, gradient: Tensor) -> None:
-        """The same shard of all replicas, in place."""
+        """Reduce the gradients of one module's shard over all replicas, in place."""
         self._end_step_with_this_pass()
         how = {"role": "gradient", "name": name, "kept_as": self._kept_as(name, gradient, 1)}
-        self._replicas.all_reduce(gradient, self._of_replicas[name], **how)
+        self._replicas.all_reduce(gradient, self._replica_ops[name], **how)
 
     def _end_step_with_this_pass(self) -> None:
-        """Let the backward pass under way end a step; where there is none, what FSDP does last: see `_tell_of_ends`."""
+        """End a step with the backward pass under way. Outside of a pass, FSDP's last reduction ends it: see
+        `_note_ends`.
+        """
         self._require_all_served()
-        if torch._C._current_graph_task_id() == -1:
+        if not private.in_backward_pass():
             self._reduced_outside = True
-        # A pass that failed has dropped what would have ended it.
-        elif self._ending is None or self._ending() is None:
-            ending = self._end_step
-            self._ending = weakref.ref(ending)
-            Variable._execution_engine.queue_callback(ending)
+        # The reference is dead if an earlier pass failed: autograd dropped the callback then.
+        elif self._end_callback is None or self._end_callback() is None:
+            callback = self._end_step
+            self._end_callback = weakref.ref(callback)
+            private.at_end_of_backward_pass(callback)
 
     def _require_all_served(self) -> None:
-        """Raise UnsupportedError in the first pass if modules were sharded only after `compress`."""
+        """Raise UnsupportedError in the first pass if a module was sharded after `compress`."""
         if self._are_all_served or (model := self._model()) is None:
             return
         for name, module in _sharded_modules(model).items():
@@ -142,18 +149,18 @@ class Compression(ModelCompression):
         self._are_all_served = True
 
     def end_outside_of_passes(self) -> None:
-        """FSDP has finished its reductions. End the step if some were made outside of a backward pass."""
+        """End the step if FSDP has reduced something outside of a backward pass. Called when FSDP has finished."""
         if self._reduced_outside:
             self._end_step()
 
     def _end_step(self) -> None:
-        self._ending = None
+        self._end_callback = None
         self._reduced_outside = False
         self.training.end_step()
 
 
 class _ReduceScatter:
-    """What a module calls in place of its own reduce-scatter, see `FSDPModule.set_custom_reduce_scatter`."""
+    """Reduce-scatter of one module in place of FSDP's own: see `FSDPModule.set_custom_reduce_scatter`."""
 
     def __init__(self, compression: Compression, name: str):
         self._compression = compression
@@ -167,7 +174,7 @@ class _ReduceScatter:
 
 
 class _ReplicaReduction:
-    """What a module calls once gradients are scattered, see `FSDPModule.set_all_reduce_hook`."""
+    """Reduction of one module over replicas, after FSDP has scattered: see `FSDPModule.set_all_reduce_hook`."""
 
     def __init__(self, compression: Compression, name: str):
         self._compression = compression
@@ -178,23 +185,26 @@ class _ReplicaReduction:
 
 
 class _AllGather:
-    """What a module calls in place of its own all-gather, see `FSDPModule.set_custom_all_gather`.
+    """All-gather of one module in place of FSDP's own: see `FSDPModule.set_custom_all_gather`.
 
     Args:
-        keeps: whether to keep what was gathered, so that the next gather sends changes only.
+        keeps: whether to keep the gathered weights, so that the next gather sends changes only.
     """
 
     def __init__(self, compression: Compression, name: str, keeps: bool):
         self._compression = compression
         self._name = name
         self._keeps = keeps
-        self._kept: dict[tuple, tuple[Tensor, Baseline]] = {}  # what was gathered, by group, shape and dtype
+        self._kept: dict[tuple, tuple[Tensor, Baseline]] = {}  # gathered weights by group, shape and dtype
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> None:
-        """Gather at once, also where that need not be done yet: what FSDP would wait for is torch's own work."""
+        """Gather the weights of one module and return None.
+
+        The gather is synchronous also with `async_op`: FSDP can wait for torch's own works only.
+        """
         if not self._keeps:
             return self._compression.all_gather(self._name, output_tensor, input_tensor, group, None)
         if output_tensor.is_cuda:
@@ -218,38 +228,38 @@ def compress(
     training: Training | None = None,
     keep_weights: bool = False,
 ) -> Compression:
-    """Have gradients reduced by compressed collectives from now on. Every rank must call this.
+    """Compress the gradient reductions of a model from now on. Every rank must call this.
 
-    Weights are gathered as before, unless the setting `roles` names parameters: then they are compressed without loss.
+    Weights are gathered as before. With "parameter" in the setting `roles` they are compressed without loss.
 
-    Where several replicas of the model are sharded, each inside a node say, apply `fully_shard` with the mesh of one
-    replica, and pass `replicas`: gradients are then scattered uncompressed within the replica, and averaged between
-    replicas by compressed all-reduces.
+    Several replicas: apply `fully_shard` with the mesh of one replica, such as the GPUs of a node, and pass `replicas`.
+    FSDP then scatters gradients uncompressed within the replica, and compressed all-reduces average them between
+    replicas.
 
     Args:
-        model: the root module, after `fully_shard` was applied to it and to what it contains; or what `Fabric.setup`
-            made of it.
+        model: the root module, after `fully_shard` was applied to it and its submodules; or what `Fabric.setup`
+            returned for it.
         config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
-        replicas: the group of the ranks that hold the same shard of each replica.
-        training: what lasts from step to step, if several models are to share it.
-        keep_weights: send of weights only what has changed since they were gathered last. Every rank keeps all weights
-            in memory for that, in the dtype in which they are gathered, and its own shard once more. Not on a GPU.
+        replicas: the process group of the ranks that hold the same shard of each replica.
+        training: state that lasts from step to step, to share it between models.
+        keep_weights: send only the weights that changed since the last gather. Every rank then keeps all weights in
+            host memory, in the dtype in which they are gathered, and its own shard once more. CPU only.
 
-    Returns: what holds the statistics, and the state for checkpoints.
+    Returns: the compression, with its statistics and its state for checkpoints.
 
-    Raises UnsupportedError for a model or a torch that can't be served, MismatchError where ranks differ in version or
-    configuration, ConfigError.
+    Raises UnsupportedError for a model or a torch that can't be served, MismatchError if ranks differ in version or
+    configuration, ConfigError for invalid settings.
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise UnsupportedError(
-            f"torch {torch.__version__}: FSDP lets others reduce gradients from 2.9 on; update torch"
+            f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; update torch to 2.9 or newer"
         )
     model = unwrapped(model)
     modules = _sharded_modules(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
     if not modules:
-        raise UnsupportedError(f"{type(model).__name__}: no module of it is sharded; apply fully_shard first")
+        raise UnsupportedError(f"{type(model).__name__}: none of its modules is sharded; apply fully_shard first")
     for name, module in modules.items():
         if (before := _compressing.get(module)) is not None and not before.closed:
             raise UnsupportedError(
@@ -257,10 +267,10 @@ def compress(
             )
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     for name, module in modules.items():
-        if len(_groups_of(module)) > 1:
+        if len(private.parameter_groups(module)) > 1:
             raise UnsupportedError(
-                f"{name or type(model).__name__}: its parameters are sharded over several meshes, and FSDP lets nobody "
-                "else reduce their gradients; give each mesh modules of its own"
+                f"{name or type(model).__name__}: its parameters are sharded over several meshes, and FSDP takes no "
+                "other reduce-scatter for such a module; give each mesh its own modules"
             )
     for mesh in meshes:
         if mesh.ndim == 1 and any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
@@ -271,26 +281,28 @@ def compress(
             continue
         if not any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
             raise UnsupportedError(
-                f"fully_shard over {mesh}, a dimension of which splits the tensors themselves (tensor parallelism): "
-                "that can't be compressed"
+                f"fully_shard over {mesh}, one dimension of which is tensor parallelism: that can't be compressed; "
+                "shard over a mesh without it"
             )
         raise UnsupportedError(
-            f"fully_shard over {mesh}: FSDP averages replicas by itself there, and lets nobody else do so. Use the "
+            f"fully_shard over {mesh}: FSDP averages the replicas of such a mesh itself, uncompressed. Use the "
             'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
         )
     if training is None:
-        training, config = Training(config), None  # which is the training's own from here on
+        training, config = Training(config), None  # None: the communicators take the training's settings
     roles = (training.config if config is None else Config.load(config)).roles
     sends_weights = "parameter" in roles
     if keep_weights and not sends_weights:
-        raise ConfigError(f"keep_weights: roles is {list(roles)}, so weights are gathered as before; add parameter")
+        raise ConfigError(
+            f'keep_weights: roles is {list(roles)}, so weights are not compressed; add "parameter" to roles'
+        )
     if sends_weights and replicas is not None:
         raise UnsupportedError(
             f"roles: {list(roles)}: weights are gathered within a replica, and only what goes between "
             'replicas is compressed here; set roles to ["gradient"]'
         )
-    for module in modules.values():
-        _forget_former(module)
+    for module in modules.values():  # which may hold the collectives of a compression that was closed
+        private.restore_collectives(module, _ReduceScatter, _AllGather, _ReplicaReduction)
     if replicas is not None:
         _require_one_in_common(require_group(replicas), [mesh.get_group() for mesh in meshes])
         compression = Compression({}, Communicator(config, replicas, training), training, config, model)
@@ -305,94 +317,52 @@ def compress(
             if sends_weights:
                 module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
     for name, module in modules.items():
-        _note_contributing(weakref.ref(compression), name or "model", module)
-        _tell_of_ends(weakref.ref(compression), module)
+        _note_reductions(weakref.ref(compression), name or "model", module)
+        _note_ends(weakref.ref(compression), module)
         _compressing[module] = compression
     return compression
 
 
 def _sharded_modules(model: torch.nn.Module) -> dict[str, FSDPModule]:
-    """Those that `fully_shard` was applied to, by name; the root's is empty."""
+    """Modules that `fully_shard` was applied to, by name. The root's name is empty."""
     return {name_of(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
-def _forget_former(module: FSDPModule) -> None:
-    """Let FSDP reduce and gather by itself again, where a compression that was closed stands in its place."""
-    # Not every torch has it, and `compress` says so.
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+def _note_reductions(compression: weakref.ref[Compression], name: str, module: FSDPModule) -> None:
+    """Tell a compression before each reduction of a module which parameters have a gradient to reduce."""
 
-    for group in _groups_of(module):
-        if isinstance(group._reduce_scatter_comm, _ReduceScatter):
-            group._reduce_scatter_comm = DefaultReduceScatter()
-        if isinstance(group._all_gather_comm, _AllGather):
-            group._all_gather_comm = DefaultAllGather()
-        if isinstance(group._all_reduce_hook, _ReplicaReduction):
-            group._all_reduce_hook = None
+    def note(group) -> None:
+        told, reduced = compression(), private.reduced_parameters(group)
+        if told is None or not reduced:
+            return
+        is_divided = private.has_divide_factor(group)
+        if is_divided and told.scatters and private.reduce_scatter_ranks(group) > 1:
+            private.force_sum(group)
+        told.note(name, [(name_of(parameter or name), elements) for parameter, elements in reduced], is_divided)
 
-
-def _note_contributing(compression: weakref.ref[Compression], name: str, module: FSDPModule) -> None:
-    """Tell before each reduction of a module which of its parameters have a gradient: FSDP reduces no others."""
-    for group in _groups_of(module):
-
-        def noting(*unused, group=group):
-            told = compression()
-            contributing = [each for each in group.fsdp_params if _contributes(each, group)]
-            if told is not None and contributing and group.reduce_grads:
-                shares = [(name_of(p._param_fqn or name), p.padded_sharded_param_size.numel()) for p in contributing]
-                is_divided = group.gradient_divide_factor is not None
-                if is_divided and group._reduce_scatter_process_group.size() > 1 and told.scatters:
-                    group.force_sum_reduction_for_comms = True  # not by an operation that only NCCL has
-                told.note(name, shares, is_divided)
-            return type(group).post_backward(group, *unused)
-
-        group.post_backward = noting
+    private.before_reductions(module, note)
 
 
-def _tell_of_ends(compression: weakref.ref[Compression], module: FSDPModule) -> None:
-    """Tell when FSDP has finished its reductions outside of backward passes.
+def _note_ends(compression: weakref.ref[Compression], module: FSDPModule) -> None:
+    """Tell a compression when FSDP has finished reductions that it makes outside of backward passes.
 
-    `torch.distributed.pipelining` has them made after the backward passes of all microbatches.
+    `torch.distributed.pipelining` reduces after the backward passes of all microbatches.
     """
-    # The second is in torch 2.15. Pipelines call it there in place of the first.
-    owners = {"_root_post_backward_final_callback": module._get_fsdp_state(), "finalize_backward": module}
-    for name, owner in owners.items():
-        if (finish := getattr(type(owner), name, None)) is None:
-            continue
 
-        def ending(*args, finish=finish, owner=owner, **options):
-            result = finish(owner, *args, **options)
-            if (told := compression()) is not None:
-                told.end_outside_of_passes()
-            return result
+    def end() -> None:
+        if (told := compression()) is not None:
+            told.end_outside_of_passes()
 
-        setattr(owner, name, ending)
-
-
-def _groups_of(module: FSDPModule) -> list:
-    """The groups of parameters that FSDP reduces together."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
-
-
-def _contributes(parameter, group) -> bool:
-    """Whether FSDP, which knows a parameter by this object, is about to reduce a gradient of it."""
-    if not hasattr(parameter, "_unsharded_param"):
-        return False
-    if parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None:
-        return True
-    # Zeros, since torch 2.13: see `FSDPModule.set_reduce_scatter_unused_params`.
-    return getattr(group, "reduce_scatter_unused_params", False) and parameter.unsharded_param.requires_grad
+    private.after_reductions(module, end)
 
 
 def _shards_over(mesh: DeviceMesh, model: torch.nn.Module) -> list[DTensor]:
-    """The parameters that are sharded over a mesh."""
+    """Parameters that are sharded over `mesh`."""
     return [each for each in model.parameters() if isinstance(each, DTensor) and each.device_mesh == mesh]
 
 
 def _require_one_in_common(replicas: dist.ProcessGroup, shards: list[dist.ProcessGroup]) -> None:
-    """Raise UnsupportedError where a rank would average its shard with another shard of the same replica."""
+    """Raise UnsupportedError if `replicas` would average a rank's shard with another shard of the same replica."""
     of_replicas = set(dist.get_process_group_ranks(replicas))
     for group in shards:
         if len(both := of_replicas.intersection(dist.get_process_group_ranks(group))) > 1:

@@ -1,4 +1,4 @@
-"""Reductions of tensors that need not be contiguous, as torch's own backends take them."""
+"""Reductions of tensors that need not be contiguous, as torch's own backends allow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from ..core.runtime.stream import StreamHandle
 
 
 def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], op) -> Handle:
-    """Reduce gradients over ranks, in place. Those that are not contiguous are copied there and back, at once."""
+    """Reduce gradients over ranks, in place. Tensors that are not contiguous are copied, and the call then waits for
+    the result.
+    """
     contiguous = [tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in tensors]
     handle = communicator.all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
     return _copied_back(handle, tensors, contiguous).giving(*tensors)
 
 
 def reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op) -> Handle:
-    """Reduce gradients over ranks, and scatter the result. What is not contiguous is copied, at once."""
+    """Reduce gradients over ranks and scatter the result. Tensors that are not contiguous are copied; if `output` is
+    not, the call waits for the result.
+    """
     scattered = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     how = {"async_op": True, "role": "gradient"}
     handle = communicator.reduce_scatter_tensor(scattered, input.contiguous(), op, **how)
@@ -28,7 +32,10 @@ def reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op
 
 
 def _copied_back(handle: Handle, tensors: Sequence[Tensor], contiguous: Sequence[Tensor]) -> Handle:
-    """Copy results to where they belong, if they are not there. Returns what is to be waited for after that."""
+    """Wait and copy the results to tensors that are not contiguous; do nothing if all are.
+
+    Returns: a handle that is done after the copies.
+    """
     copied = [(tensor, result) for tensor, result in zip(tensors, contiguous) if tensor is not result]
     if not copied:
         return handle

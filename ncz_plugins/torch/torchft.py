@@ -1,4 +1,4 @@
-"""Compressed all-reduces between the replicas of torchft: for DiLoCo, and for gradients.
+"""Compressed all-reduces between torchft's replicas, for DiLoCo and for gradients.
 
     from ncz_plugins.torch.torchft import CompressedProcessGroup
 
@@ -32,19 +32,20 @@ from .work import HandleWork
 
 
 class CompressedProcessGroup(ProcessGroupWrapper):
-    """A process group for `torchft.Manager(pg=...)` whose all-reduces are compressed.
+    """Process group for `torchft.Manager(pg=...)` that compresses all-reduces.
 
-    All else goes to the process group that it wraps. Each quorum opens new connections. Counts last from quorum to
-    quorum.
+    All other collectives go to the process group that it wraps. Each quorum opens new connections. Statistics last from
+    quorum to quorum.
 
     Args:
         config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
         pg: the process group to wrap, a ProcessGroupGloo or ProcessGroupNCCL; None makes a ProcessGroupGloo.
-        timeout: how long to wait for the store and, where `pg` is None, for peers.
-        training: what lasts from quorum to quorum, if several groups are to share it.
+        timeout: how long to wait for the store and, if `pg` is None, for peers.
+        training: state that lasts from quorum to quorum, to share it between groups.
 
-    Raises ConfigError, UnsupportedError for a process group that lives in another process, and for settings that need
-    the names of parameters, which torchft does not tell, or steps, which a replica that joins has not counted.
+    Raises ConfigError for invalid settings. Raises UnsupportedError for a process group that lives in another process,
+    for settings that need names of parameters, which torchft does not pass, and for settings that need the step, which
+    a replica that joins does not know.
     """
 
     def __init__(
@@ -58,24 +59,24 @@ class CompressedProcessGroup(ProcessGroupWrapper):
         self._inner = self._pg
         if not isinstance(self._inner, ProcessGroupWrapper):
             raise UnsupportedError(
-                f"{type(pg).__name__} can't be wrapped: its connections live in another process. Pass a "
+                f"{type(pg).__name__} can't be wrapped, because its connections are in another process. Pass a "
                 "ProcessGroupGloo or a ProcessGroupNCCL"
             )
         self.training = Training(config) if training is None else training
         _require_no_memory(self.training.config)
-        # Of a training of our own, the settings are the training's, and may be replaced there.
+        # None: the communicator takes the settings of `training`, which the user may replace there.
         self._config = None if training is None else config
         self._communicator: Communicator | None = None
 
     @property
     def stats(self) -> Statistics:
-        """What was counted."""
+        """Statistics of all quorums."""
         return self.training.stats
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *more, **named) -> None:
-        """Connect the replicas of a new quorum. All of them must call this. torchft does.
+        """Connect the replicas of a new quorum. torchft calls this on all of them.
 
-        Raises MismatchError where replicas differ in version or configuration, PeerError where one does not come.
+        Raises MismatchError if replicas differ in version or configuration, PeerError if one does not connect.
         """
         self._abort_communicator()
         self.training.forget_groups()
@@ -86,18 +87,18 @@ class CompressedProcessGroup(ProcessGroupWrapper):
         self._communicator = Communicator(self._config, self._inner.parent, self.training, store)
 
     def allreduce(self, tensors: list[Tensor], opts) -> dist.Work:
-        """Reduce tensors over replicas, in place."""
+        """Reduce tensors over replicas, in place. Raises PeerError without a quorum."""
         if self._communicator is None:
-            raise PeerError("this process group has no quorum: it was not configured, or aborted since")
+            raise PeerError("this process group has no quorum: it was never configured, or was aborted")
         op = opts.reduceOp.op if isinstance(opts, dist.AllreduceOptions) else opts
         return HandleWork(all_reduce(self._communicator, tensors, op))
 
     def errored(self) -> Exception | None:
-        """What broke the connections of this quorum, so that the next one opens new ones; None while all is well."""
+        """The error that broke this quorum's connections, None if there was none. torchft then forms a new quorum."""
         return (self._communicator and self._communicator.error) or self._inner.errored()
 
     def abort(self, errored: bool = True) -> None:
-        """Give up what is under way and close the connections, until the next `configure`."""
+        """Give up the calls under way and close the connections. The next `configure` opens new ones."""
         self._abort_communicator()
         self._inner.abort(errored)
 
@@ -120,7 +121,7 @@ class CompressedProcessGroup(ProcessGroupWrapper):
 
 
 def _require_no_memory(config: Config) -> None:
-    """Raise UnsupportedError unless all that decides over a call is known to a replica that has just joined."""
+    """Raise UnsupportedError if a setting depends on something that a replica that has just joined does not know."""
     found = {
         "policies": config.policies,
         "quantizer.error_feedback": config.quantizer.feeds_back,
@@ -129,6 +130,6 @@ def _require_no_memory(config: Config) -> None:
     }
     if names := ", ".join(name for name, is_set in found.items() if is_set):
         raise UnsupportedError(
-            f"{names}: torchft passes no names of parameters, and replicas that join have not counted steps; leave out "
+            f"{names}: torchft passes no names of parameters, and a replica that joins does not know the step; remove "
             "these settings"
         )

@@ -1,4 +1,4 @@
-"""What stands for a handle of ours where torch wants a work of its own."""
+"""Works of torch.distributed that stand for handles of ours, where torch takes nothing else."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..core.runtime.handle import Handle
 
 
 class HandleWork(dist.Work):
-    """A handle as a work: torch's C++, which functional collectives go through, takes nothing else.
+    """Work that stands for a handle. torch's C++, which functional collectives go through, takes works only.
 
     Args:
-        unawaited: where the work is kept until somebody has waited for it, or its future is done.
+        handle: a handle of a compressed call.
+        unawaited: a set that holds the work until it was waited for or its future is done.
     """
 
     def __init__(self, handle: Handle, unawaited: set[HandleWork] | None = None):
@@ -28,7 +29,7 @@ class HandleWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         is_over = False
         try:
-            is_over = self._handle.wait(timeout or None)  # torch's own calls pass 0 for none
+            is_over = self._handle.wait(timeout or None)  # torch passes 0 for no time-out
         finally:
             if is_over or self._handle.is_completed():
                 self._unawaited.discard(self)

@@ -1,0 +1,210 @@
+"""Private names of torch that this package uses: the only file to change when a new torch renames one.
+
+Tried on torch 2.13.0; read in the source of 2.14.1. A version in brackets: the name exists from that version on, or
+until it.
+
+    torch.distributed.ProcessGroup   _set_default_backend, _register_backend; backend.py overrides _reduce_scatter_base
+    dist.Backend                     _plugins
+    ProcessGroupNCCL.Options         _timeout
+    torch._C                         _current_graph_task_id
+    torch.autograd.Variable          _execution_engine.queue_callback
+    DistributedDataParallel          _comm_hooks, _divide_by_initial_world_size, _use_python_reducer,
+                                     _delay_all_reduce_params
+    FSDPModule                       _get_fsdp_state, finalize_backward [from 2.15]
+    FSDPState                        _fsdp_param_groups [from 2.13], _fsdp_param_group [until 2.12],
+                                     _root_post_backward_final_callback
+    FSDPParamGroup                   post_backward, fsdp_params, reduce_grads, gradient_divide_factor,
+                                     force_sum_reduction_for_comms, reduce_scatter_unused_params [from 2.13],
+                                     _reduce_scatter_process_group, _reduce_scatter_comm, _all_gather_comm,
+                                     _all_reduce_hook
+    FSDPParam                        _param_fqn, padded_sharded_param_size, _unsharded_param, unsharded_param,
+                                     unsharded_accumulated_grad
+    torch.distributed.fsdp._fully_shard._fsdp_collectives   DefaultAllGather, DefaultReduceScatter
+    Tensor, sparse                   _indices, _values
+    torch.nn.Module                  _modules
+    torch.compile                    _orig_mod
+    Lightning Fabric                 _original_module, _forward_module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+# ------------------------------------------------------------------ process groups
+
+
+def set_default_backend(group: dist.ProcessGroup, kind: dist.ProcessGroup.BackendType) -> None:
+    """Set the kind of backend that a process group uses where nothing else is said."""
+    group._set_default_backend(kind)
+
+
+def register_backend(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend) -> None:
+    """Let `backend` serve the tensors of a process group on a type of device: "cpu" or "cuda"."""
+    group._register_backend(torch.device(device), kind, backend)
+
+
+def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
+    """Options of an NCCL backend with a time-out."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+def is_registered(name: str) -> bool:
+    """Whether torch knows a backend of this name that is not its own."""
+    return name.upper() in dist.Backend._plugins
+
+
+# ------------------------------------------------------------------ backward passes and modules
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward_pass(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward pass under way has ended. A pass that fails drops it."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def wrapped_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that `torch.compile` or Lightning's `Fabric.setup` wrapped; None if `model` is neither's."""
+    # Look into `_modules` and not at attributes: Fabric's wrapper passes unknown attributes on to the user's module.
+    modules = getattr(model, "_modules", {})
+    if "_original_module" in modules:  # Fabric's wrapper; `_forward_module` is what its strategy made of the model
+        return modules.get("_forward_module")
+    return modules.get("_orig_mod")
+
+
+def name_of(name: str) -> str:
+    """The name of a module or parameter without the part that `torch.compile` puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def sparse_bytes(tensor: Tensor) -> int:
+    """Bytes of the indices and values of a sparse tensor, which need not be coalesced."""
+    return tensor._indices().nbytes + tensor._values().nbytes
+
+
+# ------------------------------------------------------------------ DistributedDataParallel
+
+
+def hooks_of(model: DistributedDataParallel) -> list[tuple]:
+    """The communication hooks of a model: (hook, state) of each."""
+    return model._comm_hooks
+
+
+def forget_hook(model: DistributedDataParallel, hook: Callable) -> None:
+    """Drop `hook` without a state, which a copy of a hooked model lists although torch registered none for it."""
+    model._comm_hooks = [each for each in model._comm_hooks if each != (hook, None)]
+
+
+def divides_by_initial_world_size(model: DistributedDataParallel) -> bool:
+    """Whether gradients are divided by the number of ranks, also after some have left: see `model.join`."""
+    return getattr(model, "_divide_by_initial_world_size", True)
+
+
+def uses_python_reducer(model: DistributedDataParallel) -> bool:
+    """Whether the model hands single gradients to its hook, and no buckets."""
+    return getattr(model, "_use_python_reducer", False)
+
+
+def delays_reductions(model: DistributedDataParallel) -> bool:
+    """Whether the model reduces some parameters itself, without its hook."""
+    return bool(getattr(model, "_delay_all_reduce_params", None))
+
+
+# ------------------------------------------------------------------ FSDP2
+
+
+def parameter_groups(module: FSDPModule) -> list:
+    """The groups of a module's parameters. FSDP reduces the gradients of a group together."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def restore_collectives(module: FSDPModule, reduce_scatter: type, all_gather: type, all_reduce: type) -> None:
+    """Give a module FSDP's own collectives back, where it has those of the given types instead."""
+    # torch 2.8 and older lack the import; `fsdp.compress` refuses these versions.
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    for group in parameter_groups(module):
+        if isinstance(group._reduce_scatter_comm, reduce_scatter):
+            group._reduce_scatter_comm = DefaultReduceScatter()
+        if isinstance(group._all_gather_comm, all_gather):
+            group._all_gather_comm = DefaultAllGather()
+        if isinstance(group._all_reduce_hook, all_reduce):
+            group._all_reduce_hook = None
+
+
+def before_reductions(module: FSDPModule, callback: Callable[[object], None]) -> None:
+    """Call `callback` before each reduction of a module, with the group of parameters that it is about."""
+    for group in parameter_groups(module):
+
+        def post_backward(*unused, group=group):
+            callback(group)
+            return type(group).post_backward(group, *unused)
+
+        group.post_backward = post_backward
+
+
+def after_reductions(module: FSDPModule, callback: Callable[[], None]) -> None:
+    """Call `callback` when FSDP has finished the reductions of a module."""
+    # torch 2.15: pipelines call `finalize_backward` instead of the other one.
+    owners = {"_root_post_backward_final_callback": module._get_fsdp_state(), "finalize_backward": module}
+    for name, owner in owners.items():
+        if (original := getattr(type(owner), name, None)) is None:
+            continue
+
+        def finish(*args, original=original, owner=owner, **options):
+            result = original(owner, *args, **options)
+            callback()
+            return result
+
+        setattr(owner, name, finish)
+
+
+def reduced_parameters(group) -> list[tuple[str | None, int]]:
+    """The parameters of a group whose gradients FSDP is about to reduce.
+
+    Returns: the full name of each, None if FSDP does not know it, and how many elements each rank gets.
+    """
+    if not group.reduce_grads:
+        return []
+    reduced = [each for each in group.fsdp_params if _is_reduced(each, group)]
+    return [(each._param_fqn, each.padded_sharded_param_size.numel()) for each in reduced]
+
+
+def _is_reduced(parameter, group) -> bool:
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    if parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None:
+        return True
+    # torch 2.13 and newer reduce zeros for unused parameters if `FSDPModule.set_reduce_scatter_unused_params` says so.
+    return getattr(group, "reduce_scatter_unused_params", False) and parameter.unsharded_param.requires_grad
+
+
+def has_divide_factor(group) -> bool:
+    """Whether the user has set a divisor of the sum of gradients: see `FSDPModule.set_gradient_divide_factor`."""
+    return group.gradient_divide_factor is not None
+
+
+def reduce_scatter_ranks(group) -> int:
+    """The number of ranks that a group of parameters is sharded over."""
+    return group._reduce_scatter_process_group.size()
+
+
+def force_sum(group) -> None:
+    """Let FSDP divide by itself and reduce with SUM, not with an op that NCCL alone has."""
+    group.force_sum_reduction_for_comms = True
