@@ -1,8 +1,8 @@
-"""Which gradients of an optimizer are reduced together: the same buckets on all ranks, in an order that all know.
+"""Plan of which gradients of an optimizer are reduced together, the same on all ranks.
 
-Ranks get their gradients in orders of their own. A plan sets one beforehand, so that a bucket can be reduced as soon as
-it is complete, while the backward pass goes on. It depends on nothing but the parameters: a run that is resumed has the
-same one.
+Each rank computes its gradients in its own order. The plan fixes an order of the buckets beforehand, so that a bucket
+can be reduced as soon as it is complete, while the backward pass goes on. The plan depends on the parameters only, so a
+resumed run has the same one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from weakref import WeakValueDictionary
 from ..core.runtime.handle import Handle
 from .pending import PendingTensor
 
-BUCKET_BYTES = (
-    16 << 20
-)  # few enough that most of a model is sent before its backward pass ends, and worth their latency
+# Small enough to send most of a model before its backward pass ends, large enough to be worth the latency.
+BUCKET_BYTES = 16 << 20
 
 
 class BucketPlan:
-    """Buckets of neighbouring gradients, and how far they are in the training step that is under way.
+    """Buckets of neighbouring gradients, and their progress in the current training step.
 
     Args:
-        tensors: all that a step reduces.
-        positions: of parameters in their optimizer, by name. A backward pass comes to them in about the reverse order,
-            so that is the order of the buckets. Empty: all tensors are one bucket.
+        tensors: all tensors that a step reduces.
+        positions: position of each parameter in its optimizer, by name. A backward pass computes gradients in about the
+            reverse order, so that is the order of the buckets. Empty: all tensors are one bucket.
 
     Attributes:
-        under_way: the handles of those of this step's buckets that were begun before its end.
-        stopped: whether nothing more is reduced before the end of this step.
+        under_way: handles of the buckets of this step that were started before the step's end.
+        stopped: True if no more buckets are started before the end of this step.
     """
 
     def __init__(self, tensors: Iterable[PendingTensor], positions: Mapping[str, int]):
         self._bucket_of: dict[tuple, int] = {}
-        self._sizes: list[int] = []  # of buckets, in tensors
+        self._sizes: list[int] = []  # tensors of each bucket
         filled = enough = BUCKET_BYTES if positions else math.inf
         for pending in sorted(tensors, key=lambda each: (-positions.get(each.parameter.name, 0), each.order)):
             if filled >= enough:
@@ -46,41 +45,42 @@ class BucketPlan:
         self.begin()
 
     def begin(self) -> None:
-        """Be ready for another step."""
-        # Weak, as a tensor whose handle was dropped must not complete a bucket of the next backward pass.
+        """Start a new step: no tensor is ready."""
+        # Weak references: if the program dropped the handle of a tensor, it must not complete a bucket of the next
+        # backward pass.
         self._ready: dict[int, WeakValueDictionary[tuple, PendingTensor]] = {}
         self._next = 0
         self.stopped = False
         self.under_way: list[Handle] = []
 
     def stop(self) -> None:
-        """Reduce nothing more before the end of this step."""
+        """Start no more buckets before the end of this step."""
         self.stopped = True
 
     def bucket_of(self, pending: PendingTensor) -> int:
-        """The number of the bucket that has one of the tensors that it covers."""
+        """Number of the bucket that holds a tensor of the plan."""
         return self._bucket_of[pending.key]
 
-    def join(self) -> None:
-        """Make one bucket of all, and reduce nothing more before the end of this step."""
+    def merge(self) -> None:
+        """Merge all buckets into one, and start no more before the end of this step."""
         self._bucket_of = dict.fromkeys(self._bucket_of, 0)
         self._sizes = [len(self._bucket_of)]
         self.stop()
 
     def wait(self) -> None:
-        """Return once nothing is under way. Raises what went wrong first; what came after it was left."""
+        """Wait for all buckets that were started. Raises the first error; later buckets may not have been reduced."""
         try:
             for handle in self.under_way:
                 handle.wait()
         finally:
-            self.stop()  # what is under way still, after an error
+            self.stop()  # after an error, this stops the reductions that have not started
 
     def covers(self, tensors: Iterable[PendingTensor]) -> bool:
-        """Whether it was made for these."""
+        """Whether the plan is for exactly these tensors."""
         return {pending.key for pending in tensors} == self._bucket_of.keys()
 
     def complete(self, tensors: Iterable[PendingTensor]) -> Iterator[tuple[int, list[PendingTensor]]]:
-        """Take note of tensors that are ready. Yield each bucket that is complete now: its number and its tensors."""
+        """Note that tensors are ready. Yield each bucket that is now complete: its number and its tensors."""
         for pending in tensors:
             if pending.key in self._bucket_of:
                 self._ready.setdefault(self._bucket_of[pending.key], WeakValueDictionary())[pending.key] = pending
@@ -93,7 +93,7 @@ class BucketPlan:
             yield self._next - 1, sorted(ready.values(), key=lambda pending: pending.order)
 
     def buckets(self, tensors: Iterable[PendingTensor]) -> list[tuple[int, list[PendingTensor]]]:
-        """Some of the tensors that it covers, by their buckets. Within a bucket their order stays."""
+        """Tensors of the plan by bucket, in order of the buckets. Within a bucket they keep their order."""
         found: dict[int, list[PendingTensor]] = {}
         for pending in tensors:
             found.setdefault(self._bucket_of[pending.key], []).append(pending)

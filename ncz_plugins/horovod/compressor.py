@@ -1,4 +1,4 @@
-"""`NCZ`: what users pass as `compression`."""
+"""Compressors of Horovod: `NCZ`, which users pass as `compression`, and the form that an optimizer holds."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from ..core.training.state import Training
 from ..core.transport.link_speed import gloo_link_gbps
 from ..core.tuning.tuning_file import apply_tuning_file
 
-ENVIRONMENT = "NCZ_CONFIG"  # a configuration file, for NCZ without settings of its own
+ENVIRONMENT = "NCZ_CONFIG"  # path of a configuration file, for NCZ without arguments
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """A tensor on its way from `compress` to the all-reduce.
+    """Tensor on its way from `compress` to the all-reduce, with the compressor that it came from.
 
     Attributes:
-        owner: what has the same owner is reduced together.
+        compressor: settings and state.
+        owner: the optimizer's compressor, or `compressor` itself. Tensors of one owner are reduced together.
     """
 
     tensor: Tensor
@@ -37,10 +38,10 @@ class Tagged:
 
 
 class _OnClassOrInstance:
-    """A method or an attribute that on the class stands for that of its default instance.
+    """Descriptor of a method that, called on the class, acts on the class's default instance.
 
-    Horovod's own compressors are classes that are never instantiated, so users write both
-    `compression=NCZ` and `compression=NCZ(...)`.
+    Horovod's own compressors are classes that are never instantiated, so users write both `compression=NCZ` and
+    `compression=NCZ(...)`.
     """
 
     def __init__(self, function):
@@ -52,21 +53,23 @@ class _OnClassOrInstance:
 
 
 class NCZ(Compressor):
-    """Compressed gradient all-reduces for `hvd.DistributedOptimizer(..., compression=...)`.
+    """Compressor of gradients for `hvd.DistributedOptimizer(..., compression=...)`.
+
+    `NCZ` itself, without parentheses, means its default instance, `NCZ.default()`.
 
     Args:
         source: anything that `Config.load` takes. None: the file named in NCZ_CONFIG, else all defaults.
         sections: instead of `source`, sections of the configuration: `NCZ(quantizer={"value": 0.1})`.
 
-    Attributes:
-        config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes.
-        stats: `Statistics`; one step is one `synchronize` of the optimizer.
-        training: what lasts from step to step.
+    Raises ConfigError for settings that are invalid, or that Horovod can't serve.
 
-    The class itself can be passed too and then means its default instance, `NCZ.default()`.
+    Attributes:
+        config: the settings. Assign anything that `Config.load` takes between two steps, the same on all ranks.
+        stats: `Statistics`. A step is one `synchronize` of the optimizer.
+        training: state that lasts from step to step.
     """
 
-    # Of single tensors, as OptimizerCompressor has them.
+    # The same attributes as OptimizerCompressor's, for tensors that no optimizer submitted.
     label = "allreduce/"
     knows_names = True
     positions: Mapping[str, int] = {}
@@ -77,19 +80,21 @@ class NCZ(Compressor):
         source = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
         self.training = Training(_resolved(source))
         self._is_optimizers = False
-        self._first_parameters: list[weakref.ref] = []  # of each optimizer; itself if it has none
+        self._first_parameters: list[
+            weakref.ref
+        ] = []  # first parameter of each optimizer, or the optimizer itself if it has none
 
     def __repr__(self) -> str:
         return f"NCZ({self.config.describe()}; step {self.training.step}, {self.stats.total.describe()})"
 
     def __reduce__(self):
-        """A copy, here or in another process, has the same settings and begins a training of its own."""
+        """Copy or pickle the settings only. The copy starts a training of its own."""
         return type(self), (self.config,)
 
     @classmethod
     def default(cls) -> NCZ:
-        """The instance that the class stands for where it is passed as such."""
-        if "_default" not in vars(cls):  # a subclass has one of its own
+        """The instance that the class stands for when it is passed as `compression`."""
+        if "_default" not in vars(cls):  # each subclass has its own
             cls._default = cls()
         return cls._default
 
@@ -107,37 +112,37 @@ class NCZ(Compressor):
 
     @_OnClassOrInstance
     def compress(self, tensor: Tensor) -> tuple[Tagged, None]:
-        """Raise UnsupportedError: only functions of Horovod that this plugin could not replace call this."""
+        """Raise UnsupportedError: only a function of Horovod that this plugin could not replace calls this."""
         raise UnsupportedError(
             "a function such as hvd.allreduce or hvd.DistributedOptimizer was imported by its name before "
-            "ncz_plugins.horovod, so that it does not know NCZ. Import ncz_plugins.horovod first, or write "
+            "ncz_plugins.horovod, so it does not know NCZ. Import ncz_plugins.horovod first, or write "
             "`import horovod.torch as hvd` and call hvd.allreduce"
         )
 
     @_OnClassOrInstance
     def decompress(self, tensor: Tensor, ctx) -> Tensor:
-        """Nothing is left to do: the all-reduce has decoded already."""
+        """Return the tensor: the all-reduce has decoded it already."""
         return tensor
 
     # ---------------------------------------------------------------- steps and checkpoints
 
     @_OnClassOrInstance
     def state_dict(self) -> dict:
-        """What this rank needs to go on like a run that was not stopped: see `Training.state_dict`."""
+        """State of this rank for a checkpoint: see `Training.state_dict`. Each rank must save its own."""
         self._update_rank()
         return self.training.state_dict()
 
     @_OnClassOrInstance
     def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` gave to the same rank of a run before: see `Training.load_state_dict`.
+        """Load what `state_dict` returned on the same rank: see `Training.load_state_dict`.
 
-        Ranks that load nothing take the step from those that do, and begin with nothing kept by error feedback.
+        Ranks that load nothing take the step from those that do, and start without error-feedback residuals.
         """
         self._update_rank()
         self.training.load_state_dict(state)
 
     def begin(self) -> None:
-        """Get ready to reduce; find now what can be found wrong before. Raises ConfigError."""
+        """Prepare for the first reduction. Raises ConfigError for settings that can't be used here."""
         self._update_rank()
         transport = self.config.transport
         link_gbps = transport.link_gbps or (gloo_link_gbps() if transport.schedule == "ring" else None) or 1
@@ -145,26 +150,26 @@ class NCZ(Compressor):
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether gradients may be reduced while others are computed.
+        """Whether buckets may be reduced before the program waits for them.
 
-        Not if several optimizers share this: steps of one could then end in the middle of another's.
+        False if several optimizers share this compressor: a step of one could then end in the middle of another's.
         """
         return sum(first() is not None for first in self._first_parameters) == 1
 
     def end_reduction(self, owner: NCZ | OptimizerCompressor) -> None:
-        """What `owner` had to reduce is reduced: a step is over, unless optimizers tell steps and it is none."""
+        """End a step after all tensors of `owner` were reduced. Single tensors end no step if there are optimizers."""
         if owner is not self or not self._is_optimizers:
             self.training.end_step()
 
     def held_by(self, optimizer: Optimizer, knows_names: bool, takes_part: bool) -> OptimizerCompressor:
-        """This compressor in the hands of an optimizer.
+        """Compressor for one optimizer that shares this one's settings and state.
 
-        One that is made anew for the same parameters goes on with what error feedback kept. The first must be gone by
-        then, and Horovod's hooks with it.
+        An optimizer that is made again for the same parameters continues with the same error-feedback residuals. The
+        first optimizer must be gone by then, and Horovod's hooks with it.
 
         Args:
-            knows_names: whether it is told the names of its parameters.
-            takes_part: whether this rank is in its process set.
+            knows_names: whether the optimizer is told the names of its parameters.
+            takes_part: whether this rank is in the optimizer's process set.
         """
         self._is_optimizers |= takes_part
         first = next((each for group in optimizer.param_groups for each in group["params"]), optimizer)
@@ -175,9 +180,10 @@ class NCZ(Compressor):
         return OptimizerCompressor(self, f"optimizer {number + 1}/" if number else "", knows_names)
 
     def _update_rank(self) -> None:
-        """Tell the training which rank this is.
+        """Tell the training this rank's number.
 
-        Elastic training may have changed that: what is known from before is then like a checkpoint from another rank.
+        Elastic training may have changed the number. The training's state is then loaded like a checkpoint from another
+        rank.
         """
         training, now = self.training, (hvd.rank(), hvd.size())
         before = training.rank, training.world_size
@@ -190,15 +196,15 @@ class NCZ(Compressor):
 
 
 class OptimizerCompressor(Compressor):
-    """An NCZ in the hands of one optimizer, which may share it with others.
+    """Compressor of one optimizer, which may share an NCZ with others.
 
-    That a gradient never fires is known only when its own optimizer synchronizes. Until then ranks may differ in
-    what is pending, so that others must not reduce it with theirs.
+    Only its own optimizer's `synchronize` shows that a gradient will not come. Until then ranks may have different
+    gradients pending, so tensors of different optimizers are never reduced together.
 
     Attributes:
-        label: what error feedback puts before the names of its parameters, as other optimizers may have the same.
-        knows_names: whether it was told names; else Horovod names its parameters by their positions in it.
-        positions: of its parameters in the model, by name, as far as that is known.
+        label: prefix of its parameters' names in error feedback, as two optimizers may use the same names.
+        knows_names: True if it was told names; else Horovod names parameters by their position.
+        positions: position of each parameter in the model, by name; empty if unknown.
     """
 
     def __init__(self, compressor: NCZ, label: str, knows_names: bool):
@@ -215,23 +221,23 @@ class OptimizerCompressor(Compressor):
         return tensor
 
     def learn_names(self, names: list[str], groups: list[list[str]]) -> None:
-        """Take note of the names of its parameters, in their order, and of those that are reduced as a group."""
+        """Note the names of all parameters in order, and of those that are reduced as a group."""
         self.positions = {name: position for position, name in enumerate(names)}
         self._names_in_group = {names[0]: names for names in groups}
 
     def names_in_group(self, first: str) -> list[str]:
-        """The parameters whose group Horovod calls by the first of them."""
+        """Names of the parameters in the group that Horovod calls by its first parameter."""
         return self._names_in_group[first]
 
 
 def as_instance(compression) -> NCZ | None:
-    """The NCZ that a `compression` argument means, None for any other compressor.
+    """The NCZ that a `compression` argument means; None for any other compressor.
 
-    Raises UnsupportedError for settings in place of a compressor.
+    Raises UnsupportedError if settings are passed instead of a compressor.
     """
     if isinstance(compression, (str, Mapping)):
         raise UnsupportedError(
-            f"compression={compression!r}: this is no compressor. Write compression=NCZ for all defaults, or NCZ(...) "
+            f"compression={compression!r} must be a compressor. Write compression=NCZ for all defaults, or NCZ(...) "
             "with a file or a mapping of settings; `from ncz_plugins.horovod import NCZ`"
         )
     if isinstance(compression, NCZ):
@@ -242,7 +248,7 @@ def as_instance(compression) -> NCZ | None:
 
 
 def _resolved(source) -> Config:
-    """The configuration that `source` describes, in which nothing is left open. Raises ConfigError."""
+    """Configuration from anything that `Config.load` takes, with every `auto` replaced. Raises ConfigError."""
     config = Config.load(source)
     if config.roles != ("gradient",):
         raise ConfigError(
@@ -250,13 +256,13 @@ def _resolved(source) -> Config:
         )
     if isinstance(config.transport.hierarchy, int):
         raise ConfigError(
-            f"transport.hierarchy: {config.transport.hierarchy}: under Horovod every rank stands for itself, as "
-            "its runtime has no way between chosen ranks; allowed: auto, off"
+            f"transport.hierarchy: {config.transport.hierarchy}: Horovod can't send between chosen ranks, so "
+            "ranks can't be grouped by node; allowed: auto, off"
         )
     config = apply_tuning_file(config, hvd.size() if hvd.is_initialized() else None)
     if config.needs_measuring:
         raise ConfigError(
-            "transport: frame_bytes and min_bytes: auto: Horovod's ranks can't measure as they start; run "
+            "transport: frame_bytes or min_bytes is auto: under Horovod ranks can't measure at the start; run "
             "`horovodrun -np N ncz tune --output tuned.json` and name that file in transport.tuning"
         )
     return config

@@ -1,7 +1,7 @@
-"""Connections of our own beside Horovod: for the ring schedule, and for tensors on GPUs.
+"""Connections of our own beside Horovod's, for the ring schedule and for tensors on GPUs.
 
-The ranks of a process set meet through Horovod. They connect by gloo and, once a GPU is used, by NCCL. So a Horovod
-that was built for CPUs serves GPUs as well.
+The ranks of a process set find each other through Horovod. They connect by gloo and, once a tensor is on a GPU, by
+NCCL. So a Horovod that was built without CUDA serves GPUs as well.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from ..core.config import TransportConfig
 from ..core.transport.handshake import open_store
 from ..core.transport.routes import Route, Routes
 
-_TIMEOUT = timedelta(minutes=5)
+_DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
 class OwnConnections:
-    """Those of one process set, made when they are first used. A failure closes them, and the next use makes others."""
+    """Connections of one process set. The first use opens them. A failure closes them; the next use opens new ones."""
 
     def __init__(self):
         self._routes: Routes | None = None
 
     @contextmanager
     def route(self, process_set, settings: TransportConfig, device: torch.device) -> Iterator[Route]:
-        """What serves tensors on `device`. All ranks of the process set must enter this alike.
+        """Context with the device and the transport for tensors on `device`.
 
-        An error that passes through closes all connections, so that other ranks need not time out.
+        All ranks of the process set must enter it.
+
+        An error inside closes all connections, so that other ranks fail at once and need not time out.
 
         Args:
-            settings: how long to wait for a peer, five minutes if it does not say, and with how many connections.
+            settings: time-out of connecting (default: five minutes), and the number of connections.
 
-        Raises PeerError if a rank does not come, and what `Routes.of` does.
+        Raises PeerError if a rank does not connect, and what `Routes.of` raises.
         """
         if self._routes is None:
             self._routes = _open(process_set, settings)
@@ -50,12 +52,12 @@ class OwnConnections:
             raise
 
     def close(self) -> None:
-        """Close what was made, when nothing is under way any more."""
+        """Close the connections, once no call is under way."""
         if self._routes is not None:
             self._routes.close()
 
     def abort(self, error: BaseException) -> None:
-        """Close what was made at once: what is under way fails."""
+        """Close the connections at once. Calls under way fail."""
         if self._routes is not None:
             self._routes.abort(error)
 
@@ -63,7 +65,7 @@ class OwnConnections:
 def _open(process_set, settings: TransportConfig) -> Routes:
     rank, world_size = process_set.rank(), process_set.size()
     seconds = settings.timeout_seconds
-    timeout = _TIMEOUT if seconds is None else timedelta(seconds=seconds)
+    timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
     channels = 1 if settings.connections == "auto" else settings.connections
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
     broadcast = partial(hvd.broadcast, root_rank=process_set.ranks[0], name="ncz.ring", process_set=process_set)

@@ -1,4 +1,4 @@
-"""`hvd.elastic.TorchState(..., ncz=compressor)`: what an NCZ knows goes back to the last commit with the model."""
+"""Handler for `hvd.elastic.TorchState(..., ncz=compressor)`: an NCZ returns to the last commit with the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .gathering import gathered
 
 
 def install() -> None:
-    """Tell Horovod's states how to handle an NCZ."""
+    """Register the handler for NCZ with Horovod's elastic states."""
     state.set_handler_registry([*state.get_handler_registry(), (NCZ, _Handler)])
 
 
 class _Handler(state.StateHandler):
-    """Keeps a copy of this rank's own state, which it does not share with the others."""
+    """Handler that keeps a copy of this rank's own state. Ranks do not share it."""
 
     def __init__(self, value: NCZ):
         super().__init__(value)
@@ -29,8 +29,8 @@ class _Handler(state.StateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take over the configuration of the first rank, with what it found for `auto` at its number of ranks.
+        """Take over the configuration of rank 0, in which `auto` has been replaced for its number of ranks.
 
-        There is nothing else to send: ranks that come later take the step from the others with their first reduction.
+        Nothing else needs to be sent: ranks that join later take the step from the others in their first reduction.
         """
         self.value.training.config = gathered(self.value.config.model_dump(mode="json"), "ncz.config")[0]

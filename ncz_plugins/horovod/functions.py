@@ -1,7 +1,10 @@
-"""Compressed all-reduces of single tensors, with Horovod's signatures, for those without a DistributedOptimizer.
+"""Compressed all-reduces of single tensors, with Horovod's signatures, for programs without a DistributedOptimizer.
 
-As in torch.distributed, and unlike in Horovod, all ranks must make the same calls before they wait for the first of
-them: what is pending then is reduced together.
+As in torch.distributed, and unlike in Horovod, all ranks must make the same calls before they wait for the first one:
+all pending tensors are reduced together.
+
+All functions raise UnsupportedError for sparse tensors and for a `compression` other than NCZ, and MismatchError if
+ranks differ.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ def allreduce_async(
     process_set=hvd.global_process_set,
     compression=NCZ,
 ):
-    """As hvd.allreduce_async: a handle for `hvd.synchronize`; `tensor` is not changed."""
+    """Start a compressed all-reduce, like hvd.allreduce_async.
+
+    Returns: a handle for `hvd.synchronize`, which returns a new tensor of the same shape and dtype.
+    """
     return _start([tensor], False, average, name, op, prescale_factor, postscale_factor, process_set, compression)
 
 
@@ -41,7 +47,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set=hvd.global_process_set,
 ) -> Tensor:
-    """As hvd.allreduce: the average (or sum) over ranks; `tensor` is not changed. Gradients flow through it."""
+    """Average or sum a tensor over ranks, like hvd.allreduce. Gradients flow through it.
+
+    Returns: a new tensor of the same shape and dtype.
+    """
     return _AllReduce.apply(tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -55,7 +64,10 @@ def grouped_allreduce_async(
     process_set=hvd.global_process_set,
     compression=NCZ,
 ):
-    """As hvd.grouped_allreduce_async."""
+    """Start a compressed all-reduce of several tensors, like hvd.grouped_allreduce_async.
+
+    Returns: a handle for `hvd.synchronize`, which returns a list of new tensors.
+    """
     return _start(list(tensors), True, average, name, op, prescale_factor, postscale_factor, process_set, compression)
 
 
@@ -69,7 +81,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set=hvd.global_process_set,
 ) -> list[Tensor]:
-    """As hvd.grouped_allreduce. Gradients flow through it."""
+    """Average or sum several tensors over ranks, like hvd.grouped_allreduce. Gradients flow through it.
+
+    Returns: a list of new tensors.
+    """
     settings = (average, compression, op, prescale_factor, postscale_factor, process_set)
     return list(_GroupedAllReduce.apply(name, settings, *tensors))
 
@@ -101,7 +116,7 @@ class _GroupedAllReduce(torch.autograd.Function):
 
 
 def _of_gradient(name: str | None) -> str | None:
-    """What the gradient of a named result is called."""
+    """Name for the gradient of a named result."""
     return name and f"{name}.gradient"
 
 
@@ -114,11 +129,13 @@ def _start(tensors, grouped, average, name, op, prescale_factor, postscale_facto
             raise UnsupportedError(
                 f"{name or 'allreduce'}: a tensor of layout {tensor.layout} can't be compressed; pass tensor.to_dense()"
             )
-    with outside_of_inference_mode():  # of which the thread that reduces knows nothing
+    with outside_of_inference_mode():  # the thread that reduces is not in inference mode, and must write to the copies
         outputs = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     compressor = as_instance(compression)
     if compressor is None:
-        raise UnsupportedError(f"compression={compression!r} is not NCZ; hvd.allreduce takes it")
+        raise UnsupportedError(
+            f"compression={compression!r} must be NCZ or an NCZ(...); for other compressors call hvd.allreduce"
+        )
     if name is None or not grouped:
         names = [name] * len(tensors)
     else:

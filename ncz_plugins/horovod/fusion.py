@@ -1,4 +1,4 @@
-"""Tensors that are reduced in one call: the same ones in the same order on every rank."""
+"""Fusion of tensors into one call: the same tensors in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from ..core.training.state import Training
 from .pending import PendingTensor
 
-FUSION_BYTES = 64 << 20  # what is reduced in one call; enough to hide its latency, little enough to fit in memory
+FUSION_BYTES = 64 << 20  # most bytes in one call: enough to hide the latency, little enough to fit in memory
 
 
 def fused(tensors: list[PendingTensor], training: Training, ranks: list[int]) -> Iterator[list[PendingTensor]]:
-    """All `tensors`, up to FUSION_BYTES at a time of those that are of one kind, on one device and treated alike.
+    """Groups of at most FUSION_BYTES that share a signature, a device and the settings. A larger tensor is a group.
 
     Args:
-        tensors: in their order.
-        ranks: those that reduce them.
+        tensors: pending tensors, sorted by `PendingTensor.order`.
+        ranks: the ranks that reduce them.
     """
-    for _, group in itertools.groupby(tensors, key=lambda pending: (pending.kind, pending.tensor.device)):
+    for _, group in itertools.groupby(tensors, key=lambda pending: (pending.signature, pending.tensor.device)):
         alike = list(group)
         parameters = [pending.parameter for pending in alike]
         for _, indices in training.grouped(parameters, alike[0].tensor.dtype, "gradient", ranks):
@@ -29,15 +29,15 @@ def fused(tensors: list[PendingTensor], training: Training, ranks: list[int]) ->
 
 
 def flattened(tensors: list[PendingTensor]) -> Tensor:
-    """The values of all tensors, one after another, as a new tensor, [elements]."""
+    """Values of all tensors in a row, as a new tensor, [elements]."""
     return torch.cat([pending.tensor.reshape(-1) for pending in tensors])
 
 
 def copy_back(flat: Tensor, tensors: list[PendingTensor]) -> None:
-    """Give values that `flattened` has put together to the tensors that they came from.
+    """Give each tensor its part of `flat`, which `flattened` made.
 
-    In host memory the program's own thread copies them when it waits: until then it may change its tensors, on each
-    rank at another moment, or have given up this reduction and compute into the same memory again.
+    In host memory the program's own thread copies when it waits. Until then the program may change its tensors at any
+    time, or may have given up this reduction and compute into the same memory again.
     """
     for pending, values in zip(tensors, flat.split([pending.tensor.numel() for pending in tensors])):
         pending.result = values.view(pending.tensor.shape)
@@ -46,7 +46,7 @@ def copy_back(flat: Tensor, tensors: list[PendingTensor]) -> None:
 
 
 def _cut(tensors: list[PendingTensor]) -> Iterator[list[PendingTensor]]:
-    """Neighbours, up to FUSION_BYTES at a time, or one if that is larger."""
+    """Runs of neighbours of at most FUSION_BYTES. A larger tensor is a run of its own."""
     together: list[PendingTensor] = []
     size = 0
     for pending in tensors:

@@ -1,4 +1,4 @@
-"""What ranks tell each other over Horovod besides tensors."""
+"""Exchange of small values other than tensors between ranks, over Horovod."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def gathered(value, name: str, process_set=hvd.global_process_set) -> list:
-    """What each rank of a process set gave, in order of the ranks. All of them must call this.
+    """The values that all ranks of a process set passed, in order of the ranks. All of them must call this.
 
-    It travels as JSON: Horovod's own functions for objects unpickle, which runs what a rank sends.
+    Values travel as JSON. Horovod's own functions for objects unpickle what other ranks send, which can run code.
 
     Args:
-        value: what JSON can hold.
-        name: of the operations.
+        value: anything that JSON can hold.
+        name: the name of Horovod's operations.
     """
     encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     size = torch.tensor([encoded.numel()], dtype=torch.int64, device="cpu")

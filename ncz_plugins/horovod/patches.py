@@ -1,6 +1,6 @@
-"""Where this plugin meets Horovod: everything that it replaces there, in one place.
+"""Replacements of Horovod's functions: everything that this plugin changes in Horovod.
 
-Calls that carry no NCZ pass through to what was there before.
+Calls without an NCZ go to the original function. Tested with Horovod 0.28.1.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ _installed = False
 
 
 def install() -> None:
-    """Put the plugin in place, once. Raises UnsupportedError if this Horovod is laid out differently."""
+    """Replace Horovod's functions; a second call does nothing.
+
+    Raises UnsupportedError if this Horovod lacks one of them.
+    """
     global _installed
     if _installed:
         return
-    # The optimizer imported these by name, so that is where they are replaced for tagged tensors.
+    # The optimizer module imported these functions by name, so replace them there.
     _wrap([optimizer], "allreduce_async_", _takes_tagged)
     _wrap([optimizer], "grouped_allreduce_async_", _takes_tagged_group)
     _wrap([optimizer, hvd, mpi_ops], "synchronize", _takes_pending)
-    _wrap([hvd, mpi_ops], "poll", _polls_pending)
+    _wrap([hvd, mpi_ops], "poll", _polls)
     _wrap([hvd, mpi_ops], "allreduce", functools.partial(_takes_compression, functions.allreduce))
     _wrap([hvd, mpi_ops], "grouped_allreduce", functools.partial(_takes_compression, functions.grouped_allreduce))
     for name in ("reducescatter", "grouped_reducescatter"):
         _wrap([hvd, mpi_ops], name, _refuses_compression)
     _wrap([optimizer, hvd], "DistributedOptimizer", _takes_ncz)
-    # Every way to initialize Horovod, elastic's included, ends here.
-    _wrap([mpi_ops._basics], "init", _forgets)
+    # Every way to initialize Horovod, also the elastic one, calls this.
+    _wrap([mpi_ops._basics], "init", _resets)
     elastic.install()
     _installed = True
 
@@ -58,6 +61,8 @@ def _wrap(owners: list, name: str, wrapper) -> None:
 
 
 def _takes_tagged(original):
+    """all-reduce of the optimizer: a tagged tensor becomes pending."""
+
     def allreduce_async_(
         tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
     ):
@@ -74,6 +79,8 @@ def _takes_tagged(original):
 
 
 def _takes_tagged_group(original):
+    """all-reduce of a group of the optimizer: tagged tensors become pending."""
+
     def grouped_allreduce_async_(
         tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
     ):
@@ -92,18 +99,22 @@ def _takes_tagged_group(original):
 
 
 def _takes_pending(original):
+    """hvd.synchronize that takes our handles as well."""
+
     def synchronize(handle):
         return reduction.wait_for(handle) if isinstance(handle, Pending) else original(handle)
 
     return synchronize
 
 
-def _polls_pending(original):
+def _polls(original):
+    """hvd.poll that takes our handles as well."""
+
     def poll(handle):
         if not isinstance(handle, Pending):
             return original(handle)
-        # Without a plan a reduction begins when it is waited for. Who asks once may go on; a loop that only polls must
-        # wait in the end, or it would be one for ever.
+        # Without a plan a reduction starts only when the program waits for it. The first poll returns False. The second
+        # one waits: a program that polls in a loop would never end otherwise.
         if handle.done or handle.polled:
             reduction.wait_for(handle)
             return True
@@ -114,6 +125,8 @@ def _polls_pending(original):
 
 
 def _takes_compression(ours, original):
+    """A function of Horovod that calls `ours` if its argument `compression` is NCZ."""
+
     def allreduce(*args, **kwargs):
         arguments = _bound(original, *args, **kwargs)
         return original(*args, **kwargs) if as_instance(arguments.get("compression")) is None else ours(**arguments)
@@ -122,6 +135,8 @@ def _takes_compression(ours, original):
 
 
 def _refuses_compression(original):
+    """A function of Horovod that raises UnsupportedError if its argument `compression` is NCZ."""
+
     def reducescatter(*args, **kwargs):
         if as_instance(_bound(original, *args, **kwargs).get("compression")) is not None:
             raise UnsupportedError(f"hvd.{original.__name__} can't be compressed with NCZ; use hvd.Compression.none")
@@ -131,6 +146,8 @@ def _refuses_compression(original):
 
 
 def _takes_ncz(original):
+    """hvd.DistributedOptimizer that gives the optimizer a compressor of its own."""
+
     def DistributedOptimizer(*args, **kwargs):
         arguments = _bound(original, *args, **kwargs)
         compressor = as_instance(arguments.get("compression"))
@@ -172,9 +189,11 @@ def _what_is_active(compressor: NCZ) -> str:
     return f"gradient all-reduces are compressed (Horovod, {hvd.size()} ranks): {compressor.config.describe()}"
 
 
-def _forgets(original):
+def _resets(original):
+    """hvd.init that forgets all pending tensors first."""
+
     def init(*args, **kwargs):
-        if not hvd.is_initialized():  # else Horovod does nothing either, and other ranks need not call it
+        if not hvd.is_initialized():  # a second hvd.init does nothing, and may be called by some ranks only
             reduction.reset()
         return original(*args, **kwargs)
 

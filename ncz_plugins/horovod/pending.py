@@ -1,4 +1,4 @@
-"""Tensors that wait for their reduction, and the handle that a program holds meanwhile."""
+"""Pending tensors, which wait for their reduction, and the handle that a program holds for them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..core.runtime.device import record_event, require_kernels
 from ..core.training.policy import ParameterSlice
 from .compressor import NCZ, OptimizerCompressor
 
-TORCH_OPS = {hvd.Average: dist.ReduceOp.AVG, hvd.Sum: dist.ReduceOp.SUM}  # those that can be compressed
-UNNAMED = "ncz.noname."  # and a number, which may differ between ranks
+TORCH_OPS = {hvd.Average: dist.ReduceOp.AVG, hvd.Sum: dist.ReduceOp.SUM}  # the ops that can be compressed
+UNNAMED = "ncz.noname."  # prefix of a number, which may differ between ranks
 _unnamed = itertools.count()
 
 
-class Kind(NamedTuple):
-    """What tensors must have in common to be reduced together, besides their treatment.
+class Signature(NamedTuple):
+    """Properties that tensors must share to be reduced in one call. Their settings must be the same, too.
 
     Attributes:
-        op: Horovod's.
-        prescale, postscale: what the ranks' values and the result are multiplied by, on top of what `op` says.
-        dtype: its name in torch.
+        op: Horovod's number of the op.
+        prescale, postscale: factors of the ranks' values and of the result, in addition to what `op` does.
+        dtype: its name in torch, such as "float32".
         device: "cpu" or "cuda".
     """
 
@@ -41,12 +41,12 @@ class Kind(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What the result is multiplied by."""
+        """Factor of the result."""
         return self.prescale * self.postscale
 
     @property
     def bypass(self) -> Bypass | None:
-        """Why Horovod's own all-reduce must take such tensors; None if they can be compressed."""
+        """Reason why Horovod's own all-reduce must take such tensors; None if they can be compressed."""
         if self.op not in TORCH_OPS:
             return Bypass.OP
         return by_op(TORCH_OPS[self.op], self.scale) or by_dtype(getattr(torch, self.dtype))
@@ -54,19 +54,19 @@ class Kind(NamedTuple):
 
 @dataclass(eq=False)
 class PendingTensor:
-    """A tensor that is to be reduced.
+    """Tensor that is to be reduced.
 
     Attributes:
-        name, index: what sorts it alike on all ranks: how it was submitted, and its number within a group.
-        tensor: of any shape and strides. The result comes into its memory, which may be part of a larger tensor.
-        parameter: by which policies know it.
-        residual: by which error feedback knows it, apart from the parameters of other optimizers.
-        ready: on a GPU, when its values are there.
-        reduced: whether that has been done.
-        result: what is still to be copied to `tensor`, if anything is.
+        name, index: sort key that is the same on all ranks: the name of its `Pending`, and its number in the group.
+        tensor: any shape and strides. The result is written to it, and it may be a view.
+        parameter: the name by which policies know it, and its size.
+        residual: the name by which error feedback knows it, different for each optimizer.
+        ready: on a GPU, an event after which its values may be read.
+        reduced: whether it has been reduced.
+        result: a result that is still to be copied to `tensor`; None if there is none.
     """
 
-    kind: Kind
+    signature: Signature
     name: str
     index: int
     tensor: Tensor
@@ -77,7 +77,7 @@ class PendingTensor:
     result: Tensor | None = None
 
     def take_result(self) -> Tensor:
-        """`tensor`, with the result in it."""
+        """Copy the result to `tensor`, unless that was done, and return `tensor`."""
         if self.result is not None:
             self.tensor.copy_(self.result)
             self.result = None
@@ -85,26 +85,27 @@ class PendingTensor:
 
     @property
     def order(self) -> tuple:
-        return (*self.kind, self.name, self.index)
+        """Sort key that is the same on all ranks."""
+        return (*self.signature, self.name, self.index)
 
     @property
     def key(self) -> tuple:
-        """What it has in common with its like of another training step."""
+        """Key that the same tensor has in every training step."""
         return (*self.order, self.tensor.numel())
 
 
 class Pending:
-    """The handle of tensors that wait for their reduction.
+    """Handle of one or more tensors that wait for their reduction.
 
     Args:
-        compressor: whose settings they are reduced with.
-        owner: what has the same owner is reduced together.
-        names: of each tensor, None for those that have none.
-        op, prescale, postscale: see Kind.
+        compressor: settings and state.
+        owner: tensors of one owner are reduced together.
+        names: the name of each tensor, None for one without a name.
+        op, prescale, postscale: see Signature.
         process_set: the ranks that reduce them.
-        grouped: whether the result is a list.
+        grouped: True if the result is a list, False for a single tensor.
 
-    Raises UnsupportedError for tensors on devices that have no kernels, and for a process set that Horovod does not
+    Raises UnsupportedError for tensors on a device that has no kernels, and for a process set that Horovod does not
     know.
     """
 
@@ -135,12 +136,14 @@ class Pending:
         self.owner = owner
         self.process_set = process_set
         label = owner.label
-        if owner is compressor and process_set.process_set_id != 0:  # whose single tensors may have the same names
+        if (
+            owner is compressor and process_set.process_set_id != 0
+        ):  # single tensors of two sets may have the same names
             label += f"ranks {' '.join(map(str, process_set.ranks))}/"
         self.name = f"{UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
         self.tensors = [
             PendingTensor(
-                Kind(op, prescale, postscale, str(tensor.dtype).removeprefix("torch."), tensor.device.type),
+                Signature(op, prescale, postscale, str(tensor.dtype).removeprefix("torch."), tensor.device.type),
                 self.name,
                 index,
                 tensor,
@@ -151,14 +154,19 @@ class Pending:
             for index, (tensor, name) in enumerate(zip(tensors, names))
         ]
         self.done = False
-        self.polled = False  # whether the program has asked if it is done
+        self.polled = False  # whether the program has called hvd.poll for it
         self._grouped = grouped
 
     def result(self, reduce_all: Callable[[NCZ, NCZ | OptimizerCompressor], None]) -> Tensor | list[Tensor]:
-        """Reduce everything that its owner has pending, this one included, and return the result(s)."""
+        """Reduce everything that is pending for the same owner, and return the result of this handle.
+
+        Raises hvd.HorovodInternalError if an earlier reduction failed or Horovod was initialized again meanwhile.
+        """
         if not self.done:
             reduce_all(self.compressor, self.owner)
-        if not self.done:  # it was dropped: an earlier reduction failed, or Horovod was initialized again
-            raise hvd.HorovodInternalError(f"the reduction of {self.name} was given up; nothing was reduced")
+        if not self.done:  # an earlier reduction failed, or Horovod was initialized again
+            raise hvd.HorovodInternalError(
+                f"{self.name} was not reduced: an earlier reduction failed, or Horovod was initialized again"
+            )
         results = [pending.take_result() for pending in self.tensors]
         return results if self._grouped else results[0]

@@ -1,4 +1,4 @@
-"""Buckets are reduced over one process set, by a thread of its own, once all ranks have agreed on them."""
+"""Reduction of buckets over one process set, on its own thread, once all ranks are about to reduce the same."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from .compressor import NCZ, OptimizerCompressor
 from .connections import OwnConnections
 from .fusion import copy_back, flattened, fused
 from .gathering import gathered
+from .gpu_streams import GpuStreams
 from .pending import TORCH_OPS, UNNAMED, PendingTensor
-from .streams import Streams
 from .transport import HorovodCollectives, HorovodTransport, result_of
 
 _OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
 _COUNT = "number of tensors to reduce"
 _BLOCKING = "whether the program waits for them"
-_DIVISION = "buckets"
-# Horovod lets ranks that have called hvd.join take part with zeros. So what ranks compare is made larger than that.
-_ABOVE_ZERO = 1 << 50
+_BUCKETS = "buckets"
+# Ranks that have called hvd.join take part in a maximum with zeros. This offset lifts all compared numbers above zero.
+_COMPARED_OFFSET = 1 << 50
 
 
 class Readiness(Enum):
-    """What the ranks of a process set have found out about what they are about to reduce."""
+    """Result of asking the ranks of a process set what they are about to reduce."""
 
-    DIFFERENT = auto()  # some ranks are ahead
-    SAME = auto()
-    SAME_BUT_JOINED = auto()  # the same on all ranks but those that have called hvd.join
+    DIFFERENT = auto()  # some ranks are about to reduce something else, as they are ahead
+    SAME = auto()  # all ranks are about to reduce the same
+    SAME_BUT_JOINED = auto()  # some ranks have called hvd.join; all others are about to reduce the same
 
 
 class Job(NamedTuple):
-    """For whom tensors are reduced, and by which plan."""
+    """Context of a reduction: compressor, owner of the tensors, plan of the buckets, and process set."""
 
     compressor: NCZ
     owner: NCZ | OptimizerCompressor
@@ -61,34 +61,37 @@ class Job(NamedTuple):
 
 
 class ProcessSetReducer:
-    """Reduces buckets over the ranks of one process set, on a thread of its own.
+    """Thread that reduces buckets over the ranks of one process set.
 
-    Each process set has its own, as ranks may come to the sets that they share in different orders.
+    Each process set has its own thread, because ranks may come to the sets that they share in different orders.
     """
 
     def __init__(self):
         self._worker = Worker("ncz_plugins horovod")
         self._connections = OwnConnections()
-        self._streams = Streams()
-        self._host = Host()  # which keeps memory for frames
+        self._streams = GpuStreams()
+        self._host = Host()  # keeps the memory for frames between calls
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
-        """Begin to reduce a bucket ahead of the program, if all ranks are about to; else they stop the plan.
+        """Start to reduce a bucket before the program waits for it. If not all ranks are about to, the plan stops.
 
         Args:
-            number: of the bucket.
+            number: the bucket's, in `job.plan`.
         """
         return self._worker.submit(partial(self._reduce_ahead, job, number, tensors))
 
     def reduce(self, job: Job, tensors: list[PendingTensor]) -> None:
-        """Reduce what the program waits for. Raises MismatchError on every rank if programs wait for other things."""
+        """Reduce tensors that the program waits for.
+
+        Raises MismatchError on every rank if the programs wait for different tensors.
+        """
         self._worker.submit(partial(self._reduce_rest, job, tensors)).wait()
 
     def close(self, seconds: float) -> None:
-        """End the thread, after at most so many seconds for what it is at, and close its connections."""
+        """End the thread and close its connections. A reduction under way is aborted after `seconds`."""
         if self._worker.close(seconds):
             self._connections.close()
-        else:  # it still uses them
+        else:  # the thread still uses the connections
             self._connections.abort(PeerError("Horovod was initialized again before this reduction was over"))
 
     # ---------------------------------------------------------------- on the thread
@@ -105,38 +108,38 @@ class ProcessSetReducer:
 
     def _reduce_rest(self, job: Job, tensors: list[PendingTensor]) -> None:
         while (found := agree(job, tensors, blocking=True)) is Readiness.DIFFERENT:
-            pass  # some ranks are ahead with a bucket, which they leave now
+            pass  # the ranks that were ahead give up their bucket, and then agree on all that is left
         bypass = Bypass.JOINED if found is Readiness.SAME_BUT_JOINED else None
         try:
             for number, bucket in job.plan.buckets(tensors):
                 self._reduce_bucket(job, number, bucket, bypass)
         except BaseException:
-            # The step is given up. When elastic training repeats it, its sums are counted from the first again.
+            # Elastic training repeats a step that failed. Count its sums from the beginning then, as other ranks do.
             job.compressor.training.of_group(job.process_set.ranks).sums = 0
             raise
 
     def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor], bypass: Bypass | None = None) -> None:
         _require_names(job.compressor, job.owner)
-        # Names are the same in every step, as Horovod caches by them.
+        # Horovod caches operations by name, so use the same names in every step.
         name = f"ncz.{job.process_set.process_set_id}.{number}"
-        others = [each for each in tensors if not each.kind.bypass]
+        others = [each for each in tensors if not each.signature.bypass]
         with self._streams.after(tensors):
-            _reduce_by_horovod(job, [each for each in tensors if each.kind.bypass], f"{name}.plain")
+            _reduce_by_horovod(job, [each for each in tensors if each.signature.bypass], f"{name}.plain")
             for index, together in enumerate(fused(others, job.compressor.training, job.process_set.ranks)):
                 self._reduce_together(job, together, f"{name}.{index}", bypass)
         for pending in tensors:
             pending.reduced = True
 
     def _reduce_together(self, job: Job, tensors: list[PendingTensor], name: str, bypass: Bypass | None) -> None:
-        """Reduce tensors of one kind that are treated alike.
+        """Reduce tensors of one signature and the same settings in one call.
 
         Args:
-            name: of Horovod's operations, together with what each is for.
-            bypass: why they go plain, if that is sure already.
+            name: prefix of the names of Horovod's operations.
+            bypass: a reason to reduce them uncompressed; None: decide here.
         """
         training, config, process_set = job.compressor.training, job.compressor.config, job.process_set
-        kind, flat = tensors[0].kind, flattened(tensors)
-        plain = HorovodCollectives(process_set, f"{name}.plain", (kind.prescale, kind.postscale))
+        signature, flat = tensors[0].signature, flattened(tensors)
+        plain = HorovodCollectives(process_set, f"{name}.plain", (signature.prescale, signature.postscale))
         by_horovod = config.transport.schedule != "ring" and not flat.is_cuda
         # Horovod's own operations carry the direct schedule only.
         auto_schedule = "direct" if by_horovod else None
@@ -145,12 +148,12 @@ class ProcessSetReducer:
             "all_reduce",
             flat,
             flat,
-            TORCH_OPS[kind.op],
-            kind.scale,
+            TORCH_OPS[signature.op],
+            signature.scale,
             role="gradient",
             parts=[pending.parameter for pending in tensors],
             residual_parts=[pending.residual for pending in tensors],
-            plain=plain,  # what goes plain in the end is reduced by Horovod also where frames go round a ring
+            plain=plain,  # a call that turns out not to be worth compressing is reduced by Horovod in any case
         )
         decide(group, call)
         call.bypass = bypass or call.bypass
@@ -160,9 +163,10 @@ class ProcessSetReducer:
         else:
             if call.feeds_back:
                 _require_unique_names(tensors)
-            exactly = call.config.quantizer.kind == "lossless" and kind.scale != 1
-            if exactly:  # the factors are applied when Horovod does it, so that its result comes out to the bit
-                flat.mul_(kind.prescale)
+            exactly = call.config.quantizer.kind == "lossless" and signature.scale != 1
+            # Apply the factors before and after the sum, as Horovod does: the result is the same to the bit.
+            if exactly:
+                flat.mul_(signature.prescale)
                 call.scale, call.plain = 1.0, HorovodCollectives(process_set, f"{name}.plain")
             enter(group, call)
             if by_horovod:
@@ -171,24 +175,24 @@ class ProcessSetReducer:
                 with self._connections.route(process_set, config.transport, flat.device) as (device, transport):
                     _run(group, call, device, transport)
             if exactly:
-                flat.mul_(kind.postscale)
+                flat.mul_(signature.postscale)
         copy_back(flat, tensors)
 
 
 def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> None:
-    """Reduce tensors that can't be compressed as Horovod would have done without a compressor.
+    """Reduce by Horovod's own all-reduce: for tensors that can't be compressed.
 
     Args:
-        name: begins those of Horovod's operations.
+        name: prefix of the names of Horovod's operations.
     """
     works = []
     for index, pending in enumerate(tensors):
-        op, prescale, postscale, *_ = pending.kind
+        op, prescale, postscale, *_ = pending.signature
         plain = HorovodCollectives(job.process_set, f"{name}.{index}", (prescale, postscale))
         works.append(plain.as_horovod_does(pending.tensor, op))
     for work, pending in zip(works, tensors):
         work.wait()
-        call = Call("all_reduce", pending.tensor, pending.tensor, bypass=pending.kind.bypass)
+        call = Call("all_reduce", pending.tensor, pending.tensor, bypass=pending.signature.bypass)
         job.compressor.stats.record(call.plain_counters(job.process_set.size()))
 
 
@@ -197,7 +201,7 @@ def _run(group: Group, call: Call, device: Device, transport: Transport) -> None
         with device.after(record_event(call.input.device)), memory_errors(call.collective):
             run(group, call, device, transport)
     except PeerError as error:
-        raise hvd.HorovodInternalError(str(error)) from error  # what elastic training recovers from
+        raise hvd.HorovodInternalError(str(error)) from error  # elastic training recovers from this error
 
 
 # ------------------------------------------------------------------ what ranks agree on before each bucket
@@ -206,16 +210,22 @@ def _run(group: Group, call: Call, device: Device, transport: Transport) -> None
 def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
     """Find out whether all ranks of a process set are about to reduce the same.
 
-    Without that some could wait for ever: for what others send uncompressed, say, with another configuration.
+    Without this question some ranks could wait for ever, for example for tensors that others, with another
+    configuration, send uncompressed.
 
     Args:
-        blocking: whether the program waits for `tensors`, or they are reduced ahead of it.
+        blocking: True if the program waits for `tensors`, False if they are reduced ahead of it.
 
-    Raises MismatchError on every rank where the programs wait for different things.
+    Raises MismatchError on every rank if the programs wait for different tensors.
     """
     compressor, process_set = job.compressor, job.process_set
     tensors_in_common = [
-        ("" if each.name.startswith(UNNAMED) else each.name, each.parameter.name, each.kind, tuple(each.tensor.shape))
+        (
+            "" if each.name.startswith(UNNAMED) else each.name,
+            each.parameter.name,
+            each.signature,
+            tuple(each.tensor.shape),
+        )
         for each in tensors
     ]
     comparison = RankComparison(
@@ -225,37 +235,37 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
             _COUNT: len(tensors),
             "tensors to reduce": zlib.crc32(repr(tensors_in_common).encode()),
             _BLOCKING: int(blocking),
-            _DIVISION: zlib.crc32(repr([job.plan.bucket_of(each) for each in tensors]).encode()) if blocking else 0,
+            _BUCKETS: zlib.crc32(repr([job.plan.bucket_of(each) for each in tensors]).encode()) if blocking else 0,
         },
         process_set.rank(),
         process_set.size(),
     )
     progress = _Progress(compressor, process_set)
     not_joined = torch.tensor([-1], dtype=torch.int64, device="cpu")
-    highest = torch.cat([comparison.tensor + _ABOVE_ZERO, progress.tensor, not_joined])
+    highest = torch.cat([comparison.tensor + _COMPARED_OFFSET, progress.tensor, not_joined])
     sizes = [comparison.tensor.numel(), progress.tensor.numel(), 1]
     name = f"ncz.{process_set.process_set_id}.compare"
     result_of(hvd.allreduce_async_(highest, op=hvd.Max, name=name, process_set=process_set))
     comparison.tensor, progress.tensor, joined = highest.split(sizes)
-    comparison.tensor -= _ABOVE_ZERO
+    comparison.tensor -= _COMPARED_OFFSET
     some_joined = joined.item() == 0
     differing = comparison.differing()
     if differing and (not blocking or _BLOCKING in differing):
         return Readiness.DIFFERENT
-    if differing.keys() == {_DIVISION}:
-        # Ranks were told names in orders of their own, say of a set, so all of them do without orders from now on.
-        job.plan.join()
+    if differing.keys() == {_BUCKETS}:
+        # Ranks know their parameters in different orders, for example from a set. Use one bucket on all of them.
+        job.plan.merge()
         job.owner.positions = {}
         differing = {}
-    if differing and some_joined:  # which can't take part in saying more
+    if differing and some_joined:  # the joined ranks can't take part in comparing details
         raise MismatchError(
-            f"ranks differ: {' and '.join(differing)}, and a rank has called hvd.join. On rank {hvd.rank()}, "
-            f"{len(tensors)} are to be reduced, the first is {tensors[0].name}"
+            f"ranks differ: {' and '.join(differing)}, and a rank has called hvd.join. Rank {hvd.rank()} "
+            f"waits for {len(tensors)} tensors, the first is {tensors[0].name}"
         )
     if differing:
         raise MismatchError(
             f"ranks differ: {_differences(job, tensors)}. All must run the same version with the same configuration "
-            f"and make the same calls. On rank {hvd.rank()}, {len(tensors)} are to be reduced, the first is "
+            f"and make the same calls. Rank {hvd.rank()} waits for {len(tensors)} tensors, the first is "
             f"{tensors[0].name}"
         )
     if some_joined:
@@ -265,10 +275,13 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
 
 
 class _Progress:
-    """How far a training is. Ranks that came later (elastic training), or that loaded no checkpoint, follow the others.
+    """Numbers of the training and the process set that must be the same on all ranks: step, guard and calls.
+
+    Ranks that join later (elastic training) or load no checkpoint have smaller numbers, and take over those of the
+    others.
 
     Attributes:
-        tensor: int64, to be replaced by its maximum over ranks before `follow`.
+        tensor: int64, [5]. Replace it by its maximum over ranks before `follow`.
     """
 
     def __init__(self, compressor: NCZ, process_set: hvd.ProcessSet):
@@ -280,13 +293,16 @@ class _Progress:
         self.tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def follow(self) -> None:
-        """Go on from where the rank is that is farthest."""
+        """Take over the numbers in `tensor`: those of the rank that is farthest."""
         self._training.step, calls, halvings, self._state.calls, self._state.sums = self.tensor.tolist()
         self._state.guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
 
 
 def _differences(job: Job, tensors: list[PendingTensor]) -> str:
-    """How versions, settings and tensors of a process set's ranks differ, in words. All of them must call this."""
+    """Text that says how versions, settings and tensors differ between ranks.
+
+    All ranks of the process set must call this.
+    """
     process_set = job.process_set
     mine = {
         "settings": described(job.compressor.config),
@@ -305,38 +321,37 @@ def _differences(job: Job, tensors: list[PendingTensor]) -> str:
 
 
 def _in_words(pending: PendingTensor) -> dict[str, object]:
-    """What ranks must have in common of a tensor, for the message about those that have not."""
+    """Properties of a tensor that all ranks must agree on, by the names that messages use."""
     return {
         "name": "a tensor without a name" if pending.name.startswith(UNNAMED) else pending.name,
-        "dtype": pending.kind.dtype,
-        "device": pending.kind.device,
-        "reduce op": _OP_NAMES.get(pending.kind.op, pending.kind.op),
+        "dtype": pending.signature.dtype,
+        "device": pending.signature.device,
+        "reduce op": _OP_NAMES.get(pending.signature.op, pending.signature.op),
         "shape": list(pending.tensor.shape),
-        "prescale factor": pending.kind.prescale,
-        "postscale factor": pending.kind.postscale,
+        "prescale factor": pending.signature.prescale,
+        "postscale factor": pending.signature.postscale,
     }
 
 
 def _require_names(compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:
-    """Raise UnsupportedError if policies go by names that an optimizer was not told."""
+    """Raise UnsupportedError if a policy selects by name, and the optimizer was not told the names."""
     for at, policy in enumerate(compressor.config.policies):
         if policy.name is not None and not owner.knows_names:
             raise UnsupportedError(
-                f"policies[{at}].name: {policy.name!r}: this optimizer does not know the names of its parameters; "
+                f"policies[{at}].name: {policy.name!r}: this optimizer was not told the names of its parameters; "
                 "make it with hvd.DistributedOptimizer(..., named_parameters=model.named_parameters())"
             )
 
 
 def _require_unique_names(tensors: list[PendingTensor]) -> None:
-    """Raise UnsupportedError unless error feedback can tell the tensors apart."""
+    """Raise UnsupportedError unless each tensor has a name of its own, which error feedback needs."""
     names = Counter(pending.residual.name for pending in tensors)
     if None in names:
         raise UnsupportedError(
-            "quantizer.error_feedback is on, and a tensor has no name to keep by what it loses: pass name= to allreduce"
+            "quantizer.error_feedback is on and needs names, but a tensor has none: pass name= to allreduce"
         )
     name, times = names.most_common(1)[0]
     if times > 1:
         raise UnsupportedError(
-            f"quantizer.error_feedback is on, and {times} tensors that wait for their reduction have the name {name}: "
-            "give each one of its own"
+            f"quantizer.error_feedback is on, and {times} pending tensors have the name {name}: give each its own name"
         )

@@ -1,8 +1,8 @@
-"""Tensors are collected until all ranks have submitted the same, and then reduced.
+"""Registry of pending tensors: they are collected until all ranks have submitted the same, and then reduced.
 
-Ranks may produce gradients in different orders, and which ones they produce may differ until the optimizer
-synchronizes; by then all have submitted the same names. Buckets of the optimizer's plan may be reduced before, as soon
-as they are complete on all ranks.
+Ranks may compute gradients in different orders, and some ranks may compute gradients that others don't, until the
+optimizer synchronizes. By then all ranks have submitted the same names. Buckets of the optimizer's plan are reduced
+earlier, as soon as they are complete on all ranks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from .compressor import NCZ, OptimizerCompressor
 from .pending import Pending, PendingTensor
 from .process_set import Job, ProcessSetReducer
 
-_CLOSING_SECONDS = 10.0  # for what is under way when Horovod is initialized again, which fails then
+_CLOSING_SECONDS = 10.0  # how long hvd.init waits for reductions under way, which then fail
 
 
 class _Reductions:
-    """What is pending and under way from one `hvd.init` to the next; an elastic reset begins with a clean one.
+    """Pending tensors, plans and threads from one `hvd.init` to the next. An elastic reset starts with an empty one.
 
-    Handles that their owner dropped, as the optimizer does when it is restored, are not waited for any more.
+    Handles are held by weak references: what the program drops, as an optimizer does when it is restored, is not
+    reduced.
     """
 
     def __init__(self):
-        # By ranks, as Horovod gives the number of a removed process set to a new one with other ranks.
+        # The ranks are the key: Horovod reuses the number of a removed process set for a new one with other ranks.
         self._reducers: dict[tuple[int, ...], ProcessSetReducer] = {}
         self._plans: weakref.WeakKeyDictionary[OptimizerCompressor, BucketPlan] = weakref.WeakKeyDictionary()
         self._process = os.getpid()
         self._pending: list[weakref.ref[Pending]] = []
-        self._lock = threading.Lock()  # autograd has a thread for each device, and all of them submit gradients
+        self._lock = threading.Lock()  # autograd submits gradients from one thread for each device
 
     def submit(self, pending: Pending) -> Pending:
-        """Put among the pending, and begin to reduce the buckets that are complete now."""
+        """Add a handle to the pending ones, and start to reduce the buckets that it completes.
+
+        Raises UnsupportedError in a fork.
+        """
         self._require_own_process()
         self._pending.append(weakref.ref(pending))
         plan = self._plans.get(pending.owner)
@@ -51,13 +55,13 @@ class _Reductions:
         return pending
 
     def reduce_all(self, compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:
-        """Reduce all that is pending for one owner."""
+        """Reduce everything that is pending for one owner, and end its step."""
         self._require_own_process()
         compressor.begin()
         alive = [pending for reference in self._pending if (pending := reference()) is not None]
         mine = sorted((p for p in alive if p.owner is owner), key=lambda p: p.process_set.process_set_id)
         self._pending = [weakref.ref(p) for p in alive if p.owner is not owner]
-        # Other ranks of a process set need not be in all of this rank's sets, so each is reduced by itself.
+        # Reduce each process set by itself: the other ranks of a set need not be in all sets of this rank.
         for _, of_one_set in itertools.groupby(mine, key=lambda p: p.process_set.process_set_id):
             pendings = list(of_one_set)
             tensors = sorted((each for p in pendings for each in p.tensors), key=lambda each: each.order)
@@ -78,7 +82,11 @@ class _Reductions:
         tensors: list[PendingTensor],
         process_set: hvd.ProcessSet,
     ) -> None:
-        """Reduce what is left of `tensors`, all that a step reduces for one owner in one process set."""
+        """Reduce those of `tensors` that no bucket has reduced yet.
+
+        Args:
+            tensors: all that this step reduces for one owner in one process set, in order.
+        """
         plan = self._plans.pop(owner, None)
         if plan is not None:
             plan.wait()
@@ -99,8 +107,8 @@ class _Reductions:
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise UnsupportedError(
-                f"process {os.getpid()} is a fork of process {self._process}, which has Horovod's threads and "
-                "connections to itself. Start processes by spawn or forkserver"
+                f"process {os.getpid()} is a fork of process {self._process}, and Horovod's threads and "
+                "connections do not work in a fork. Start processes by spawn or forkserver"
             )
 
 
@@ -108,17 +116,17 @@ _current = _Reductions()
 
 
 def reset() -> None:
-    """Forget everything; called when Horovod is initialized."""
+    """Forget everything. `hvd.init` calls this."""
     global _current
     before, _current = _current, _Reductions()
     before.close()
 
 
 def wait_for(pending: Pending) -> Tensor | list[Tensor]:
-    """Reduce everything that is pending for the same owner, and return the result(s) of this one."""
+    """Reduce everything that is pending for the same owner, and return the result of this handle."""
     return pending.result(_current.reduce_all)
 
 
 def submit(pending: Pending) -> Pending:
-    """Put tensors among the pending."""
+    """Add a handle to the pending ones."""
     return _current.submit(pending)

@@ -1,8 +1,8 @@
-"""Frames and plain collectives between Horovod's ranks by Horovod's own operations.
+"""Transport over Horovod's own operations: frames and plain collectives between the ranks of a process set.
 
-So process sets, elastic training and the timeline keep working. Horovod has no point-to-point messages. The direct
-schedule does without: the frames to all peers are collected until the schedule waits for one from a peer, and then
-travel together in one `alltoall` with uneven splits. connections.py opens connections of our own beside Horovod.
+Process sets, elastic training and the timeline keep working. Horovod has no messages between two ranks, and the direct
+schedule does without: frames to all peers are collected until the schedule waits for a frame from a peer. Then one
+`alltoall` with uneven splits carries all of them. connections.py opens our own connections for the ring schedule.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
 from ..core.transport.base import Agreement, FrameStream, PlainCollectives, Transport, Work
 
-_POLL_SECONDS = 2e-4  # an operation takes a millisecond or more
+_POLL_SECONDS = 2e-4  # short beside an operation, which takes a millisecond or more
 _OPS = {dist.ReduceOp.SUM: hvd.Sum, dist.ReduceOp.AVG: hvd.Average, dist.ReduceOp.MAX: hvd.Max}
 
 
 def result_of(handle):
     """Wait for one of Horovod's operations and return its result.
 
-    `hvd.synchronize` alone would keep a core busy: it calls sched_yield in a loop. Where ranks share cores, Linux lets
-    a thread that has yielded so often wait for seconds once it has work to do.
+    `hvd.synchronize` alone would keep a core busy, as it calls sched_yield in a loop. Where ranks share cores, Linux
+    can make a thread that has yielded so often wait for seconds.
     """
     while not hvd.poll(handle):
         time.sleep(_POLL_SECONDS)
@@ -37,16 +37,16 @@ def result_of(handle):
 
 
 class HorovodTransport(Transport):
-    """Frames, agreements and plain all-reduces of one call over one process set, in host memory.
+    """Transport of one call over one process set, in host memory.
 
-    Owns no connections: Horovod ends its own when a rank fails.
+    It owns no connections: Horovod ends its own when a rank fails.
 
     Args:
-        process_set: one of Horovod's, which this rank is in.
-        name: the call's own. Horovod matches operations over ranks by name.
+        process_set: a process set of Horovod that contains this rank.
+        name: prefix of the names of this call's operations. Horovod matches operations of different ranks by name.
     """
 
-    link_gbps = None  # Horovod does not tell which link it uses
+    link_gbps = None  # unknown: Horovod does not say which link it uses
 
     def __init__(self, process_set, name: str):
         self.rank = process_set.rank()
@@ -69,8 +69,8 @@ class HorovodTransport(Transport):
     ) -> list[HorovodStream]:
         if any(to != source for to, source in peers):
             raise UnsupportedError(
-                "Horovod carries frames of the direct schedule only, to and from the same rank each: use "
-                "transport.schedule: ring"
+                "Horovod carries frames of the direct schedule only, between pairs of ranks; set "
+                "transport.schedule to ring, which opens connections of its own"
             )
         return [HorovodStream(self, peer, frame_capacity, counters) for peer, _ in peers]
 
@@ -84,24 +84,24 @@ class HorovodTransport(Transport):
         self._operations += 1
         return f"{self._name}.{self._operations}"
 
-    def _exchange(self, frame_capacity: int, counters: Counters) -> None:
+    def _all_to_all(self, frame_capacity: int, counters: Counters) -> None:
         """Send all collected frames and receive those of all peers. All ranks do so at the same points."""
-        pieces = [_packed(self._outgoing[peer]) for peer in range(self.world_size)]
-        splits = torch.tensor([piece.numel() for piece in pieces], dtype=torch.int32, device="cpu")
-        own_and_peers = torch.cat(pieces)
+        messages = [_packed(self._outgoing[peer]) for peer in range(self.world_size)]
+        splits = torch.tensor([message.numel() for message in messages], dtype=torch.int32, device="cpu")
+        own_and_peers = torch.cat(messages)
         self._outgoing = {peer: [] for peer in range(self.world_size)}
-        counters.wire_bytes += own_and_peers.nbytes - pieces[self.rank].nbytes
+        counters.wire_bytes += own_and_peers.nbytes - messages[self.rank].nbytes
         started = time.perf_counter()
         handle = hvd.alltoall_async(own_and_peers, splits, name=self._next_name(), process_set=self._process_set)
         received, sizes = result_of(handle)
         counters.wait_seconds += time.perf_counter() - started
-        for peer, piece in enumerate(received.split(sizes.tolist())):
+        for peer, message in enumerate(received.split(sizes.tolist())):
             if peer != self.rank:
-                self._incoming[peer].extend(_unpacked(piece, peer, frame_capacity))
+                self._incoming[peer].extend(_unpacked(message, peer, frame_capacity))
 
 
 class HorovodAgreement(Agreement):
-    """An element-wise maximum over ranks, under way over Horovod."""
+    """Element-wise maximum over ranks, under way over Horovod."""
 
     def __init__(self, work: _HorovodWork, counters: Counters):
         self._work = work
@@ -114,7 +114,7 @@ class HorovodAgreement(Agreement):
 
 
 class HorovodStream(FrameStream):
-    """Frames to and from one peer during one all-reduce by the direct schedule."""
+    """Frames to and from one peer during one all-reduce of the direct schedule."""
 
     def __init__(self, transport: HorovodTransport, peer: int, frame_capacity: int, counters: Counters):
         self.to = self.source = peer
@@ -131,7 +131,7 @@ class HorovodStream(FrameStream):
     def receive(self) -> Tensor:
         incoming = self._transport._incoming[self.source]
         if not incoming:
-            self._transport._exchange(self._capacity, self._counters)
+            self._transport._all_to_all(self._capacity, self._counters)
         return incoming.popleft()
 
     def finish(self) -> None:
@@ -141,13 +141,13 @@ class HorovodStream(FrameStream):
 class HorovodCollectives(PlainCollectives):
     """Uncompressed collectives over one process set.
 
-    Tensors on GPUs are carried in host memory, unless Horovod was built with CUDA.
+    Tensors on GPUs are copied to host memory, unless Horovod was built with CUDA.
 
     Args:
-        process_set: one of Horovod's, which this rank is in.
-        name: begins the name of each operation. Horovod matches operations over ranks by name, and caches by it, so use
-            the same names in every training step.
-        factors: Horovod's prescale and postscale factor, of which `scale` is the product, so that sums are rounded as
+        process_set: a process set of Horovod that contains this rank.
+        name: prefix of the names of operations. Horovod matches operations of different ranks by name and caches by it,
+            so use the same names in every training step.
+        factors: Horovod's prescale and postscale factors, whose product is `scale`. With them sums are rounded as
             Horovod rounds them.
     """
 
@@ -162,12 +162,12 @@ class HorovodCollectives(PlainCollectives):
 
         Args:
             op: SUM, AVG or MAX.
-            scale: what Horovod multiplies each rank's values by before it sums them, unless there are `factors`.
+            scale: factor of each rank's values before the sum. Ignored if there are `factors`.
         """
         return self._reduced(_carried(tensor), tensor, _OPS[op], *(self._factors or (scale, 1.0)))
 
     def as_horovod_does(self, tensor: Tensor, op: int) -> Work:
-        """An all_reduce in place with any of Horovod's own ops."""
+        """All-reduce in place with any of Horovod's own ops."""
         return self._reduced(tensor, tensor, op, *(self._factors or (1.0, 1.0)))
 
     def _reduced(self, carried: Tensor, tensor: Tensor, op: int, prescale: float, postscale: float) -> Work:
@@ -201,10 +201,12 @@ class HorovodCollectives(PlainCollectives):
 
 
 class _HorovodWork:
-    """An operation under way, whose result goes to `output`.
+    """Operation of Horovod under way, whose result is copied to `output`.
 
     Args:
-        result: finds it in what Horovod returns; it may be `output` itself.
+        handle: Horovod's.
+        output: where the result goes.
+        result: returns the result tensor from what Horovod returns. That may be `output` itself.
     """
 
     def __init__(self, handle, output: Tensor, result: Callable[[object], Tensor] = lambda returned: returned):
@@ -225,27 +227,30 @@ class _HorovodWork:
 
 
 def _carried(tensor: Tensor) -> Tensor:
-    """What Horovod reduces in place of a tensor: it can't reduce bfloat16, which float32 holds exactly."""
+    """A tensor that Horovod can reduce: bfloat16 as float32, which holds it exactly, any other dtype as it is."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _packed(frames: list[Tensor]) -> Tensor:
-    """The number of frames and the size of each in bytes, as 64-bit numbers, then the frames."""
+    """Message of frames: their number and the size of each in bytes, as 64-bit integers, then the frames.
+
+    uint8, [bytes].
+    """
     if not frames:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     sizes = np.array([len(frames), *(frame.numel() for frame in frames)], dtype="<i8")
     return torch.cat([torch.from_numpy(sizes.view(np.uint8)), *frames])
 
 
-def _unpacked(piece: Tensor, peer: int, frame_capacity: int) -> list[Tensor]:
-    """The frames that `_packed` joined. They come from the network, so nothing is believed before it is checked."""
-    words = piece[: piece.numel() // 8 * 8].numpy().view("<i8")
+def _unpacked(message: Tensor, peer: int, frame_capacity: int) -> list[Tensor]:
+    """Frames of a message that `_packed` made. It comes from the network, so check everything. Raises FrameError."""
+    words = message[: message.numel() // 8 * 8].numpy().view("<i8")
     count = int(words[0]) if words.size else -1
     if 0 < count < words.size:
         sizes = words[1 : 1 + count]
-        if sizes.min() > 0 and sizes.max() <= frame_capacity and 8 * (1 + count) + int(sizes.sum()) == piece.numel():
-            return list(piece[8 * (1 + count) :].split(sizes.tolist()))
+        if sizes.min() > 0 and sizes.max() <= frame_capacity and 8 * (1 + count) + int(sizes.sum()) == message.numel():
+            return list(message[8 * (1 + count) :].split(sizes.tolist()))
     raise FrameError(
-        f"rank {peer} sent {piece.numel()} bytes that are not frames of this call. "
-        "All ranks must run the same version of ncz_plugins."
+        f"rank {peer} sent {message.numel()} bytes that are not frames of this call: run the same "
+        "version of ncz_plugins on all ranks"
     )

@@ -1,4 +1,4 @@
-"""Horovod's ranks, as `core.tuning.measure` measures them: over Horovod's own runtime, as gradients go."""
+"""Measuring subject for `core.tuning.measure`: Horovod's ranks, over Horovod's own runtime, which carries gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .transport import HorovodTransport
 
 
 class OfHorovod(Subject):
-    """All ranks, once `hvd.init` was called."""
+    """All ranks of Horovod, after `hvd.init`."""
 
-    schedules = ("direct", "ring")  # as Horovod carries no ring, that would be beside it
+    schedules = ("direct", "ring")  # the ring uses connections of our own, beside Horovod
 
     def __init__(self, config: Config):
         self.config = config
@@ -26,8 +26,8 @@ class OfHorovod(Subject):
         self.peers = [(peer, peer) for peer in range(self.world_size) if peer != self.rank]
 
     def highest(self, numbers):
-        joined = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        return hvd.allreduce(joined, op=hvd.Max, name=f"ncz.tune.highest.{len(numbers)}").tolist()
+        found = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return hvd.allreduce(found, op=hvd.Max, name=f"ncz.tune.highest.{len(numbers)}").tolist()
 
     def exchange(self, frame, times=1):
         transport = HorovodTransport(hvd.global_process_set, "ncz.tune.exchange")
@@ -41,7 +41,7 @@ class OfHorovod(Subject):
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"ncz.tune.plain.{tensor.numel()}")
 
     def compressed(self, tensor: Tensor, config: Config) -> None:
-        # Neither policies nor steps, which are no matter of the link, nor records.
+        # Policies, steps and records do not matter for the speed of a link.
         quantizer = config.quantizer.changed(error_feedback=False)
         compressor = NCZ(Config(quantizer=quantizer, entropy=config.entropy, transport=config.transport))
         allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=compressor)

@@ -155,8 +155,9 @@ def _configured() -> Config:
 
 
 def _end(group: dist.ProcessGroup, how: str) -> None:
-    """Call `shutdown` or `abort` of a group if it has the method. In torch 2.6 connections close when the group is
-    freed.
+    """Call `shutdown` or `abort` of a group if it has the method.
+
+    In torch 2.6 connections close when the group is freed.
     """
     if hasattr(group, how):
         getattr(group, how)()

@@ -124,8 +124,9 @@ class Compression(ModelCompression):
         self._replicas.all_reduce(gradient, self._replica_ops[name], **how)
 
     def _end_step_with_this_pass(self) -> None:
-        """End a step with the backward pass under way. Outside of a pass, FSDP's last reduction ends it: see
-        `_note_ends`.
+        """End a step with the backward pass under way.
+
+        Outside of a pass, FSDP's last reduction ends it: see `_note_ends`.
         """
         self._require_all_served()
         if not private.in_backward_pass():
@@ -294,7 +295,7 @@ def compress(
     sends_weights = "parameter" in roles
     if keep_weights and not sends_weights:
         raise ConfigError(
-            f'keep_weights: roles is {list(roles)}, so weights are not compressed; add "parameter" to roles'
+            f"keep_weights: roles is {list(roles)}, so weights are not compressed; add parameter to roles"
         )
     if sends_weights and replicas is not None:
         raise UnsupportedError(

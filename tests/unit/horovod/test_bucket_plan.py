@@ -11,7 +11,7 @@ from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.horovod import bucket_plan
 from ncz_plugins.horovod.bucket_plan import BucketPlan
-from ncz_plugins.horovod.pending import Kind, PendingTensor
+from ncz_plugins.horovod.pending import PendingTensor, Signature
 
 ELEMENTS = [3000, 5, 9000, 100, 4000, 70, 1, 6000]  # of float32
 NAMES = [f"layer{at}" for at in (5, 0, 3, 7, 1, 6, 2, 4)]  # not in the order of the alphabet
@@ -24,9 +24,9 @@ def small_buckets(monkeypatch):
 
 
 def tensors(numels=ELEMENTS) -> list[PendingTensor]:
-    kind = Kind(0, 1.0, 1.0, "float32", "cpu")
+    signature = Signature(0, 1.0, 1.0, "float32", "cpu")
     return [
-        PendingTensor(kind, name, 0, torch.zeros(numel), ParameterSlice(name, numel), ParameterSlice(name, numel))
+        PendingTensor(signature, name, 0, torch.zeros(numel), ParameterSlice(name, numel), ParameterSlice(name, numel))
         for name, numel in zip(NAMES, numels)
     ]
 
@@ -109,7 +109,7 @@ def test_tensors_that_it_was_not_made_for():
 def test_buckets_that_ranks_would_divide_differently_become_one():
     mine, plan = tensors(), BucketPlan(tensors(), POSITIONS)
     assert len({plan.bucket_of(each) for each in mine}) > 1
-    plan.join()
+    plan.merge()
     assert [number for number, _ in plan.buckets(mine)] == [0] and plan.stopped
     plan.begin()
     assert list(plan.complete(mine[1:])) == []

@@ -9,15 +9,15 @@ from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.horovod import fusion
 from ncz_plugins.horovod.fusion import copy_back, flattened, fused
-from ncz_plugins.horovod.pending import Kind, PendingTensor
+from ncz_plugins.horovod.pending import PendingTensor, Signature
 
 RANKS = [0, 1]
 
 
 def pending(name: str, tensor: torch.Tensor, prescale: float = 1.0) -> PendingTensor:
-    kind = Kind(0, prescale, 1.0, str(tensor.dtype).removeprefix("torch."), "cpu")
+    signature = Signature(0, prescale, 1.0, str(tensor.dtype).removeprefix("torch."), "cpu")
     parameter = ParameterSlice(name, tensor.numel())
-    return PendingTensor(kind, name, 0, tensor, parameter, parameter)
+    return PendingTensor(signature, name, 0, tensor, parameter, parameter)
 
 
 def names(tensors: list[PendingTensor], config=None) -> list[str]:
@@ -32,7 +32,7 @@ def test_neighbours_are_reduced_together_up_to_a_size(monkeypatch):
     assert names([pending(name, torch.zeros(size)) for name, size in sizes.items()]) == ["a", "bc", "d", "e", "f"]
 
 
-def test_only_tensors_of_one_kind_are_reduced_together():
+def test_only_tensors_with_one_signature_are_reduced_together():
     tensors = [pending("a", torch.zeros(3)), pending("b", torch.zeros(3)), pending("c", torch.zeros(3), 0.5)]
     assert names([*tensors, pending("d", torch.zeros(3).double())]) == ["ab", "c", "d"]
 

@@ -1,4 +1,4 @@
-"""When tensors on GPUs may be read: once the stream that computes them has come so far."""
+"""CUDA streams on which reductions run beside the program's own kernels."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from .pending import PendingTensor
 
 
-class Streams:
-    """A stream for each GPU, on which the thread of one process set works beside the program's own."""
+class GpuStreams:
+    """CUDA stream for each GPU, for the thread of one process set."""
 
     def __init__(self):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextmanager
     def after(self, tensors: list[PendingTensor]) -> Iterator[None]:
-        """A context in which `tensors` may be read and written. What is done to them is done when it ends.
+        """Context in which `tensors` may be read and written. On leaving it, all work on its streams is done.
 
-        In host memory they may be at any time.
+        On entering, the streams wait for the events of tensors on GPUs. Tensors in host memory need no waiting.
         """
         devices = {pending.tensor.device for pending in tensors if pending.tensor.is_cuda}
         for device in devices - self._streams.keys():
