@@ -1,4 +1,4 @@
-"""Saves and loads the state of compression: one file per rank, in the folder of a DeepSpeed checkpoint's tag."""
+"""State of compression in DeepSpeed's checkpoints: one file for each rank, in the folder of the checkpoint's tag."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from ..core.training.state import Training
 from ..core.transport.comparison import RankComparison
 from ..core.whole_files import replacing
 
-_ENGINE_STEP = "engine_step"  # in a file, besides what Training.state_dict says
-_NONE, _DAMAGED = -1, -2  # stand for the step of a missing and of an unreadable file
+_ENGINE_STEP = "engine_step"  # key in a file, beside those of Training.state_dict
+_NONE, _DAMAGED = -1, -2  # instead of a step: no file, and an unreadable file
 _REMEDY = "take another checkpoint, or delete the files ncz_plugins_rank_* in it to begin anew"
 
 
 def file_of(folder: str | os.PathLike, rank: int) -> Path:
-    """The path of a rank's state in a checkpoint."""
+    """Path of a rank's file in a checkpoint."""
     return Path(folder) / f"ncz_plugins_rank_{rank:05d}.pt"
 
 
 def save(training: Training, folder: str | os.PathLike, engine_step: int) -> None:
-    """Write this rank's state, atomically: a reader finds the whole new file, or what was there before.
+    """Write this rank's state atomically: a reader finds the whole new file or the whole old one.
 
-    The engine's first rank removes what a run of more ranks has left under the same tag: another such run would take
-    it for its own.
+    The engine's first rank removes files of higher ranks, which a run with more ranks has left under the same tag.
 
     Args:
-        engine_step: DeepSpeed's own count, by which `load` knows files that a tag has from an earlier run.
+        engine_step: DeepSpeed's count of steps. `load` recognizes files of an earlier run by it.
     """
     path = file_of(folder, dist.get_rank())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,17 +51,19 @@ def load(
     engine_step: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load what `save` wrote into `training`. All ranks of `group` must call this, and compare what they found.
+    """Load the state that `save` wrote into `training`.
 
-    If more ranks load than saved, the additional ones take the file of rank 0, for the state that all ranks share. If
-    the checkpoint holds none of our files, `training` starts from the beginning, and the engine's first rank says so.
+    All ranks of `group` must call this, and compare what they found.
+
+    If more ranks load than saved, the additional ranks load rank 0's file, for the state that all ranks share. If the
+    checkpoint has no such files, `training` starts from the beginning, and the engine's first rank says so.
 
     Args:
-        device: where tensors must be for a collective of torch.distributed.
-        engine_step: DeepSpeed's, of the checkpoint. Files of another step are not part of it.
-        group: the ranks that reduce gradients together; None: all.
+        device: where torch.distributed needs tensors to be.
+        engine_step: DeepSpeed's count of steps in the checkpoint. Files of another step are not part of it.
+        group: the ranks that reduce gradients together; None: all ranks.
 
-    Raises MismatchError on all of them if they found different things, and NczError on those whose file is unreadable.
+    Raises MismatchError on all ranks if they found different states, and NczError on a rank whose file is unreadable.
     """
     state, error = None, None
     try:
@@ -82,7 +83,7 @@ def load(
     training.load_state_dict(Training(training.config).state_dict() if state is None else state)
     if state is None and training.rank == 0:
         why = "was saved without compression"
-        if (Path(folder) / "zero").is_dir():  # DeepSpeed's own checkpoints have no such folder
+        if (Path(folder) / "zero").is_dir():  # only universal checkpoints have this folder
             why = (
                 "was made by DeepSpeed's ds_to_universal, which leaves out the state of compression (to keep it, copy "
                 "the files ncz_plugins_rank_* of the checkpoint that was converted into it)"
@@ -91,7 +92,7 @@ def load(
 
 
 def _read(folder: str | os.PathLike, engine_step: int) -> dict | None:
-    """This rank's state, or rank 0's if fewer ranks saved it. None if there is none."""
+    """State of this rank, or rank 0's state if fewer ranks saved. None if there is none."""
     if (own := _state_in(file_of(folder, dist.get_rank()), engine_step)) is not None:
         return own
     of_first = _state_in(file_of(folder, 0), engine_step)
@@ -100,7 +101,7 @@ def _read(folder: str | os.PathLike, engine_step: int) -> dict | None:
 
 
 def _state_in(path: Path, engine_step: int) -> dict | None:
-    """What a file holds; None if there is none, or one that another run has left under the same tag."""
+    """State in a file; None if there is no file, or an earlier run has left it under the same tag."""
     if not path.exists():
         return None
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -108,6 +109,7 @@ def _state_in(path: Path, engine_step: int) -> dict | None:
 
 
 def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.device, group) -> None:
+    """Raise MismatchError on all ranks of `group` unless they found the same step, saved by as many ranks."""
     numbers = {"step": step, "ranks that saved it": saved_by}
     comparison = RankComparison(numbers, dist.get_rank(group), dist.get_world_size(group))
     comparison.tensor = comparison.tensor.to(device)

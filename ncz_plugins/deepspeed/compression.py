@@ -1,4 +1,4 @@
-"""What one DeepSpeed engine sends compressed, and what its configuration may ask for."""
+"""Compression of one DeepSpeed engine, and what its configuration may ask for."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .parameter_slices import NamedGradient, parts_of
 
 
 class GradientCompression:
-    """The compressed gradient reductions of one engine, and the weights that it gathers where that is wanted.
+    """Compression of one engine's gradient reductions, and of the weights that it gathers if `roles` has "parameter".
 
     Attributes:
-        config: the settings in force.
-        training: what lasts from step to step; a step is an optimizer step.
+        config: effective settings.
+        training: state that lasts from step to step. A step is an optimizer step.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.training = Training(config)
-        # DeepSpeed passes different group objects for the same ranks, so the ranks are the key.
+        # The ranks are the key: DeepSpeed passes different group objects for the same ranks.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._baselines: dict[int, Baseline] = {}
         self._by_parameter = bool(config.policies) or config.quantizer.feeds_back
@@ -47,14 +47,15 @@ class GradientCompression:
 
     @property
     def stats(self) -> Statistics:
+        """Statistics of all steps."""
         return self.training.stats
 
     def communicator(self, group: dist.ProcessGroup | None) -> Communicator:
-        """The communicator of the ranks of `group`. The first call is a collective over them."""
+        """Communicator for the ranks of `group`; None: all ranks. The first call is a collective of these ranks."""
         group = dist.group.WORLD if group is None else group
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._communicators:
-            # Without a configuration: the settings of the training, which may have been replaced.
+            # None: take the settings of the training, which the user may replace there.
             self._communicators[ranks] = Communicator(None, group, self.training)
         return self._communicators[ranks]
 
@@ -64,79 +65,83 @@ class GradientCompression:
         return "parameter" in self.config.roles
 
     def gather_weights(
-        self, number: int, whole: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup | None
+        self, number: int, whole: Tensor, shards: Sequence[Tensor], group: dist.ProcessGroup | None
     ) -> None:
-        """Fill `whole`, [elements of all parts], with the parts of all ranks. All hold what was gathered before.
+        """Gather the shards of all ranks into `whole`, [elements of all shards], sending changes since the last gather.
 
         Args:
-            number: of the group of parameters, whose memory moves when DeepSpeed offloads and reloads its states.
-            parts: views of `whole`, one for each rank of `group`.
+            number: identifies the weights. Their memory moves when DeepSpeed offloads and reloads its states.
+            shards: views of `whole`, one for each rank of `group`.
         """
-        own = parts[dist.get_rank(group)]
+        own = shards[dist.get_rank(group)]
         baseline = self._baselines.setdefault(number, Baseline())
         self.communicator(group).all_gather_into_tensor(whole, own, role="parameter", baseline=baseline)
 
     def forget_weights(self) -> None:
-        """The next gathers send all of them."""
+        """Make the next gathers send all weights."""
         self._baselines.clear()
 
     def parts(self, tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> list[ParameterSlice]:
-        """What the gradients in `tensors` consist of, one after another: see `parts_of`.
+        """Parameter slices that the gradients in `tensors` consist of, in order: see `parts_of`.
 
-        Raises UnsupportedError if there is more than `gradients` tell, and the configuration asks who it belongs to.
+        Raises UnsupportedError if some elements belong to no known parameter, and the settings depend on parameters'
+        names.
         """
         parts, unknown = parts_of(tensors, gradients)
         if unknown and self._by_parameter:
             raise UnsupportedError(
                 f"{unknown} of {sum(part.length for part in parts)} elements that DeepSpeed reduces belong to no "
-                f"parameter that its engine knows by name, so {DEEPSPEED_KEY} can't follow policies and "
-                "quantizer.error_feedback there. Pass deepspeed.initialize the model with all of its parameters, or "
+                f"parameter that its engine knows by name, so {DEEPSPEED_KEY} can't apply policies and "
+                "quantizer.error_feedback to them. Pass deepspeed.initialize the model with all of its parameters, or "
                 "remove both settings"
             )
         return parts
 
     def end_step(self, was_skipped: bool, rescaled: float) -> None:
-        """An optimizer step is over: see `Training.end_step`.
+        """End a step, after an optimizer step: see `Training.end_step`.
 
-        What error feedback keeps is in units of the gradients. A step that was skipped has used what was kept before,
-        and left errors of sums that nobody uses: nothing is kept then.
+        Error feedback keeps residuals in units of the scaled gradients, so they change with the loss scale. A skipped
+        step has used up the old residuals, and its new ones belong to sums that nobody uses: they become 0.
 
         Args:
-            rescaled: what the loss scale was multiplied by.
+            was_skipped: whether the optimizer skipped the step, as after an overflow.
+            rescaled: factor by which the loss scale changed.
         """
         for residual in self.training.residuals.by_name.values() if was_skipped or rescaled != 1 else ():
             residual.mul_(0 if was_skipped else rescaled)
         self.training.end_step()
 
     def feed(self, monitor) -> None:
-        """Send what each step was to DeepSpeed's monitor as well."""
+        """Send the numbers of each step to DeepSpeed's monitor as well."""
 
         def sink(record: dict) -> None:
             monitor.write_events([(name, value, record["step"]) for name, value in scalars(record)])
 
-        sink.__qualname__ = "DeepSpeed's monitor"  # what is said of it if it fails
+        sink.__qualname__ = "DeepSpeed's monitor"  # its name in the warning if it fails
         self.training.metrics.sinks.append(sink)
 
     def close(self) -> None:
-        """Free the connections. The engine's reductions fail afterwards."""
+        """Free the connections. Reductions of the engine fail afterwards."""
         for communicator in self._communicators.values():
             communicator.close()
         self.training.metrics.close()
 
 
 def configured(deepspeed_config, mpu=None, mesh_device=None) -> GradientCompression | None:
-    """What a DeepSpeedConfig asks for: None where it does not have our key. Then nothing here waits, or can fail.
+    """Compression that a DeepSpeedConfig asks for; None if it does not have our key.
+
+    Without the key this neither waits nor fails.
 
     Args:
-        mpu, mesh_device: what the engine gets, which say who reduces gradients together; None: all ranks.
+        mpu, mesh_device: the engine's arguments, which say which ranks reduce gradients together; None: all ranks.
 
-    Raises ConfigError or UnsupportedError for what can't be. If that is so on some of the ranks only, or they ask for
-    different things, the others that have the key raise MismatchError.
+    Raises ConfigError or UnsupportedError for settings that are invalid or can't be served. If that is so on some ranks
+    only, or if ranks ask for different settings, the other ranks with the key raise MismatchError.
     """
     try:
         asked = _read(deepspeed_config)
     except NczError as error:
-        asked = error  # to be raised once the other ranks know
+        asked = error  # raise it after the other ranks were told
     if asked is None:
         with suppress(Exception):
             _compare(_ranks_that_reduce(mpu, mesh_device), None)
@@ -156,9 +161,9 @@ def configured(deepspeed_config, mpu=None, mesh_device=None) -> GradientCompress
 
 
 def _ranks_that_reduce(mpu, mesh_device) -> list[int]:
-    """The global ranks that will reduce gradients together with this one, in an engine that gets these.
+    """Global ranks that will reduce gradients together with this one, in an engine with these arguments.
 
-    DeepSpeed keeps them in its module `groups`, for engines that come without as well, once it has begun an engine.
+    DeepSpeed keeps both arguments of an engine in its module `groups`, and later engines without them use these.
     """
     if not dist.is_initialized():
         return [0]
@@ -166,7 +171,7 @@ def _ranks_that_reduce(mpu, mesh_device) -> list[int]:
     groups.mpu = kept[0] if mpu is None else mpu
     groups.mesh_device = kept[1] if mesh_device is None else mesh_device
     try:
-        # Without both it would make a group of all ranks now, which waits for all of them.
+        # Without both, DeepSpeed would make a group of all ranks here and wait for all of them.
         is_world = groups.mpu is None and groups.mesh_device is None
         group = None if is_world else groups._get_sequence_data_parallel_group()
     finally:
@@ -175,12 +180,17 @@ def _ranks_that_reduce(mpu, mesh_device) -> list[int]:
 
 
 def _compare(ranks: Sequence[int], asked: Config | NczError | None) -> None:
+    """Raise MismatchError or PeerError unless all ranks ask for the same settings.
+
+    None: no key; an error: invalid settings.
+    """
     if len(ranks) > 1:
         rank = ranks.index(dist.get_rank())
         compare_ranks(meet(ranks, rank, "deepspeed engine"), ranks, rank, asked)
 
 
 def _read(deepspeed_config) -> Config | None:
+    """Settings from a DeepSpeedConfig; None without our key. Raises ConfigError or UnsupportedError."""
     try:
         source = find_in_deepspeed(deepspeed_config._param_dict)
         config = None if source is None else Config.load(source)
@@ -192,10 +202,10 @@ def _read(deepspeed_config) -> Config | None:
 
 
 def describe(compression: GradientCompression, zero_stage: int, replicas: int) -> str:
-    """The one line that says what is active.
+    """Line of text that says what is compressed, with which settings.
 
     Args:
-        replicas: ranks that reduce the same gradients.
+        replicas: number of ranks that reduce the same gradients.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
@@ -216,7 +226,7 @@ def describe(compression: GradientCompression, zero_stage: int, replicas: int) -
 
 
 def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
-    """Options with which gradients would not pass through our hands: an error beats a silent plain run."""
+    """Raise ConfigError or UnsupportedError for options with which gradients would bypass this plugin uncompressed."""
     zero = deepspeed_config.zero_config
     if "gradient" not in config.roles or "activation" in config.roles:
         raise ConfigError(
@@ -231,7 +241,7 @@ def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
     if "parameter" in config.roles and zero.stage == 3 and zero.use_all_reduce_for_fetch_params:
         raise UnsupportedError(
             f"zero_optimization.stage3_use_all_reduce_for_fetch_params: true can't be combined with {DEEPSPEED_KEY}: "
-            f"roles: {list(config.roles)}: it adds weights up instead of gathering them. Set it to false (the "
+            f"roles: {list(config.roles)}: it sums weights instead of gathering them. Set it to false (the "
             'default), or roles to ["gradient"]'
         )
     try:
@@ -240,17 +250,17 @@ def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
         raise UnsupportedError(f"{DEEPSPEED_KEY}: {error}. Remove the key, or run with DS_ACCELERATOR=cpu") from None
     if deepspeed_config.compile_config.deepcompile:
         raise UnsupportedError(
-            f"compile.deepcompile: true can't be combined with {DEEPSPEED_KEY}: it reduces gradients from C++, "
-            "past this plugin. Set compile.deepcompile to false, or remove one of the two"
+            f"compile.deepcompile: true can't be combined with {DEEPSPEED_KEY}: it reduces gradients in C++, "
+            "which this plugin can't replace. Set compile.deepcompile to false, or remove one of the two"
         )
     if zero.zero_quantized_gradients:
         raise UnsupportedError(
             f"zero_optimization.zero_quantized_gradients: true can't be combined with {DEEPSPEED_KEY}: "
-            "gradients are compressed by one or the other. Remove one of the two"
+            "both compress gradients. Remove one of the two"
         )
     if zero.stage in (1, 2) and zero.reduce_scatter and not zero.use_multi_rank_bucket_allreduce:
         raise UnsupportedError(
             f"zero_optimization.use_multi_rank_bucket_allreduce: false can't be combined with {DEEPSPEED_KEY}: "
-            "it reduces to one rank at a time, which has no compressed form. "
+            "it reduces to one rank at a time, which can't be compressed. "
             "Set it to true (the default), or zero_optimization.reduce_scatter to false"
         )

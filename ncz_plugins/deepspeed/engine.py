@@ -1,6 +1,6 @@
-"""Patches for the life of a DeepSpeed engine: start, step, save, load, destroy.
+"""Replacements for the life of a DeepSpeed engine: start, step, save, load, destroy.
 
-Each function takes a method of DeepSpeedEngine and returns what replaces it.
+Each function takes a method of DeepSpeedEngine and returns its replacement.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..core.messages import say
 from . import checkpoint
 from .compression import configured, describe
 
-ATTRIBUTE = "communication_compression"  # on engines, and on the optimizers that reduce for them
+ATTRIBUTE = "communication_compression"  # of engines, and of the optimizers that reduce for them
 
-warns_if_none_compresses = True  # at the end of a process
+warns_if_none_compresses = True  # at the end of the process; `ncz enable` sets it to False
 
 _compressed: list[bool] = []  # on rank 0: whether each engine of this process has our key
 
@@ -38,12 +38,12 @@ def _warn_if_none_compresses() -> None:
 
 
 def configure_engine(original):
-    """Replaces __init__: reads our key of the configuration, and gives the engine its GradientCompression."""
+    """Replacement of __init__: reads our key of the configuration, and gives the engine its GradientCompression."""
 
     def __init__(self, *args, **kwargs):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         given = (arguments.get(name) for name in ("config_class", "mpu", "mesh_device"))
-        compression = configured(*given)  # first, because the rest takes long
+        compression = configured(*given)  # first, because the original takes long
         original(self, *args, **kwargs)
         if compression is not None:
             require_replaced(comm.cdb)
@@ -53,38 +53,39 @@ def configure_engine(original):
         if compression is not None:
             if self.optimizer is not None:
                 setattr(self.optimizer, ATTRIBUTE, compression)
-                # ZeRO 3 gathers weights by an object of the optimizer, or which is in its place where there is none.
+                # ZeRO 3: the coordinator that gathers weights belongs to an attribute of the optimizer, or to the
+                # object that stands in for the optimizer where there is none.
                 gathers = getattr(self.optimizer, "parameter_offload", self.optimizer)
                 if hasattr(gathers, "get_param_coordinator"):
                     setattr(gathers.get_param_coordinator(), ATTRIBUTE, compression)
             if self.monitor.enabled:
                 compression.feed(self.monitor)
             if _is_first(self):
-                compression.training.rank = 0  # the one that writes and prints statistics
+                compression.training.rank = 0  # rank 0 writes and prints statistics
                 say(describe(compression, self.zero_optimization_stage(), self.seq_dp_world_size))
 
     return __init__
 
 
 def _is_first(engine) -> bool:
-    """Whether this is the first rank of an engine: of those with the same parameters, and of those with others."""
+    """Whether this is the engine's first rank, over data, model and pipeline parallelism."""
     if engine.checkpoint_mp_rank or getattr(engine.mpu, "get_pipeline_model_parallel_rank", lambda: 0)():
         return False
     return comm.get_rank(engine.seq_data_parallel_group) == 0
 
 
 def require_replaced(backend) -> None:
-    """Raise UnsupportedError if DeepSpeed reduces gradients past what the plugin has replaced: they would go plain."""
+    """Raise UnsupportedError if DeepSpeed's backend has an all_reduce that the plugin has not replaced."""
     if type(backend).all_reduce is not TorchBackend.all_reduce:
         raise UnsupportedError(
-            f"DeepSpeed communicates by {type(backend).__name__}, which reduces gradients by itself: they can't be "
+            f"DeepSpeed communicates by {type(backend).__name__}, which reduces gradients itself: they can't be "
             "compressed there. Uninstall oneccl_bindings_for_pytorch, or take communication_compression out of the "
             "configuration"
         )
 
 
 def end_step(original):
-    """Replaces _take_model_step: an optimizer step ends a step of compression."""
+    """Replacement of _take_model_step: an optimizer step ends a step of compression."""
 
     def _take_model_step(self, *args, **kwargs):
         _require_configured(self)
@@ -94,7 +95,7 @@ def end_step(original):
         before = _loss_scale(self)
         result = original(self, *args, **kwargs)
         after = _loss_scale(self)
-        # PyTorch's scaler does not tell DeepSpeed that it skips a step, but then it backs off.
+        # PyTorch's scaler does not tell DeepSpeed that it skips a step, but it lowers its scale then.
         compression.end_step(was_skipped=not self._step_applied or after < before, rescaled=after / before)
         return result
 
@@ -102,7 +103,7 @@ def end_step(original):
 
 
 def _loss_scale(engine) -> float:
-    """What gradients are multiplied by as long as they are reduced; 1 without a loss scaler."""
+    """Factor of the gradients while they are reduced; 1 without a loss scaler."""
     optimizer = engine.optimizer
     scaler = engine.torch_autocast_z0_gradscaler or getattr(optimizer, "torch_autocast_gradscaler", None)
     if scaler is not None:
@@ -111,7 +112,7 @@ def _loss_scale(engine) -> float:
 
 
 def _require_configured(engine) -> None:
-    """Raise UnsupportedError if `engine` has our key, but is older than the plugin, which could not read it then."""
+    """Raise UnsupportedError if `engine` has our key but was made before the plugin was imported."""
     if ATTRIBUTE not in vars(engine) and find_in_deepspeed(engine._config._param_dict) is not None:
         raise UnsupportedError(
             "ncz_plugins.deepspeed was imported after deepspeed.initialize had made this engine, so that "
@@ -120,7 +121,7 @@ def _require_configured(engine) -> None:
 
 
 def save_compression(original):
-    """Replaces save_checkpoint: saves the state of compression as well."""
+    """Replacement of save_checkpoint: saves the state of compression as well."""
 
     signature = inspect.signature(original)
 
@@ -130,7 +131,8 @@ def save_compression(original):
         if compression is not None and given["save_dir"]:  # DeepSpeed refuses an empty one
             tag = given.get("tag")
             tag = f"global_step{self.global_steps}" if tag is None else str(tag)  # DeepSpeed's own default
-            # Before DeepSpeed saves, because a barrier follows: "latest" never names a checkpoint without our files.
+            # Save before DeepSpeed does: it ends with a barrier, so "latest" never names a checkpoint without our
+            # files.
             checkpoint.save(compression.training, os.path.join(given["save_dir"], tag), self.global_steps)
         return original(self, *args, **kwargs)
 
@@ -138,7 +140,7 @@ def save_compression(original):
 
 
 def load_compression(original):
-    """Replaces _load_checkpoint: loads the state of compression with the optimizer's."""
+    """Replacement of _load_checkpoint: loads the state of compression together with the optimizer's."""
 
     signature = inspect.signature(original)
 
@@ -161,7 +163,7 @@ def load_compression(original):
 
 
 def close_compression(original):
-    """Replaces destroy: closes the connections first."""
+    """Replacement of destroy: closes the connections first."""
 
     def destroy(self, *args, **kwargs):
         compression = getattr(self, ATTRIBUTE)

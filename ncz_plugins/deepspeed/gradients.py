@@ -1,8 +1,8 @@
-"""Patches that compress the reduction of gradients, and nothing else.
+"""Replacements that compress the reduction of gradients, and nothing else.
 
 DeepSpeed runs the same collectives on the same groups for gradients, weights, norms and flags. Only gradients may be
-compressed. So `mark_gradients` wraps the methods that reduce gradients and records, while they run, which gradients
-these are. The wrapped collectives look at that record, and pass everything else through untouched.
+compressed. So `mark_gradients` wraps the methods that reduce gradients, and records while they run which gradients
+these are. The wrapped collectives compress if there is a record, and call the original otherwise.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .parameter_slices import rank_major
 
 
 class _Reduction(NamedTuple):
-    """The gradient reduction that is running now.
+    """Record of the gradient reduction that is running now.
 
     Attributes:
-        parts: what the reduced gradients consist of, in order.
+        parts: parameter slices that the reduced gradients consist of, in order.
     """
 
     compression: GradientCompression
@@ -37,17 +37,17 @@ _reducing: ContextVar[_Reduction | None] = ContextVar("ncz_reducing_gradients", 
 
 
 def mark_gradients(list_gradients, original):
-    """Wraps a method that reduces the gradients that its first argument names.
+    """Wrapper of a method that reduces the gradients in its first argument.
 
     Args:
-        list_gradients: takes the object that has the method; see parameter_slices.py.
+        list_gradients: a function of parameter_slices.py that takes the object of the method.
     """
 
     def reduce_gradients(self, given, *args, **kwargs):
         compression = getattr(self, ATTRIBUTE, None)
         if compression is None:
             return original(self, given, *args, **kwargs)
-        # ZeRO 3 sometimes passes parameters and means their gradients.
+        # ZeRO 3 sometimes passes parameters instead of their gradients.
         tensors = [each.grad if isinstance(each, torch.nn.Parameter) else each for each in _as_list(given)]
         with _reducing_gradients(_Reduction(compression, compression.parts(tensors, list_gradients(self)))):
             return original(self, given, *args, **kwargs)
@@ -69,7 +69,7 @@ def _as_list(tensors: Tensor | list[Tensor]) -> list[Tensor]:
 
 
 def compressed_all_reduce(original):
-    """Replaces TorchBackend.all_reduce: compressed while gradients are reduced, else as it was."""
+    """Replacement of TorchBackend.all_reduce: compressed while gradients are reduced."""
 
     @torch.compiler.disable
     def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -83,7 +83,7 @@ def compressed_all_reduce(original):
 
 
 def compressed_reduce_scatter(original):
-    """Replaces TorchBackend.reduce_scatter_tensor: compressed while gradients are reduced, else as it was."""
+    """Replacement of TorchBackend.reduce_scatter_tensor: compressed while gradients are reduced."""
 
     @torch.compiler.disable
     def reduce_scatter_tensor(
@@ -100,9 +100,9 @@ def compressed_reduce_scatter(original):
 
 
 def group_by_settings(original):
-    """One call for all gradients that share their settings, each padded with zeros.
+    """Replacement of reduce_scatter_coalesced: one call for all gradients with the same settings, padded with zeros.
 
-    DeepSpeed pads partitions with uninitialised memory, and those values would set a block's scale.
+    DeepSpeed itself pads with uninitialised memory, whose values would spoil the scale of a block.
     """
 
     def reduce_scatter_coalesced(tensors, group=None):
@@ -113,13 +113,13 @@ def group_by_settings(original):
         ranks, dtype = compression.communicator(group).ranks, tensors[0].dtype
         n, rank = len(ranks), torch.distributed.get_rank(group)
         partitions = [tensor.view(-1)[:0] for tensor in tensors]
-        places = [at for at, tensor in enumerate(tensors) if tensor.numel()]  # an empty one is no part of anything
+        places = [at for at, tensor in enumerate(tensors) if tensor.numel()]  # empty tensors have no part
         for _, members in compression.training.grouped(parts, dtype, "gradient", ranks):
             padded = [_padded(tensors[places[i]], n) for i in members]
             with _reducing_gradients(_Reduction(compression, rank_major([parts[i] for i in members], n))):
                 reduced = original(padded, group)
             for i, partition in zip(members, reduced):
-                # The last ranks' partitions are shorter once the padding is cut off.
+                # Cut off the padding, which makes the last ranks' partitions shorter.
                 left = max(0, tensors[places[i]].numel() - rank * partition.numel())
                 partitions[places[i]] = partition[:left]
         return partitions

@@ -1,4 +1,4 @@
-"""Runs an unchanged DeepSpeed training script with the plugin installed.
+"""Launcher that runs an unchanged DeepSpeed training script with the plugin installed.
 
 deepspeed --module ncz_plugins.deepspeed.launch train.py --deepspeed_config ds.json ...
 """
@@ -15,7 +15,7 @@ _USAGE = "usage: deepspeed [launcher options] --module ncz_plugins.deepspeed.lau
 
 
 def main() -> None:
-    # The launcher puts --local_rank=N before the script's name. It becomes the script's first argument, as usual.
+    # DeepSpeed's launcher puts --local_rank=N before the script's name. Pass it on as the script's first argument.
     arguments = sys.argv[1:]
     at = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
     if at is None:

@@ -1,8 +1,8 @@
-"""Finds out which parameters the gradients belong to that DeepSpeed reduces.
+"""Search for the parameters that DeepSpeed's reduced gradients belong to.
 
-DeepSpeed copies gradients into buckets, cuts the buckets at partition borders, and sorts the pieces by process group
-before it reduces them. The order of the backward pass decides which piece goes where. But every piece lies in the
-memory of some parameter's gradient, so its address gives the name.
+DeepSpeed copies gradients into buckets, cuts the buckets at the borders of partitions, and sorts the slices by process
+group before it reduces them. The order of the backward pass decides where a slice goes. But every slice lies in the
+memory of some parameter's gradient, so its address tells the name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from ..core.training.policy import ParameterSlice
 
-PADDING = ""  # the name of elements that belong to no parameter
-NamedGradient = tuple[str | None, Tensor]  # the parameter's name, None if unknown, and its gradient
+PADDING = ""  # name of elements that belong to no parameter
+NamedGradient = tuple[str | None, Tensor]  # a parameter's name, None if unknown, and its gradient
 
 
 def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> tuple[list[ParameterSlice], int]:
-    """What `tensors` consist of, in order, and how many of their elements belong to a parameter without a known name.
+    """Parameter slices that `tensors` consist of, in order, and how many elements belong to no known parameter.
 
     Args:
-        tensors: contiguous; each is one of `gradients`, or lies in their memory.
-        gradients: contiguous; all that may be meant.
+        tensors: contiguous. Each is one of `gradients` or lies in their memory.
+        gradients: contiguous. All gradients that may be reduced now.
     """
     spans = sorted(
         ((gradient.data_ptr(), gradient.numel(), name) for name, gradient in gradients if gradient.numel()),
@@ -38,7 +38,7 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
         while left:
             begin, numel, name = spans[at] if (at := bisect_right(starts, address) - 1) >= 0 else (address, 0, None)
             start = (address - begin) // tensor.element_size()
-            if start >= numel:  # past the end of the gradient before it
+            if start >= numel:  # the address lies behind the nearest gradient
                 parts.append(ParameterSlice(None, left))
                 unknown += left
                 break
@@ -50,7 +50,7 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
 
 
 def rank_major(parts: Sequence[ParameterSlice], ranks: int) -> list[ParameterSlice]:
-    """The parameters in the order of `reduce_scatter_coalesced`: for each rank, its padded share of every parameter."""
+    """Parameter slices in the order of `reduce_scatter_coalesced`: for each rank its padded share of every parameter."""
     shares = []
     for rank in range(ranks):
         for name, numel, *_ in parts:
@@ -72,7 +72,7 @@ def _padding(length: int) -> ParameterSlice:
 
 
 def of_engine(engine) -> Iterator[NamedGradient]:
-    """Without ZeRO: the gradients of all parameters."""
+    """Gradients of all parameters of an engine without ZeRO."""
     names, optimizer = engine.param_names, engine.optimizer
     if hasattr(optimizer, "get_grads_for_reduction"):  # BF16_Optimizer accumulates in its own buffers
         for at, group in enumerate(optimizer.bf16_groups):
@@ -87,14 +87,14 @@ def of_engine(engine) -> Iterator[NamedGradient]:
 
 
 def of_stages_1_and_2(optimizer) -> Iterator[NamedGradient]:
-    """ZeRO 1 and 2: the gradients of the parameters in the buckets that are not reduced yet."""
+    """Gradients in the buckets of a ZeRO 1 or 2 optimizer that are not reduced yet."""
     for bucket in optimizer.ipg_buckets.values():
         for (group, index, _), gradient in zip(bucket.params, bucket.grads):
             yield optimizer.param_names.get(optimizer.bit16_groups[group][index]), gradient
 
 
 def of_stage_3(optimizer) -> Iterator[NamedGradient]:
-    """ZeRO 3: the gradients of the parameters in the buckets that are not reduced yet."""
+    """Gradients in the buckets of a ZeRO 3 optimizer that are not reduced yet."""
     for bucket in optimizer.ipg_buckets.values():
         for parameter in bucket.params:
             yield optimizer.param_names.get(parameter), parameter.grad

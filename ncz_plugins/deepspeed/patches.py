@@ -1,6 +1,17 @@
-"""The list of everything that this plugin replaces in DeepSpeed.
+"""List of everything that this plugin replaces in DeepSpeed, and of the private names that it reads.
 
-engine.py, gradients.py and weights.py hold the replacements.
+engine.py, gradients.py and weights.py hold the replacements. Tried on DeepSpeed 0.19.8. Besides what `install`
+replaces, these names are not part of DeepSpeed's documented API:
+
+    DeepSpeedEngine        _config._param_dict, _step_applied, param_names, checkpoint_mp_rank, seq_dp_world_size,
+                           seq_data_parallel_group, torch_autocast_z0_gradscaler
+    ZeRO 1 and 2           ipg_buckets, bit16_groups, param_names
+    ZeRO 3                 ipg_buckets, param_names, parameter_offload, get_param_coordinator
+    BF16_Optimizer         get_grads_for_reduction, bf16_groups, fp32_groups_gradients, fp32_groups_gradients_flat,
+                           fp32_groups_actual_gradients_flat
+    loss scale             loss_scale_config, cur_scale, torch_autocast_gradscaler
+    deepspeed.utils.groups mpu, mesh_device, _get_sequence_data_parallel_group
+    deepspeed.comm         comm.cdb, TorchBackend._reduce_op
 """
 
 from __future__ import annotations
@@ -15,14 +26,14 @@ from ..core.errors import UnsupportedError
 from . import engine, gradients, weights
 from .parameter_slices import of_engine, of_stage_3, of_stages_1_and_2
 
-OLDEST = "0.19.8"  # older ones keep elsewhere what gradients belong to
+OLDEST = "0.19.8"  # older versions keep the parameters of a bucket elsewhere
 _BF16 = "deepspeed.runtime.bf16_optimizer"
 _STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 
 # By class: a function that lists the gradients that may be reduced now, with their parameters' names, and the methods
-# that reduce gradients. Inside these methods every collective carries the gradients that the first argument names, and
-# nothing else.
+# that reduce gradients. Every collective inside these methods carries exactly the gradients that the method's first
+# argument names.
 _GRADIENT_METHODS = {
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): (of_engine, ("allreduce_bucket",)),
     (_STAGES_1_AND_2, "DeepSpeedZeroOptimizer"): (
@@ -41,9 +52,9 @@ _GRADIENT_METHODS = {
 
 
 def install() -> None:
-    """Replace what the plugin replaces; a second call does nothing.
+    """Replace DeepSpeed's functions; a second call does nothing.
 
-    Raises UnsupportedError if this DeepSpeed is too old, or lacks anything of it. Nothing is replaced then.
+    Raises UnsupportedError if this DeepSpeed is too old or lacks one of them. Nothing is replaced then.
     """
     if Version(deepspeed.__version__) < Version(OLDEST):
         raise UnsupportedError(
@@ -69,7 +80,7 @@ def install() -> None:
         (backend, "all_reduce", gradients.compressed_all_reduce),
         (backend, "reduce_scatter_tensor", gradients.compressed_reduce_scatter),
         (backend, "all_gather_into_tensor", weights.gather_parameters),
-        # The optimizer imported the function by name, so its module is where it must be replaced.
+        # The optimizer's module imported the function by name, so replace it there.
         (import_module(_STAGE_3), "reduce_scatter_coalesced", gradients.group_by_settings),
         (import_module(_STAGES_1_AND_2), "all_gather_dp_groups", weights.gather_changes),
         (import_module(_BF16), "all_gather_dp_groups", weights.gather_changes),
