@@ -50,7 +50,7 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
 
 
 def rank_major(parts: Sequence[ParameterSlice], ranks: int) -> list[ParameterSlice]:
-    """Parameter slices in the order of `reduce_scatter_coalesced`: for each rank its padded share of every parameter."""
+    """Parameter slices in the order of `reduce_scatter_coalesced`: for each rank its padded share of each parameter."""
     shares = []
     for rank in range(ranks):
         for name, numel, *_ in parts:

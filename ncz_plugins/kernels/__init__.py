@@ -1,8 +1,21 @@
-"""Kernels: quantize, select a coder, and code. All backends write the same codes, GPUs by coders of their own.
+"""Kernels that quantize, choose a coder and code.
 
-`reference` (numpy) is the specification. `cpu` (C++) normally runs on host tensors, where it forms plain sums as well,
-`cuda` on tensors of a GPU. The folder `common` holds the C++ headers that both include. This package imports nothing of
-`ncz_plugins.core`.
+All backends compute the same codes; GPUs have coders of their own.
+
+This package imports nothing of `ncz_plugins.core`.
+
+    backend.py    interface of all backends, with shapes and dtypes
+    format.py     constants and types of frames and kernels, as common/format.h has them for C++
+    reference/    numpy backend: the executable specification
+    cpu/          C++ backend for host tensors
+    cuda/         CUDA backend for tensors on GPUs
+    common/       C++ headers that cpu/ and cuda/ share
+    lossless.py   lossless frames of floats and of byte changes (SPLIT)
+    updates.py    lossless frames of elements of which the receiver has an older version
+    damage.py     messages for the error codes of compiled kernels
+    addresses.py  checked addresses of tensors for compiled kernels
+    scratch.py    working memory that each thread reuses
+    cache.py      the user's private cache folder
 """
 
 from __future__ import annotations
@@ -18,7 +31,7 @@ _CHOICES = ("avx2", "portable", "reference")
 
 
 def load(name: str) -> HostBackend:
-    """The CPU backend called `name`: avx2, portable or reference. Raises ImportError if it can't run here."""
+    """The CPU backend of this name: avx2, portable or reference. Raises ImportError if it can't run here."""
     if name == "reference":
         from .reference import ReferenceBackend
 
@@ -31,7 +44,7 @@ def load(name: str) -> HostBackend:
 
 
 def statuses() -> dict[str, str]:
-    """For each CPU backend "ok", or the reason why it does not load here. Fastest first."""
+    """ "ok" for each CPU backend, or the reason why it does not load here. Fastest first."""
     found = {}
     for name in _CHOICES:
         try:
@@ -44,7 +57,10 @@ def statuses() -> dict[str, str]:
 
 @functools.cache
 def cuda_backend() -> GpuBackend:
-    """The backend for tensors on CUDA devices. Raises ImportError that says why there is none, and what to install."""
+    """The backend for tensors on CUDA devices.
+
+    Raises ImportError with the reason why there is none, and what to install.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -64,7 +80,7 @@ def cuda_backend() -> GpuBackend:
 
 
 def cuda_status() -> str:
-    """ "ok", or the reason why there are no kernels for CUDA devices here."""
+    """Either "ok" or the reason why there are no kernels for CUDA devices here."""
     try:
         cuda_backend()
     except ImportError as error:
@@ -74,7 +90,10 @@ def cuda_status() -> str:
 
 @functools.cache
 def cpu_backend() -> HostBackend:
-    """The fastest backend for host tensors on this machine, or the one named in NCZ_CPU_KERNELS."""
+    """The fastest backend for host tensors on this machine, or the one named in NCZ_CPU_KERNELS.
+
+    Raises ImportError if the named backend is unknown or can't run here.
+    """
     wanted = os.environ.get(ENVIRONMENT) or "auto"
     if wanted != "auto":
         return load(wanted)
@@ -86,7 +105,7 @@ def cpu_backend() -> HostBackend:
             reasons.append(f"{name}: {error}")
     from .cpu import LIBRARY
 
-    if LIBRARY.exists():  # else the import of the package has said so
+    if LIBRARY.exists():  # otherwise importing ncz_plugins has warned already
         warnings.warn(
             "ncz_plugins: no compiled CPU kernels load; using the numpy reference (about 100 times slower). "
             + "; ".join(reasons),

@@ -1,28 +1,28 @@
-"""The interface of all backends, on contiguous 1-D torch tensors.
+"""Interface of all backends, on contiguous 1-D torch tensors.
 
 Shapes and dtypes that all methods share:
 
 - `x`, `out`: floats, [count], of one of `format.DTYPES`.
-- `inverse_steps`, `scales`: one number per block of `format.SCALE_BLOCK` elements, [blocks], float64 for
-  float64 tensors and float32 for all others. `inverse_steps` holds 1 / (quantization step); `scales` holds what
-  a code is multiplied by.
+- `inverse_steps`, `scales`: one number for each block of `format.SCALE_BLOCK` elements, [blocks]: float64 for float64
+tensors, float32 for all others. `inverse_steps` holds 1 / (quantization step), `scales` the factors that turn codes
+into floats.
 - `codes`: int32, [count].
-- `frame` to write: uint8, at least `format.max_frame_bytes(count)` long; the method returns how many bytes it
-  wrote. `frame` to read: uint8, exactly one frame.
-- All tensors of a call are on one device. On a CUDA device calls return before the work is done; it
-  follows the order of the current stream. Sizes are then `cuda.DeviceSize`: the host waits for one when it uses it
-  as an integer. Those of several frames are a tensor.
-- `base`: floats, [count], of the dtype of `x` or `out`: what all who hold the frame are known to have.
-- For a fixed rate (`block_magnitudes` and below): `rows`: `format.Rows`, which blocks a call covers. `magnitudes`:
-  bfloat16, one of each block of all rows, [rows, blocks of a row]. `packed`: uint8, [rows, blocks covered,
-  `format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.
-- `coding`: `format.Coding`, which coder and predictor to use.
+- `frame` to write: uint8, at least `format.max_frame_bytes(count)` long. The method returns the number of bytes it
+wrote. `frame` to read: uint8, exactly one frame.
+- All tensors of a call are on one device. On a CUDA device calls return before the work is done, and follow the order
+of the current stream. The size of a frame is then a `cuda.DeviceSize`: the host waits for it when it uses it as an
+integer. The sizes of several frames are a tensor.
+- `base`: floats, [count], of the dtype of `x` or `out`: an older version that every reader of the frame has.
+- For a fixed rate (`block_magnitudes` and below): `rows`: `format.Rows`, the blocks that a call covers. `magnitudes`:
+bfloat16, [rows, blocks of a row], for all blocks of all rows. `packed`: uint8, [rows, blocks covered,
+`format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.
+- `coding`: `format.Coding`, the coder and the predictor to use.
 - `noise`: `format.Noise` to round up or down at random, None to round to nearest even.
 
-Compiled backends check dtype, device, contiguity and length of each tensor where its address leaves Python, see
-addresses.py, and raise `format.WrongTensor`. They check everything that came over a network, and raise
-`format.DamagedFrame`. Then nothing was written, except for a frame whose damage
-shows only on decoding: what the output holds is then undefined. On a CUDA device only `check` raises.
+Compiled backends check dtype, device, contiguity and length of each tensor before they take its address, see
+addresses.py, and raise `format.WrongTensor`. They check every byte that came over a network, and raise
+`format.DamagedFrame`. Nothing was written then, except for a frame whose damage shows only on decoding: the contents of
+the output are undefined in that case. On a CUDA device only `check` raises.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _scratch = Scratch()
 
 
 class Sum(NamedTuple):
-    """A frame to write, of the codes of values plus those of other frames.
+    """Frame to write, of the codes of values plus the codes of other frames.
 
     Attributes:
-        x, inverse_steps: the values, and what turns them into codes.
-        out: where the frame is written; it overlaps no other tensor of the call.
-        frames: those whose codes are added, of as many codes.
-        first: the number of the first value, counted from the noise's first element.
+        x, inverse_steps: the values, and the factors that turn them into codes.
+        out: memory for the frame. It overlaps no other tensor of the call.
+        frames: frames whose codes are added. Each has as many codes as `x` has elements.
+        first: number of the first value, counted from the noise's first element.
     """
 
     x: Tensor
@@ -71,7 +71,7 @@ class Sum(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """A frame to read, and what its codes become."""
+    """Frame to read, with the scales of its codes and the memory for the floats."""
 
     frame: Tensor
     scales: Tensor
@@ -79,10 +79,13 @@ class Decoding(NamedTuple):
 
 
 class Backend(ABC):
-    """Kernels for one kind of device. All produce the same numbers, and those for the same kind the same bytes."""
+    """Kernels for one type of device.
+
+    All backends compute the same numbers; those for the same type write the same bytes.
+    """
 
     name: str
-    costs: SelectorCosts = SelectorCosts()  # of this backend; the caller sets the price of the link
+    costs: SelectorCosts = SelectorCosts()  # prices of this backend's coders; the caller sets the price of the link
 
     @abstractmethod
     def block_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,21 +104,21 @@ class Backend(ABC):
 
     @abstractmethod
     def encode_codes(self, codes: Tensor, coding: Coding, frame: Tensor) -> int:
-        """Write `codes` as one frame."""
+        """Write `codes` as one frame. Returns its bytes."""
 
     @abstractmethod
     def decode_codes(self, frame: Tensor, codes: Tensor, add: bool = False) -> None:
-        """Read one frame into `codes`; with `add`, add it to `codes` (modulo 2**32)."""
+        """Read one frame into `codes`. With `add`, add its codes to `codes`, modulo 2**32. Raises DamagedFrame."""
 
     @abstractmethod
     def encode(
         self, x: Tensor, inverse_steps: Tensor, coding: Coding, frame: Tensor, noise: Noise | None = None
     ) -> int:
-        """`quantize` and `encode_codes` in one pass."""
+        """`quantize` and `encode_codes` in one pass. Returns the bytes of the frame."""
 
     @abstractmethod
     def decode(self, frame: Tensor, scales: Tensor, out: Tensor) -> None:
-        """`decode_codes` and `dequantize` in one pass."""
+        """`decode_codes` and `dequantize` in one pass. Raises DamagedFrame."""
 
     @abstractmethod
     def reduce(
@@ -129,39 +132,41 @@ class Backend(ABC):
     ) -> int:
         """The ring's inner step in one pass: decode `frame`, add the codes of `x`, encode into `out`.
 
-        `out` and `frame` must not overlap.
+        `out` and `frame` must not overlap. Returns the bytes of the new frame. Raises DamagedFrame.
         """
 
-    # ------------------------------------------------------------------ floats as differences from other floats
+    # ------------------------------------------------------------------ differences between floats
 
     @abstractmethod
     def differences(self, x: Tensor, base: Tensor, codes: Tensor) -> None:
-        """codes = how many floats lie between `base` and `x`, with a sign: no rounding, whatever bits they have.
+        """codes = the number of floats from `base` to `x`, with a sign. Exact for any bits, also NaN.
 
         Both are of one dtype, not float64. 0.0 and -0.0 are neighbours. Codes wrap, at 16 bits for the half types.
         """
 
     @abstractmethod
     def add_differences(self, codes: Tensor, base: Tensor, out: Tensor) -> None:
-        """The inverse: the floats that are so far from `base`, to the bit. `out` may be `base`."""
+        """Inverse of `differences`, exact to the bit. `out` may be `base`."""
 
     # ------------------------------------------------------------------ several frames at once
-    #
-    # A GPU needs as many launches for several frames as for one. All tensors of a call have the same dtypes.
+    # On a GPU a call for several frames takes as many launches as a call for one. All tensors of a call have the same
+    # dtypes.
 
     def statistics_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """`block_statistics` of one tensor behind the other: float64, [3, blocks of all]."""
+        """`block_statistics` of several tensors in a row: float64, [3, blocks of all tensors]."""
         return torch.cat([torch.stack(self.block_statistics(x)) for x in tensors], 1)
 
     def encode_sums(
         self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None, sealed: bool = False
     ) -> Tensor | np.ndarray:
-        """Write frames.
+        """Write several frames.
 
         Args:
-            sealed: whether a frame that is added counts as damaged if it has no checksum.
+            sealed: whether an added frame without a checksum counts as damaged.
 
-        Returns the bytes of each, int64, [len(sums)]: a tensor on the GPU of the frames, else an array of numpy.
+        Returns: the bytes of each frame, int64, [len(sums)]: a tensor on the GPU of the frames, or a numpy array.
+
+        Raises DamagedFrame for a damaged frame among those that are added.
         """
         return np.array([self._encode_sum(each, coding, noise, sealed) for each in sums])
 
@@ -177,12 +182,14 @@ class Backend(ABC):
         return self.reduce(frames[0], x, inverse_steps, coding, out, noise)
 
     def decode_sum(self, sum: Sum, scales: Tensor, noise: Noise | None = None, sealed: bool = False) -> None:
-        """Add up codes as `encode_sums` does, and write what they stand for to `sum.out`: floats, which may be `sum.x`.
+        """Add up codes like `encode_sums`, and write their values as floats to `sum.out`, which may be `sum.x`.
 
-        These may be of another dtype than `sum.x`, but not where just one of both is float64.
+        `sum.out` may have another dtype than `sum.x`, unless exactly one of them is float64.
 
         Args:
-            sealed: as above.
+            sealed: see `encode_sums`.
+
+        Raises DamagedFrame for a damaged frame among those that are added.
         """
         if sealed:
             require_seals(sum.frames)
@@ -191,12 +198,12 @@ class Backend(ABC):
     def decode_sums(
         self, sums: Sequence[Sum], scales: Sequence[Tensor], noise: Noise | None = None, sealed: bool = False
     ) -> None:
-        """`decode_sum` of each."""
+        """`decode_sum` of each sum."""
         for each, to in zip(sums, scales, strict=True):
             self.decode_sum(each, to, noise, sealed)
 
     def _added_up(self, sum: Sum, noise: Noise | None) -> Tensor:
-        """The codes of a sum, in memory that is valid until the next one is added up."""
+        """Codes of a sum, in memory that the next call overwrites."""
         x, inverse_steps, _, frames, first = sum
         codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
         self.quantize(x, inverse_steps, codes, noise and noise.from_element(first))
@@ -205,7 +212,7 @@ class Backend(ABC):
         return codes
 
     def decode_frames(self, decodings: Sequence[Decoding], sealed: bool = False) -> None:
-        """`decode` each frame. `sealed`: as above."""
+        """`decode` each frame. `sealed`: see `encode_sums`."""
         if sealed:
             require_seals([each.frame for each in decodings])
         for each in decodings:
@@ -220,10 +227,10 @@ class Backend(ABC):
 
     @abstractmethod
     def checksum(self, frame: Tensor) -> int:
-        """The checksum of a whole frame, ignoring its checksum field."""
+        """Checksum of a whole frame, without its checksum field."""
 
     def digest(self, data: Tensor) -> int:
-        """32 bits that tell apart tensors which differ: the checksum of their bytes, none of them left out."""
+        """Checksum of all bytes of a tensor: 32 bits that differ if tensors differ, but for chance."""
         data = data.view(torch.uint8)
         if data.numel() < HEADER_BYTES:
             data = torch.cat([data, data.new_zeros(HEADER_BYTES - data.numel())])
@@ -239,10 +246,11 @@ class Backend(ABC):
         """
 
     def seal(self, frame: Tensor) -> None:
-        """Give a finished frame its checksum. The decoders verify it.
+        """Write the checksum into a finished frame. Decoders verify it.
 
         Args:
-            frame: begins with the frame, and may be longer, for frames whose size the host does not know yet.
+            frame: memory that starts with the frame. It may be longer, for frames whose size the host does not know
+                yet.
         """
         header = HEADER.unpack_from(frame[:HEADER_BYTES].numpy())
         *_, payload_bytes, _, _ = header
@@ -255,7 +263,7 @@ class Backend(ABC):
 
     @abstractmethod
     def block_magnitudes(self, x: Tensor, rows: Rows, magnitudes: Tensor) -> None:
-        """The largest magnitude of each block, rounded up to bfloat16; of very small ones 2**-100.
+        """Largest magnitude of each block, rounded up to bfloat16, at least 2**-100.
 
         A block that holds a NaN or an infinity has +inf. `rows` covers all blocks.
         """
@@ -264,72 +272,79 @@ class Backend(ABC):
     def pack(
         self, x: Tensor, rows: Rows, magnitudes: Tensor, bits: int, packed: Tensor, noise: Noise | None = None
     ) -> None:
-        """Codes of `bits` bits, from 2 to 8, whose largest stand for a block's magnitude. Zeros where that is +inf."""
+        """Write codes of `bits` bits, 2 to 8.
+
+        The largest code stands for the block's magnitude; all codes are 0 if that is +inf.
+        """
 
     @abstractmethod
     def add_packed(self, packed: Tensor, count: int, bits: int, out: Tensor, out_bits: int) -> None:
-        """Add up the codes of `count` rows; `out` is one row of sums, which `out_bits` bits must hold."""
+        """Add up the codes of `count` rows into `out`, one row of sums. `out_bits` bits must hold each sum."""
 
     @abstractmethod
     def unpack(
         self, packed: Tensor, bits: int, rows: Rows, magnitudes: Tensor, denominator: float, out: Tensor
     ) -> None:
-        """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`; NaN for +inf."""
+        """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`.
+
+        NaN for a magnitude of +inf.
+        """
 
 
 class HostBackend(Backend):
-    """Kernels for host memory, which measure blocks of SCALE_BLOCK and find their steps in one pass each.
+    """Kernels for host memory. They also measure blocks of SCALE_BLOCK and derive their steps in one pass each.
 
-    core/codec/quantize.py does so for all other blocks, and says what the numbers mean.
+    core/codec/quantize.py does so for all other sizes of blocks, and explains the numbers.
     """
 
     @abstractmethod
     def combination(
         self, values: Sequence[Tensor], how: Combination, out: Tensor, divisor: int = 1
     ) -> Callable[[], None]:
-        """A function that combines what several ranks have, element by element and in their order, into `out`.
+        """Function that combines the values of several ranks, element by element and in their order, into `out`.
 
-        To prepare it takes as long as to combine some thousand values, and can be done before these are there.
+        Preparing it takes as long as combining some thousand values, and can be done before the values arrive.
 
-        All tensors have one of `format.COMBINED_DTYPES`. Whoever calls this must keep them until the function has been
-        called. The half types are combined as float32, integers wrap, and NaN is lower and higher than anything. `out`
-        may be one of `values`.
+        All tensors have the same dtype, one of `format.COMBINED_DTYPES`. The caller must keep them until it has called
+        the function. Half types are combined as float32, and integers wrap. NaN is both lower and higher than anything.
+        `out` may be one of `values`.
 
         Args:
-            divisor: of the result, if that is of floats.
+            divisor: of the result. Only floats are divided.
         """
 
     @abstractmethod
     def root_mean_squares(self, x: Tensor, most: float, out: Tensor) -> None:
-        """The root mean square of each block, rounded down to bfloat16: `out`, [blocks].
+        """Root mean square of each block, rounded down to bfloat16: `out`, [blocks].
 
-        Infinity for a block that holds a NaN, an infinity, or a magnitude larger than `most`. Not of float64.
+        Infinity for a block that holds a NaN, an infinity, or a magnitude larger than `most`. Not for float64.
         """
 
     @abstractmethod
     def steps_of(self, agreed: Tensor, rule: StepRule) -> tuple[Tensor, Tensor, float]:
-        """The inverse steps and scales of blocks, float32, [blocks], by the largest root mean squares among the ranks.
+        """Inverse steps and scales of blocks, float32, [blocks], from the largest root mean squares among the ranks.
 
         Args:
             agreed: bfloat16, [blocks].
 
-        Returns besides over how many codes the usual values of a block spread, at most; 0 if a block has no step.
+        Returns: inverse steps, scales, and the number of codes that the usual values of a block spread over, in the
+        block where that is largest; 0 if a block has no step.
         """
 
 
 class GpuBackend(Backend):
-    """Kernels of a GPU, which meet damage while the host does something else, and derive quantization steps there."""
+    """Kernels of a GPU. They report damage later, and derive quantization steps on the device."""
 
     @abstractmethod
     def report(self, device: torch.device) -> Tensor:
-        """Where this thread's kernels on `device` leave the first damage that they meet: int64, zeros for none.
+        """Memory where this thread's kernels on `device` report the first damage: int64, all zeros if there is none.
 
-        `check` takes its values in host memory; without them it waits for those of all devices.
+        `check` takes a copy of it in host memory. Without a copy, `check` waits for the reports of all devices.
         """
 
     @abstractmethod
     def forget_report(self, device: torch.device) -> None:
-        """Let kernels leave damage elsewhere from now on: what is still queued belongs to a call that has failed."""
+        """Give the next kernels a new report. Kernels that are still queued belong to a call that has failed."""
 
     @abstractmethod
     def decode_sums(
@@ -340,21 +355,22 @@ class GpuBackend(Backend):
         sealed: bool = False,
         padded: bool = False,
     ) -> None:
-        """As `Backend.decode_sums`.
+        """`decode_sum` of each sum.
 
         Args:
-            padded: the memory of a frame may go on behind it, or end before it, which is no damage. Of a frame that is
-                cut off so, no sum is written; or anything, where sums have another dtype than values.
+            padded: True if a frame's memory may be longer or shorter than the frame, which is then no damage. A sum
+                with a frame that is cut off is not written; if `out` and `x` have different dtypes, its contents are
+                undefined.
         """
 
     @abstractmethod
     def pad_frames(self, memory: Sequence[Tensor], sizes: Tensor) -> None:
-        """Complete what is sent of frames of which the host does not know how long they are.
+        """Write the length in front of each frame and zeros behind it, for frames whose size the host does not know.
 
         Args:
-            memory: of each, uint8: FRONT_BYTES for the length of the frame and zeros, the frame, and zeros to the end;
-                less than all of the frame, if there is no room for it.
-            sizes: how many bytes each frame has: int64, [len(memory)], on the device.
+            memory: for each frame uint8: FRONT_BYTES for its length and zeros, the frame, zeros to the end. A frame
+                that does not fit is cut off.
+            sizes: bytes of each frame: int64, [len(memory)], on the device.
         """
 
     @abstractmethod
@@ -369,32 +385,36 @@ class GpuBackend(Backend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """What `quantize.measure` in core/codec returns, on the device; sums of several blocks may differ by a bit.
+        """Result of `quantize.measure` in core/codec, on the device.
+
+        Sums over several blocks may differ in the last bit.
 
         Args:
-            tensors: the values of each of `segments`, of all those of `lengths` elements.
+            tensors: values of each of `segments`.
+            lengths: elements of all segments of the tensor.
+            segments: numbers of the segments to measure.
             block: elements that share a scale; 0: all.
             mode: one of `format.MODES`.
-            most: in mode rms only: larger magnitudes count as infinite.
-            dtype: that steps have: float64 for float64 values, float32 for all others.
+            most: magnitudes above it count as infinite, in mode rms only.
+            dtype: dtype of the steps: float64 for float64 values, float32 for all others.
         """
 
     @abstractmethod
     def derive_steps(
         self, agreed: Tensor, lengths: Sequence[int], block: int, rule: StepRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `quantize.derive` in core/codec finds of the maximum over ranks, on the device.
+        """Result of `quantize.derive` in core/codec, on the device, from the maximum over ranks.
 
-        Returns: the inverse steps and scales, one per SCALE_BLOCK elements, zeros where a block allows none; and int64,
-        [3]: how many blocks hold what is not finite, and have codes that overflow, and 2**20 times the sum of the bits
-        that a value takes with each step.
+        Returns: inverse steps and scales, one per SCALE_BLOCK elements, zeros where a block allows none; and int64,
+        [3]: the number of blocks with values that are not finite, the number of blocks whose codes overflow, and 2**20
+        times the sum of the bits that a value takes with each step.
         """
 
 
 def require_seals(frames: Sequence[Tensor]) -> None:
-    """Raise DamagedFrame if one of these frames, in host memory, has no checksum."""
+    """Raise DamagedFrame if a frame in host memory has no checksum."""
     for frame in frames:
         if frame.numel() >= HEADER_BYTES:
             *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
-            if not flags:  # others that are unknown, kernels refuse
+            if not flags:  # the kernels refuse unknown flags
                 raise damage.error(-damage.NO_CHECKSUM, b"", frame.numel(), 0)

@@ -1,4 +1,4 @@
-"""The user's cache folder. Nobody else may write there, because we trust its files and run some of them."""
+"""Cache folder of this user. Nobody else may write there, because we trust its files and run some of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import re
 import stat
 from pathlib import Path
 
-ENVIRONMENT = "NCZ_CACHE"  # a folder to use instead of ~/.cache/ncz_plugins
+ENVIRONMENT = "NCZ_CACHE"  # path of a folder to use instead of ~/.cache/ncz_plugins
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(name: str) -> Path:
-    """The folder `name` of the cache, created if missing, writable for this user only.
+    """Folder `name` of the cache, writable for this user only. Created if missing.
 
-    Raises OSError that says why no safe folder is there: another user owns it, can write to it, or could replace it.
+    Raises OSError with the reason why there is no safe folder: another user owns it, can write to it, or could replace
+    it.
     """
     cache = _cache()
     for folder in (*reversed(cache.parents), cache, cache / name):
@@ -27,7 +28,7 @@ def private_folder(name: str) -> Path:
         raise OSError(f"{cache / name} belongs to another user")
     if found.st_mode & _OTHERS:
         raise OSError(f"others can write to {cache / name}")
-    # In a folder with the sticky bit, like /tmp, users can't move what others own.
+    # In a folder with the sticky bit, like /tmp, users can't move other users' files.
     if above.st_mode & _OTHERS and not above.st_mode & stat.S_ISVTX:
         raise OSError(f"others can write to {cache}")
     return cache / name
@@ -42,23 +43,23 @@ def _cache() -> Path:
 
 
 def read_private(file: Path) -> bytes | None:
-    """The contents of a file that only this user can write; None if there is no such file."""
+    """Contents of a file that only this user can write. None if there is no such file."""
     try:
-        with open(file, "rb") as stream:
-            found = os.fstat(stream.fileno())
+        with open(file, "rb") as opened:
+            found = os.fstat(opened.fileno())
             if found.st_uid == os.getuid() and not found.st_mode & _OTHERS:
-                return stream.read()
+                return opened.read()
     except OSError:
         pass
     return None
 
 
 def write_private(file: Path, data: bytes) -> None:
-    """Write a file atomically, because other processes may read it meanwhile. Raises OSError."""
+    """Write a file atomically, because other processes may read it at the same time. Raises OSError."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(data)
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(data)
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)

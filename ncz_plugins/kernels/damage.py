@@ -1,6 +1,6 @@
-"""Turns the error codes of compiled kernels into the messages that the reference raises.
+"""Messages for the error codes of compiled kernels: the same messages that the reference raises.
 
-A kernel that refuses a frame returns `-(cause + 256 * value)`; `ncz::Damage` in common/format.h lists the causes.
+A kernel that refuses a frame returns `-(cause + 256 * value)`. `ncz::Damage` in common/format.h lists the causes.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ _WITHOUT_TABLE = {
 def error(
     result: int, header: bytes, frame_bytes: int, count: int, read: Callable[[int, int], bytes] | None = None
 ) -> DamagedFrame:
-    """The exception for a frame that a kernel refused.
+    """Exception for a frame that a kernel refused.
 
     Args:
-        result: what the kernel returned, below 0.
+        result: the kernel's result, below 0.
         header: the frame's first `HEADER_BYTES` bytes, or all it has.
         frame_bytes: size of the whole frame.
-        count: how many codes were expected.
-        read: `read(first, size)` returns `size` bytes of the frame from byte `first` on. Without it, the messages
-            about a table's sum don't give the sum.
+        count: number of codes that were expected.
+        read: `read(first, size)` returns `size` bytes of the frame from byte `first` on. Without it, messages about the
+            sum of a table don't state the sum.
     """
     value, cause = divmod(-result, 256)
     payload, pages = frame_bytes - HEADER_BYTES, -(-count // RANS_PAGE)

@@ -1,8 +1,8 @@
 """Lossless coding of bytes: the SPLIT frames of docs/reference/wire-format.md, which consist of frames of codes.
 
-A SPLIT frame holds floats, or the changes of elements of any dtype: each byte less that of an older version.
-Torch operations split elements into planes of bytes; a backend's `encode_codes` and `decode_codes` do the rest. Shapes
-are those of backend.py; dtypes are any of 1, 2, 4 or 8 bytes. On a GPU the host waits for the size of each plane.
+A SPLIT frame holds floats, or changes of elements of any dtype: each byte minus the byte of an older version. Torch
+operations split elements into planes of bytes, and a backend's `encode_codes` and `decode_codes` code the planes.
+Shapes are those of backend.py. Elements have 1, 2, 4 or 8 bytes. On a GPU the host waits for the size of each plane.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from .format import (
 )
 from .scratch import Scratch
 
-_HEAD = struct.Struct(f"{HEADER.format}I")  # the header, and the base
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_HEAD = struct.Struct(f"{HEADER.format}I")  # header and base
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _scratch = Scratch()
 
 
 def max_lossless_bytes(count: int, itemsize: int) -> int:
-    """An upper bound of the bytes of a SPLIT frame of `count` elements of `itemsize` bytes."""
-    # A code of 8 bits less the one before it has 9, which the coders write in 16 at most; one of 16 bits in 32.
+    """Upper bound of the bytes of a SPLIT frame of `count` elements of `itemsize` bytes."""
+    # With DELTA a code of 8 bits becomes one of 9, for which the coders take at most 16 bits. A code of 16 bits takes
+    # at most 32.
     planes = itemsize - 1 if itemsize == 8 else itemsize
     of_a_byte = max_frame_bytes(count) - 2 * OCTET * -(-count // OCTET)
     return _HEAD.size + (planes - 1) * of_a_byte + (max_frame_bytes(count) if itemsize == 8 else of_a_byte)
 
 
 def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) -> int:
-    """Write `x` as one frame to `frame` (uint8, at least `max_lossless_bytes` long). Returns the bytes written."""
+    """Write `x` as one frame to `frame`: uint8, at least `max_lossless_bytes` long. Returns the bytes written."""
     rotated = _scratch.of("rotated", x.numel(), _INTEGERS[x.element_size()], x.device)
     _rotate_left(x.view(rotated.dtype), rotated)
     planes = _planes(rotated)
@@ -53,18 +54,21 @@ def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) ->
 
 
 def encode_byte_changes(backend: Backend, x: Tensor, before: Tensor, coding: Coding, frame: Tensor) -> int:
-    """Write every byte of `x` less that of `before`, an older version of it, as one frame. As `encode_floats`."""
+    """Write each byte of `x` minus that of `before`, an older version, as one frame. Returns the bytes written.
+
+    `frame` is uint8, at least `max_lossless_bytes` long.
+    """
     changes = _scratch.of("rotated", x.numel(), _INTEGERS[x.element_size()], x.device)
     torch.sub(x.view(torch.uint8), before.view(torch.uint8), out=changes.view(torch.uint8))
     planes = _planes(changes)
-    # The last plane is always held, so that a few bytes can't claim to be a huge tensor.
+    # Always hold the last plane: otherwise a frame of a few bytes could claim to be a huge tensor.
     held = [number for number, plane in enumerate(planes) if number == len(planes) - 1 or plane.any()]
     mask = sum(1 << number for number in held)
     return _write(backend, [planes[number] for number in held], x, (Predictor.DELTA, mask), coding, frame)
 
 
 def _write(backend: Backend, planes: list[Tensor], x: Tensor, head: tuple, coding: Coding, frame: Tensor) -> int:
-    """Write a header with predictor and base, and planes. Returns the bytes written."""
+    """Write a header with predictor and base, then the planes. Returns the bytes written."""
     codes = _scratch.of("codes", x.numel(), torch.int32, x.device)
     inner = _scratch.of("plane", max_frame_bytes(x.numel()), torch.uint8, x.device)
     end = _HEAD.size
@@ -79,9 +83,9 @@ def _write(backend: Backend, planes: list[Tensor], x: Tensor, head: tuple, codin
 
 
 def decode_floats(backend: Backend, frame: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    """Read one frame into `out`, which may be `before`, the older version. Without it only floats can be read.
+    """Read one frame into `out`, which may be `before`, the older version. Without `before` only floats can be read.
 
-    Raises DamagedFrame, and leaves `out` unchanged, unless every byte is valid.
+    Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
     predictor, base = _check_head(backend, frame, out, before is not None)
     bits = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()], out.device)
@@ -101,12 +105,12 @@ def decode_floats(backend: Backend, frame: Tensor, out: Tensor, before: Tensor |
 
 
 def _read(backend: Backend, frame: Tensor, planes: list[Tensor]) -> None:
-    """Read the planes behind the header. Raises DamagedFrame unless these are all that there is."""
+    """Read the planes behind the header. Raises DamagedFrame if one is damaged, or if bytes follow the last one."""
     codes = _scratch.of("codes", planes[0].numel(), torch.int32, frame.device)
     rest = frame[_HEAD.size :]
     for plane in planes:
         inner, rest = _next_frame(rest)
-        # Kernels of a GPU want frames to begin where memory of its own would begin.
+        # The GPU's kernels need frames at aligned addresses, which a clone has.
         backend.decode_codes(inner if inner.device.type == "cpu" else inner.clone(), codes)
         backend.check()
         if codes.numel() and not _fits(codes, plane.dtype):
@@ -117,7 +121,7 @@ def _read(backend: Backend, frame: Tensor, planes: list[Tensor]) -> None:
 
 
 def _check_head(backend: Backend, frame: Tensor, out: Tensor, has_older: bool) -> tuple[int, int]:
-    """Predictor and base in a frame's header. Raises DamagedFrame unless the header fits the elements of `out`."""
+    """Predictor and base from a frame's header. Raises DamagedFrame unless the header fits the elements of `out`."""
     if frame.numel() < _HEAD.size:
         raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
     *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())
@@ -139,7 +143,7 @@ def _check_head(backend: Backend, frame: Tensor, out: Tensor, has_older: bool) -
 
 
 def _next_frame(data: Tensor) -> tuple[Tensor, Tensor]:
-    """The frame of a plane that `data` begins with, and what follows it."""
+    """The plane's frame that `data` starts with, and the rest of `data`."""
     if data.numel() < HEADER_BYTES:
         raise DamagedFrame(f"SPLIT frame ends after {data.numel()} bytes of a plane's header")
     *_, payload_bytes, flags, _ = HEADER.unpack(data[:HEADER_BYTES].cpu().numpy())
@@ -152,7 +156,7 @@ def _next_frame(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _planes(rotated: Tensor) -> list[Tensor]:
-    """Views of the top 8 bits (16 of 64) of each integer, and of each byte below, from the top."""
+    """Views of the top 8 bits (16 of 64) of each integer, and of each byte below them, from the top down."""
     size = rotated.element_size()
     top = torch.int16 if size == 8 else torch.int8
     tops = rotated.view(top).view(-1, size // top.itemsize)[:, -1]  # little endian
@@ -161,7 +165,12 @@ def _planes(rotated: Tensor) -> list[Tensor]:
 
 
 def _base(tops: Tensor, largest: int) -> int:
-    """The mean of the top parts (as int32, overwritten), rounded down; those of all zeros or all ones don't count."""
+    """Mean of the top parts, rounded down. All zeros and all ones don't count.
+
+    Args:
+        tops: int32. It is overwritten.
+        largest: the largest top part without a sign.
+    """
     counts = torch.bincount(tops.bitwise_and_(largest), minlength=largest + 1)
     counts[0] = counts[-1] = 0
     total = int(counts.sum())
@@ -170,27 +179,31 @@ def _base(tops: Tensor, largest: int) -> int:
 
 
 def _largest(plane: Tensor) -> int:
-    """The largest number without a sign in as many bits as `plane` has."""
+    """Largest unsigned number in an element of `plane`."""
     return (1 << 8 * plane.element_size()) - 1
 
 
 def _signed(base: int, tops: Tensor) -> int:
-    """`base` as what has its bits in the dtype of `tops`, whose arithmetic wraps."""
+    """`base` as a signed number with the same bits in the dtype of `tops`, whose arithmetic wraps."""
     return base - (_largest(tops) + 1) if base > torch.iinfo(tops.dtype).max else base
 
 
 def _fits(codes: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all codes fit into `dtype`."""
     lowest, highest = codes.aminmax()
     return torch.iinfo(dtype).min <= int(lowest) and int(highest) <= torch.iinfo(dtype).max
 
 
 def _rotate_left(bits: Tensor, out: Tensor) -> None:
-    """By one, which brings the sign to the bottom. The shift to the right fills up with the sign: 0 or -1."""
+    """Rotate left by one bit, which moves the sign to the bottom.
+
+    The shift to the right fills up with the sign: 0 or -1.
+    """
     torch.bitwise_right_shift(bits, 8 * bits.element_size() - 1, out=out)
     out.neg_().add_(bits, alpha=2)
 
 
 def _rotate_right(bits: Tensor, out: Tensor) -> None:
-    """By one; overwrites `bits`."""
+    """Rotate right by one bit. Overwrites `bits`."""
     torch.bitwise_right_shift(bits, 1, out=out).bitwise_and_(torch.iinfo(bits.dtype).max)
     out.bitwise_or_(bits.bitwise_left_shift_(8 * bits.element_size() - 1))

@@ -1,4 +1,4 @@
-"""Working memory that each thread reuses, because fresh memory pages cost more than coding."""
+"""Working memory that each thread reuses, because fresh memory pages cost more time than coding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ _HOST = torch.device("cpu")
 
 
 class Scratch(threading.local):
-    """Tensors by name, which grow as needed. Their contents last until the same thread asks for the name again."""
+    """Tensors by name and device, which grow as needed.
+
+    The next call of a thread with the same name overwrites its contents.
+    """
 
     def __init__(self):
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
-        self._given: dict[tuple[str, torch.device], Tensor] = {}  # the same memory, as it was asked for last
+        self._given: dict[tuple[str, torch.device], Tensor] = {}  # views of `_memory`, as they were returned last
 
     def of(self, name: str, count: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
-        """An uninitialised tensor, [count] of `dtype`."""
+        """Uninitialised tensor, [count] of `dtype`."""
         size, key = count * dtype.itemsize, (name, device)
         given = self._given.get(key)
         if given is not None and given.numel() == count and given.dtype == dtype:

@@ -1,8 +1,8 @@
-"""Elements that a receiver has an older version of, coded without loss.
+"""Lossless coding of elements of which the receiver has an older version.
 
-Changes of floats of 16 and 32 bits are counted in floats: how far each moved. All other dtypes (float64, integers,
-floats of 8 bits) change byte by byte. Where the elements themselves (SPLIT, see lossless.py) take fewer bytes, a frame
-holds those. Shapes are those of backend.py; dtypes are any of 1, 2, 4 or 8 bytes.
+The change of a float of 16 or 32 bits is a number of floats: how far it moved. All other dtypes (float64, integers,
+floats of 8 bits) change byte by byte. If the elements themselves take fewer bytes (SPLIT, see lossless.py), a frame
+holds these. Shapes are those of backend.py. Elements have 1, 2, 4 or 8 bytes.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
 from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
 from .scratch import Scratch
 
-# SPLIT saves a quarter of bfloat16 weights, and less of others: smaller frames of differences need no comparison.
-_SURELY_SMALLER = 3 / 4
-_COUNTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose changes are counted in floats
+# SPLIT takes three quarters of bfloat16 weights, and more of other dtypes. So don't try it if differences take less.
+_MAX_SHARE_WITHOUT_SPLIT = 3 / 4
+_COUNTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose changes are numbers of floats
 
 _scratch = Scratch()
 
 
 def max_update_bytes(count: int, itemsize: int) -> int:
-    """An upper bound of the bytes of a frame of `count` elements of `itemsize` bytes."""
+    """Upper bound of the bytes of a frame of `count` elements of `itemsize` bytes."""
     return max(max_lossless_bytes(count, itemsize), max_frame_bytes(count))
 
 
 def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Coding, frame: Tensor) -> int:
-    """Write `x` as one frame to `frame` (uint8, `max_update_bytes` long). Returns the bytes written.
+    """Write `x` as one frame to `frame`: uint8, `max_update_bytes` long. Returns the bytes written.
 
-    Without a `base` the elements themselves are written.
+    Without a `base`, the older version, the elements themselves are written.
     """
     if base is None:
         return encode_floats(backend, x, coding, frame)
@@ -40,7 +40,7 @@ def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Codi
         size = int(backend.encode_codes(codes, coding, frame))
     else:
         size = encode_byte_changes(backend, x, base, coding, frame)
-    if size <= _SURELY_SMALLER * x.nbytes:
+    if size <= _MAX_SHARE_WITHOUT_SPLIT * x.nbytes:
         return size
     whole = _scratch.of("whole", max_lossless_bytes(x.numel(), x.element_size()), torch.uint8, x.device)
     whole_size = encode_floats(backend, x, coding, whole)
@@ -64,7 +64,7 @@ def decode_update(backend: Backend, frame: Tensor, base: Tensor | None, out: Ten
 
 
 def _is_split(frame: Tensor) -> bool:
-    """Whether a frame is a SPLIT frame. On a GPU the host waits."""
+    """Whether a frame is a SPLIT frame. On a GPU the host waits for its header."""
     if frame.numel() < HEADER_BYTES:
         return False
     _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())

@@ -1,4 +1,4 @@
-"""The compiled kernels for host tensors: one C++ library for all Python versions, loaded by ctypes.
+"""Compiled kernels for host tensors: one C++ library for all Python versions, loaded by ctypes.
 
 `setup.py` builds `libncz_cpu.so` into this folder. ctypes releases the GIL during each call.
 """
@@ -59,20 +59,20 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
         _INT64,
         (_POINTER, _POINTER, _INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
     ),
-    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # these two in differences.h
+    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next one in differences.h
     "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
     "combine": (None, (_POINTER, _INT32, _INT32, _INT64, _INT32, _INT32, _POINTER)),  # in combine.h
-    "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # from here on in fixed_rate.h
+    "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # with the next three in fixed_rate.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
     "add_packed": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
     "unpack": (None, (_POINTER, _INT32, _POINTER, _POINTER, ctypes.c_float, _POINTER, _INT32)),
-    "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # these two in scales.h
+    "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # with the next one in scales.h
     "steps_of": (ctypes.c_double, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
 }
 
 
 class _Numbers(dict):
-    """The number of each dtype that kernels have, see format.h."""
+    """Numbers of dtypes as kernels know them, see format.h. Raises WrongTensor for any other dtype."""
 
     def __missing__(self, dtype):
         raise WrongTensor(f"tensors must be of {', '.join(map(str, self))}, got {dtype}")
@@ -81,8 +81,8 @@ class _Numbers(dict):
 _DTYPE = _Numbers((dtype, number) for number, dtype in enumerate(DTYPES))
 _COMBINED_DTYPE = _Numbers((dtype, number) for number, dtype in enumerate(COMBINED_DTYPES))
 
-# Measured together by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The
-# prices of RANS come from data of 0.3 and of 3 bits per value.
+# Measured by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The prices of
+# RANS come from data of 0.3 and of 3 bits per value.
 _COSTS = {
     "avx2": SelectorCosts(raw=680, fixed=500, huffman=1160, rans=1020, rans_rest=2280),
     "portable": SelectorCosts(raw=1090, fixed=860, huffman=1590, rans=1990, rans_rest=2420),
@@ -109,9 +109,9 @@ _scratch = Scratch()
 
 
 class CpuBackend(HostBackend):
-    """The C++ kernels compiled for one instruction set: "avx2" or "portable".
+    """C++ kernels compiled for one instruction set: "avx2" or "portable".
 
-    Raises ImportError if the library isn't built, is of another version, or can't run on this CPU.
+    Raises ImportError if the library isn't built, has another version, or can't run on this CPU.
     """
 
     def __init__(self, instruction_set: str):
@@ -143,7 +143,7 @@ class CpuBackend(HostBackend):
 
     def encode_codes(self, codes, coding, frame):
         count = codes.numel()
-        numbers = address(codes, "codes", torch.int32), count  # `codes` stays: its memory may be nobody else's
+        numbers = address(codes, "codes", torch.int32), count  # this frame keeps `codes`, and so its memory, alive
         return self._encode_codes(*numbers, _coding(coding), _room(frame, count), self._working_memory(count))
 
     def decode_codes(self, frame, codes, add=False):
@@ -168,7 +168,7 @@ class CpuBackend(HostBackend):
 
     def decode_sum(self, sum, scales, noise=None, sealed=False):
         x, inverse_steps, out, frames, first = sum
-        if len(frames) != 1 or out.dtype != x.dtype:  # half types are added to what error feedback keeps in float32
+        if len(frames) != 1 or out.dtype != x.dtype:  # dtypes differ if error feedback keeps float32 for half types
             return super().decode_sum(sum, scales, noise, sealed)
         if sealed:
             require_seals(frames)
@@ -190,7 +190,7 @@ class CpuBackend(HostBackend):
             sizes = (_INT64 * len(some))(*(frame.numel() for frame in some))
             if self._add_up(pointers, sizes, len(some), *values, noise, scratch) < 0:
                 for frame in some:
-                    self.decode_codes(frame, codes)  # which says what is damaged
+                    self.decode_codes(frame, codes)  # raises the error of the frame that is damaged
             values = None, *values[1:]
         return codes
 
@@ -246,49 +246,52 @@ class CpuBackend(HostBackend):
         self._unpack(*codes, *scales, address(out, "out", out.dtype, rows.numel), _DTYPE[out.dtype])
 
     def _working_memory(self, count: int = 0, frames: int = 1) -> int:
-        """The address of the working memory for encoding `count` codes, or for decoding some frames together.
+        """Address of working memory to encode `count` codes, or to decode `frames` frames together.
 
-        To decode a frame takes as much as to encode no codes.
+        Decoding a frame takes as much memory as encoding no codes.
         """
-        # What it is made of and how long it is stands in this line, so nothing is left to check.
+        # No check is needed: this line itself says the dtype and the length.
         return _scratch.of("kernels", frames * self._scratch_bytes(count), torch.uint8).data_ptr()
 
 
-# ------------------------------------------------------------------ addresses of arguments, see ../backend.py
+# ------------------------------------------------------------------ checked addresses of arguments
 
 
 def _values(x: Tensor, inverse_steps: Tensor) -> tuple[int, tuple[int, int, int, int]]:
-    """How many values `x` has, and what kernels take that quantize it."""
+    """Number of values in `x`, and the kernel arguments: addresses of values and steps, number of the dtype, count."""
     count, dtype = x.numel(), x.dtype
     steps = _per_block(inverse_steps, "inverse_steps", dtype, count)
     return count, (address(x, "x", dtype), _DTYPE[dtype], steps, count)
 
 
 def _per_block(numbers: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    """Numbers of the blocks of `count` values of `dtype`."""
+    """Address of one number for each block of `count` values of `dtype`."""
     return address(numbers, name, torch.float64 if dtype is torch.float64 else torch.float32, blocks_of(count))
 
 
 def _bytes(frame: Tensor, least: int = 0) -> tuple[int, int]:
-    """A frame to read, and its size."""
+    """Address and size of a frame to read."""
     return address(frame, "frame", torch.uint8, least), frame.numel()
 
 
 def _room(frame: Tensor, count: int, name: str = "frame") -> int:
-    """Memory for a frame of `count` codes."""
+    """Address of memory for a frame of `count` codes."""
     return address(frame, name, torch.uint8, max_frame_bytes(count))
 
 
 def _magnitudes(magnitudes: Tensor, rows: Rows) -> int:
+    """Address of the magnitudes of all rows."""
     return address(magnitudes, "magnitudes", torch.bfloat16, rows.count * rate_blocks_of(rows.elements))
 
 
 def _packed(packed: Tensor, name: str, blocks: int, bits: int) -> int:
+    """Address of the packed codes of `blocks` blocks."""
     return address(packed, name, torch.uint8, blocks * packed_bytes(bits))
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """The loaded library. Raises ImportError if it isn't built, does not load or has another version."""
     if not LIBRARY.exists():
         raise ImportError(f"{LIBRARY.name} is not built: reinstall ncz_plugins where a C++17 compiler is on the PATH")
     try:
@@ -321,7 +324,7 @@ def _noise(noise: Noise | None):
 
 
 def _check(result: int, frame: Tensor, count: int) -> int:
-    """Return `result` of a function that reads `frame`; raise DamagedFrame if it reports damage."""
+    """Return the `result` of a function that read `frame`. Raises DamagedFrame if the result reports damage."""
     if result >= 0:
         return result
 
