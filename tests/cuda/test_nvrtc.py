@@ -187,6 +187,6 @@ def test_a_folder_of_another_user_is_not_used(compilations, monkeypatch, tmp_pat
 def test_what_is_no_folder_is_not_used(compilations, tmp_path, make):
     (tmp_path / "cache").mkdir()
     make(tmp_path / "cache" / "cuda")
-    with pytest.warns(RuntimeWarning, match="compiled CUDA kernels are not kept"):
+    with pytest.warns(RuntimeWarning, match="compiled CUDA kernels can't be kept"):
         nvrtc.cubin(torch.float32, "sm_75")
     assert compilations == [(torch.float32, "sm_75")]

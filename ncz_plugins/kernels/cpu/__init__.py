@@ -143,7 +143,10 @@ class CpuBackend(HostBackend):
 
     def encode_codes(self, codes, coding, frame):
         count = codes.numel()
-        numbers = address(codes, "codes", torch.int32), count  # this frame keeps `codes`, and so its memory, alive
+        numbers = (
+            address(codes, "codes", torch.int32),
+            count,
+        )  # don't rebind `codes`: it may be the only owner of its memory
         return self._encode_codes(*numbers, _coding(coding), _room(frame, count), self._working_memory(count))
 
     def decode_codes(self, frame, codes, add=False):

@@ -1,21 +1,23 @@
-"""The kernels for tensors on NVIDIA GPUs: CUDA C++, compiled on first use.
+"""Kernels for tensors on NVIDIA GPUs: CUDA C++, compiled on first use.
 
     values.cuh    floats to codes and back, random numbers, statistics
     frame.cuh     headers, checksums, and the checks before anything is decoded
-    differences.cuh    what floats are less other floats, as integers of their bits
+    differences.cuh    differences between floats, as integers of their bits
     fixed_rate.cuh    codes of equally many bits, without frames
     planes.cuh    the coder PLANES, and sums of frames
     huffman32.cuh, rans.cuh    the other coders
     decode.cuh    from frames to values
-    select.cuh, huffman.cuh    the selector, and the code of what it sees
+    select.cuh, huffman.cuh    the selector, and the Huffman code of its sample
     open.cuh      the first pass over frames that are read
-    scales.cuh    quantization steps from what chunks are like; scales.py launches it
+    scales.cuh    quantization steps from statistics of chunks
     types.cuh, block.cuh, symbols.cuh    shared by these; ../common is shared with the CPU kernels
-    frames.py     launches what writes and reads frames, for a batch of them
-    nvrtc.py      compiles and launches
+    arguments.py  arguments of a launch: structures, tables, and how they are packed
+    frames.py     launches that write and read frames, for a batch of them
+    scales.py     launches that measure blocks and derive quantization steps
+    nvrtc.py      compiler and launcher
 
 Only reading a `DeviceSize`, `checksum` and `check` wait for the device. Sizes and choices stay on the device, and
-scratch memory is freed in the order of the stream. So a CUDA graph can capture everything else.
+working memory is freed in the order of the stream. So a CUDA graph can capture everything else.
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ from . import frames, scales
 from .arguments import MOST_INPUTS, RowsArgument, inputs_table, noise_argument, pieces_table
 from .frames import CHUNK_THREADS, THREADS, Launcher
 
-_REPORTED = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that tell of a damage
+_REPORT_NUMBERS = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that describe a damage
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
 _MOST_CHECKSUM_BLOCKS = 1024
-_BLOCKS_THAT_PAD = 32  # of a frame
-_MOST_MEASURED = 1 << 31  # elements: Piece.count has 32 bits
-_BLOCKS_PER_WARP = 4  # that ncz_block_statistics looks at: REDUCED_TOGETHER of values.cuh
+_BLOCKS_THAT_PAD = 32  # thread blocks for each frame
+_MOST_MEASURED_ELEMENTS = 1 << 31  # ncz::Piece.count has 32 bits
+_BLOCKS_PER_WARP = 4  # blocks of values that a warp of ncz_block_statistics reads: REDUCED_TOGETHER in values.cuh
 
 
 class DeviceSize:
-    """How many bytes a kernel wrote. The number is on the device; using it waits for the kernel.
+    """Number of bytes that a kernel wrote. The number is on the device; using it as an integer waits for the kernel.
 
     Attributes:
         tensor: int64, [1].
@@ -78,32 +80,33 @@ class DeviceSize:
         return f"DeviceSize({int(self)})"
 
 
-class _Found(threading.local):
-    """The damage that this thread's kernels met, by device. All communicators share the backend."""
+class _PerThread(threading.local):
+    """Reports of the damage that this thread's kernels met, by device. All communicators share the backend."""
 
     def __init__(self):
         self.reports: dict[torch.device, Tensor] = {}
 
 
 class CudaBackend(GpuBackend):
-    """The CUDA kernels, for tensors on any CUDA device.
+    """CUDA kernels, for tensors on any CUDA device.
 
     `encode`, `encode_codes` and `reduce` return a `DeviceSize`. `check` raises for damage that this thread's calls met,
-    as far as the current stream has run. A frame whose header or table is damaged writes nothing; of one that is
-    damaged elsewhere, some values may be written before that shows. `reduce` and `encode_sums` make a spoiled frame of
-    it, which every reader refuses.
+    as far as the current stream has run. A frame with a damaged header or table writes nothing. A frame that is damaged
+    elsewhere may write some values before the damage shows. `reduce` and `encode_sums` then make a spoiled frame, which
+    every reader refuses.
 
-    A call for several frames launches its kernels once for up to 32 frames of up to 2**24 elements together.
+    A call for several frames launches its kernels once for at most 32 frames of at most 2**24 elements together.
     """
 
     name = "cuda"
-    # Measured on an H100: gradients, and values that are nearly all zero, in frames of 64 MiB. HUFFMAN's is a guess:
-    # half of what its kernels took before it had 32 lanes, and twice what programs of that design took.
+    # Measured on an H100 with gradients, and with values that are nearly all zero, in frames of 64 MiB. HUFFMAN's price
+    # is a guess: half the time of its kernels before they had 32 lanes, twice the time of other programs of that
+    # design.
     costs = SelectorCosts(raw=8, fixed=6, huffman=12, rans=35, rans_rest=99)
 
     def __init__(self, launcher: Launcher):
         self._launcher = launcher
-        self._found = _Found()
+        self._per_thread = _PerThread()
 
     # ------------------------------------------------------------------ numbers
 
@@ -111,7 +114,7 @@ class CudaBackend(GpuBackend):
         return self.statistics_of([x]).unbind()
 
     def statistics_of(self, tensors):
-        tensors = [part for x in tensors for part in x.split(_MOST_MEASURED)]
+        tensors = [part for x in tensors for part in x.split(_MOST_MEASURED_ELEMENTS)]
         first_blocks = list(accumulate((blocks_of(x.numel()) for x in tensors), initial=0))
         device, dtype = tensors[0].device, tensors[0].dtype
         results = torch.empty(3, first_blocks[-1], dtype=torch.float64, device=device)
@@ -182,7 +185,7 @@ class CudaBackend(GpuBackend):
         fits = all(len(each.frames) <= MOST_INPUTS for each in sums)
         if fits and sums[0].out.dtype == sums[0].x.dtype:
             frames.decode_sums(reader, sums, scales, noise)
-        else:  # more frames, or half types that are added to what error feedback keeps in float32
+        else:  # too many frames for one launch, or float32 of error feedback beside half types
             for each, to, codes in zip(sums, scales, frames.added_up(reader, sums, noise), strict=True):
                 self.dequantize(codes, to, each.out)
 
@@ -211,23 +214,23 @@ class CudaBackend(GpuBackend):
             self._launch("pad", torch.float32, len(table) * _BLOCKS_THAT_PAD, table, sizes[part])
 
     def report(self, device):
-        if device not in self._found.reports:
-            self._found.reports[device] = frames.new_report(device)
-        return self._found.reports[device]
+        if device not in self._per_thread.reports:
+            self._per_thread.reports[device] = frames.new_report(device)
+        return self._per_thread.reports[device]
 
     def forget_report(self, device):
-        report = self._found.reports.pop(device, None)
-        if report is not None and report.is_cuda:  # its memory goes to nobody else before what is queued is done
+        report = self._per_thread.reports.pop(device, None)
+        if report is not None and report.is_cuda:  # don't free its memory before the queued kernels are done
             report.record_stream(torch.cuda.current_stream(device))
 
     def check(self, report=None):
         if report is None:
-            for found in self._found.reports.values():
+            for found in self._per_thread.reports.values():
                 self.check(found.cpu())
             return
-        result, count, frame_bytes, *header = report[:_REPORTED].tolist()
+        result, count, frame_bytes, *header = report[:_REPORT_NUMBERS].tolist()
         if result:
-            for found in self._found.reports.values():
+            for found in self._per_thread.reports.values():
                 found.zero_()
             raise damage.error(result, np.array(header, dtype="<i8").tobytes(), frame_bytes, count)
 
@@ -265,30 +268,34 @@ class CudaBackend(GpuBackend):
         return frames.Reader(self._launcher, self.report(device), sealed, padded)
 
     def _launch_blocks(self, kernel: str, dtype: torch.dtype, blocks: int, *arguments) -> None:
-        """Launch a kernel for a fixed rate: a warp per block of values, if there are any."""
+        """Launch a kernel of a fixed rate with a warp for each block of values. Nothing is launched without blocks."""
         if blocks:
             self._launch(kernel, dtype, -(-blocks // (THREADS // 32)), *arguments)
 
     def _launch_chunks(self, kernel: str, dtype: torch.dtype, count: int, *arguments) -> None:
-        """Launch a kernel with a block for each chunk of so many elements."""
+        """Launch a kernel with a thread block for each chunk of `count` elements."""
         self._launch(kernel, dtype, chunks_of(count), *arguments, threads=CHUNK_THREADS)
 
     def _launch(self, kernel: str, dtype: torch.dtype, grid: int, *arguments, threads: int = THREADS) -> None:
+        """Launch a kernel with `grid` blocks of `threads` threads."""
         self._launcher.launch(f"ncz_{kernel}", dtype, max(1, grid), threads, *arguments)
 
 
 def _per_block(numbers: Tensor, name: str, dtype: torch.dtype, count: int) -> Tensor:
-    """Numbers of the blocks of `count` values of `dtype`, checked."""
+    """One number for each block of `count` values of `dtype`, checked."""
     return require(numbers, name, torch.float64 if dtype is torch.float64 else torch.float32, blocks_of(count))
 
 
 def _floats(floats: Tensor, name: str, length: int = 0) -> Tensor:
+    """Floats of one of DTYPES and at least `length` elements, checked."""
     return require(floats, name, floats.dtype if floats.dtype in DTYPES else torch.float32, length)
 
 
 def _magnitudes(magnitudes: Tensor, rows: Rows) -> Tensor:
+    """Magnitudes of all rows, checked."""
     return require(magnitudes, "magnitudes", torch.bfloat16, rows.count * rate_blocks_of(rows.elements))
 
 
 def _checksum_blocks(frame: Tensor) -> int:
+    """Number of thread blocks that add up a frame's checksum."""
     return max(1, min(_MOST_CHECKSUM_BLOCKS, -(-frame.numel() // (4 * _WORDS_PER_CHECKSUM_BLOCK))))

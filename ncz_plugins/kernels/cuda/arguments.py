@@ -1,4 +1,4 @@
-"""What kernels take: the structures of common/format.h and the tables of types.cuh, and how a launch passes them."""
+"""Arguments of kernels: the structures of common/format.h, the tables of types.cuh, and how a launch passes them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch import Tensor
 from ..addresses import require, wrong_tensor
 from ..format import DTYPES, ON_GPUS, Coding, Noise, Rows, StepRule, blocks_of, max_frame_bytes
 
-MOST_PIECES, MOST_INPUTS = 32, 64  # rows of the tables
+MOST_PIECES, MOST_INPUTS = 32, 64  # most rows of a table
 
 
 class CodingArgument(ctypes.Structure):
-    """ncz::Coding"""
+    """Structure ncz::Coding."""
 
     _fields_ = [("coder", ctypes.c_int32), ("predictor", ctypes.c_int32), ("costs", ctypes.c_int64 * 6)]
 
 
 class NoiseArgument(ctypes.Structure):
-    """ncz::Noise"""
+    """Structure ncz::Noise."""
 
     _fields_ = [("key", ctypes.c_uint64), ("first", ctypes.c_uint64), ("shift", ctypes.c_uint32)]
 
 
 class RowsArgument(ctypes.Structure):
-    """ncz::Rows"""
+    """Structure ncz::Rows."""
 
     _fields_ = [(name, ctypes.c_int64) for name in Rows._fields]
 
 
 class StepRuleArgument(ctypes.Structure):
-    """ncz::StepRule"""
+    """Structure ncz::StepRule."""
 
     _fields_ = [
         ("mode", ctypes.c_int64),
@@ -47,17 +47,20 @@ class StepRuleArgument(ctypes.Structure):
 
 @functools.lru_cache(maxsize=64)
 def step_rule_argument(rule: StepRule) -> StepRuleArgument:
+    """`rule` as a kernel's argument."""
     return StepRuleArgument(*rule)
 
 
 @functools.lru_cache(maxsize=64)
 def coding_argument(coding: Coding) -> CodingArgument:
+    """`coding` as a kernel's argument, with the GPU's coder."""
     coder = ON_GPUS.get(coding.coder, coding.coder)
     return CodingArgument(coder, coding.predictor, tuple(coding.costs))
 
 
 @functools.cache
 def integer(value: int) -> np.int32:
+    """`value` as a kernel's argument of 32 bits."""
     return np.int32(value)
 
 
@@ -67,10 +70,12 @@ def noise_argument(noise: Noise | None) -> NoiseArgument:
 
 
 class Table:
-    """ncz::Pieces, ncz::Inputs or ncz::Runs: what a launch must know of each frame that it works on.
+    """Table ncz::Pieces, ncz::Inputs or ncz::Runs: what a launch must know about each frame that it works on.
 
     Args:
-        rows: the members of each row; a tensor stands for its address, None for a null pointer.
+        row: format of a row, as in `struct`.
+        most: number of rows in the C++ structure.
+        rows: members of each row. A tensor stands for its address, None for a null pointer.
     """
 
     def __init__(self, row: str, most: int, rows: list[tuple]):
@@ -83,14 +88,14 @@ class Table:
 
     @functools.cached_property
     def value(self) -> bytes:
-        """The structure. Valid as long as this object holds the tensors."""
+        """Bytes of the structure. Valid as long as this object holds the tensors."""
         members = [each.data_ptr() if isinstance(each, Tensor) else each or 0 for row in self._rows for each in row]
         return _structure(self._row, len(self), self._most).pack(len(self), 0, *members)
 
     @property
     def tensors(self) -> list[tuple[int, Tensor]]:
-        """Where in the structure the address of a tensor stands, and the tensor."""
-        # Addresses come first in a row, and have 8 bytes like all before them.
+        """Offset in the structure, in bytes, and tensor, for each address of a tensor."""
+        # Addresses come first in a row, and every member before them has 8 bytes, too.
         size = struct.calcsize(f"<{self._row}")
         return [
             (8 + number * size + 8 * place, member)
@@ -100,7 +105,7 @@ class Table:
         ]
 
     def with_tensors(self, other: Callable[[Tensor], Tensor]) -> Table:
-        """The same table of other tensors."""
+        """Table with another tensor in place of each."""
         rows = [tuple(other(each) if isinstance(each, Tensor) else each for each in row) for row in self._rows]
         return Table(self._row, self._most, rows)
 
@@ -111,16 +116,16 @@ def _structure(row: str, rows: int, most: int) -> struct.Struct:
 
 
 def inputs_table(rows: list[tuple]) -> Table:
-    """ncz::Inputs: (frame, bytes, count, first chunk) of each."""
+    """Table ncz::Inputs. Each row: (frame, bytes, count, first chunk). Raises WrongTensor."""
     for frame, nbytes, *_ in rows:
         require(frame, "frame", torch.uint8, nbytes)
     return Table(_INPUT, MOST_INPUTS, rows)
 
 
 def pieces_table(rows: list[tuple]) -> Table:
-    """ncz::Pieces, of each:
+    """Table ncz::Pieces. Raises WrongTensor.
 
-    (values, steps, codes, frame, sum, scales, first element, count, first chunk, first input, inputs).
+    Each row: (values, steps, codes, frame, sum, scales, first element, count, first chunk, first input, inputs).
     """
     for row in rows:
         _check_piece(row, rows[0])
@@ -128,7 +133,7 @@ def pieces_table(rows: list[tuple]) -> Table:
 
 
 def _check_piece(row: tuple, first: tuple) -> None:
-    """Raise WrongTensor unless all tensors of a row have the elements that kernels take them to have."""
+    """Raise WrongTensor unless each tensor of a row has the dtype and length that kernels expect."""
     values, steps, codes, frame, sums, scales, _, count, *_ = row
     if values is not None:
         dtype = first[0].dtype if first[0].dtype in DTYPES else torch.float32
@@ -147,18 +152,18 @@ def _check_piece(row: tuple, first: tuple) -> None:
 
 
 def runs_table(rows: list[tuple]) -> Table:
-    """ncz::Runs: (elements, first chunk, chunks, first block, blocks) of each."""
+    """Table ncz::Runs. Each row: (elements, first chunk, chunks, first block, blocks)."""
     return Table(_RUN, MOST_PIECES, rows)
 
 
-_INPUT, _PIECE, _RUN = "QqII", "7Q4I", "q4I"  # as `struct` has them
+_INPUT, _PIECE, _RUN = "QqII", "7Q4I", "q4I"  # rows of the tables, as formats of `struct`
 
 
-# ------------------------------------------------------------------ of one launch
+# ------------------------------------------------------------------ arguments of one launch
 
 
 def require_on(device: int, arguments: tuple) -> None:
-    """Raise WrongTensor unless all tensors among the arguments are contiguous, and on the CUDA device of that index."""
+    """Raise WrongTensor unless all tensors among the arguments are contiguous and on the CUDA device of this index."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             _require_on(device, argument)
@@ -173,32 +178,34 @@ def _require_on(device: int, tensor: Tensor) -> None:
 
 
 class ArgumentMemory:
-    """Where launches of one kernel copy their arguments from: made once, and filled for each launch. For one thread.
+    """Memory that launches of one kernel copy their arguments from, filled for each launch. For one thread.
 
     Args:
-        arguments: of the first launch. Those of others have the same kinds.
+        arguments: those of the first launch. Later launches have arguments of the same types.
     """
 
     def __init__(self, arguments: tuple):
         formats = list(map(_format, arguments))
-        self._fields = struct.Struct("<" + "".join(f"{each}{-struct.calcsize(each) % _ALIGNMENT}x" for each in formats))
+        self._fields = struct.Struct(
+            "<" + "".join(f"{each}{-struct.calcsize(each) % _ALIGNMENT_BYTES}x" for each in formats)
+        )
         self._bytes = ctypes.create_string_buffer(self._fields.size)
-        sizes = (-(-struct.calcsize(each) // _ALIGNMENT) * _ALIGNMENT for each in formats)
+        sizes = (-(-struct.calcsize(each) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in formats)
         begin = ctypes.addressof(self._bytes)
         places = list(accumulate(sizes, initial=begin))[:-1]
         self._pointers = (ctypes.c_void_p * len(places))(*places)
 
     def filled(self, arguments: tuple) -> int:
-        """The address of the pointers to these arguments, until the next call."""
+        """Address of the pointers to these arguments, valid until the next call."""
         self._fields.pack_into(self._bytes, 0, *map(_packed, arguments))
         return ctypes.addressof(self._pointers)
 
 
-_ALIGNMENT = 8  # of every parameter
+_ALIGNMENT_BYTES = 8  # of each parameter of a kernel
 
 
 def _format(argument) -> str:
-    """As `struct` has it."""
+    """Format of an argument, as in `struct`."""
     if argument is None or isinstance(argument, Tensor):
         return "Q"
     if isinstance(argument, np.generic):
@@ -207,6 +214,7 @@ def _format(argument) -> str:
 
 
 def _packed(argument) -> int | float | bytes:
+    """Value of an argument, for `struct`."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if argument is None:

@@ -1,7 +1,7 @@
-"""Launches the kernels that write and read frames, each for all frames of a batch.
+"""Launches of the kernels that write and read frames, each for all frames of a batch.
 
-Nothing here waits for the device. Grids depend only on the numbers of codes: a coder's kernels are launched even if
-another coder was chosen, or wrote the frame, and then return at once.
+Nothing here waits for the device. Grids depend only on the numbers of codes: the kernels of a coder are launched even
+if another coder was chosen or wrote the frame, and then return at once.
 """
 
 from __future__ import annotations
@@ -38,54 +38,54 @@ from .arguments import (
     pieces_table,
 )
 
-THREADS = 256  # of the other blocks, as in types.cuh
-_MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU: more would take turns
-_RANS_ENCODERS = 32  # threads of a block that encodes pages of RANS
-CHUNK_THREADS = 128  # of a block with a chunk, or with four pages of HUFFMAN
-_OF_PAGES = {"elements": 4 * HUFFMAN32_PAGE}
-_ANY = torch.float32  # kernels for codes don't depend on the element type; the module for float32 has them
+THREADS = 256  # of a thread block, except for the two below; as in types.cuh
+_MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU; more could not run at once
+_RANS_THREADS = 32  # of a thread block that encodes a page of RANS
+CHUNK_THREADS = 128  # of a thread block for a chunk, or for four pages of HUFFMAN32
+_FOUR_PAGES_A_BLOCK = {"elements": 4 * HUFFMAN32_PAGE}
+_ANY = torch.float32  # kernels of codes don't depend on the element type, and are in the module for float32
 
-# A larger batch goes in parts, so that working memory does not grow with it: up to 11 bytes for each element that is
-# written, and 4 for each that is read. A sum is a part at least, and takes several launches beyond the second limit.
+# A larger batch is split, so that working memory stays bounded: up to 11 bytes for each element that is written, and 4
+# for each that is read. A sum is never split. A sum beyond the second limit takes several launches.
 MOST_ELEMENTS = 1 << 24
 MOST_ADDED_ELEMENTS = 1 << 27
 
-# Bytes of the structures of the same name.
-_WRITTEN, _STATUS = 32, 72
-_HUFFMAN_ENCODING, _RANS_ENCODING = 928, 10256
-_HUFFMAN_ENTRIES = 2 << HUFFMAN_MAX_LENGTH
-_RANS_PAGE = 7 * RANS_PAGE + 16
+# Sizes of the C++ structures of the same name.
+_WRITTEN_BYTES, _STATUS_BYTES = 32, 72
+_HUFFMAN_ENCODING_BYTES, _RANS_ENCODING_BYTES = 928, 10256
+_HUFFMAN_ENTRIES_BYTES = 2 << HUFFMAN_MAX_LENGTH
+_RANS_PAGE_BYTES = 7 * RANS_PAGE + 16
 
-_CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample looks at
+_CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample samples
 
 
 class Launcher(Protocol):
-    """Runs kernels: `nvrtc.CupyLauncher` on a GPU, an emulator in the tests."""
+    """Interface that runs kernels: `nvrtc.CupyLauncher` on a GPU, an emulator in the tests."""
 
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
-        """Queue `kernel` of the module for `dtype`.
+        """Queue `kernel` of the module for `dtype`, with `grid` blocks of `block` threads.
 
-        Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the size that the kernel's
-        parameters have, None for a null pointer.
+        Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the sizes of the kernel's
+        parameters, None for a null pointer.
         """
 
 
 def new_report(device: torch.device) -> Tensor:
-    """Where kernels leave the first damage that they find: ncz::Status, as int64 numbers."""
-    return torch.zeros(_STATUS // 8, dtype=torch.int64, device=device)
+    """Memory where kernels report the first damage that they find: ncz::Status, as int64 numbers."""
+    return torch.zeros(_STATUS_BYTES // 8, dtype=torch.int64, device=device)
 
 
 # ------------------------------------------------------------------ several frames
 
 
 class Reader(NamedTuple):
-    """What all launches that read frames have in common.
+    """Context of all launches that read frames.
 
     Attributes:
-        report: where they leave the first damage, see `new_report`.
+        report: where kernels report the first damage, see `new_report`.
         sealed: whether frames must have a checksum.
-        padded: whether memory may go on behind a frame, or end before it. One that is cut off so is not read, and not
-            reported.
+        padded: whether a frame's memory may be longer or shorter than the frame. A frame that is cut off is neither
+            read nor reported then.
     """
 
     launcher: Launcher
@@ -94,19 +94,19 @@ class Reader(NamedTuple):
     padded: bool = False
 
     def opened(self, frames: list[tuple[Tensor, int]]) -> tuple:
-        """Launch what verifies frames, and decodes RANS to working memory.
+        """Launch the kernel that verifies frames, and decodes those of RANS to working memory.
 
         Args:
-            frames: each with the number of its codes.
+            frames: each frame with the number of its codes.
 
-        Returns the arguments about frames of all kernels that read some.
+        Returns: the arguments about frames that every kernel takes that reads frames.
         """
         frames = [(_where_words_are(frame), count) for frame, count in frames]
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
         inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
         device, n, chunks = self.report.device, len(frames), first_chunks[-1]
-        (statuses,) = _sections(device, _STATUS * n, zeros=True)
-        lengths = 8 * chunks, _HUFFMAN_ENTRIES * n, 4 * CHUNK * chunks
+        (statuses,) = _sections(device, _STATUS_BYTES * n, zeros=True)
+        lengths = 8 * chunks, _HUFFMAN_ENTRIES_BYTES * n, 4 * CHUNK * chunks
         offsets, entries, decoded = _sections(device, *lengths)
         pages = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
         blocks = min(pages, max(1, _MOST_OPENING_BLOCKS // n))
@@ -116,9 +116,9 @@ class Reader(NamedTuple):
         return inputs, statuses, self.report, offsets, entries, decoded
 
     def decoded(self, frames: list[tuple[Tensor, int]]) -> tuple:
-        """As `opened`, and launch what decodes HUFFMAN to working memory, too."""
+        """Like `opened`, and launch the kernel that decodes HUFFMAN32 to working memory."""
         opened = self.opened(frames)
-        blocks = max(1, -(-max(count for _, count in frames) // _OF_PAGES["elements"]))
+        blocks = max(1, -(-max(count for _, count in frames) // _FOUR_PAGES_A_BLOCK["elements"]))
         self.launcher.launch("ncz_read_pages", _ANY, len(frames) * blocks, CHUNK_THREADS, *opened)
         return opened
 
@@ -154,9 +154,9 @@ def decode_sums(reader: Reader, sums: Sequence[Sum], scales: Sequence[Tensor], n
 
 
 def added_up(reader: Reader, sums: Sequence[Sum], noise: Noise | None) -> list[Tensor]:
-    """The codes of each sum, in memory of their own; anything where a frame is damaged.
+    """Codes of each sum, in new memory. Undefined if a frame is damaged.
 
-    A sum of more than MOST_INPUTS frames takes more launches for each beyond that.
+    A sum of more than MOST_INPUTS frames takes one more launch for each frame beyond that.
     """
     codes = [torch.empty(each.x.numel(), dtype=torch.int32, device=each.x.device) for each in sums]
     first = [each._replace(frames=each.frames[:MOST_INPUTS]) for each in sums]
@@ -170,7 +170,11 @@ def added_up(reader: Reader, sums: Sequence[Sum], noise: Noise | None) -> list[T
 def _add_up(
     reader: Reader, sums: Sequence[Sum], results: list[tuple], kernel: str, noise: Noise | None, *arguments
 ) -> None:
-    """Launch a kernel for sums whose results are not frames: (codes, values, scales) of each."""
+    """Launch a kernel for sums whose results are not frames.
+
+    Args:
+        results: (codes, values, scales) of each sum.
+    """
     inputs = [len(each.frames) for each in sums]
     for part in _parts([each.x.numel() * n for each, n in zip(sums, inputs)], inputs):
         batch = _Batch(reader.launcher, [each.x.numel() for each in sums[part]])
@@ -182,6 +186,7 @@ def _add_up(
 
 
 def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor) -> None:
+    """Write sums as frames, and their sizes in bytes to `sizes`."""
     writer = _Writer(reader.launcher, coding, [each.x.numel() for each in sums], sizes)
     inputs = [(frame, each.x.numel()) for each in sums for frame in each.frames]
     dtype, values = sums[0].x.dtype, [(each.x, each.inverse_steps) for each in sums]
@@ -195,14 +200,14 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         else:
             writer.launch_values("encode_planes", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
         return
-    # All but RANS write values without their codes in between.
+    # RANS needs the codes in memory. All other coders quantize while they write.
     is_staged = bool(inputs) or coding.coder in (Coder.RANS, Coder.AUTO)
     codes = writer.room_for_codes() if is_staged else [None] * len(sums)
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
     if not inputs:
         writer.encode(writer.pieces(rows), dtype, noise)
         return
-    # Only a sum of more frames than a launch takes, which then is the only one, takes several launches.
+    # Several launches are needed only for a sum of more frames than one launch takes. It is the only sum then.
     shares = [len(each.frames) for each in sums] if len(inputs) <= at_once else [at_once]
     opened = reader.decoded(inputs[:at_once])
     writer.launch_values("sum_codes", dtype, writer.pieces(rows, shares), noise, *opened, *writer.noted)
@@ -215,7 +220,7 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
 
 
 def _inputs_at_once(count: int) -> int:
-    """How many frames of so many codes a launch adds up."""
+    """Number of frames of `count` codes that one launch adds up."""
     return min(MOST_INPUTS, max(1, MOST_ADDED_ELEMENTS // max(1, count)))
 
 
@@ -249,7 +254,7 @@ def decode_codes(reader: Reader, frame: Tensor, codes: Tensor, add: bool) -> Non
 
 
 def _parts(elements: list[int], inputs: list[int]) -> Iterator[slice]:
-    """Neighbouring frames that go together."""
+    """Slices of neighbouring frames that are launched together."""
     start = 0
     while start < len(elements):
         end, all_elements, all_inputs = start + 1, elements[start], inputs[start]
@@ -263,12 +268,12 @@ def _parts(elements: list[int], inputs: list[int]) -> Iterator[slice]:
 
 
 def parts_of_tensors(count: int) -> Iterator[slice]:
-    """Parts of so many tensors that kernels only look at."""
+    """Slices of `count` tensors for kernels that only read them."""
     return (slice(start, start + MOST_PIECES) for start in range(0, count, MOST_PIECES))
 
 
 class _Batch:
-    """Launches for some frames, in which each has as many blocks as the largest needs."""
+    """Launches for several frames. Each frame gets as many thread blocks as the largest needs."""
 
     def __init__(self, launcher: Launcher, counts: list[int]):
         self._launcher = launcher
@@ -276,10 +281,11 @@ class _Batch:
         self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
 
     def pieces(self, rows: list[tuple], inputs: list[int] | None = None, sums: list[tuple] | None = None) -> Table:
-        """ncz::Pieces, from (values, steps, codes, frame, first element) of each.
+        """Table ncz::Pieces.
 
         Args:
-            inputs: how many frames belong to each.
+            rows: (values, steps, codes, frame, first element) of each frame.
+            inputs: number of frames that are read for each.
             sums: (sum, scales) of each.
         """
         shares = inputs or [0] * len(rows)
@@ -291,14 +297,14 @@ class _Batch:
     def launch(
         self, kernel: str, dtype: torch.dtype, pieces: Table, *arguments, elements=CHUNK, threads=CHUNK_THREADS
     ) -> None:
-        """Launch a kernel, with a block for so many elements of a frame."""
+        """Launch a kernel with a thread block for each `elements` elements of a frame."""
         blocks = max(1, -(-max(self._counts) // elements))
         self._launcher.launch(f"ncz_{kernel}", dtype, len(self._counts) * blocks, threads, pieces, *arguments)
 
     def launch_values(
         self, kernel: str, dtype: torch.dtype, pieces: Table, noise: Noise | None, *arguments, **how
     ) -> None:
-        """Launch a kernel that quantizes, or its twin that rounds at random."""
+        """Launch a kernel that quantizes. With noise, launch its variant that rounds at random."""
         if noise is None:
             self.launch(kernel, dtype, pieces, *arguments, **how)
         else:
@@ -306,16 +312,16 @@ class _Batch:
 
 
 class _Writer(_Batch):
-    """Launches that write frames, and what they share.
+    """Launches that write frames, and the working memory that they share.
 
     Args:
-        coding: how all frames are written.
-        counts: codes of each frame.
-        sizes: where kernels leave the bytes of each: int64.
+        coding: coder and predictor of all frames.
+        counts: number of codes of each frame.
+        sizes: where kernels write the bytes of each frame: int64.
 
     Attributes:
-        noted: the arguments that tell kernels what was chosen, and where sizes go.
-        unchosen: the same of kernels that may have to look at a choice, where there is none.
+        noted: arguments of kernels that read what was chosen, and write sizes.
+        unchosen: the same arguments for such a kernel if there was no choice.
     """
 
     def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
@@ -324,7 +330,7 @@ class _Writer(_Batch):
         huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)
         rans = coding.coder in (Coder.RANS, Coder.AUTO)
         places = 8 * (chunks + n) if huffman or rans else 0  # PLANES needs none
-        lengths = _WRITTEN * n, places, huffman * _HUFFMAN_ENCODING * n, rans * _RANS_ENCODING * n
+        lengths = _WRITTEN_BYTES * n, places, huffman * _HUFFMAN_ENCODING_BYTES * n, rans * _RANS_ENCODING_BYTES * n
         written, self._places, self._huffman, self._rans = _sections(sizes.device, *lengths, zeros=True)
         self._coding = coding
         self._device = sizes.device
@@ -337,10 +343,10 @@ class _Writer(_Batch):
         return [room[first * CHUNK :][:count] for first, count in zip(self._first_chunks, self._counts)]
 
     def encode(self, pieces: Table, dtype: torch.dtype | None = None, noise: Noise | None = None) -> None:
-        """Choose what is left to choose, then write the frames with all coders that may have been chosen.
+        """Choose what is still open, then launch all coders that may have been chosen.
 
         Args:
-            pieces: with codes, or with room for those of the values.
+            pieces: with codes, or with room for the codes of the values.
             dtype: of the values; None: the codes are there.
         """
         written, sizes = self.noted
@@ -349,19 +355,19 @@ class _Writer(_Batch):
         if coder in (Coder.HUFFMAN, Coder.AUTO):
             shared = written, self._huffman, self._places, sizes
             if dtype is None:
-                self.launch("encode_pages_of_codes", _ANY, pieces, *shared, **_OF_PAGES)
+                self.launch("encode_pages_of_codes", _ANY, pieces, *shared, **_FOUR_PAGES_A_BLOCK)
             else:
-                self.launch_values("encode_pages", dtype, pieces, noise, *shared, **_OF_PAGES)
+                self.launch_values("encode_pages", dtype, pieces, noise, *shared, **_FOUR_PAGES_A_BLOCK)
         if coder in (Coder.RANS, Coder.AUTO):
             if dtype is not None:
                 self.launch_values("stage", dtype, pieces, noise, written)
             pages = self._first_chunks[-1] * CHUNK // RANS_PAGE + len(self._counts)
-            room = torch.empty(_RANS_PAGE * pages, dtype=torch.uint8, device=self._device)
+            room = torch.empty(_RANS_PAGE_BYTES * pages, dtype=torch.uint8, device=self._device)
             shared = written, self._rans, room
             self.launch("rans_collect", _ANY, pieces, *shared, elements=RANS_PAGE, threads=THREADS)
             shared = *shared, self._places, sizes
-            self.launch("rans_encode", _ANY, pieces, *shared, elements=RANS_PAGE, threads=_RANS_ENCODERS)
-        # What does not pay gives way.
+            self.launch("rans_encode", _ANY, pieces, *shared, elements=RANS_PAGE, threads=_RANS_THREADS)
+        # PLANES replaces a coder whose frame turned out larger.
         chosen = integer(self._coding.predictor), integer(True), *self.noted
         if dtype is None:
             self.launch("encode_planes_of_codes", _ANY, pieces, *chosen)
@@ -374,26 +380,26 @@ class _Writer(_Batch):
         samples = None
         if coding.predictor == Predictor.AUTO or coding.coder in (Coder.HUFFMAN, Coder.RANS, Coder.AUTO):
             samples = torch.empty(n * sampled, dtype=torch.int32, device=self._device)
-            kind = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
-            arguments = pieces, noise_argument(noise), kind, samples
+            source = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
+            arguments = pieces, noise_argument(noise), source, samples
             self._launcher.launch("ncz_sample", dtype or _ANY, n * sampled // THREADS, THREADS, *arguments)
-        # Otherwise nothing is left to choose, no mode for RANS and no code for HUFFMAN.
+        # Without a sample nothing is left to choose: no coder, no mode of RANS, no code of HUFFMAN32.
         arguments = pieces, samples, coding_argument(coding), written, self._huffman
         self._launcher.launch("ncz_select", _ANY, n, THREADS, *arguments)
 
 
 def is_one_pass(coding: Coding) -> bool:
-    """Whether codes can be encoded in one pass, because nothing about all of them must be known first."""
+    """Whether codes can be encoded in one pass, because coder and predictor are known and no statistics are needed."""
     return coding.coder in (Coder.RAW, Coder.FIXED) and coding.predictor != Predictor.AUTO
 
 
 def _where_words_are(memory: Tensor) -> Tensor:
-    """`memory`, or a copy, at an address from which kernels read and write whole words of 4 bytes."""
+    """`memory`, or a copy of it at an address from which kernels can read and write whole words of 4 bytes."""
     return memory.clone() if memory.data_ptr() % 4 else memory
 
 
 def _sections(device: torch.device, *lengths: int, zeros: bool = False) -> list[Tensor]:
-    """Memory of one allocation for tables of so many bytes, each aligned for any structure."""
+    """Sections of one allocation, with these lengths in bytes. Each is aligned for any structure."""
     starts = list(accumulate((-(-length // 16) * 16 for length in lengths), initial=0))
     memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
     if zeros:

@@ -1,7 +1,7 @@
-"""Compiles the kernels with NVRTC and launches them on a GPU, through CuPy's bindings of both.
+"""Compiler and launcher of the kernels: NVRTC and the CUDA driver, through CuPy's bindings of both.
 
-There is one module per element type and architecture. Compiling it on first use takes some seconds; later processes
-find it on disk.
+There is one module for each element type and architecture. Compiling it on first use takes some seconds. Later
+processes read it from disk.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _opening = threading.Lock()
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused the kernels; the text is what it said."""
+    """Error of NVRTC, with its text."""
 
 
 def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """The kernels for one element type, compiled for `arch`, such as "sm_90". Needs no device.
+    """Compile the kernels of one element type for `arch`, such as "sm_90". Needs no device.
 
-    Returns the cubin, and what the compiler said: with `--ptxas-options=-v`, the registers and the memory of each
-    kernel. Raises CompileError.
+    Returns: the cubin, and what the compiler printed: with `--ptxas-options=-v`, registers and memory of each kernel.
+    Raises CompileError.
     """
     _open_builtins()
     program = nvrtc.createProgram(KERNELS.read_text(), KERNELS.name, (), ())
     try:
         nvrtc.compileProgram(program, (*_flags(dtype, arch), f"--include-path={FOLDER}", *options))
-        # The binding drops the last byte, which is part of the cubin's padding.
+        # CuPy's binding drops the last byte, which is part of the cubin's padding.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
@@ -53,15 +53,15 @@ def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()
 
 
 class _Thread(threading.local):
-    """What a thread needs for launching."""
+    """State of one thread for launching."""
 
     def __init__(self):
-        self.devices: set[int] = set()  # whose contexts were current in it
+        self.devices: set[int] = set()  # devices whose contexts this thread has made current
         self.arguments: dict[tuple[str, torch.dtype], ArgumentMemory] = {}
 
 
 class CupyLauncher:
-    """Launches kernels on torch's current stream of the device where their arguments are."""
+    """Launcher that uses torch's current stream of the device where the arguments are."""
 
     def __init__(self):
         self._functions: dict[tuple[str, torch.dtype, int], int] = {}
@@ -70,10 +70,10 @@ class CupyLauncher:
         self._thread = _Thread()
 
     def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
-        """See `Launcher`. At least one of `arguments` is a tensor."""
+        """See `Launcher`. At least one of `arguments` is a tensor. Raises WrongTensor."""
         device = next(a.get_device() for a in arguments if isinstance(a, Tensor))
         require_on(device, arguments)
-        if device == torch.cuda.current_device():  # as it nearly always is; entering the context takes longer than this
+        if device == torch.cuda.current_device():  # nearly always so; entering the context takes longer than this check
             self._launch(kernel, dtype, device, grid, block, arguments)
         else:
             with torch.cuda.device(device):
@@ -82,7 +82,7 @@ class CupyLauncher:
     def _launch(self, kernel: str, dtype: torch.dtype, device: int, grid: int, block: int, arguments: tuple) -> None:
         mine = self._thread
         if device not in mine.devices:
-            runtime.setDevice(device)  # makes its context current, also in a thread that never used it
+            runtime.setDevice(device)  # makes the device's context current, also in a new thread
             mine.devices.add(device)
         function = self._functions.get((kernel, dtype, device)) or self._load(kernel, dtype, device)
         memory = mine.arguments.get((kernel, dtype))
@@ -108,7 +108,7 @@ class CupyLauncher:
 
 
 def cubin(dtype: torch.dtype, arch: str) -> bytes:
-    """The compiled kernels, from disk if they are there."""
+    """Compiled kernels, from disk if they are there. Raises CompileError."""
     folder = _cache_folder()
     if folder is None:
         return compile_kernels(dtype, arch)[0]
@@ -121,14 +121,17 @@ def cubin(dtype: torch.dtype, arch: str) -> bytes:
 
 
 def compile_ahead() -> None:
-    """Compile for the current device what is not on disk yet, all element types at once."""
+    """Compile all element types for the current device at once, except for those on disk."""
     major, minor = torch.cuda.get_device_capability()
     with ThreadPoolExecutor(len(DTYPES)) as pool:
         list(pool.map(lambda dtype: cubin(dtype, f"sm_{major}{minor}"), DTYPES))
 
 
 def _open_builtins() -> None:
-    """Let one thread alone use NVRTC first: it opens a library then, which in NVRTC 13.0 fails for several at once."""
+    """Let one thread use NVRTC first.
+
+    Its first use opens a library, which fails in NVRTC 13.0 for several threads at once.
+    """
     with _opening:
         _compile_nothing()
 
@@ -146,7 +149,7 @@ def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:
 
 
 def _key(dtype: torch.dtype, arch: str) -> str:
-    """A hash of everything that a cubin depends on."""
+    """Hash of everything that a cubin depends on."""
     text = "\0".join((*_flags(dtype, arch), str(nvrtc.getVersion()), _digest_of_sources()))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -158,12 +161,12 @@ def _digest_of_sources() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that only this user can write to, because its files will run. None, with a warning, without one."""
+    """Folder that only this user can write to, because its files will run. If there is none, warn and return None."""
     try:
         return private_folder("cuda")
     except OSError as reason:
         warnings.warn(
-            f"ncz_plugins: compiled CUDA kernels are not kept, each process compiles them again: {reason}. "
+            f"ncz_plugins: compiled CUDA kernels can't be kept, so each process compiles them again: {reason}. "
             f"Set {ENVIRONMENT} to a folder that is yours alone.",
             RuntimeWarning,
             stacklevel=2,
@@ -172,7 +175,7 @@ def _cache_folder() -> Path | None:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` wrote; None if the file is missing or different."""
+    """Contents of a file that `_write` wrote. None if the file is missing or differs."""
     data = read_private(file) or b""
     size = hashlib.sha256().digest_size
     digest, code = data[:size], data[size:]
@@ -180,7 +183,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Write `code` with its digest. After a failure the next process compiles again."""
+    """Write `code` with its digest. If that fails, the next process compiles again."""
     try:
         write_private(file, hashlib.sha256(code).digest() + code)
     except OSError as error:

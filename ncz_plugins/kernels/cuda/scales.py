@@ -1,4 +1,4 @@
-"""Launches the kernels that measure blocks and derive quantization steps. Nothing here waits for the device."""
+"""Launches of the kernels that measure blocks and derive quantization steps. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..format import MODES, SCALE_BLOCK, StepRule, blocks_of
 from .arguments import MOST_PIECES, integer, runs_table, step_rule_argument
 from .frames import THREADS, Launcher
 
-_WARP = 32
-_WIDE = 4096  # steps of a block from which on a block of threads works for it, and not a warp
-_OUTCOME = 3  # int64 numbers of ncz::Outcome
+_WARP_THREADS = 32
+_WIDE_BLOCK_STEPS = 4096  # blocks of so many steps get a whole thread block, smaller ones a warp
+_OUTCOME_NUMBERS = 3  # int64 numbers of ncz::Outcome
 
 
 class Blocks:
-    """The blocks of a tensor that share a scale.
+    """Blocks of a tensor that share a scale.
 
     Args:
-        lengths: elements of each segment, in which blocks begin afresh.
-        block: elements of a block, a multiple of SCALE_BLOCK; 0: there is one, the whole tensor.
+        lengths: elements of each segment. Blocks start again in each segment.
+        block: elements of a block, a multiple of SCALE_BLOCK; 0: the whole tensor is one block.
 
     Attributes:
-        steps: of the tensor, one for SCALE_BLOCK elements.
-        count: how many blocks there are.
+        steps: number of steps of the tensor, one for each SCALE_BLOCK elements.
+        count: number of blocks.
     """
 
     def __init__(self, lengths: Sequence[int], block: int):
@@ -42,13 +42,13 @@ class Blocks:
         self._steps_per_block = block // SCALE_BLOCK or max(1, self.steps)
 
     def launch(self, launcher: Launcher, kernel: str, dtype: torch.dtype, segments: range, *arguments) -> None:
-        """Launch a kernel for the blocks of neighbouring segments, whose steps it counts from the first one's on."""
+        """Launch a kernel for the blocks of neighbouring segments. It counts steps from the first segment on."""
         begin, end = self._first_steps[segments.start], self._first_steps[segments.stop]
         runs = [(n, first - begin, *rest) for n, first, *rest in self._segments[segments.start : segments.stop]]
         if self._whole is not None:
             runs = [(self._whole, 0, end - begin, 0, 1)]
         steps = self._steps_per_block
-        threads = 1 if steps == 1 else _WARP if steps < _WIDE else THREADS
+        threads = 1 if steps == 1 else _WARP_THREADS if steps < _WIDE_BLOCK_STEPS else THREADS
         cut = np.int64(steps), integer(threads)
         for start in range(0, len(runs), MOST_PIECES):
             part = runs[start : start + MOST_PIECES]
@@ -58,7 +58,7 @@ class Blocks:
 
     @property
     def all(self) -> range:
-        """All segments."""
+        """Numbers of all segments."""
         return range(len(self._first_steps) - 1)
 
 
@@ -72,11 +72,11 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """What this rank measured of all blocks: see `quantize.measure` in core/codec.
+    """Measures of all blocks on this rank: see `quantize.measure` in core/codec.
 
     Args:
-        statistics: of the elements of `segments`, as `Backend.statistics_of` returns them; None where there are none.
-        dtype: that steps have.
+        statistics: of the elements of `segments`, as `Backend.statistics_of` returns them; None if there are none.
+        dtype: dtype of the steps.
     """
     numbers = 2 * blocks.count if mode in ("rms", "range") else blocks.count
     measured_dtype = torch.bfloat16 if mode == "rms only" else dtype
@@ -93,7 +93,7 @@ def measure(
 
 
 def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -> tuple[Tensor, Tensor, Tensor]:
-    """The steps that follow: see `quantize.derive` in core/codec.
+    """Steps from the maximum of all ranks' measures: see `quantize.derive` in core/codec.
 
     Returns: inverse steps and scales, [steps] each, and ncz::Outcome as int64.
     """
@@ -102,7 +102,7 @@ def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -
     measured = torch.bfloat16 if mode == "rms only" else torch.float64 if dtype is torch.float64 else torch.float32
     require(agreed, "agreed", measured, 2 * blocks.count if mode in ("rms", "range") else blocks.count)
     inverse_steps, scales = agreed.new_empty(2, blocks.steps, dtype=dtype).unbind()
-    outcome = torch.zeros(_OUTCOME, dtype=torch.int64, device=agreed.device)
+    outcome = torch.zeros(_OUTCOME_NUMBERS, dtype=torch.int64, device=agreed.device)
     arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales, outcome
     blocks.launch(launcher, "derive_steps", dtype, blocks.all, *arguments)
     return inverse_steps, scales, outcome

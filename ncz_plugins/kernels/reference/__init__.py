@@ -1,20 +1,20 @@
-"""The executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
+"""Executable specification of every kernel, in numpy: docs/reference/wire-format.md as a program.
 
-Slow and plain on purpose: the C++ kernels must produce the same bytes, and so must the CUDA ones by coders of their own
-(format.ON_GPUS), but for the order of chunks in PLANES. It also runs where no compiled library loads. The modules work
-on numpy arrays; `ReferenceBackend` wraps torch tensors. numpy lacks bfloat16, so bfloat16 is first widened to float32,
-which is exact.
+Slow and plain on purpose. The C++ kernels must produce the same bytes. So must the CUDA kernels, by the coders of GPUs
+(format.ON_GPUS) and but for the order of chunks in PLANES. This backend also runs where no compiled library loads. The
+modules work on numpy arrays, and `ReferenceBackend` wraps torch tensors. numpy lacks bfloat16, so bfloat16 is first
+widened to float32, which is exact.
 
     values    floats to codes and back, statistics, random numbers
     symbols   codes to symbols and tokens
     fixed, huffman, planes, huffman32, rans, bits    the coders
     select    the coder and predictor that AUTO stands for
     frames    whole frames
-    differences    what floats are less other floats
+    differences    differences between floats
     fixed_rate    codes of equally many bits, without frames
     scales    from the values of blocks to their quantization steps
     combine    sums of uncompressed values
-    ieee      what all of them do about infinities, NaN and vanishing numbers
+    ieee      infinities, NaN and vanishing numbers as in IEEE 754, without errors or warnings
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from . import combine, differences, fixed_rate, frames, scales, values
 
 
 class ReferenceBackend(HostBackend):
-    """The numpy kernels behind the interface that all backends share.
+    """Numpy kernels behind the interface of all backends.
 
     Args:
-        on_gpus: whether to write and read frames by the coders of GPUs, see format.ON_GPUS.
+        on_gpus: whether frames have the coders of GPUs, see format.ON_GPUS.
     """
 
     name = "reference"
@@ -109,20 +109,20 @@ class ReferenceBackend(HostBackend):
     def unpack(self, packed, bits, rows, magnitudes, denominator, out):
         codes = packed.view(-1).numpy()
         for elements, found in fixed_rate.unpack(codes, bits, rows, _bits(magnitudes), denominator):
-            # To convert many NaNs, torch gives other bits than for one.
+            # torch converts several NaNs at once to other bits than a single one.
             out[elements] = torch.nan if np.isnan(found).any() else torch.from_numpy(found)
 
 
 def _values(x: torch.Tensor) -> np.ndarray:
-    """`x` as float64 if it is that, else as float32. Widening the half types is exact."""
+    """`x` as float64 if it is float64, else as float32. Widening the half types is exact."""
     return x.numpy() if x.dtype == torch.float64 else x.to(torch.float32).numpy()
 
 
 def _integers(floats: torch.Tensor) -> np.ndarray:
-    """The bits of floats of 16 or 32 bits, as integers with a sign, in the same memory."""
+    """Bits of floats of 16 or 32 bits, as signed integers in the same memory."""
     return floats.view(torch.int16 if floats.element_size() == 2 else torch.int32).numpy()
 
 
 def _bits(magnitudes: torch.Tensor) -> np.ndarray:
-    """The bits of bfloat16 numbers, as uint16, in the same memory."""
+    """Bits of bfloat16 numbers, as uint16 in the same memory."""
     return magnitudes.view(-1).view(torch.int16).numpy().view(np.uint16)

@@ -1,4 +1,4 @@
-"""Bit strings: fields of different widths in a row, the first bit lowest."""
+"""Bit strings: fields of different widths in a row, lowest bit first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def join(values: np.ndarray, widths: np.ndarray) -> bytes:
-    """The low `widths[i]` bits of each `values[i]` (uint64), padded with zeros to whole bytes."""
+    """Bit string of the low `widths[i]` bits of each `values[i]` (uint64), padded with zeros to whole bytes."""
     widths = np.asarray(widths, dtype=np.int64)
     ends = np.cumsum(widths)
     which = np.repeat(np.arange(len(values)), widths)
@@ -16,7 +16,7 @@ def join(values: np.ndarray, widths: np.ndarray) -> bytes:
 
 
 class Windows:
-    """Reads up to 57 bits from any bits of `data` (uint8), many at once. Zeros follow the end."""
+    """Reader of at least 57 bits from any bit of `data` (uint8), for many positions at once. Zeros follow the end."""
 
     def __init__(self, data: np.ndarray):
         padded = np.concatenate([data, np.zeros(16, dtype=np.uint8)])
@@ -27,6 +27,6 @@ class Windows:
         self._words = words
 
     def at(self, first_bits: np.ndarray) -> np.ndarray:
-        """The 57 or more bits from each of `first_bits` on (int64), as uint64."""
+        """The next 57 or more bits from each of `first_bits` (int64), as uint64."""
         at = np.minimum(first_bits >> 3, self._words.size - 1)
         return self._words[at] >> (first_bits & 7).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""What uncompressed reductions do with the values of several ranks."""
+"""Combination of uncompressed values of several ranks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ _OPERATORS: dict[Combination, np.ufunc] = {
 
 @ieee
 def combined(values: Sequence[np.ndarray], combination: Combination, divisor: int) -> np.ndarray:
-    """The values of all ranks combined in their order, then divided if they are floats."""
+    """Values of all ranks combined in their order, then divided if they are floats."""
     total = reduce(_OPERATORS[combination], values)
     return total / total.dtype.type(divisor) if divisor != 1 and total.dtype.kind == "f" else total

@@ -1,4 +1,4 @@
-"""Differences between floats, as integers of their bits: exact, and small where floats are close to each other."""
+"""Differences between floats, as integers of their bits: exact, and small for floats that are close to each other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import numpy as np
 
 
 def differences(x: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """How many floats lie between two, with a sign: int32. `x`, `base`: bits, int16 or int32. It wraps."""
+    """Number of floats from `base` to `x`, with a sign: int32. Both are bits of floats: int16 or int32. Wraps."""
     return (ordered(x) - ordered(base)).astype(np.int32)
 
 
 def restored(codes: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """The bits of the floats whose `differences` from `base` are `codes`."""
+    """Bits of the floats whose `differences` from `base` are `codes`."""
     return ordered(ordered(base) + codes.astype(base.dtype))
 
 
 def ordered(bits: np.ndarray) -> np.ndarray:
-    """Bits of floats to integers in the same order, and back: below zero all bits but the sign are flipped."""
+    """Integers in the order of the floats with these bits; its own inverse.
+
+    Below zero, all bits but the sign are flipped.
+    """
     return bits ^ (bits >> (8 * bits.itemsize - 1) & np.iinfo(bits.dtype).max)

@@ -1,4 +1,4 @@
-"""The coders RAW and FIXED."""
+"""Coders RAW and FIXED of CPUs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from .symbols import bit_length
 
 
 def raw_bits(symbols: np.ndarray) -> int:
+    """Width of RAW symbols: the smallest of 8, 16 and 32 bits that holds the largest symbol."""
     largest = int(symbols.max(initial=0))
     return 8 if largest < 1 << 8 else 16 if largest < 1 << 16 else 32
 
 
 def encode_raw(symbols: np.ndarray) -> bytes:
+    """RAW payload of symbols (uint32)."""
     return symbols.astype(f"<u{raw_bits(symbols) // 8}").tobytes()
 
 
 def decode_raw(payload: np.ndarray, count: int, width: int) -> np.ndarray:
+    """Symbols (uint32) of a RAW payload (uint8). Raises DamagedFrame."""
     if payload.size != count * width // 8:
         raise DamagedFrame(f"RAW payload has {payload.size} bytes for {count} symbols of {width} bits")
     return payload.view(f"<u{width // 8}").astype(np.uint32)
 
 
 def encode_fixed(symbols: np.ndarray) -> bytes:
+    """FIXED payload of symbols (uint32): the size of each chunk, then the chunks."""
     chunks = [_pack(symbols[i : i + CHUNK]) for i in range(0, symbols.size, CHUNK)]
     return np.array([len(c) for c in chunks], dtype="<u2").tobytes() + b"".join(chunks)
 
 
 def decode_fixed(payload: np.ndarray, count: int) -> np.ndarray:
+    """Symbols (uint32) of a FIXED payload (uint8). Raises DamagedFrame."""
     chunks = chunks_of(count)
     table = 2 * chunks
     if payload.size < table:
@@ -45,7 +50,7 @@ def decode_fixed(payload: np.ndarray, count: int) -> np.ndarray:
 
 
 def packed_bytes(symbols: np.ndarray) -> int:
-    """What the blocks of one chunk, or of a part of it, take."""
+    """Bytes of the blocks of one chunk, or of a part of it."""
     widths = _widths(symbols)
     return int(widths.size + _octet_widths(widths, symbols.size).sum())
 
@@ -63,7 +68,7 @@ def _octet_widths(widths: np.ndarray, count: int) -> np.ndarray:
 
 
 def _pack(symbols: np.ndarray) -> bytes:
-    """Width bytes of the chunk's blocks, then octet by octet 8 symbols as one little-endian bit string."""
+    """Width bytes of a chunk's blocks, then for each octet its 8 symbols as one little-endian bit string."""
     widths = _widths(symbols)
     sizes = _octet_widths(widths, symbols.size)
     octets = np.zeros((sizes.size, OCTET), dtype=np.uint32)
@@ -79,6 +84,7 @@ def _pack(symbols: np.ndarray) -> bytes:
 
 
 def _unpack(chunk: np.ndarray, count: int) -> np.ndarray:
+    """Inverse of `_pack`, for a chunk of `count` symbols. Raises DamagedFrame."""
     blocks = -(-count // BLOCK)
     widths = chunk[:blocks]
     if widths.size < blocks or (widths > 32).any():

@@ -1,4 +1,4 @@
-"""Frames: a header, and the codes as one of the coders writes them."""
+"""Frames: a header, and codes as one of the coders writes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from .symbols import predict, unpredict
 
 
 def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> bytes:
-    """One frame that holds `codes` (int32). `on_gpus`: by the coders of GPUs, see format.ON_GPUS."""
+    """One frame that holds `codes` (int32).
+
+    Args:
+        on_gpus: whether to use the coders of GPUs, see format.ON_GPUS.
+    """
     coder, predictor, mode, counts = select(codes, coding, on_gpus)
     symbols = predict(codes, predictor)
     payload = None
@@ -36,7 +40,7 @@ def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> by
         payload = huffman32.encode(symbols, huffman32.lengths_of(counts))
     elif coder == Coder.RANS:
         payload = rans.encode(symbols, mode)
-    # What does not pay gives way.
+    # RAW, and on GPUs PLANES, replaces a coder whose payload turned out larger.
     if on_gpus and (payload is None or len(payload) > symbols.size):
         coder, payload = Coder.PLANES, planes.encode(codes, predictor)
     elif not on_gpus and coder != Coder.FIXED:
@@ -48,7 +52,11 @@ def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> by
 
 
 def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
-    """The `count` codes (int32) of one frame. Raises DamagedFrame unless every byte is valid. `on_gpus`: as above."""
+    """Codes (int32) of one frame that must hold `count` of them. Raises DamagedFrame unless every byte is valid.
+
+    Args:
+        on_gpus: see `encode_codes`.
+    """
     if len(frame) < HEADER_BYTES:
         raise DamagedFrame(f"{len(frame)} bytes are too few for a frame header of {HEADER_BYTES}")
     magic, version, coder, predictor, width, stored, payload_bytes, flags, stored_sum = HEADER.unpack_from(frame)
@@ -79,7 +87,7 @@ def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
     return unpredict(_DECODERS[coder](payload, count), predictor)
 
 
-_DECODERS = {  # from payloads to symbols
+_DECODERS = {  # functions from payloads to symbols
     Coder.FIXED: fixed.decode_fixed,
     Coder.HUFFMAN: huffman.decode,
     Coder.HUFFMAN32: huffman32.decode,
@@ -89,7 +97,7 @@ _DECODERS = {  # from payloads to symbols
 
 @ieee
 def checksum(frame: bytes) -> int:
-    """The checksum of a whole frame, ignoring its checksum field."""
+    """Checksum of a whole frame, without its checksum field."""
     data = np.zeros(-(-len(frame) // 4) * 4, dtype=np.uint8)
     data[: len(frame)] = np.frombuffer(frame, dtype=np.uint8)
     data[HEADER_BYTES - 4 : HEADER_BYTES] = 0

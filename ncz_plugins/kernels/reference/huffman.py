@@ -1,4 +1,4 @@
-"""The coder HUFFMAN: a canonical code of at most 11 bits for each token, the same for a whole frame."""
+"""Coder HUFFMAN of CPUs: a canonical code of at most 11 bits for each token, the same for a whole frame."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _WHOLE = 1 << HUFFMAN_MAX_LENGTH  # the Kraft sum of a complete code
 
 
 def encode(symbols: np.ndarray) -> bytes:
+    """Payload of symbols (uint32)."""
     tokens, extra = tokens_of(symbols)
     lengths = lengths_of(np.bincount(tokens, minlength=TOKENS))
     widths = lengths[tokens] + EXTRA_BITS[tokens]
@@ -27,6 +28,7 @@ def encode(symbols: np.ndarray) -> bytes:
 
 
 def decode(payload: np.ndarray, count: int) -> np.ndarray:
+    """Symbols (uint32) of a payload (uint8). Raises DamagedFrame."""
     lengths, rest = _read_table(payload)
     chunks = chunks_of(count)
     table = 2 * HUFFMAN_LANES * chunks
@@ -63,7 +65,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
 
 
 def lengths_of(counts: np.ndarray) -> np.ndarray:
-    """Bits of the code of each token (int64, 0 where `counts` is), as docs/reference/wire-format.md makes them."""
+    """Bits of each token's code (int64, 0 for counts of 0), as docs/reference/wire-format.md derives them."""
     lengths = np.zeros(len(counts), dtype=np.int64)
     order = sorted(np.flatnonzero(counts).tolist(), key=lambda token: (counts[token], token))
     if len(order) == 1:
@@ -86,6 +88,7 @@ def lengths_of(counts: np.ndarray) -> np.ndarray:
 
 
 def _limit(lengths: np.ndarray, order: list[int]) -> None:
+    """Limit all lengths to HUFFMAN_MAX_LENGTH, in place, such that the code stays complete."""
     lengths[:] = np.minimum(lengths, HUFFMAN_MAX_LENGTH)
     used = sum(_WHOLE >> int(lengths[token]) for token in order)
     while used > _WHOLE:
@@ -101,7 +104,7 @@ def _limit(lengths: np.ndarray, order: list[int]) -> None:
 
 
 def codes_of(lengths: np.ndarray) -> np.ndarray:
-    """The code of each token (uint64), its first bit lowest."""
+    """Code of each token (uint64), first bit lowest."""
     codes = np.zeros(len(lengths), dtype=np.uint64)
     code = 0
     for length in range(1, HUFFMAN_MAX_LENGTH + 1):
@@ -113,7 +116,7 @@ def codes_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def entries_of(lengths: np.ndarray) -> np.ndarray:
-    """The token that each next 11 bits begin with."""
+    """Token of each possible value of the next 11 bits."""
     entries = np.zeros(_WHOLE, dtype=np.int64)
     codes = codes_of(lengths)
     for token in np.flatnonzero(lengths):
@@ -122,17 +125,18 @@ def entries_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def _table(lengths: np.ndarray) -> bytes:
+    """Lengths of the code as they stand in a payload."""
     stored = int(np.flatnonzero(lengths).max(initial=-1)) + 1
     return bytes([stored]) + nibbles_of(lengths[:stored])
 
 
 def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths, and what follows."""
+    """Lengths at the start of a payload, and the rest of it. Raises DamagedFrame."""
     stored = int(payload[0]) if payload.size else TOKENS + 1
     size = 1 + (stored + 1) // 2
     if stored > TOKENS or payload.size < size:
         raise DamagedFrame(f"HUFFMAN code has {stored} lengths in a payload of {payload.size} bytes")
-    lengths = np.zeros(TOKENS + 1, dtype=np.int64)  # one more: the filling of an odd number
+    lengths = np.zeros(TOKENS + 1, dtype=np.int64)  # one more for the filling of the last byte
     found = lengths_in(payload[1:size])
     lengths[: found.size] = found
     if lengths[stored:].any() or not stored or not lengths[stored - 1]:
@@ -142,22 +146,22 @@ def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_complete(lengths: np.ndarray) -> None:
-    """Raise DamagedFrame unless there is a code of these lengths that leaves no bits without a meaning."""
+    """Raise DamagedFrame unless a complete code with these lengths exists, in which every bit string has a meaning."""
     if lengths.max() > HUFFMAN_MAX_LENGTH or int((_WHOLE >> lengths[lengths > 0]).sum()) != _WHOLE:
         raise DamagedFrame("HUFFMAN code is not complete")
 
 
 def nibbles_of(lengths: list[int] | np.ndarray) -> bytes:
-    """Lengths of 4 bits each, the first in the low bits; zeros fill the last byte."""
+    """Lengths of 4 bits each, the first in the low bits. Zeros fill the last byte."""
     nibbles = np.append(lengths, [0] * (len(lengths) % 2)).astype(np.uint8)
     return (nibbles[::2] | nibbles[1::2] << 4).tobytes()
 
 
 def lengths_in(nibbles: np.ndarray) -> np.ndarray:
-    """Inverse of `nibbles_of`, with what fills the last byte."""
+    """Inverse of `nibbles_of`, including the filling of the last byte."""
     return np.stack([nibbles & 15, nibbles >> 4], axis=1).reshape(-1).astype(np.int64)
 
 
 def table_bytes(lengths: np.ndarray) -> int:
-    """What the code takes in a payload."""
+    """Bytes of the code's lengths in a payload."""
     return len(_table(lengths))

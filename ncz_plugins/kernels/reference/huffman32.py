@@ -1,4 +1,4 @@
-"""The coder HUFFMAN32: HUFFMAN for GPUs. A code of what the selector's sample holds, and 32 bit strings per page."""
+"""Coder HUFFMAN32, which is HUFFMAN for GPUs: a code of the selector's sample, and 32 bit strings per page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..format import (
 from . import bits, huffman
 from .symbols import EXTRA_BITS, FIRST_SYMBOLS, tokens_of
 
-_IN_ROW = HUFFMAN32_ROW // HUFFMAN32_LANES  # consecutive elements of a lane
+_IN_ROW = HUFFMAN32_ROW // HUFFMAN32_LANES  # consecutive elements of a lane in a row
 _LANE_SYMBOLS = HUFFMAN32_PAGE // HUFFMAN32_LANES
 _SIZES = HUFFMAN32_LANES // 2  # words of 16 bits that the sizes of a page's lanes take
 
 
 def encode(symbols: np.ndarray, lengths: np.ndarray) -> bytes | None:
-    """The payload, or None if that would have more than a byte per symbol, or a lane too many words.
+    """Payload of symbols (uint32). None if it would have more than a byte per symbol, or a lane too many words.
 
     Args:
         lengths: bits of the code of each token and of ESCAPE, see `lengths_of`.
@@ -57,6 +57,7 @@ def encode(symbols: np.ndarray, lengths: np.ndarray) -> bytes | None:
 
 
 def decode(payload: np.ndarray, count: int) -> np.ndarray:
+    """Symbols (uint32) of a payload (uint8). Raises DamagedFrame."""
     lengths, rest = _read_table(payload)
     pages = pages_of(count)
     table = 4 * -(-pages // 2)
@@ -74,6 +75,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
 
 
 def _decode_page(page: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
+    """Symbols of one page of `count` symbols. Raises DamagedFrame."""
     damage = DamagedFrame("a HUFFMAN32 page does not end where it should")
     sizes = page[:HUFFMAN32_LANES].astype(np.int64)
     if sizes.size < HUFFMAN32_LANES or sizes.max() > HUFFMAN32_MOST_WORDS:
@@ -118,33 +120,33 @@ def _decode_page(page: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarra
 
 
 def pages_of(count: int) -> int:
-    """Pages of so many codes; the last may be short."""
+    """Number of pages of `count` codes. The last page may be short."""
     return -(-count // HUFFMAN32_PAGE)
 
 
 def lengths_of(counts: np.ndarray) -> np.ndarray:
-    """Bits of the code of each token, and of ESCAPE, from how often tokens occur in a sample."""
+    """Bits of the code of each token and of ESCAPE, from the counts of tokens in a sample."""
     return huffman.lengths_of(np.append(counts, 1))
 
 
 def table_bytes(lengths: np.ndarray) -> int:
-    """What the code takes in a payload."""
+    """Bytes of the code's lengths in a payload."""
     return len(_padded(_table(lengths), 4))
 
 
 def _table(lengths: np.ndarray) -> bytes:
-    """That of HUFFMAN, but with the length of ESCAPE before all others."""
+    """Lengths of the code as they stand in a payload: the length of ESCAPE, then HUFFMAN's table."""
     stored = int(np.flatnonzero(lengths[:TOKENS]).max(initial=-1)) + 1
     return bytes([stored]) + huffman.nibbles_of([lengths[ESCAPE], *lengths[:stored]])
 
 
 def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths, and what follows."""
+    """Lengths at the start of a payload, and the rest of it. Raises DamagedFrame."""
     stored = int(payload[0]) if payload.size else TOKENS + 1
     size = 1 + stored // 2 + 1
     if stored > TOKENS or payload.size < -(-size // 4) * 4:
         raise DamagedFrame(f"HUFFMAN code has {stored} lengths in a payload of {payload.size} bytes")
-    lengths = np.zeros(TOKENS + 2, dtype=np.int64)  # one more: the filling of an odd number
+    lengths = np.zeros(TOKENS + 2, dtype=np.int64)  # one more for the filling of the last byte
     escape, *rest = huffman.lengths_in(payload[1:size])
     lengths[: len(rest)] = rest
     last_occurs = not stored or lengths[stored - 1] > 0
@@ -156,9 +158,10 @@ def _read_table(payload: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _has_word(sizes: np.ndarray) -> np.ndarray:
-    """Which lanes have a word in each row, [rows, lanes]."""
+    """Whether a lane has a word in a row: bool, [rows, lanes]."""
     return np.arange(HUFFMAN32_MOST_WORDS)[:, None] < sizes
 
 
 def _padded(data: bytes, unit: int) -> bytes:
+    """`data` with zeros up to a multiple of `unit` bytes."""
     return data + bytes(-len(data) % unit)

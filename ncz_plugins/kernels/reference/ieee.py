@@ -1,4 +1,4 @@
-"""Arithmetic of IEEE 754 for functions of numpy: what overflows is infinite, what is too small vanishes."""
+"""Arithmetic of IEEE 754 for numpy functions: what overflows is infinite, what is too small vanishes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ _Result = TypeVar("_Result")
 
 
 def ieee(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`function` without errors or warnings of numpy, whatever `np.seterr` the program has called.
-
-    It takes about a microsecond.
-    """
+    """`function` without numpy's errors and warnings, whatever `np.seterr` says. Takes about a microsecond."""
 
     @functools.wraps(function)
     def quiet(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
-        # One context for each call: those of numpy 1 hold what they restore, which threads must not share.
+        # A new context for each call: in numpy 1 a context holds the state to restore, which threads must not share.
         with np.errstate(all="ignore"):
             return function(*arguments, **keywords)
 

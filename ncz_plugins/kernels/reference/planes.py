@@ -1,4 +1,4 @@
-"""The coder PLANES: RAW and FIXED for GPUs. In tiles of 1,024 codes, each of 32 lanes has bit planes of its own."""
+"""Coder PLANES, which is RAW and FIXED for GPUs: tiles of 1,024 codes, whose 32 lanes have their own bit planes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ..format import CHUNK, PLANES_LANES, PLANES_ROW, PLANES_TILE, DamagedFrame,
 from .symbols import bit_length, zigzag
 
 _ROWS = PLANES_TILE // PLANES_ROW
-_IN_ROW = PLANES_ROW // PLANES_LANES  # consecutive codes of a lane
-_VALUES = _ROWS * _IN_ROW  # of a lane
-_IN_CHUNK = CHUNK // PLANES_TILE
+_IN_ROW = PLANES_ROW // PLANES_LANES  # consecutive codes of a lane in a row
+_VALUES = _ROWS * _IN_ROW  # codes of a lane
+_IN_CHUNK = CHUNK // PLANES_TILE  # tiles
 _MOST_BITS = 32
 
 
 def encode(codes: np.ndarray, predictor: int) -> bytes:
-    """The payload for int32 codes, its chunks in order."""
+    """Payload of codes (int32), with the chunks in order."""
     begins, table, words, at = [], [], [], 0
     for number, first in enumerate(range(0, codes.size, PLANES_TILE)):
         if number % _IN_CHUNK == 0:
@@ -28,7 +28,7 @@ def encode(codes: np.ndarray, predictor: int) -> bytes:
 
 
 def decode(payload: np.ndarray, count: int, predictor: int) -> np.ndarray:
-    """The codes: int32."""
+    """Codes (int32) of a payload (uint8). Raises DamagedFrame."""
     chunks, tiles = chunks_of(count), tiles_of(count)
     tables = 4 * (chunks + tiles)
     if payload.size < tables or payload.size % 4:
@@ -54,7 +54,7 @@ def decode(payload: np.ndarray, count: int, predictor: int) -> np.ndarray:
 
 
 def words_of(symbols: np.ndarray) -> int:
-    """Words of 32 bits that the tiles take for these symbols (uint32), without what DELTA adds."""
+    """Number of 32-bit words of the tiles for these symbols (uint32), without the words that DELTA adds."""
     return sum(
         int(widths.max() - widths.min() + widths.sum())
         for widths in (_widths(symbols[first : first + PLANES_TILE]) for first in range(0, symbols.size, PLANES_TILE))
@@ -62,7 +62,7 @@ def words_of(symbols: np.ndarray) -> int:
 
 
 def _encode_tile(codes: np.ndarray, predictor: int) -> tuple[int, int, np.ndarray]:
-    """The narrowest and the widest width of a tile's lanes, and its words."""
+    """Narrowest and widest width of a tile's lanes in bits, and its words (uint32)."""
     base = []
     if predictor == Predictor.DELTA:
         base, codes = [codes[:1].view(np.uint32)], np.diff(codes, prepend=codes[:1])
@@ -78,17 +78,18 @@ def _encode_tile(codes: np.ndarray, predictor: int) -> tuple[int, int, np.ndarra
 
 
 def _decode_tile(words: np.ndarray, least: int, most: int, predictor: int) -> np.ndarray:
+    """Codes of a tile. Raises DamagedFrame."""
     is_delta = predictor == Predictor.DELTA
     base, masks, words = np.split(words, [int(is_delta), is_delta + most - least])
     has = np.zeros((_MOST_BITS, PLANES_LANES), dtype=bool)
     has[:least] = True
     has[least : least + masks.size] = masks[:, None] >> np.arange(PLANES_LANES, dtype=np.uint32) & np.uint32(1)
-    grows = has[1:] & ~has[:-1]  # a plane above one that is missing
+    grows = has[1:] & ~has[:-1]  # lanes with a plane above a missing one
     if base.size < is_delta or masks.size < most - least or grows.any() or has.sum() != words.size:
         raise _damage()
     planes = np.zeros(has.shape, dtype=np.uint32)
     planes[has] = words
-    for plane in range(1, _MOST_BITS):  # where one is missing, the sign goes on
+    for plane in range(1, _MOST_BITS):  # a missing plane repeats the sign, which is the plane below it
         planes[plane] = np.where(has[plane], planes[plane], planes[plane - 1])
     bits = planes[:, :, None] >> np.arange(_VALUES, dtype=np.uint32) & np.uint32(1)  # [planes, lanes, values]
     values = (bits << np.arange(_MOST_BITS, dtype=np.uint32)[:, None, None]).sum(axis=0, dtype=np.uint32)
@@ -99,16 +100,17 @@ def _decode_tile(words: np.ndarray, least: int, most: int, predictor: int) -> np
 
 
 def _of_lanes(tile: np.ndarray) -> np.ndarray:
-    """The values of each lane of a tile, zeros where it has none: [lanes, values]."""
+    """Values of each lane of a tile, filled up with zeros: [lanes, values]."""
     whole = np.zeros(PLANES_TILE, dtype=tile.dtype)
     whole[: tile.size] = tile
     return whole.reshape(_ROWS, PLANES_LANES, _IN_ROW).transpose(1, 0, 2).reshape(PLANES_LANES, _VALUES)
 
 
 def _widths(symbols: np.ndarray) -> np.ndarray:
-    """How many bits the values of each lane take in two's complement: as many as their symbols do."""
+    """Bits of each lane's values in two's complement, which are as many as those of their symbols."""
     return bit_length(_of_lanes(symbols).max(axis=1))
 
 
 def _damage() -> DamagedFrame:
+    """Error for a tile that does not fit its table."""
     return DamagedFrame("a PLANES tile is not where it should be, or has other planes than its masks say")

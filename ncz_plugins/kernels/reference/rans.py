@@ -1,4 +1,4 @@
-"""The coder RANS: masks of eight symbols, tokens for those that differ from the mode, both by rANS.
+"""Coder RANS: a mask for each eight symbols, and tokens for those that differ from the mode, both coded by rANS.
 
 All pages are coded in lockstep, one numpy operation for a step of every state of every page.
 """
@@ -17,6 +17,11 @@ _MASKS = RANS_PAGE // 8
 
 
 def encode(symbols: np.ndarray, mode: int) -> bytes:
+    """Payload of symbols (uint32).
+
+    Args:
+        mode: the most frequent symbol, below DIRECT.
+    """
     pages = -(-symbols.size // RANS_PAGE)
     padded = np.full(pages * RANS_PAGE, mode, dtype=np.uint32)
     padded[: symbols.size] = symbols
@@ -44,6 +49,7 @@ def encode(symbols: np.ndarray, mode: int) -> bytes:
 
 
 def decode(payload: np.ndarray, count: int) -> np.ndarray:
+    """Symbols (uint32) of a payload (uint8). Raises DamagedFrame."""
     pages = -(-count // RANS_PAGE)
     mode = int(payload[0]) if payload.size else DIRECT
     if mode >= DIRECT:
@@ -94,7 +100,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
 
 
 def frequencies_of(counts: np.ndarray) -> np.ndarray:
-    """Frequencies in 1/4096 (int64) of the values that occur `counts` times, all 0 if none does."""
+    """Frequencies in 1/4096 (int64) of values that occur `counts` times. All 0 if no value occurs."""
     total = int(counts.sum())
     if not total:
         return np.zeros_like(counts, dtype=np.int64)
@@ -106,15 +112,15 @@ def frequencies_of(counts: np.ndarray) -> np.ndarray:
 
 
 class _Encoder:
-    """Four states for each page, which take their values from the last to the first."""
+    """Encoder with four states for each page. They take their values from the last to the first."""
 
     def __init__(self, pages: int, most_words: int):
         self.states = np.full((pages, RANS_LANES), RANS_LOWEST, dtype=np.int64)
         self._words = np.zeros((pages, most_words), dtype="<u2")
-        self._first = np.full(pages, most_words)  # words are written from the end to the beginning
+        self._first = np.full(pages, most_words)  # index of the first word; words are written from the end
 
     def put(self, values: np.ndarray, counts: np.ndarray, frequencies: np.ndarray) -> None:
-        """The first `counts[page]` of `values[page]`."""
+        """Encode the first `counts[page]` of `values[page]`."""
         starts = np.cumsum(frequencies) - frequencies
         for step in reversed(range(-(-int(counts.max(initial=0)) // RANS_LANES))):
             which = RANS_LANES * step + _LANES
@@ -130,10 +136,13 @@ class _Encoder:
             self.states = np.where(active, (x // f << RANS_BITS) + x % f + s, self.states)
 
     def words(self) -> list[np.ndarray]:
+        """Words of each page."""
         return [row[first:] for row, first in zip(self._words, self._first)]
 
 
 class _Decoder:
+    """Decoder with four states for each page."""
+
     def __init__(self, data: np.ndarray, starts: np.ndarray, words: np.ndarray):
         self._data = np.concatenate([data, np.zeros(4 * RANS_LANES, dtype=np.uint8)])
         places = starts[:, None] + np.arange(4 * RANS_LANES)
@@ -142,7 +151,7 @@ class _Decoder:
         self._end = self._next + 2 * words
 
     def take(self, counts: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-        """The next `counts[page]` values of each page, in rows, with zeros behind them."""
+        """Next `counts[page]` values of each page: a row for each page, filled up with zeros."""
         starts = np.cumsum(frequencies) - frequencies
         value_at = np.repeat(np.arange(frequencies.size), frequencies)
         steps = -(-int(counts.max(initial=0)) // RANS_LANES)
@@ -163,28 +172,34 @@ class _Decoder:
         return values
 
     def ended(self) -> bool:
+        """Whether all states and words have ended as they must after the last value."""
         return bool((self.states == RANS_LOWEST).all() and (self._next == self._end).all())
 
 
 def _split(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Views of the first counts[0], the next counts[1] ... of `values`."""
+    """Views of the first counts[0] values, the next counts[1], and so on."""
     return np.split(values, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
 def _rows(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Values as a row for each page, filled up with zeros."""
     rows = np.zeros((len(counts), max(1, int(counts.max(initial=0)))), dtype=np.int64)
     rows[np.arange(rows.shape[1]) < counts[:, None]] = values
     return rows
 
 
 def _table(frequencies: np.ndarray) -> bytes:
+    """Frequencies as they stand in a payload."""
     present = np.zeros(256, dtype=bool)
     present[: frequencies.size] = frequencies > 0
     return np.packbits(present, bitorder="little").tobytes() + frequencies[frequencies > 0].astype("<u2").tobytes()
 
 
 def _read_table(data: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The frequencies, and what follows. All zero is allowed: no such value occurs."""
+    """Frequencies at the start of `data`, and the rest of it. All zero is allowed: no such value occurs.
+
+    Raises DamagedFrame.
+    """
     present = np.flatnonzero(np.unpackbits(data[:32], bitorder="little"))
     end = 32 + 2 * present.size
     if data.size < end or (present >= size).any():

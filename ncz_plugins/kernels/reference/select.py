@@ -1,4 +1,4 @@
-"""The selector: what `auto` means for a frame, from a sample of it, in integers."""
+"""Selector: what AUTO means for a frame, from a sample of its codes, in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from . import huffman, huffman32, planes
 from .fixed import packed_bytes, raw_bits
 from .symbols import EXTRA_BITS, tokens_of, zigzag
 
-_NEVER = 1 << 62  # more than anything costs: a coder that would give way
+_NEVER = 1 << 62  # picoseconds, more than any frame costs: for a coder that would be replaced anyway
 
 
 def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Predictor, int, np.ndarray]:
-    """The coder and the predictor that `codes` get, the mode for RANS, and how often each token is in the sample.
+    """Coder and predictor for `codes` (int32), the mode for RANS, and the count of each token in the sample.
 
     Args:
         on_gpus: whether to choose among the coders of GPUs.
@@ -35,7 +35,7 @@ def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Pre
     if coding.coder != Coder.AUTO:
         coders = (ON_GPUS.get(coding.coder, coding.coder) if on_gpus else coding.coder,)
     elif on_gpus:
-        coders = Coder.PLANES, Coder.HUFFMAN32, Coder.RANS  # the first wins at a draw
+        coders = Coder.PLANES, Coder.HUFFMAN32, Coder.RANS  # if two cost the same, the first one
     else:
         coders = Coder.FIXED, Coder.RAW, Coder.HUFFMAN, Coder.RANS
     predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
@@ -47,7 +47,7 @@ def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Pre
 
 
 def sample(codes: np.ndarray) -> list[np.ndarray]:
-    """At most 64 pieces of 128 codes, the last perhaps shorter."""
+    """At most 64 pieces of 128 codes. The last piece may be shorter."""
     pieces = -(-codes.size // PIECE)
     taken = range(pieces)
     if pieces > SAMPLE_PIECES:
@@ -56,21 +56,23 @@ def sample(codes: np.ndarray) -> list[np.ndarray]:
 
 
 def mode_of(counts: np.ndarray) -> int:
-    """The most frequent of the symbols that are their own tokens."""
+    """Most frequent of the symbols below DIRECT, which are their own tokens."""
     return int(counts[:DIRECT].argmax())
 
 
 def _symbols(piece: np.ndarray, predictor: int) -> np.ndarray:
+    """Symbols of one piece after prediction."""
     return zigzag(piece if predictor == Predictor.NONE else np.diff(piece, prepend=piece[:1]))
 
 
 def _counts(symbols: list[np.ndarray]) -> np.ndarray:
+    """Count of each token in all pieces."""
     tokens, _ = tokens_of(np.concatenate([*symbols, np.zeros(0, np.uint32)]))
     return np.bincount(tokens, minlength=TOKENS)
 
 
 def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_gpus: bool) -> dict[Coder, int]:
-    """Picoseconds for a frame of `n` codes in each coder."""
+    """Picoseconds that a frame of `n` codes costs with each coder."""
     costs = coding.costs
     symbols = np.concatenate([*pieces, np.zeros(0, np.uint32)])
     m = max(1, symbols.size)
@@ -111,7 +113,7 @@ def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_g
 
 
 def _entropy(counts: np.ndarray) -> int:
-    """Bits of all that was counted."""
+    """Bits of all counted values together, by their entropy."""
     total = int(counts.sum())
     return sum(int(c) * (_log2(total) - _log2(int(c))) for c in counts[counts > 0]) >> 16
 

@@ -1,4 +1,4 @@
-"""Codes to symbols (prediction, zigzag) to tokens (the alphabet of HUFFMAN and RANS), and back."""
+"""Symbols and tokens: codes to symbols (prediction, zigzag) to tokens (the alphabet of HUFFMAN and RANS), and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _FIRST_EXPONENT = DIRECT.bit_length() - 1
 
 
 def predict(codes: np.ndarray, predictor: int) -> np.ndarray:
-    """Zigzag of the residuals (uint32): small magnitudes of either sign become small numbers."""
+    """Symbols (uint32) of codes: zigzag of the differences from the prediction.
+
+    Small magnitudes become small symbols.
+    """
     if predictor == Predictor.DELTA:
         previous = np.roll(codes, 1)
         previous[::CHUNK] = 0
@@ -30,20 +33,23 @@ def unpredict(symbols: np.ndarray, predictor: int) -> np.ndarray:
 
 
 def zigzag(codes: np.ndarray) -> np.ndarray:
+    """Symbols (uint32) of codes (int32): 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4."""
     return (codes.view(np.uint32) << np.uint32(1)) ^ (codes >> 31).view(np.uint32)
 
 
 def unzigzag(symbols: np.ndarray) -> np.ndarray:
+    """Inverse of `zigzag`."""
     return ((symbols >> np.uint32(1)) ^ (~(symbols & np.uint32(1)) + np.uint32(1))).view(np.int32)
 
 
 def bit_length(symbols: np.ndarray) -> np.ndarray:
+    """Number of bits of each symbol, 0 for 0."""
     _, exponents = np.frexp(symbols.astype(np.float64))
     return exponents
 
 
 def tokens_of(symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The token of each symbol (int64), and its extra bits (uint32), `extra_bits` of them."""
+    """Token of each symbol (int64), and its extra bits (uint32), of which there are `extra_bits`."""
     exponents = np.maximum(bit_length(symbols) - 1, _FIRST_EXPONENT)
     extra = (exponents - BITS_IN_TOKEN).astype(np.uint32)
     second = (symbols >> (extra + np.uint32(1))) & np.uint32(1)  # the bit below the leading one
@@ -55,13 +61,13 @@ def tokens_of(symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def extra_bits(tokens: np.ndarray) -> np.ndarray:
-    """How many extra bits follow each token."""
+    """Number of extra bits behind each token."""
     exponents = _FIRST_EXPONENT + ((tokens - DIRECT) >> BITS_IN_TOKEN)
     return np.where(tokens < DIRECT, 0, exponents - BITS_IN_TOKEN)
 
 
 def first_symbols(tokens: np.ndarray) -> np.ndarray:
-    """The smallest symbol of each token (uint32): the symbol is that plus twice the extra bits."""
+    """Smallest symbol of each token (uint32). A symbol is that plus twice its extra bits."""
     extra = extra_bits(tokens).astype(np.uint32)
     second, sign = (tokens >> 1 & 1).astype(np.uint32), (tokens & 1).astype(np.uint32)
     large = (2 + second) << (extra + np.uint32(1)) | sign

@@ -1,4 +1,4 @@
-"""Floats to codes and back, statistics of blocks, and random numbers."""
+"""Values to codes and back, statistics of blocks, and random numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .ieee import ieee
 def block_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lowest value, highest value and sum of squares of each SCALE_BLOCK elements of `x` (float32 or float64).
 
-    All float64, shape [blocks]; -inf, +inf and +inf where a block holds a NaN or an infinity, and
-    never -0.0. The squares are added in LANES partial sums (element i to sum i mod LANES), then by
-    halving, so that the result does not depend on the backend.
+    All are float64, [blocks]; -inf, +inf and +inf if a block holds a NaN or an infinity, and never -0.0. Squares are
+    added in LANES partial sums (element i to sum i mod LANES), then the sums by halving, so that the result does not
+    depend on the backend.
     """
     blocks = blocks_of(x.size)
     wide = x.astype(np.float64)
@@ -43,8 +43,8 @@ def block_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = None) -> np.ndarray:
     """`x` divided by the quantization step, as int32: multiplied in the dtype of `x`, clamped, then rounded.
 
-    Rounds to nearest even if `noise` is None, else up or down at random. `inverse_steps` holds 1 / step per block in
-    the dtype of `x`. NaN becomes the upper limit: callers that must keep NaN look at `block_statistics` first.
+    Rounds to nearest even if `noise` is None, else up or down at random. `inverse_steps` holds 1 / step for each block
+    in the dtype of `x`. NaN becomes the upper limit: callers that must keep NaN check `block_statistics` first.
     """
     limit = x.dtype.type(2147483520.0 if x.dtype == np.float32 else 2147483647.0)
     scaled = x * per_element(inverse_steps, x.size)
@@ -59,20 +59,21 @@ def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = Non
 
 @ieee
 def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """`code * scale` in the dtype of `scales` (float32 or float64), one scale per block."""
+    """`code * scale` in the dtype of `scales` (float32 or float64), with one scale per block."""
     return codes.astype(scales.dtype) * per_element(scales, codes.size)
 
 
 def per_element(per_block: np.ndarray, count: int) -> np.ndarray:
+    """Number of each element's block, from numbers per block."""
     return np.repeat(per_block, SCALE_BLOCK)[:count]
 
 
 @ieee
 def random_bits(noise: Noise, count: int) -> np.ndarray:
-    """A random uint32 for each of `count` elements: a hash of the element's number.
+    """Random uint32 for each of `count` elements: a hash of the element's number.
 
     Two rounds of multiplying and shifting, with constants that Wellons found by search ("Prospecting for hash
-    functions", 2018), the key's halves added before each.
+    functions", 2018). One half of the key is added before each round.
     """
     elements = np.arange(noise.first, noise.first + count, dtype=np.uint64)
     low_key, high_key = (np.uint32(half) for half in (noise.key & 0xFFFFFFFF, noise.key >> 32))
