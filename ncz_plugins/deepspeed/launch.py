@@ -16,6 +16,7 @@ _USAGE = "usage: deepspeed [launcher options] --module ncz_plugins.deepspeed.lau
 
 def main() -> None:
     # DeepSpeed's launcher puts --local_rank=N before the script's name. Pass it on as the script's first argument.
+    """Run the script in sys.argv as `__main__`. Exits with a message if there is no such file."""
     arguments = sys.argv[1:]
     at = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
     if at is None:

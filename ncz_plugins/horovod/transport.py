@@ -59,6 +59,7 @@ class HorovodTransport(Transport):
         self._incoming: dict[int, deque[Tensor]] = {peer: deque() for peer in range(self.world_size)}
 
     def start_max(self, tensor: Tensor, counters: Counters) -> HorovodAgreement:
+        """Start an element-wise maximum of `tensor` over ranks, in place."""
         carried = _carried(tensor)
         counters.wire_bytes += 2 * carried.nbytes * (self.world_size - 1) // self.world_size
         handle = hvd.allreduce_async_(carried, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
@@ -67,6 +68,10 @@ class HorovodTransport(Transport):
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
     ) -> list[HorovodStream]:
+        """Streams of frames to and from each peer.
+
+        Raises UnsupportedError unless each peer is both target and source.
+        """
         if any(to != source for to, source in peers):
             raise UnsupportedError(
                 "Horovod carries frames of the direct schedule only, between pairs of ranks; set "
@@ -75,9 +80,11 @@ class HorovodTransport(Transport):
         return [HorovodStream(self, peer, frame_capacity, counters) for peer, _ in peers]
 
     def close(self) -> None:
+        """Do nothing: the connections are Horovod's."""
         pass
 
     def abort(self, error: BaseException) -> None:
+        """Do nothing: Horovod ends its connections when a rank fails."""
         pass
 
     def _next_name(self) -> str:

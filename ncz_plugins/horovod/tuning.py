@@ -26,10 +26,12 @@ class OfHorovod(Subject):
         self.peers = [(peer, peer) for peer in range(self.world_size) if peer != self.rank]
 
     def highest(self, numbers):
+        """Element-wise maximum of numbers over ranks."""
         found = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return hvd.allreduce(found, op=hvd.Max, name=f"ncz.tune.highest.{len(numbers)}").tolist()
 
     def exchange(self, frame, times=1):
+        """Send `frame` (uint8) to every peer and receive theirs, `times` times."""
         transport = HorovodTransport(hvd.global_process_set, "ncz.tune.exchange")
         streams = transport.streams(self.peers, times, frame.numel(), Counters())
         for stream in times * streams:
@@ -38,10 +40,12 @@ class OfHorovod(Subject):
             stream.receive()
 
     def plain(self, tensor: Tensor) -> None:
+        """Sum a tensor over ranks by Horovod's own all-reduce."""
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"ncz.tune.plain.{tensor.numel()}")
 
     def compressed(self, tensor: Tensor, config: Config) -> None:
         # Policies, steps and records do not matter for the speed of a link.
+        """Sum a tensor over ranks by a compressed all-reduce with the settings in `config`."""
         quantizer = config.quantizer.changed(error_feedback=False)
         compressor = NCZ(Config(quantizer=quantizer, entropy=config.entropy, transport=config.transport))
         allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=compressor)

@@ -34,6 +34,9 @@ ENVIRONMENT = "NCZ_CONFIG"
 class CompressedBackend(dist.ProcessGroup):
     """Process group with gloo and NCCL that compresses reductions of gradients.
 
+    Raises ConfigError if the configuration file is invalid. The first compressed call raises UnsupportedError if
+    another backend serves some devices, and MismatchError if ranks differ in version or configuration.
+
     Attributes:
         communicator: for compressed calls. None before the first one, in which all ranks connect.
     """
@@ -59,6 +62,10 @@ class CompressedBackend(dist.ProcessGroup):
                 private.register_backend(group, "cuda", kinds.NCCL, nccl)
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts=None) -> dist.Work:
+        """Reduce one tensor over ranks, in place.
+
+        Compressed if it holds gradients, as far as `_reduces_gradients` can tell.
+        """
         tensors, opts = [tensors] if isinstance(tensors, Tensor) else tensors, _options(opts)
         op = opts.reduceOp.op
         # DDP counts the ranks that have data left by sums of one number, and only its C++ holds their works. C++ can't
@@ -68,6 +75,7 @@ class CompressedBackend(dist.ProcessGroup):
         return self._work(all_reduce(self._connected(), tensors, op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        """Reduce several tensors over ranks, in place. Compressed if all of them hold gradients."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         op = opts.reduceOp.op
         if not all(_reduces_gradients(tensor, op) for tensor in tensors):
@@ -75,6 +83,7 @@ class CompressedBackend(dist.ProcessGroup):
         return self._work(all_reduce(self._connected(), tensors, op))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
+        """Reduce `input`, [ranks * elements of output], over ranks, and write this rank's share to `output`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         op = opts.reduceOp.op
         if not _reduces_gradients(input, op):
@@ -84,6 +93,7 @@ class CompressedBackend(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base  # the name that torch 2.13 calls
 
     def barrier(self, *args, **kwargs) -> dist.Work:
+        """Wait for this rank's compressed calls, then for all ranks."""
         for work in list(self._works):
             work.wait()
         return self._plain.barrier(*args, **kwargs)
@@ -104,10 +114,12 @@ class CompressedBackend(dist.ProcessGroup):
         return NAME
 
     def _work(self, handle: Handle) -> dist.Work:
+        """A work for `handle`, which is kept until somebody has waited for it."""
         self._works.difference_update([each for each in list(self._works) if each.is_completed()])
         return HandleWork(handle, self._works)
 
     def _connected(self) -> Communicator:
+        """The communicator. The first call connects all ranks."""
         if self.communicator is None:
             _require_alone(dist.get_backend_config(self))
             self.communicator = Communicator(self._config, self._plain, store=dist.PrefixStore("ncz", self._store))

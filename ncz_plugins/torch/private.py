@@ -161,7 +161,7 @@ def before_reductions(module: FSDPModule, callback: Callable[[object], None]) ->
 
 def after_reductions(module: FSDPModule, callback: Callable[[], None]) -> None:
     """Call `callback` when FSDP has finished the reductions of a module."""
-    # torch 2.15: pipelines call `finalize_backward` instead of the other one.
+    # From torch 2.15 on, pipelines call `finalize_backward` instead of `_root_post_backward_final_callback`.
     owners = {"_root_post_backward_final_callback": module._get_fsdp_state(), "finalize_backward": module}
     for name, owner in owners.items():
         if (original := getattr(type(owner), name, None)) is None:

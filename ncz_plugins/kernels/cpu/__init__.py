@@ -1,6 +1,20 @@
 """Compiled kernels for host tensors: one C++ library for all Python versions, loaded by ctypes.
 
 `setup.py` builds `libncz_cpu.so` into this folder. ctypes releases the GIL during each call.
+
+    codec.h       frames, statistics and the C functions; includes all other headers
+    portable.cpp, avx2.cpp    primitives for any little-endian processor, and for x86-64 with AVX2
+    library.cpp   version of the library, and what the processor lacks
+    bits.h        symbols to bits and back
+    huffman_code.h, huffman_encoder.h, huffman_decoder.h, rans.h    coders
+    symbols.h, tokens.h    working memory for symbols, and the alphabet of HUFFMAN and RANS
+    select.h      the selector
+    checksum.h    checksum of a frame
+    noise.h       random numbers
+    scales.h      quantization steps from root mean squares
+    differences.h    differences between floats
+    fixed_rate.h  codes of equally many bits, without frames
+    combine.h     sums of uncompressed values
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .arguments import MOST_PIECES, integer, runs_table, step_rule_argument
 from .frames import THREADS, Launcher
 
 _WARP_THREADS = 32
-_WIDE_BLOCK_STEPS = 4096  # blocks of so many steps get a whole thread block, smaller ones a warp
+_WIDE_BLOCK_STEPS = 4096  # from this size on a block gets a thread block, below it a warp
 _OUTCOME_NUMBERS = 3  # int64 numbers of ncz::Outcome
 
 

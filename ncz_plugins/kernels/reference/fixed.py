@@ -92,7 +92,7 @@ def _unpack(chunk: np.ndarray, count: int) -> np.ndarray:
     sizes = _octet_widths(widths, count)
     packed = chunk[blocks:]
     if int(sizes.sum()) != packed.size:
-        raise DamagedFrame(f"FIXED chunk has {chunk.size} bytes, its widths ask for another number")
+        raise DamagedFrame(f"FIXED chunk has {chunk.size} bytes, its widths need another number")
     starts = np.cumsum(sizes) - sizes
     octets = np.empty((sizes.size, OCTET), dtype=np.uint32)
     for width in np.unique(sizes):

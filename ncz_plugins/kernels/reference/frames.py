@@ -65,7 +65,9 @@ def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
     if version != VERSION:
         raise DamagedFrame(f"frame version is {version}; this build reads version {VERSION}")
     if flags == SPOILED:
-        raise DamagedFrame("it was made of a frame that was damaged; the error of the rank that got that one says how")
+        raise DamagedFrame(
+            "it was made of a frame that was damaged; the rank that received that frame says what is wrong"
+        )
     if flags not in (0, HAS_CHECKSUM) or (not flags and stored_sum):
         raise DamagedFrame(f"header has unknown flags {flags:#x}, or a checksum ({stored_sum:#x}) without its flag")
     if predictor not in (Predictor.NONE, Predictor.DELTA):
