@@ -72,7 +72,7 @@ def test_every_tensor_is_known_by_a_name_of_its_own(ranks):
     "case, remedy",
     {
         "a tensor": "pass name=",
-        "a name twice": "2 tensors that wait for their reduction have the name allreduce/same",
+        "a name twice": "2 pending tensors have the name allreduce/same",
         "an optimizer with policies by name": "policies[0].name: '*.bias'",
     }.items(),
 )
