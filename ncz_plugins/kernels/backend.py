@@ -4,25 +4,25 @@ Shapes and dtypes that all methods share:
 
 - `x`, `out`: floats, [count], of one of `format.DTYPES`.
 - `inverse_steps`, `scales`: one number for each block of `format.SCALE_BLOCK` elements, [blocks]: float64 for float64
-tensors, float32 for all others. `inverse_steps` holds 1 / (quantization step), `scales` the factors that turn codes
-into floats.
+  tensors, float32 for all others. `inverse_steps` holds 1 / (quantization step), `scales` the factors that turn codes
+  into floats.
 - `codes`: int32, [count].
 - `frame` to write: uint8, at least `format.max_frame_bytes(count)` long. The method returns the number of bytes it
-wrote. `frame` to read: uint8, exactly one frame.
+  wrote. `frame` to read: uint8, exactly one frame.
 - All tensors of a call are on one device. On a CUDA device calls return before the work is done, and follow the order
-of the current stream. The size of a frame is then a `cuda.DeviceSize`: the host waits for it when it uses it as an
-integer. The sizes of several frames are a tensor.
+  of the current stream. The size of a frame is then a `cuda.DeviceSize`: the host waits for it when it uses it as an
+  integer. The sizes of several frames are a tensor.
 - `base`: floats, [count], of the dtype of `x` or `out`: an older version that every reader of the frame has.
 - For a fixed rate (`block_magnitudes` and below): `rows`: `format.Rows`, the blocks that a call covers. `magnitudes`:
-bfloat16, [rows, blocks of a row], for all blocks of all rows. `packed`: uint8, [rows, blocks covered,
-`format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.
+  bfloat16, [rows, blocks of a row], for all blocks of all rows. `packed`: uint8, [rows, blocks covered,
+  `format.packed_bytes(bits)`]. Floats are of any of `format.DTYPES` but float64.
 - `coding`: `format.Coding`, the coder and the predictor to use.
 - `noise`: `format.Noise` to round up or down at random, None to round to nearest even.
 
 Compiled backends check dtype, device, contiguity and length of each tensor before they take its address, see
 addresses.py, and raise `format.WrongTensor`. They check every byte that came over a network, and raise
-`format.DamagedFrame`. Nothing was written then, except for a frame whose damage shows only on decoding: the contents of
-the output are undefined in that case. On a CUDA device only `check` raises.
+`format.DamagedFrame`. The output is unchanged after an error, unless a frame's damage shows only on decoding: then its
+contents are undefined. On a CUDA device only `check` raises.
 """
 
 from __future__ import annotations
