@@ -80,9 +80,8 @@ class NCZ(Compressor):
         source = sections or (os.environ.get(ENVIRONMENT) or None if source is None else source)
         self.training = Training(_resolved(source))
         self._is_optimizers = False
-        self._first_parameters: list[
-            weakref.ref
-        ] = []  # first parameter of each optimizer, or the optimizer itself if it has none
+        # The first parameter of each optimizer, or the optimizer itself if it has none.
+        self._first_parameters: list[weakref.ref] = []
 
     def __repr__(self) -> str:
         return f"NCZ({self.config.describe()}; step {self.training.step}, {self.stats.total.describe()})"

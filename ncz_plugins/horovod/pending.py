@@ -136,9 +136,8 @@ class Pending:
         self.owner = owner
         self.process_set = process_set
         label = owner.label
-        if (
-            owner is compressor and process_set.process_set_id != 0
-        ):  # single tensors of two sets may have the same names
+        # Single tensors of two process sets may have the same names.
+        if owner is compressor and process_set.process_set_id != 0:
             label += f"ranks {' '.join(map(str, process_set.ranks))}/"
         self.name = f"{UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
         self.tensors = [

@@ -157,10 +157,8 @@ class CpuBackend(HostBackend):
 
     def encode_codes(self, codes, coding, frame):
         count = codes.numel()
-        numbers = (
-            address(codes, "codes", torch.int32),
-            count,
-        )  # don't rebind `codes`: it may be the only owner of its memory
+        # Don't rebind `codes`: it may be the only owner of its memory.
+        numbers = address(codes, "codes", torch.int32), count
         return self._encode_codes(*numbers, _coding(coding), _room(frame, count), self._working_memory(count))
 
     def decode_codes(self, frame, codes, add=False):
