@@ -124,11 +124,11 @@ def _check_head(backend: Backend, frame: Tensor, out: Tensor, has_older: bool) -
     """Predictor and base from a frame's header. Raises DamagedFrame unless the header fits the elements of `out`."""
     if frame.numel() < _HEAD.size:
         raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
-    *kind, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())
-    predictor = kind[3]
+    *first_fields, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())
+    predictor = first_fields[3]
     allowed = predictor if has_older and predictor == Predictor.DELTA else Predictor.NONE
     expected = [MAGIC, VERSION, Coder.SPLIT, allowed, 8 * out.element_size()]
-    for name, found, wanted in zip(("magic", "version", "coder", "predictor", "width"), kind, expected):
+    for name, found, wanted in zip(("magic", "version", "coder", "predictor", "width"), first_fields, expected):
         if found != wanted:
             raise DamagedFrame(f"{name} is {found:#x}, that of a SPLIT frame of these elements is {int(wanted):#x}")
     if count != out.numel():

@@ -48,18 +48,18 @@ class CompressedBackend(dist.ProcessGroup):
         # Works of compressed calls under way. In torch 2.6 a work that only C++ refers to loses its Python object.
         self._works: set[HandleWork] = set()
         self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, for all calls that stay uncompressed
-        kinds = dist.ProcessGroup.BackendType
+        types = dist.ProcessGroup.BackendType
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         for group in (self, self._plain):
-            private.set_default_backend(group, kinds.GLOO)
-            private.register_backend(group, "cpu", kinds.GLOO, gloo)
+            private.set_default_backend(group, types.GLOO)
+            private.register_backend(group, "cpu", types.GLOO, gloo)
         # Read the settings after gloo has connected: if this rank fails here, the others see its connections close.
         self._config = _configured()
         if torch.cuda.is_available() and dist.is_nccl_available():
             nccl_store = dist.PrefixStore("nccl", store)
             nccl = dist.ProcessGroupNCCL(nccl_store, rank, size, private.nccl_options(timeout))
             for group in (self, self._plain):
-                private.register_backend(group, "cuda", kinds.NCCL, nccl)
+                private.register_backend(group, "cuda", types.NCCL, nccl)
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts=None) -> dist.Work:
         """Reduce one tensor over ranks, in place.

@@ -41,14 +41,16 @@ from torch.nn.parallel import DistributedDataParallel
 # ------------------------------------------------------------------ process groups
 
 
-def set_default_backend(group: dist.ProcessGroup, kind: dist.ProcessGroup.BackendType) -> None:
-    """Set the kind of backend that a process group uses where nothing else is said."""
-    group._set_default_backend(kind)
+def set_default_backend(group: dist.ProcessGroup, backend_type: dist.ProcessGroup.BackendType) -> None:
+    """Set the type of backend that a process group uses if a call names no device."""
+    group._set_default_backend(backend_type)
 
 
-def register_backend(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend) -> None:
+def register_backend(
+    group: dist.ProcessGroup, device: str, backend_type: dist.ProcessGroup.BackendType, backend
+) -> None:
     """Let `backend` serve the tensors of a process group on a type of device: "cpu" or "cuda"."""
-    group._register_backend(torch.device(device), kind, backend)
+    group._register_backend(torch.device(device), backend_type, backend)
 
 
 def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:

@@ -123,7 +123,7 @@ def inputs_table(rows: list[tuple]) -> Table:
 
 
 def pieces_table(rows: list[tuple]) -> Table:
-    """Table ncz::Pieces. Raises WrongTensor.
+    """Table ncz::Pieces, with a piece for each frame of a launch. Raises WrongTensor.
 
     Each row: (values, steps, codes, frame, sum, scales, first element, count, first chunk, first input, inputs).
     """

@@ -281,7 +281,7 @@ class _Batch:
         self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
 
     def pieces(self, rows: list[tuple], inputs: list[int] | None = None, sums: list[tuple] | None = None) -> Table:
-        """Table ncz::Pieces.
+        """Table ncz::Pieces, with a piece for each frame.
 
         Args:
             rows: (values, steps, codes, frame, first element) of each frame.
@@ -346,7 +346,7 @@ class _Writer(_Batch):
         """Choose what is still open, then launch all coders that may have been chosen.
 
         Args:
-            pieces: with codes, or with room for the codes of the values.
+            pieces: a table with codes, or with room for the codes of the values.
             dtype: of the values; None: the codes are there.
         """
         written, sizes = self.noted
