@@ -8,6 +8,8 @@ import json
 from ..core.config import json_schema, settings
 from .output import write_file, yaml_value
 
+_REPLACED = "policies[].quantizer."  # begins the keys of settings that a policy replaces
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
@@ -29,6 +31,11 @@ def run(options: argparse.Namespace) -> None:
 def settings_table() -> str:
     """The reference table in Markdown, one row per setting."""
     lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    # One row stands for all settings that a policy replaces: they allow what those of `quantizer` do.
+    replaced = [key.removeprefix(_REPLACED) for key, *_ in settings(of_elements=True) if key.startswith(_REPLACED)]
     for key, default, allowed, description in settings(of_elements=True):
-        lines.append(f"| `{key}` | `{yaml_value(default)}` | {allowed} | {description} |")
+        if key == _REPLACED + replaced[0]:
+            lines.append(f"| `{_REPLACED[:-1]}` | `{{}}` | {', '.join(replaced)} | Replaces settings of `quantizer`. |")
+        if not key.startswith(_REPLACED):
+            lines.append(f"| `{key}` | `{yaml_value(default)}` | {allowed} | {description} |")
     return "\n".join(lines)

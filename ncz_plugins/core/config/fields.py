@@ -68,10 +68,10 @@ def _parse_hierarchy(value: object) -> int | str:
 # has made one of it.
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_FRAME_BYTES = "auto, or bytes from 16 KiB to 64 MiB: an integer, or a string such as '1MiB'"
+_FRAME_BYTES = "auto, or 16 KiB to 64 MiB: bytes, or a string such as '1MiB'"
 FrameBytes = size_type(16 * KiB, 64 * MiB, ("auto",), _FRAME_BYTES)
 OptionalFrameBytes = Annotated[FrameBytes | None, Allowed(f"null, {_FRAME_BYTES}")]
-_MIN_BYTES = "auto, never, or bytes from 0 to 2^50: an integer, or a string such as '64KiB'"
+_MIN_BYTES = "auto, never, or 0 to 2^50: bytes, or a string such as '64KiB'"
 MinBytes = size_type(0, 1 << 50, ("auto", "never"), _MIN_BYTES)
 OptionalMinBytes = Annotated[MinBytes | None, Allowed(f"null, {_MIN_BYTES}")]
 Hierarchy = Annotated[
@@ -102,8 +102,8 @@ BoundValue = Annotated[Number, Field(gt=0)]
 Block = Annotated[Integer, Field(ge=0, le=1 << 40, multiple_of=SCALE_BLOCK)]
 LEAST_BITS, MOST_BITS = 3, 8  # per value, with mode bits
 BOUND_VALUE = Allowed(
-    "a finite number above 0; with mode rel or range below 1; with mode rms at most 10; "
-    f"with mode bits an integer from {LEAST_BITS} to {MOST_BITS}"
+    "a finite number above 0; with mode rel or range below 1; with rms at most 10; "
+    f"with bits an integer from {LEAST_BITS} to {MOST_BITS}"
 )
 BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40")
 FLAG = Allowed("true, false")

@@ -51,19 +51,17 @@ class Config(Section):
         tuple[Policy, ...], Allowed(f"a list of mappings with the keys {', '.join(Policy.model_fields)}")
     ] = Field(
         default=(),
-        description="What differs for some parameters. The first policy that matches counts; without a match, "
-        "`quantizer` applies.",
+        description="Other settings for some parameters. The first policy that matches counts.",
     )
     steps: StepsConfig = StepsConfig()
     guard: GuardConfig = GuardConfig()
     roles: Annotated[
         tuple[Role, ...],
         Field(min_length=1, json_schema_extra={"uniqueItems": True}),
-        Allowed(f"a list of one or more of {', '.join(get_args(Role))}, each at most once"),
+        Allowed(f"a list of {', '.join(get_args(Role))}, or of some of them"),
     ] = Field(
         default=("gradient",),
-        description="The kinds of tensors that are compressed; all others are left as they are. Parameters keep "
-        "every bit, unless a policy for their role has a quantizer.",
+        description="What is compressed. Parameters stay exact unless a policy for them has a quantizer.",
     )
     statistics: StatisticsConfig = StatisticsConfig()
 

@@ -50,38 +50,33 @@ class QuantizerConfig(Section):
 
     kind: Kind = Field(
         default="auto",
-        description="error_bound: rounds to the nearest, every element's error stays below the bound; "
-        "stochastic: rounds up or down at random, so that the mean error is zero, below the same bound; "
-        "lossless: keeps every bit and takes none of the settings below; auto: stochastic with mode rms, error_bound "
-        "with the others.",
+        description="stochastic: round at random, mean error 0. error_bound: round to the nearest. lossless: keep "
+        "every bit. auto: stochastic with mode rms, else error_bound.",
     )
     mode: Mode = Field(
         default="rms",
-        description="The unit of value. abs: the tensor's own unit; rel: the largest magnitude of a block; "
-        "rms: the root mean square of a block; range: highest less lowest value of a block. "
-        "For rel, rms and range the ranks agree on the largest one (MAX). bits: a fixed rate of so many bits per "
-        "value, see the guide about GPUs.",
+        description="Unit of value. rms: root mean square of a block; rel: its largest magnitude; range: highest less "
+        "lowest value; each the largest of all ranks. abs: the tensor's own unit. bits: fixed bits per value.",
     )
     value: Annotated[BoundValue, BOUND_VALUE] = Field(
         default=0.375,
         validate_default=True,  # mode bits has none
-        description="The error bound of one rank's contribution, in the unit that mode names. Smaller is more "
-        "exact, larger compresses more. With mode bits: bits per value, of which more are more exact.",
+        description="Bound of every error of a rank's contribution, in the unit of mode. Larger compresses more. Mode "
+        "bits: bits per value.",
     )
     block: Annotated[Block | None, BLOCK] = Field(
         default=None,
-        description=f"Elements that share one scale; 0: the whole tensor is one block; null: {SCALE_BLOCK} with mode "
-        f"rms, {CHUNK} with the others. No effect in mode abs, nor in mode bits, where it is {RATE_BLOCK}.",
+        description=f"Elements that share a scale. 0: the whole tensor. null: {SCALE_BLOCK} with mode rms, else "
+        f"{CHUNK}. Mode abs ignores it, mode bits uses {RATE_BLOCK}.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,
-        description="Start of the random numbers of kind stochastic: the same seed gives the same results.",
+        description="Seed of stochastic rounding.",
     )
     error_feedback: Annotated[Flag, FLAG] = Field(
         default=False,
-        description="Whether what a sum loses of a parameter's gradient is added to that parameter's next "
-        "gradient. Takes 4 bytes per element on every rank (8 for float64). No effect with kind "
-        "lossless.",
+        description="Add what a gradient loses to the parameter's next gradient. Takes 4 bytes per element on every "
+        "rank (float64: 8).",
     )
 
     @field_validator("value")
@@ -150,7 +145,7 @@ class QuantizerConfig(Section):
         return f"{kind} {self.mode}:{self.value:g}{per}{feedback}"
 
 
-Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer, 0 or more, below 10^9")]
+Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer from 0 to 999999999")]
 
 
 class CoderCosts(Section):
@@ -168,29 +163,25 @@ class EntropyConfig(Section):
 
     coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
         default="auto",
-        description="auto: the coder that takes the least time to code and to send, judged by a sample of each "
-        "frame; raw: 8, 16 or 32 bits per code, on GPUs as fixed; fixed: each 32 codes at the width that their "
-        "largest needs; huffman: short bit strings for frequent codes; rans: fractions of a bit, for data in "
-        "which most codes are the same.",
+        description="raw: 8, 16 or 32 bits per code. fixed: 32 codes at the width of their largest. huffman: short "
+        "codes for frequent values. rans: for mostly equal values. auto: the fastest to code and send, by a sample of "
+        "each frame.",
     )
     predictor: Literal["auto", "none", "delta"] = Field(
         default="auto",
-        description="What is subtracted from a code first. auto: whichever pays more, judged by a sample of each "
-        "frame; none: nothing; delta: the code before it, which pays for smooth data.",
+        description="delta: code the difference to the value before, for smooth data. auto: by a sample of each frame.",
     )
     checksum: Annotated[Flag, FLAG] = Field(
         default=False,
-        description="Whether every frame carries a checksum that its receiver verifies, against errors that "
-        "network and memory do not detect themselves.",
+        description="Frames carry a checksum, against damage that network and memory miss.",
     )
     costs: Annotated[
         CoderCosts | None,
-        Allowed(f"null, or a mapping of {', '.join(CoderCosts.model_fields)} to integers, 0 or more, below 10^9"),
+        Allowed(f"null, or a mapping of {', '.join(CoderCosts.model_fields)} to integers from 0 to 999999999"),
     ] = Field(
         default=None,
-        description="For coder auto on CPUs: picoseconds to encode and decode a value with each coder; rans_rest: "
-        "for a value other than the most frequent one. null: the measured costs if there are any, "
-        "else costs that were measured beforehand for these kernels.",
+        description="Picoseconds to encode and decode a value, for coder auto on CPUs; rans_rest: extra for all but "
+        "the most frequent value. null: measured by tuning, else built in.",
     )
 
 
@@ -199,64 +190,51 @@ class TransportConfig(Section):
 
     schedule: Literal["auto", "ring", "direct"] = Field(
         default="auto",
-        description="auto: the measured choice if tuning is set or frame_bytes or min_bytes is auto, else by the "
-        "number of ranks; ring: neighbours only, for many ranks; direct: every rank to every other, "
-        "for few ranks. The results are the same to the bit (with kind lossless, except for the "
-        "rounding of sums).",
+        description="ring: each rank talks to its neighbours. direct: to all. Same bits, except sums with kind "
+        "lossless. auto: as measured by tuning, else direct up to 8 ranks, ring above.",
     )
     frame_bytes: OptionalFrameBytes = Field(
         default=None,
-        description="Input bytes per frame. Smaller frames overlap coding and transfer better, larger ones have "
-        "less overhead. null: 4 MiB; 8 MiB if the link carries 2.5 Gbit/s or more; 64 MiB on a GPU, where each frame "
-        "has a fixed cost. auto: the measured choice. In host memory, segments with less than two frames are cut "
-        "into two, but for links of 2.5 Gbit/s or more.",
+        description="Input bytes per frame. Small frames overlap coding and sending, large ones have less overhead. "
+        "null: 4 MiB; 8 MiB from 2.5 Gbit/s on; 64 MiB on GPUs. auto: measured.",
     )
     min_bytes: OptionalMinBytes = Field(
         default=None,
-        description="Smaller tensors go uncompressed, as their cost is latency and not size. null: 1 MiB for each "
-        "Gbit/s of the link, on a GPU 0.3 MiB, or 0.1 MiB at a fixed rate, up to the next power of two, at least "
-        "128 KiB; between two ranks in host memory, on a link of less than 2.5 Gbit/s, half of that, at least 32 KiB; "
-        "128 KiB where the link is not known; auto: the measured choice; never: nothing is compressed, which "
-        "auto chooses where the link is too fast.",
+        description="Smaller tensors go uncompressed. null: 1 MiB for each Gbit/s of the link (GPUs: 0.3 MiB, at a "
+        "fixed rate 0.1), up to the next power of two, at least 128 KiB; for 2 CPU ranks below 2.5 Gbit/s half of "
+        "that, at least 32 KiB; 128 KiB if the link is unknown. auto: measured. never: compress nothing.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",
-        description="Whether the ranks of a node first add up uncompressed, so that only the traffic between "
-        "nodes is compressed. auto: if there are several nodes with the same number of ranks, 2 or "
-        "more; off: never; an integer: this many consecutive ranks form a node.",
+        description="Sum inside each node uncompressed; compress only between nodes. auto: if several nodes have "
+        "equally many ranks, at least 2. An integer: this many consecutive ranks form a node.",
     )
     connections: Connections = Field(
         default="auto",
-        description="TCP connections with each other rank for frames in host memory, among at most 16 ranks. Several "
-        "fill a link that limits each, as clouds do, or that is far. auto: 4 or 8 if ranks that measure their "
-        "link, see link_gbps, find that so many carry more than fewer do, else 1. Between GPUs as many NCCL groups, 4 "
-        "at most, which gather large frames side by side; auto: 2 or 4 likewise.",
+        description="TCP connections to each peer (up to 16 ranks). Use 4 or 8 if the provider limits each "
+        "connection, or over long distances. auto: 1, 4 or 8, measured with the link (see link_gbps). GPUs: NCCL "
+        "groups, at most 4.",
     )
-    tuning: Annotated[FilePath | None, Allowed("null, or the path of a file that `ncz tune` wrote")] = Field(
+    tuning: Annotated[FilePath | None, Allowed("null, or a path")] = Field(
         default=None,
-        description="A file that `ncz tune` wrote. It fills in schedule, frame_bytes and min_bytes where they are "
-        "auto, and link_gbps and entropy.costs where they are null. null: frame_bytes and min_bytes "
-        "are measured at the start if they are auto. A relative path in a file starts at that file's "
-        "folder.",
+        description="A file from `ncz tune`, for schedule, frame_bytes and min_bytes if auto, link_gbps and costs if "
+        "null. Relative paths start at the configuration file's folder.",
     )
     link_gbps: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
         Allowed("null, or a number from 0.001 to 10000"),
     ] = Field(
         default=None,
-        description="Speed of the link between ranks in Gbit/s, for coder auto, since the slower the link, the more "
-        "time coding may take, and for min_bytes. null: measured if min_bytes is null too: when ranks of several "
-        "hosts connect over gloo, which takes 0.2 to 0.5 seconds, more with a long round trip, and over NCCL in the "
-        "first call of a tensor on a GPU; else coder auto takes what Linux states for the network interface that gloo "
-        "uses, else 1. From 2.5 on, large tensors in host memory are also measured as a whole before their first frame "
-        "is sent.",
+        description="Gbit/s between ranks, for coder auto and min_bytes. null, if min_bytes is null, too: measured "
+        "when several hosts connect over gloo (0.2 to 0.5 seconds, more over long distances) or in the first call on "
+        "GPUs; else what Linux says of gloo's network interface, else 1.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e7)] | None,
         Allowed("null, or a number from 0.001 to 10000000"),
     ] = Field(
         default=None,
-        description="Seconds to wait for another rank before giving up; null: the process group's own time-out.",
+        description="Seconds to wait for another rank. null: the process group's time-out.",
     )
 
     @property
@@ -277,16 +255,14 @@ class QuantizerOverrides(Section):
     """Settings that replace those of `quantizer` for some tensors; null replaces nothing."""
 
     kind: Annotated[Kind | None, Allowed(f"null, or one of {', '.join(get_args(Kind))}")] = Field(
-        default=None, description="In place of quantizer.kind."
+        default=None, description="Replaces quantizer.kind."
     )
     mode: Annotated[Mode | None, Allowed(f"null, or one of {', '.join(get_args(Mode))}")] = Field(
-        default=None, description="In place of quantizer.mode."
+        default=None, description="Replaces quantizer.mode."
     )
-    value: Annotated[BoundValue | None, BOUND_VALUE] = Field(default=None, description="In place of quantizer.value.")
-    block: Annotated[Block | None, BLOCK] = Field(default=None, description="In place of quantizer.block.")
-    error_feedback: Annotated[Flag | None, FLAG] = Field(
-        default=None, description="In place of quantizer.error_feedback."
-    )
+    value: Annotated[BoundValue | None, BOUND_VALUE] = Field(default=None, description="Replaces quantizer.value.")
+    block: Annotated[Block | None, BLOCK] = Field(default=None, description="Replaces quantizer.block.")
+    error_feedback: Annotated[Flag | None, FLAG] = Field(default=None, description="Replaces quantizer.error_feedback.")
 
     def applied_to(self, quantizer: QuantizerConfig) -> QuantizerConfig:
         """`quantizer` with these settings. Raises ConfigError for a bound that the mode does not allow."""
@@ -301,22 +277,21 @@ class Policy(Section):
         Allowed("null, or a pattern such as '*.bias', or a list of patterns"),
     ] = Field(
         default=None,
-        description="Names of parameters, as patterns of the shell: * stands for any characters, ? for one, "
-        "[ab] for one of these.",
+        description="Shell patterns of parameters' names: * is any text, ? any character, [ab] a or b.",
     )
     min_elements: Annotated[StepNumber | None, Allowed("null, or an integer from 0 to 2^50")] = Field(
-        default=None, description="The whole parameter has at least this many elements."
+        default=None, description="The parameter has at least this many elements."
     )
     max_elements: Annotated[StepNumber | None, Allowed("null, or an integer from 0 to 2^50")] = Field(
-        default=None, description="The whole parameter has at most this many elements."
+        default=None, description="The parameter has at most this many elements."
     )
     dtype: Annotated[Dtype | None, Allowed(f"null, or one of {', '.join(get_args(Dtype))}")] = Field(
-        default=None, description="The dtype of what is reduced or gathered."
+        default=None, description="Dtype of the reduced or gathered tensor."
     )
     role: Annotated[Role | None, Allowed(f"null, or one of {', '.join(get_args(Role))}")] = Field(
-        default=None, description="The kind of tensor."
+        default=None, description="Role of the tensor."
     )
-    action: Literal["compress", "skip"] = Field(default="compress", description="skip: it goes uncompressed.")
+    action: Literal["compress", "skip"] = Field(default="compress", description="skip: send uncompressed.")
     quantizer: QuantizerOverrides = QuantizerOverrides()
 
     def describe(self) -> str:
@@ -332,9 +307,9 @@ class Policy(Section):
 class Bounds(Section):
     """A factor for every bound, from a step on."""
 
-    step: StepNumber = Field(description="The first step, counted from 0.")
+    step: StepNumber = Field(description="First step, counted from 0.")
     times: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
-        description="What every bound is multiplied by from then on."
+        description="Factor of every bound from this step on."
     )
 
     def describe(self) -> str:
@@ -350,7 +325,7 @@ class StepsConfig(Section):
         tuple[Bounds, ...], Allowed("a list of mappings with the keys step and times, in the order of their steps")
     ] = Field(
         default=(),
-        description="From `step` on, every bound is multiplied by `times`. Before the first of these steps, by 1.",
+        description="Factors of every bound over time; 1 before the first.",
     )
 
     @field_validator("bounds")
@@ -369,38 +344,33 @@ class StepsConfig(Section):
 class GuardConfig(Section):
     """Whether and how often compressed sums are compared with uncompressed ones during a training."""
 
-    every: StepNumber = Field(
-        default=0, description="Steps between verifications of one compressed sum each; 0: never."
-    )
+    every: StepNumber = Field(default=0, description="Verify one sum every so many steps. 0: never.")
     max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
         default=0.6,
-        description="Alarm if the difference between both sums is larger than this, as a share of the "
-        "uncompressed sum (both in L2).",
+        description="Alarm if the error exceeds this share of the uncompressed sum, in L2 norms.",
     )
     min_cosine: Annotated[Annotated[Number, Field(ge=-1, le=1)], Allowed("a number from -1 to 1")] = Field(
-        default=0.85, description="Alarm if the cosine between both sums is smaller than this."
+        default=0.85, description="Alarm if the cosine of compressed and uncompressed sum is smaller."
     )
     on_alarm: Literal["warn", "tighten", "stop"] = Field(
         default="warn",
-        description="warn: one line on rank 0; tighten: also halve all bounds from the next step on; "
-        "stop: AccuracyError on all ranks.",
+        description="warn: one line on rank 0. tighten: also halve all bounds from the next step on. stop: "
+        "AccuracyError on all ranks.",
     )
 
 
 class StatisticsConfig(Section):
     """What is counted and reported."""
 
-    report_every: StepNumber = Field(default=0, description="Steps between report lines on rank 0; 0: no report.")
+    report_every: StepNumber = Field(default=0, description="Steps between report lines on rank 0. 0: no report.")
     history: Annotated[Integer, Field(ge=1, le=10**7), Allowed("an integer from 1 to 10000000")] = Field(
-        default=1000, description="Steps whose statistics are kept in memory."
+        default=1000, description="Steps whose statistics stay in memory."
     )
     jsonl: OptionalPath = Field(
         default=None,
-        description="Path of a file to which rank 0 appends one line of JSON per step, for `ncz report`; null: none. "
-        "Relative to the working directory.",
+        description="File to which rank 0 appends a line of JSON per step, for `ncz report`.",
     )
     tensorboard: OptionalPath = Field(
         default=None,
-        description="Folder in which rank 0 writes the same numbers as scalars for TensorBoard; null: none. Needs "
-        "pip install 'ncz_plugins[tensorboard]'.",
+        description="Folder for rank 0's TensorBoard scalars. Needs `pip install 'ncz_plugins[tensorboard]'`.",
     )
