@@ -60,7 +60,7 @@ class QuantizerConfig(Section):
     )
     value: Annotated[BoundValue, BOUND_VALUE] = Field(
         default=0.375,
-        validate_default=True,  # mode bits has none
+        validate_default=True,  # 0.375 is no number of bits, so mode bits needs a value
         description="Bound of every error of a rank's contribution, in the unit of mode. Larger compresses more. Mode "
         "bits: bits per value.",
     )
@@ -91,31 +91,32 @@ class QuantizerConfig(Section):
 
     @property
     def kind_in_effect(self) -> str:
-        """`kind`, with what auto stands for."""
+        """`kind`, with auto replaced."""
         if self.kind != "auto":
             return self.kind
         return "stochastic" if self.mode == "rms" else "error_bound"
 
     @property
     def feeds_back(self) -> bool:
-        """Whether sums keep what they lose: nothing is lost by kind lossless."""
+        """Whether sums use error feedback. Kind lossless loses nothing that could be fed back."""
         return self.error_feedback and self.kind != "lossless"
 
     @property
     def bits(self) -> int | None:
-        """Bits per value of a fixed rate; None where the rate follows from the data."""
+        """Bits per value at a fixed rate; None if the rate follows from the data."""
         return int(self.value) if self.mode == "bits" and self.kind != "lossless" else None
 
     def times(self, factor: float) -> QuantizerConfig:
         """A copy whose bound is `factor` times as large.
 
-        With mode bits: with the fewest bits that keep such a bound, of those that there are.
+        With mode bits: the fewest bits that keep this bound, at most MOST_BITS.
         """
         if factor == 1:
             return self
         if self.bits is None:
             return self.changed(value=self.value * factor)
-        levels = (2 ** (self.bits - 1) - 1) / max(factor, 2.0**-MOST_BITS)  # which takes the most bits from any
+        smallest = 2.0**-MOST_BITS  # gives MOST_BITS to any number of bits: smaller factors need not be told apart
+        levels = (2 ** (self.bits - 1) - 1) / max(factor, smallest)
         bits = next((b for b in range(LEAST_BITS, MOST_BITS) if 2 ** (b - 1) - 1 >= levels), MOST_BITS)
         return self.changed(value=bits)
 
@@ -125,7 +126,7 @@ class QuantizerConfig(Section):
 
     @property
     def block_in_effect(self) -> int:
-        """`block`, with what null stands for, or 0 where one scale serves the whole tensor or none is needed."""
+        """`block`, with null replaced. 0: one scale for the whole tensor, or none is needed."""
         if self.kind == "lossless" or self.mode in ("abs", "bits"):
             return 0
         if self.block is None:
@@ -149,13 +150,13 @@ Picoseconds = Annotated[Integer, Field(ge=0, lt=10**9), Allowed("an integer from
 
 
 class CoderCosts(Section):
-    """What coding one value costs here, in picoseconds, encoding and decoding together."""
+    """Picoseconds to encode and decode one value with each coder."""
 
     raw: Picoseconds
     fixed: Picoseconds
     huffman: Picoseconds
     rans: Picoseconds
-    rans_rest: Picoseconds  # in addition, for a value other than the most frequent one
+    rans_rest: Picoseconds  # extra, for values other than the most frequent one
 
 
 class EntropyConfig(Section):
@@ -239,11 +240,11 @@ class TransportConfig(Section):
 
     @property
     def has_fast_link(self) -> bool:
-        """Whether the link is known to be so fast that nothing is gained by coding while it carries something."""
+        """Whether the link is known to carry FAST_GBPS or more. Coding beside sending gains nothing there."""
         return self.link_gbps is not None and self.link_gbps >= FAST_GBPS
 
     def frame_bytes_in_effect(self, on_gpu: bool = False) -> int:
-        """`frame_bytes`, or what it stands for where it is null. What is auto must have been measured."""
+        """`frame_bytes`, with null replaced. auto must have been measured before."""
         if self.frame_bytes is not None:
             return self.frame_bytes
         if on_gpu:
@@ -252,7 +253,7 @@ class TransportConfig(Section):
 
 
 class QuantizerOverrides(Section):
-    """Settings that replace those of `quantizer` for some tensors; null replaces nothing."""
+    """Settings of a policy that replace those of `quantizer`. null replaces nothing."""
 
     kind: Annotated[Kind | None, Allowed(f"null, or one of {', '.join(get_args(Kind))}")] = Field(
         default=None, description="Replaces quantizer.kind."
@@ -265,12 +266,12 @@ class QuantizerOverrides(Section):
     error_feedback: Annotated[Flag | None, FLAG] = Field(default=None, description="Replaces quantizer.error_feedback.")
 
     def applied_to(self, quantizer: QuantizerConfig) -> QuantizerConfig:
-        """`quantizer` with these settings. Raises ConfigError for a bound that the mode does not allow."""
+        """`quantizer` with these settings. Raises ConfigError if the mode does not allow the bound."""
         return quantizer.changed(**self.model_dump(exclude_none=True))
 
 
 class Policy(Section):
-    """What is done with some tensors. A tensor must match everything that is given; null matches everything."""
+    """Settings for the tensors that match all its conditions. null matches everything."""
 
     name: Annotated[
         NonEmptyText | Annotated[tuple[NonEmptyText, ...], Field(min_length=1)] | None,
@@ -342,7 +343,7 @@ class StepsConfig(Section):
 
 
 class GuardConfig(Section):
-    """Whether and how often compressed sums are compared with uncompressed ones during a training."""
+    """How often compressed sums are compared with uncompressed ones, and what an alarm does."""
 
     every: StepNumber = Field(default=0, description="Verify one sum every so many steps. 0: never.")
     max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
