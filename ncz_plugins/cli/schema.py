@@ -30,12 +30,12 @@ def run(options: argparse.Namespace) -> None:
 
 def settings_table() -> str:
     """The reference table in Markdown, one row per setting."""
-    lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    lines = ["| key: default | allowed | meaning |", "|---|---|---|"]
     # One row stands for all settings that a policy replaces: they allow what those of `quantizer` do.
     replaced = [key.removeprefix(_REPLACED) for key, *_ in settings(of_elements=True) if key.startswith(_REPLACED)]
     for key, default, allowed, description in settings(of_elements=True):
         if key == _REPLACED + replaced[0]:
-            lines.append(f"| `{_REPLACED[:-1]}` | `{{}}` | {', '.join(replaced)} | Replaces settings of `quantizer`. |")
+            lines.append(f"| `{_REPLACED[:-1]}: {{}}` | {', '.join(replaced)} | Replaces settings of `quantizer`. |")
         if not key.startswith(_REPLACED):
-            lines.append(f"| `{key}` | `{yaml_value(default)}` | {allowed} | {description} |")
+            lines.append(f"| `{key}: {yaml_value(default)}` | {allowed} | {description} |")
     return "\n".join(lines)
