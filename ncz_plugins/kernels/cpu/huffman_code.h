@@ -1,5 +1,5 @@
 // The code of HUFFMAN: canonical, of at most 11 bits for each token, the same for a whole frame.
-// docs/reference/wire-format.md specifies it.
+// ../reference/huffman.py specifies it.
 #pragma once
 
 #include "../common/format.h"

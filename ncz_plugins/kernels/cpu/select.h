@@ -1,5 +1,5 @@
 // The selector: which coder and predictor AUTO means for a frame, from a sample of its codes, in integers.
-// docs/reference/wire-format.md specifies it.
+// ../reference/select.py specifies it.
 #pragma once
 
 #include "../common/format.h"

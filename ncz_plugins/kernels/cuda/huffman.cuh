@@ -1,5 +1,5 @@
 // The code of HUFFMAN32, which is HUFFMAN's for GPUs: canonical, of at most 11 bits for each letter, the same for a whole
-// frame. Letters are the tokens of the selector's sample, and ESCAPE for all others. docs/reference/wire-format.md specifies
+// frame. Letters are the tokens of the selector's sample, and ESCAPE for all others. ../reference/huffman.py specifies
 // it.
 //
 //     pass_code     in ncz_select    passes the code of the sample's counts on to the kernels that encode

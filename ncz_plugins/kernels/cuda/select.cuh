@@ -1,5 +1,5 @@
 // The selector: which coder and predictor AUTO means for a frame, from a sample of its codes, in integers, as
-// ../cpu/select.h finds them. docs/reference/wire-format.md specifies it.
+// ../cpu/select.h finds them. ../reference/select.py specifies it.
 #pragma once
 
 #include "huffman.cuh"

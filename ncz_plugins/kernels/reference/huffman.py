@@ -65,7 +65,7 @@ def decode(payload: np.ndarray, count: int) -> np.ndarray:
 
 
 def lengths_of(counts: np.ndarray) -> np.ndarray:
-    """Bits of each token's code (int64, 0 for counts of 0), as docs/reference/wire-format.md derives them."""
+    """Bits of each token's code (int64, 0 for counts of 0). Encoders choose them; decoders read them from the frame."""
     lengths = np.zeros(len(counts), dtype=np.int64)
     order = sorted(np.flatnonzero(counts).tolist(), key=lambda token: (counts[token], token))
     if len(order) == 1:
