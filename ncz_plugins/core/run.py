@@ -383,7 +383,7 @@ def _codec(
         carried_gbps=transport.carried_gbps,
         noise=noise_for(call.config, made.number, made.addend, made.addends),
         divisor=made.divisor,
-        kind=_forecast_key(call),
+        forecast_key=_forecast_key(call),
         outcome=outcome,
     )
 

@@ -56,7 +56,7 @@ class EmulatedGpu(Gpu):
     def synchronize(self) -> None:
         self.waits += 1
 
-    def start_seeing(self, tensor):
+    def start_copy_to_host(self, tensor):
         def wait():
             self.synchronize()
             return copy
@@ -301,7 +301,7 @@ def test_calls_that_are_like_those_before_wait_for_no_sizes():
 
 def test_the_first_frames_travel_before_the_last_are_encoded(monkeypatch):
     """In two batches where the host waits for each, and in more where it waits for none."""
-    monkeypatch.setattr(padded, "CODED_TOGETHER", CHUNK)
+    monkeypatch.setattr(padded, "BATCH_ELEMENTS", CHUNK)
     config = Config(quantizer=ABSOLUTE, entropy=FIXED)
     launches = [SCALES + batches * (CODERS["fixed"][0] + PAD) + DECODE_SUMS for batches in (2, PLACES)]
     for ours in calls_of_two(lambda rank: [normal(10 * rank + call) for call in range(6)], config):
@@ -313,7 +313,7 @@ def test_the_first_frames_travel_before_the_last_are_encoded(monkeypatch):
 @pytest.mark.parametrize(("checksum", "together"), [(False, 4 * CHUNK), (True, CHUNK)])
 def test_frames_that_are_longer_than_expected_come_later(checksum, together, ranks, frames, monkeypatch):
     """In place, with the result of the CPU; and a call after some more like it expects as much."""
-    monkeypatch.setattr(padded, "CODED_TOGETHER", together)
+    monkeypatch.setattr(padded, "BATCH_ELEMENTS", together)
     config = Config(quantizer=ABSOLUTE, entropy=FIXED | {"checksum": checksum})
 
     def tensors_of(rank: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a schedule does with the tensor of one call, however that is coded."""
+"""The interface between schedules and codecs: `CodedTensor` says what to code, a `Codec` codes it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from .layout import Layout, Window
 
 
 class CodedTensor(NamedTuple):
-    """A tensor that is encoded, and one that decoded values go to.
+    """The tensor to encode and the tensor to decode into, cut by one layout.
 
     Attributes:
-        layout: how it is cut.
-        source: this rank's values; None where nothing is encoded.
-        output: where decoded values go; it may be the memory of `source`. None where nothing is decoded.
+        layout: the segments and frames of both.
+        source: this rank's values; None if nothing is encoded.
+        output: where decoded values go; may share memory with `source`. None if nothing is decoded.
     """
 
     layout: Layout
     source: Window | None = None
     output: Window | None = None
 
-    def part(self, segments: range) -> CodedTensor:
-        """Some neighbouring segments by themselves, which are numbered from 0."""
+    def for_segments(self, segments: range) -> CodedTensor:
+        """The same tensors, limited to neighbouring segments. The first of `segments` becomes segment 0."""
         start = self.layout.elements(segments).start
-        return CodedTensor(self.layout.part(segments), self.source.counted_from(start), self.output.counted_from(start))
+        return CodedTensor(
+            self.layout.for_segments(segments), self.source.counted_from(start), self.output.counted_from(start)
+        )
 
 
 class Codec(ABC):
-    """Encodes what this rank holds, and decodes into where the result belongs.
+    """Encoder of this rank's values and decoder of results, for one call.
 
     Attributes:
-        tensor: what is encoded and decoded.
+        tensor: the tensors to encode and to decode into.
     """
 
     tensor: CodedTensor
@@ -50,13 +52,13 @@ class Codec(ABC):
 
     @property
     def bypass(self) -> object | None:
-        """The reason why the call must go plain after all, if it turned out that it must."""
+        """The reason why the call must go plain, if that was found out after it began; else None."""
         return None
 
     @abstractmethod
-    def part(self, segments: range) -> Codec:
-        """The codec of some neighbouring segments by themselves, which are numbered from 0."""
+    def for_segments(self, segments: range) -> Codec:
+        """A codec for neighbouring segments only. The first of `segments` becomes segment 0."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Return once all that was asked for is done."""
+        """Return once all encoding and decoding is done."""

@@ -1,7 +1,6 @@
-"""A tensor as codes of equally many bits, so that all sizes are known before the data are.
+"""Codec with a fixed number of bits for each value, so that all sizes are known before the data are.
 
-There are no frames, and nothing has a header: what ranks exchange is as long as both sides know, as in an uncompressed
-collective.
+There are no frames and no headers. As in an uncompressed collective, both sides know the length of each message.
 """
 
 from __future__ import annotations
@@ -21,36 +20,42 @@ from .layout import Layout, Window
 
 
 def equal_rows(numel: int, count: int, frame_elements: int, overlap: bool = True) -> Layout:
-    """How a tensor that is summed is cut: into rows of equally many blocks, of which the last may end early."""
+    """Layout of a tensor that is summed: `count` rows with the same number of blocks. The last row may be shorter.
+
+    Args:
+        numel: elements of the tensor.
+        frame_elements, overlap: see `Layout.of`.
+    """
     length = -(-rate_blocks_of(numel) // count) * RATE_BLOCK
     starts = [min(row * length, numel) for row in range(count + 1)]
     return Layout.of([end - start for start, end in zip(starts, starts[1:])], frame_elements, overlap)
 
 
 def levels_of(bits: int) -> int:
-    """The largest code of so many bits: that of the largest magnitude of a block."""
+    """The largest code of `bits` bits. It stands for the largest magnitude of a block."""
     return 2 ** (bits - 1) - 1
 
 
 def sum_bits(bits: int, addends: int) -> int:
-    """Bits that hold any sum of so many codes."""
+    """Bits that hold any sum of `addends` codes."""
     return (2 * addends * levels_of(bits)).bit_length()
 
 
 @dataclass
 class FixedRateCodec(Codec):
-    """Codes of equally many bits. Every segment is one row, and all are equally long but for the end of the tensor.
+    """Codec with `bits` bits for each value. Each segment is one row; only the last one may be shorter.
 
-    A NaN or an infinity comes out as NaN, and anything else fits: there is no `bypass`. Nothing waits for a GPU but
-    `finish`.
+    NaN and infinity decode to NaN. All other values can be coded, so there is never a `bypass`. Only `finish` waits for
+    a GPU.
 
     Attributes:
-        backend: the kernels for the device where all of these tensors live.
-        bits: per value.
-        counters: takes the seconds spent in coding.
-        noise: what a stochastic quantizer rounds by; where it is said to begin is the start of the layout.
-        divisor: what sums are divided by.
-        synchronize: returns once the device has done all that was asked for; by default at once.
+        backend: kernels for the device of the tensors.
+        tensor: the tensors to encode and to decode into.
+        bits: bits of a code.
+        counters: receive the seconds spent on coding.
+        noise: random numbers of a stochastic quantizer, beginning at element 0 of the layout; None: round to nearest.
+        divisor: sums are divided by it.
+        synchronize: returns once the device has finished all work; the default returns at once.
     """
 
     backend: Backend
@@ -60,19 +65,19 @@ class FixedRateCodec(Codec):
     noise: Noise | None = None
     divisor: float = 1
     synchronize: Callable[[], None] = lambda: None
-    _magnitudes: list[Tensor] = field(default_factory=list)  # shared with parts: what `remainder` needs of them
+    _magnitudes: list[Tensor] = field(default_factory=list)  # at most one, for `remainder`; shared with `for_segments`
 
-    def part(self, segments: range) -> FixedRateCodec:
+    def for_segments(self, segments: range) -> FixedRateCodec:
         start = self.layout.elements(segments).start
         noise = self.noise and self.noise.from_element(start)
-        return replace(self, tensor=self.tensor.part(segments), noise=noise)
+        return replace(self, tensor=self.tensor.for_segments(segments), noise=noise)
 
     def finish(self) -> None:
         self.synchronize()
 
     @property
     def own_rows(self) -> Rows:
-        """All blocks of the segments that this rank holds."""
+        """All blocks of the segments in `source`."""
         numel, elements = self.source.data.numel(), self.layout.lengths[0]
         return Rows.of(numel, -(-numel // elements) if elements else 0, elements)
 
@@ -82,31 +87,46 @@ class FixedRateCodec(Codec):
         return Rows.of(self.layout.numel, len(self.layout.lengths), self.layout.lengths[0])
 
     def magnitudes(self, rows: Rows) -> Tensor:
-        """This rank's largest magnitude of each block: bfloat16, [blocks]. Ranks that agree change it in place."""
+        """Measure the largest magnitude of each block: bfloat16, [blocks].
+
+        Ranks then agree on the maximum by changing the result in place.
+        """
         with span("measure", self.source.data.nbytes, self.counters):
-            magnitudes = self._memory(rows.count * rate_blocks_of(rows.elements), torch.bfloat16)
+            blocks = rows.count * rate_blocks_of(rows.elements)
+            magnitudes = torch.empty(blocks, dtype=torch.bfloat16, device=self.source.data.device)
             self.backend.block_magnitudes(self.source.data, rows, magnitudes)
         self._magnitudes[:] = [magnitudes]
         return magnitudes
 
     def pack(self, rows: Rows, magnitudes: Tensor) -> Tensor:
-        """The codes of what this rank holds of the blocks in `rows`: uint8, [bytes]."""
-        of_row = max(1, rate_blocks_of(rows.elements))
-        with span("encode", self.source.data.nbytes * rows.blocks // of_row, self.counters):
-            packed = self._memory(rows.count * rows.blocks * packed_bytes(self.bits))
+        """Encode this rank's values of the blocks in `rows`. Returns codes: uint8, [bytes].
+
+        Args:
+            magnitudes: the largest magnitude of each block over ranks: bfloat16, [blocks].
+        """
+        blocks_of_row = max(1, rate_blocks_of(rows.elements))
+        with span("encode", self.source.data.nbytes * rows.blocks // blocks_of_row, self.counters):
+            packed = self._new_bytes(rows.count * rows.blocks * packed_bytes(self.bits))
             noise = self.noise and self.noise.from_element(self.source.start)
             self.backend.pack(self.source.data, rows, magnitudes, self.bits, packed, noise)
         return packed
 
     def add(self, packed: Tensor, addends: int) -> Tensor:
-        """The sums of the codes of so many ranks, which stand in `packed` one behind the other: uint8, [bytes]."""
+        """Add up the codes of `addends` ranks, which follow each other in `packed`. Returns sums: uint8, [bytes]."""
         with span("encode", packed.nbytes, self.counters):
-            sums = self._memory(packed.numel() // addends // self.bits * sum_bits(self.bits, addends))
+            sums = self._new_bytes(packed.numel() // addends // self.bits * sum_bits(self.bits, addends))
             self.backend.add_packed(packed, addends, self.bits, sums, sum_bits(self.bits, addends))
         return sums
 
     def unpack(self, packed: Tensor, addends: int, rows: Rows, magnitudes: Tensor, segments: range) -> None:
-        """Write the values of sums of so many codes to the blocks in `rows` of the output's `segments`."""
+        """Decode sums of codes to the output.
+
+        Args:
+            packed: sums of `addends` codes: uint8, [bytes].
+            rows: the blocks that `packed` holds, within `segments`.
+            magnitudes: the largest magnitude of each block over ranks: bfloat16, [blocks].
+            segments: the segments of the output to write to.
+        """
         out = self.output[self.layout.elements(segments)]
         denominator = levels_of(self.bits) * self.divisor
         with span("decode", packed.nbytes, self.counters):
@@ -114,16 +134,22 @@ class FixedRateCodec(Codec):
             self.backend.unpack(packed, bits, rows, magnitudes, denominator, out)
 
     def remainder(self, segments: range) -> Window:
-        """This rank's own values of some segments less what their codes stand for, in place of these values."""
-        part = self.part(segments)
+        """Replace this rank's values by what quantization loses: each value minus the value of its code.
+
+        Args:
+            segments: the segments that `source` holds.
+
+        Returns `source`.
+        """
+        codec = self.for_segments(segments)
         [magnitudes] = self._magnitudes or [None]
         if magnitudes is not None:
-            x, rows = part.source.data, part.own_rows
-            meant = torch.empty_like(x)
-            packed = part.pack(rows, magnitudes)
-            self.backend.unpack(packed, self.bits, rows, magnitudes, levels_of(self.bits), meant)
-            x -= meant
+            x, rows = codec.source.data, codec.own_rows
+            decoded = torch.empty_like(x)
+            packed = codec.pack(rows, magnitudes)
+            self.backend.unpack(packed, self.bits, rows, magnitudes, levels_of(self.bits), decoded)
+            x -= decoded
         return self.source
 
-    def _memory(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=self.source.data.device)
+    def _new_bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.source.data.device)

@@ -1,7 +1,8 @@
-"""From the values of a tensor to the quantization step that all ranks share.
+"""Quantization steps: from the values of a tensor to the steps that all ranks share.
 
-Every rank measures its own values. The ranks agree on the element-wise maximum of these measurements, and each derives
-the same quantization steps from it. A maximum is exact, so the order in which ranks are combined does not matter.
+1. `measure`: each rank measures its own values.
+2. The ranks agree on the element-wise maximum of these measurements. A maximum is exact in any order of the ranks.
+3. `derive`: each rank derives the same quantization steps from the maximum.
 """
 
 from __future__ import annotations
@@ -23,39 +24,41 @@ from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
 
-# Roundings that the arithmetic may add to the error, each of half a unit in the last place of the largest result: two
-# in quantizing (1/step, the product), up to three in dequantizing (int to float, step/n, the product), the rest in
-# measuring and here. Reserving them keeps the bound strict; naive code exceeds it by 2% at a bound of 1e-6.
+# Roundings of the arithmetic, which the error bound has to allow for. Each adds up to half a unit in the last place of
+# the largest result: two in quantizing (1/step, the product), up to three in dequantizing (int to float, step/n, the
+# product), the rest in measuring and deriving. Without this reserve the error exceeds a bound of 1e-6 by 2 %.
 _ROUNDINGS = 6
-_WORTHWHILE = 0.9  # expected bits per value, as a share of the plain ones, above which coding is not tried
-_SURELY_WORTHWHILE = 0.8  # the same of the block that needs most: then the average need not be known
-_STEP_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
+# Coding is tried if the expected bits per value are at most this share of the plain bits.
+_MAX_SHARE_OF_PLAIN_BITS = 0.9
+# If even the block that needs most bits is below this share, `derive` skips the average over blocks.
+_MAX_SHARE_IN_WORST_BLOCK = 0.8
+_STEPS_PER_BOUND = {"error_bound": 2, "stochastic": 1}  # rounding at random may be off by a whole step
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What turns values into codes and codes into values: one number per SCALE_BLOCK elements, [steps].
+    """Factors between values and codes, one for each SCALE_BLOCK elements.
 
     Attributes:
-        inverse_steps: 1/step; float64 for float64 tensors, float32 for all others.
-        scales: what a summed code is multiplied by: step, or step/n for an average.
+        inverse_steps: 1/step, the factor from values to codes: float64 for float64 tensors, else float32; [steps].
+        scales: step/divisor, the factor from summed codes to results; same dtype and shape.
     """
 
     inverse_steps: Tensor
     scales: Tensor
 
     def __getitem__(self, steps: slice) -> Scales:
-        """Some of them, as a view."""
+        """A view of some of the factors."""
         return Scales(self.inverse_steps[steps], self.scales[steps])
 
 
 class Derived(NamedTuple):
-    """What follows from the measurements that all ranks agreed on.
+    """Result of `derive`, the same on all ranks.
 
     Attributes:
-        scales: None where values or results are not finite, or codes of the bound asked for would overflow 32 bits.
-        finite: whether all values are, and every result must be.
-        bits_per_value: roughly what a coded value will take; 0 without scales.
+        scales: None if values or results are not finite, or if codes would overflow 32 bits at the bound asked for.
+        finite: whether all values are finite, and all results are sure to be.
+        bits_per_value: estimate of the bits that a coded value takes; 0 without scales.
     """
 
     scales: Scales | None
@@ -63,8 +66,8 @@ class Derived(NamedTuple):
     bits_per_value: float = 0.0
 
     def is_worthwhile(self, dtype: torch.dtype) -> bool:
-        """Whether codes will take noticeably fewer bits than values of `dtype` do."""
-        return self.bits_per_value <= _WORTHWHILE * 8 * dtype.itemsize
+        """Whether codes should take at most 90 % of the bits of plain values of `dtype`."""
+        return self.bits_per_value <= _MAX_SHARE_OF_PLAIN_BITS * 8 * dtype.itemsize
 
 
 def work_dtype(dtype: torch.dtype) -> type[np.floating]:
@@ -73,24 +76,28 @@ def work_dtype(dtype: torch.dtype) -> type[np.floating]:
 
 
 def mode_of(quantizer: QuantizerConfig, dtype: torch.dtype) -> str:
-    """What is measured, as in `format.MODES`.
+    """The statistics that ranks measure, as in `format.MODES`.
 
-    Where blocks are so small that numbers about them cost bytes, ranks agree on one of 16 bits: the root mean square,
-    rounded down to bfloat16, so that the bound holds. The largest magnitude of n values is at most sqrt(n) times it.
+    For blocks smaller than CHUNK in mode rms, measurements would take noticeable bytes. So only one number of 16 bits
+    is sent for each block: the root mean square, rounded down to bfloat16 so that the bound holds. The largest
+    magnitude of n values is at most sqrt(n) times their root mean square.
     """
     small = quantizer.mode == "rms" and 0 < quantizer.block_in_effect < CHUNK and dtype != torch.float64
     return "rms only" if small else quantizer.mode
 
 
 def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
-    """Smaller bounds count as this one. Below it quantization steps and scales of averages would lose digits."""
-    # A quarter of the bound is left to the step, see `finest`, and that divided makes the scale.
+    """The smallest absolute error bound. Below it, steps and the scales of averages would be subnormal numbers.
+
+    Smaller bounds are raised to this one.
+    """
+    # The step is at least a quarter of the bound, see `finest`. Divided by `divisor` it makes the scale.
     return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 
 
 @lru_cache(maxsize=64)
 def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> StepRule:
-    """The numbers that all blocks of a call share: see `derive`, which takes the same arguments."""
+    """The constants for deriving steps, which all blocks of a call share. For the arguments see `derive`."""
     work, final = np.finfo(work_dtype(dtype)), torch.finfo(dtype)
     return StepRule(
         mode=MODES.index(mode_of(quantizer, dtype)),
@@ -98,7 +105,7 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
         addends=addends,
         share=addends / divisor,
         divisor=divisor,
-        steps_per_bound=_STEP_PER_BOUND[quantizer.kind_in_effect],
+        steps_per_bound=_STEPS_PER_BOUND[quantizer.kind_in_effect],
         least=smallest_bound(dtype, divisor),
         reserved=_ROUNDINGS * float(work.epsneg),
         most=final.max,
@@ -109,8 +116,8 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
 
 
 def most_summable(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> float:
-    """The largest magnitude that a rank's values may have, so that no sum overflows: for `measure`."""
-    # The bound is at most that many times the largest magnitude, as a root mean square is not larger.
+    """The largest magnitude of a rank's values with which no sum can overflow: `most` of `measure`."""
+    # A value may come out larger by the bound, which is at most `quantizer.value` times the largest magnitude.
     return torch.finfo(dtype).max * divisor / addends / (1 + quantizer.value)
 
 
@@ -123,29 +130,32 @@ def measure(
     most: float = math.inf,
     largest: bool = False,
 ) -> Tensor:
-    """This rank's part of the agreement, of values in host memory.
+    """Measure values in host memory, for the ranks to agree on. On a GPU: `measure_on_gpu`.
 
-    In mode abs one number, the largest magnitude. Else numbers of each block, so that its step follows from them
-    alone, one kind after the other: in rel the largest magnitudes, [blocks]; in rms these and the root mean squares; in
-    range the highest values and the lowest ones with the sign changed. They have the dtype that steps have, and are
-    rounded up. Of small blocks, see `mode_of`, only the root mean squares, bfloat16.
+    Returns, by mode:
 
-    Only `segments` are looked at: blocks of others count as zero, or -inf in range, where zero could be a highest
-    value. +inf stands for NaN and infinity.
+    - abs: the largest magnitude of the tensor, [1].
+    - rel: the largest magnitude of each block, [blocks].
+    - rms: the largest magnitudes, then the root mean squares, [2 * blocks].
+    - range: the highest values, then the negated lowest values, [2 * blocks].
+    - "rms only", see `mode_of`: the root mean squares, bfloat16, [blocks].
+
+    In the first four modes the dtype is that of steps, and numbers are rounded up. NaN and infinity measure +inf.
 
     Args:
-        most: larger magnitudes count as infinite where only root mean squares are returned. Else `derive` looks at it.
-        largest: return the largest magnitudes of small blocks, too. Known, they allow finer bounds, and no bytes are
-            saved by leaving them out where nobody else must know them.
+        segments: the segments to measure. Blocks of other segments measure 0, or -inf in mode range.
+        most: in mode "rms only", larger magnitudes measure +inf. In other modes `derive` finds them.
+        largest: return the largest magnitudes even in mode "rms only". They allow finer bounds, and cost nothing if
+            the measurements are not sent to other ranks.
     """
-    alone = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
-    if alone and quantizer.block_in_effect == SCALE_BLOCK:
+    rms_only = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
+    if rms_only and quantizer.block_in_effect == SCALE_BLOCK:
         measured = torch.zeros(layout.steps, dtype=torch.bfloat16, device="cpu")
         for i in segments:
             here = measured[layout.steps_of(range(i, i + 1))]
             backend.root_mean_squares(source[layout.segment(i)], most, here)
         return measured
-    return _measured(backend, source, layout, segments, quantizer, most, alone)
+    return _measured(backend, source, layout, segments, quantizer, most, rms_only)
 
 
 @ieee
@@ -156,43 +166,48 @@ def _measured(
     segments: range,
     quantizer: QuantizerConfig,
     most: float,
-    alone: bool,
+    rms_only: bool,
 ) -> Tensor:
-    """What `measure` returns, from statistics of SCALE_BLOCK elements each. `alone`: only the root mean squares."""
+    """Combine statistics of each SCALE_BLOCK elements into those of blocks: see `measure`."""
+    # Statistics of each SCALE_BLOCK elements.
     highest, negated = np.full((2, layout.steps), -np.inf if quantizer.mode == "range" else 0.0)
     squares = np.zeros(layout.steps)
     if segments:
         here = layout.steps_of(segments)
         low, high, total = backend.statistics_of([source[layout.segment(i)] for i in segments]).numpy()
         highest[here], negated[here], squares[here] = high, -low, total
+
+    # Maxima of each block.
     sizes = layout.steps_per_block(quantizer.block_in_effect)
     first = np.cumsum(sizes) - sizes
     if quantizer.mode == "range":
         measured = [np.maximum.reduceat(highest, first), np.maximum.reduceat(negated, first)]
     else:
         measured = [np.maximum.reduceat(np.maximum(highest, negated), first)]
+
+    # Root mean squares of each block.
     if quantizer.mode == "rms":
         lengths = layout.block_lengths(quantizer.block_in_effect)
         mean = np.add.reduceat(squares, first) / lengths
-        mean *= 1 - (64 + sizes) * 2.0**-53  # not too large, however the sum was rounded
-        # The square of a float64 may overflow, or vanish; the root mean square is this at least.
+        mean *= 1 - (64 + sizes) * 2.0**-53  # so that rounding in the sum has not made it too large
+        # Squares of float64 may overflow or vanish. The root mean square is then replaced by its lower limit.
         at_least = measured[0] / np.sqrt(lengths)
         usable = (mean > 1e-290) & np.isfinite(mean)
         rms = np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)
-        if alone:
+        if rms_only:
             return _rounded_down_to_bfloat16(np.where(measured[0] > most, np.inf, rms))
         measured += [rms]
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
 
 
 def measured_bytes(layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype) -> int:
-    """The bytes of what `measure` returns."""
+    """Bytes of the tensor that `measure` returns."""
     block = quantizer.block_in_effect
     blocks = sum(-(-length // block) for length in layout.lengths) if block else 1
     if mode_of(quantizer, dtype) == "rms only":
         return blocks * torch.bfloat16.itemsize
-    kinds = 2 if quantizer.mode in ("rms", "range") else 1
-    return blocks * kinds * work_dtype(dtype)().nbytes
+    numbers_of_block = 2 if quantizer.mode in ("rms", "range") else 1
+    return blocks * numbers_of_block * work_dtype(dtype)().nbytes
 
 
 def derive(
@@ -204,18 +219,19 @@ def derive(
     divisor: float = 1,
     backend: HostBackend | None = None,
 ) -> Derived:
-    """The quantization steps that follow from the agreed vector, and how many bits codes will take.
+    """Derive quantization steps from the measurements of all ranks, and estimate the bits that codes take.
 
     Args:
-        agreed: element-wise maximum over ranks of what `measure` returned.
-        addends: how many ranks' codes are summed (1 for gathers and broadcasts).
-        divisor: what a sum is divided by (the world size for an average).
-        backend: finds the steps of small blocks faster; they are the same.
+        agreed: element-wise maximum over ranks of the tensors that `measure` returned.
+        dtype: dtype of the values.
+        addends: number of ranks whose codes are summed; 1 for gathers and broadcasts.
+        divisor: sums are divided by it; the number of ranks for an average.
+        backend: kernels that derive the steps of small blocks faster; the steps are the same. None: numpy.
     """
     if backend is not None and agreed.dtype == torch.bfloat16 and quantizer.block_in_effect == SCALE_BLOCK:
         *found, spread = backend.steps_of(agreed, step_rule(quantizer, dtype, addends, divisor))
         bits = math.log2(spread) + 1 if spread else math.inf
-        if bits <= _SURELY_WORTHWHILE * 8 * dtype.itemsize:
+        if bits <= _MAX_SHARE_IN_WORST_BLOCK * 8 * dtype.itemsize:
             return Derived(Scales(*found), bits_per_value=bits)
     if torch.isposinf(agreed).any():
         return Derived(None, finite=False)
@@ -226,23 +242,28 @@ def derive(
 def _derived(
     agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float
 ) -> Derived:
-    """What `derive` returns of finite measurements."""
+    """Derive steps from measurements that are finite: see `derive`."""
     work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
+
+    # The error bound of each block.
     relative_to, largest, typical = _blocks(agreed, quantizer)
     bound = rule.value * relative_to
     if agreed.dtype != torch.bfloat16 and ((largest + bound) * rule.share > rule.most).any():
         return Derived(None, finite=False)
     bound = np.maximum(bound, rule.least)
+
+    # The step of each block. The cap keeps a huge absolute bound from becoming an infinite step.
     too_fine = bound < finest(largest, rule)
-    # The cap keeps an absurdly wide absolute bound from becoming infinite.
     step = rounded_down(np.minimum(rule.steps_per_bound * usable_bound(bound, largest, rule), rule.cap), work)
     if quantizer.mode == "range" and quantizer.kind_in_effect == "error_bound":
-        # A block that holds nothing but one value leaves no room for an error, and needs none if that is the step.
+        # All values of such a block are equal, so the bound is 0. With that value as the step the code is exact.
         single = too_fine & (relative_to == 0)
         step = np.where(single, largest, step).astype(work)
         too_fine &= ~single
     if too_fine.any():
         return Derived(None)
+
+    # Steps of each SCALE_BLOCK elements, and the estimate of bits.
     counts = layout.steps_per_block(quantizer.block_in_effect)
     bits = np.log2(2 * typical / step.astype(np.float64) + 1) + 1
     steps = np.repeat(step, counts)
@@ -250,9 +271,9 @@ def _derived(
     return Derived(scales, bits_per_value=float(np.average(bits, weights=np.maximum(counts, 1))) if len(bits) else 0.0)
 
 
-# ------------------------------------------------------------------ the same on a GPU
+# ------------------------------------------------------------------ on a GPU
 
-_ONE_BIT = 1 << 20  # in what the kernel counts
+_ONE_BIT = 1 << 20  # the kernel counts bits in units of 2**-20
 
 
 def measure_on_gpu(
@@ -263,7 +284,7 @@ def measure_on_gpu(
     quantizer: QuantizerConfig,
     most: float = math.inf,
 ) -> Tensor:
-    """What `measure` returns, on the device."""
+    """Measure values on a GPU. For arguments and result see `measure`; the result is on the GPU."""
     values = [source[layout.segment(segment)] for segment in segments]
     dtype = torch.float64 if source.data.dtype == torch.float64 else torch.float32
     block, mode = quantizer.block_in_effect, mode_of(quantizer, dtype)
@@ -273,13 +294,21 @@ def measure_on_gpu(
 def derive_on_gpu(
     backend: GpuBackend, agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, rule: StepRule
 ) -> tuple[Scales, Tensor]:
-    """Scales on the device, and what `derived_on_gpu` takes once the host has seen it."""
+    """Derive quantization steps on a GPU, without a wait of the host.
+
+    Returns the scales, valid only if `derived_on_gpu` says so, and the outcome for `derived_on_gpu`: int64, [3]. Both
+    are on the GPU.
+
+    Args:
+        agreed: see `derive`; on the GPU.
+        rule: see `step_rule`.
+    """
     *scales, outcome = backend.derive_steps(agreed, layout.lengths, quantizer.block_in_effect, rule)
     return Scales(*scales), outcome
 
 
 def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout) -> Derived:
-    """What `derive` returns, of what `derive_on_gpu` does."""
+    """The result of `derive_on_gpu`, once the host has the outcome: see `derive`."""
     infinite, too_fine, bits = outcome
     return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, layout.steps))
 
@@ -289,21 +318,29 @@ def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout) -> Derive
 
 @ieee
 def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtype) -> float | None:
-    """The smallest `quantizer.value` for which `derive`, with one addend, finds steps; None if the mode has none."""
+    """The smallest `quantizer.value` for which `derive` finds steps with one addend; None if the mode allows none.
+
+    Args:
+        agreed: see `derive`.
+        dtype: dtype of the values.
+    """
     relative_to, largest, _ = _blocks(agreed, quantizer)
-    needs = finest(largest, step_rule(quantizer, dtype, addends=1))
+    finest_bounds = finest(largest, step_rule(quantizer, dtype, addends=1))
     needed = largest > 0
     if quantizer.kind_in_effect == "error_bound":
-        needed &= relative_to > 0  # see the blocks of one value above
-    value = np.max(needs[needed] / relative_to[needed], initial=0)
+        needed &= relative_to > 0  # blocks of equal values need no bound: see `_derived`
+    value = np.max(finest_bounds[needed] / relative_to[needed], initial=0)
     try:
         return QuantizerConfig(kind=quantizer.kind, mode=quantizer.mode, value=float(value)).value
-    except ConfigError:  # more than the mode allows
+    except ConfigError:  # larger than the mode allows
         return None
 
 
 def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per block, [blocks], float64: what the bound is relative to, the largest magnitude, and the usual spread."""
+    """Three numbers of each block, each float64, [blocks].
+
+    Returns the number that the bound is relative to, the largest magnitude, and the typical spread of values.
+    """
     vector = agreed.double().numpy()
     if quantizer.mode == "abs":
         return np.ones(1), vector, vector
@@ -326,6 +363,6 @@ def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
 
 
 def _rounded_down_to_bfloat16(values: np.ndarray) -> Tensor:
-    """Of values that are not negative."""
+    """Round values that are not negative down to bfloat16."""
     bits = rounded_down(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
     return torch.from_numpy(bits.view(np.float32)).bfloat16()

@@ -1,4 +1,4 @@
-"""Devices that tensors live on: the kernels for them, memory for frames, and when work counts as done."""
+"""Devices that tensors live on: kernels, memory for frames, and waiting for work to end."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ...kernels.backend import Backend
 from ..errors import PeerError, UnsupportedError
 from .worker import FutureHandle, Worker
 
-_SPIN_SECONDS = 5e-3  # of a wait that looks again at once; the shortest sleep takes 50 us or more
-_POLL_SECONDS = 20e-6  # between two looks after that
-_ROOM_BYTES = 16 << 20  # for frames, at the least; memory that is kept costs no page faults
-_ALIGNMENT = 64  # of frames
+_SPIN_SECONDS = 5e-3  # a wait polls without sleeping for this long, as the shortest sleep takes 50 us or more
+_POLL_SECONDS = 20e-6  # the sleep between two polls after that
+_MIN_ARENA_BYTES = 16 << 20
+_FRAME_ALIGNMENT_BYTES = 64
 
-_HOST = torch.device("cpu")  # to compare with it takes a third of the time of asking a device for its type
-_at_once = nullcontext()
+_HOST = torch.device("cpu")  # comparing with it takes a third of the time of `device.type == "cpu"`
+_no_context = nullcontext()
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether this kind of tensor has memory of its own, unlike DTensors and others that stand for several."""
+    """Whether this tensor has memory of its own, unlike DTensors and other subclasses that wrap tensors."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def require_tensor(tensor: object) -> None:
-    """Raise UnsupportedError, saying what to do, unless this is a tensor with plain memory of its own."""
+    """Raise UnsupportedError, with a remedy, unless `tensor` is a dense, contiguous tensor with its own memory."""
     if not isinstance(tensor, Tensor):
         raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...) of it")
     if not has_memory(tensor):
@@ -52,7 +52,7 @@ def require_tensor(tensor: object) -> None:
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise UnsupportedError, saying what to do, unless tensors on `device` can be compressed."""
+    """Raise UnsupportedError, with a remedy, unless tensors on `device` can be compressed."""
     if device == _HOST:
         return
     remedy = "keep these tensors on the CPU, or leave them uncompressed"
@@ -65,26 +65,26 @@ def require_kernels(device: torch.device) -> None:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Mark what the caller has queued on its current stream so far, for `Device.after`. None on a CPU: all is done."""
+    """Record an event on the caller's current CUDA stream, for `Device.after`. Returns None for a CPU."""
     return None if device == _HOST else torch.cuda.current_stream(device).record_event()
 
 
 def has_spare_core() -> bool:
-    """Whether this process may use a second core, if the cores of this machine are shared among the ranks on it."""
+    """Whether there are at least 2 usable cores for each rank on this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # torchrun and DeepSpeed's launcher set these. Where neither is set, the rank is taken to be alone.
+    # torchrun and DeepSpeed's launcher set these. If neither is set, this rank counts as the only one.
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     return not ranks.isdigit() or usable >= 2 * int(ranks)
 
 
 class Device(ABC):
-    """One device that tensors of a call live on. Host and Gpu implement it.
+    """Device that the tensors of a call live on. Host and Gpu implement it.
 
-    One thread uses a device at a time: the one that runs collectives. It does so inside `after`.
+    Only the thread that runs collectives uses a device, and only inside `after`.
 
     Attributes:
         backend: the kernels for this device.
-        in_batches: whether frames are coded as many as possible at a time, and not one after the other.
+        in_batches: True if many frames are coded together (GPU), False if one after another (CPU).
     """
 
     backend: Backend
@@ -92,109 +92,119 @@ class Device(ABC):
 
     @abstractmethod
     def after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
-        """A context whose work on this device begins after `event`, which is what `record_event` gave the caller."""
+        """A context in which work on this device begins after `event`, which `record_event` returned."""
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory to write one frame to, uint8, [nbytes]. On a CPU it must be `trimmed` before the next is asked for."""
+        """Memory to write one frame to: uint8, [nbytes].
+
+        On a CPU, call `trimmed` before the next `buffer`: both return the same memory otherwise.
+        """
 
     @abstractmethod
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """The bytes of each of `buffers` that were just written. On a CPU they stay until the next collective.
+        """Keep the first bytes of each buffer, which hold a frame; the rest of the memory may be reused.
 
         Args:
-            sizes: how many of each.
+            sizes: bytes to keep of each buffer.
+
+        Returns the frames, each uint8, [size]. On a CPU they are valid until the next collective.
         """
 
     @abstractmethod
-    def start_seeing(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
-        """Begin to copy `tensor` to host memory. Returns a function that returns the copy, once it is there.
+    def start_copy_to_host(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
+        """Begin to copy `tensor` to host memory. On a CPU nothing is copied.
 
-        On a GPU it waits as `synchronize` does, but for nothing that is queued later.
+        Returns a function that waits for the copy and returns it. On a GPU the function raises what `synchronize`
+        raises, but does not wait for work that is queued later.
         """
 
-    def seen(self, tensor: Tensor | np.ndarray) -> Tensor | np.ndarray:
-        """The same values in host memory, once they have been computed. On a GPU as `synchronize`."""
-        return self.start_seeing(tensor)()
+    def copy_to_host(self, tensor: Tensor | np.ndarray) -> Tensor | np.ndarray:
+        """Copy `tensor` to host memory, and wait for the copy: see `start_copy_to_host`."""
+        return self.start_copy_to_host(tensor)()
 
     @abstractmethod
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job whose result nothing needs before `synchronize`. Jobs run in the order of submission.
+        """Run a job, at the latest in `synchronize`. Jobs run in the order of submission.
 
-        A job may raise here or in `synchronize`.
+        An error of a job is raised here or by `synchronize`.
         """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return once all work of this device's collective is done. Raises what the first failing job raised.
+        """Return once all work of the current collective is done. Raises the error of the first job that failed.
 
-        On a GPU, raises PeerError if the work takes longer than the time-out, since it waits for frames of peers.
+        On a GPU, raises PeerError if the work takes longer than the time-out, as it may wait for frames of peers.
         """
 
     @abstractmethod
     def check(self, *tensors: Tensor) -> list[Tensor]:
-        """`synchronize`, and raise DamagedFrame if kernels met damage. Returns `tensors` as `seen` does."""
+        """Do what `synchronize` does, and copy `tensors` to host memory. Raises DamagedFrame if a frame was damaged."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """After a failure, return once no job writes to the caller's memory any more. Raises nothing."""
+        """After an error, return once no job writes to the caller's memory any more. Raises nothing."""
 
 
-class _Room(threading.local):
-    """Memory for the frames of one collective, one behind the other; each thread has its own."""
+class _Arena(threading.local):
+    """Memory for the frames of one collective, one after another. Each thread has its own.
+
+    Memory is kept from one collective to the next, which saves page faults.
+    """
 
     def __init__(self):
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
 
-    def rest(self, nbytes: int) -> Tensor:
-        """What nobody has taken, uint8, [nbytes]."""
+    def free(self, nbytes: int) -> Tensor:
+        """Memory that is not taken: uint8, [nbytes]."""
         if self._used + nbytes > self._memory.numel():
-            # Other memory for those that follow: what is full goes with the last of its frames.
-            self._memory, self._used = torch.empty(max(_ROOM_BYTES, 2 * nbytes), dtype=torch.uint8, device="cpu"), 0
+            # Full memory is released with the last frame in it.
+            self._memory = torch.empty(max(_MIN_ARENA_BYTES, 2 * nbytes), dtype=torch.uint8, device="cpu")
+            self._used = 0
         return self._memory[self._used : self._used + nbytes]
 
     def take(self, nbytes: int) -> None:
-        """Keep so much of what `rest` gave last."""
-        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        """Take the first bytes of the memory that `free` returned last."""
+        self._used += -(-nbytes // _FRAME_ALIGNMENT_BYTES) * _FRAME_ALIGNMENT_BYTES
 
-    def take_none(self) -> None:
+    def reset(self) -> None:
+        """Free all memory: no frame is in use any more."""
         self._used = 0
 
 
 class Host(Device):
-    """Host memory. Everything is done when the call returns, except submitted jobs.
+    """Host memory. Work is done when a method returns, except submitted jobs.
 
     Args:
-        two_threads: run submitted jobs on a second thread; worth it where there is a core for it.
+        two_threads: run submitted jobs on a second thread, which needs a core of its own.
     """
 
-    in_batches = False  # so that some frames travel while others are coded
+    in_batches = False  # one frame travels while the next one is coded
 
     def __init__(self, two_threads: bool = False):
         self.backend = kernels.cpu_backend()
         self._second = Worker("ncz-decoder") if two_threads else None
         self._jobs: list[FutureHandle] = []
-        self._room = _Room()
+        self._arena = _Arena()
 
     def after(self, event: None) -> AbstractContextManager:
-        self._room.take_none()  # the frames before have left: each schedule ends with that
-        return _at_once
+        self._arena.reset()  # frames of the call before have been sent: each schedule waits for that
+        return _no_context
 
     def buffer(self, nbytes: int) -> Tensor:
-        return self._room.rest(nbytes)
+        return self._arena.free(nbytes)
 
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        # Most frames are much smaller than the buffer, whose rest is for the next.
         [buffer], [size] = buffers, sizes
-        self._room.take(size)
+        self._arena.take(size)
         return [buffer[:size]]
 
-    def start_seeing(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
+    def start_copy_to_host(self, tensor: Tensor | np.ndarray) -> Callable[[], Tensor | np.ndarray]:
         return lambda: tensor
 
     def use_one_thread(self) -> None:
-        """Run submitted jobs at once from now on. There are none at the moment."""
+        """Run jobs in `submit` from now on. No job may be under way."""
         self._second = None
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -215,7 +225,7 @@ class Host(Device):
             raise error
 
     def check(self, *tensors: Tensor) -> list[Tensor]:
-        self.synchronize()  # kernels of the host raise at once
+        self.synchronize()  # the CPU kernels have raised DamagedFrame already
         return list(tensors)
 
     def abandon(self) -> None:
@@ -224,16 +234,17 @@ class Host(Device):
 
 
 class Gpu(Device):
-    """The memory of one CUDA device. Work is queued on a stream of its own, beside the caller's.
+    """Memory of one CUDA device. Work is queued on a CUDA stream of its own, beside the caller's.
 
     Args:
-        timeout: how long queued work may take, since it waits for frames of peers.
-        require_healthy: raises PeerError if those frames may not come any more.
+        device: the CUDA device.
+        timeout: how long queued work may take, as it may wait for frames of peers.
+        require_healthy: raises PeerError if frames of peers may not come any more.
 
-    Raises ImportError where there are no kernels for the device, saying why.
+    Raises ImportError, with the reason, if there are no kernels for the device.
     """
 
-    in_batches = True  # so that a frame's size costs nothing: neither launches nor waits are made for each
+    in_batches = True  # one launch and one wait of the host for all frames of a batch
 
     def __init__(self, device: torch.device, timeout: timedelta, require_healthy: Callable[[], None]):
         self.backend = kernels.cuda_backend()
@@ -246,7 +257,7 @@ class Gpu(Device):
     @contextmanager
     def after(self, event: torch.cuda.Event):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(event)  # and not the host, which queues work meanwhile
+            self._stream.wait_event(event)  # the host does not wait, and queues work meanwhile
             self._begins_after = event
             try:
                 yield
@@ -260,7 +271,7 @@ class Gpu(Device):
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
         return [buffer[:size] for buffer, size in zip(buffers, sizes)]
 
-    def start_seeing(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def start_copy_to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
         done = torch.cuda.current_stream(self._device).record_event()
 
@@ -271,31 +282,37 @@ class Gpu(Device):
         return wait
 
     def submit(self, job: Callable[[], None]) -> None:
-        job()  # it only queues work on the stream
+        job()  # which queues work on the CUDA stream
 
     def synchronize(self) -> None:
         self._wait(torch.cuda.current_stream(self._device).record_event())
 
     def _wait(self, done: torch.cuda.Event) -> None:
         started = time.monotonic()
-        while not self._begins_after.query():  # however long it takes: the time-out is for peers
+        while not self._begins_after.query():  # without a time-out: this is the caller's own work
             _pause(started)
-        # Not torch's synchronize: if a peer has died, that would wait for ever.
+        # torch's synchronize would wait for ever if a peer has died.
         poll(done.query, self._require_healthy, self._timeout, f"{self._device}")
 
     def check(self, *tensors: Tensor) -> list[Tensor]:
         wanted = [self.backend.report(self._device), *tensors]
-        together = self.seen(torch.cat([each.view(torch.uint8) for each in wanted]))
-        report, *seen = together.split([each.nbytes for each in wanted])
+        together = self.copy_to_host(torch.cat([each.view(torch.uint8) for each in wanted]))
+        report, *copies = together.split([each.nbytes for each in wanted])
         self.backend.check(report.view(torch.int64))
-        return [each.clone().view(tensor.dtype) for each, tensor in zip(seen, tensors)]
+        return [each.clone().view(tensor.dtype) for each, tensor in zip(copies, tensors)]
 
     def abandon(self) -> None:
-        pass  # queued work that waits for a dead peer would not end
+        pass  # do not wait: queued work may wait for a dead peer
 
 
 def poll(is_done: Callable[[], bool], require_healthy: Callable[[], None], timeout: timedelta, what: str) -> None:
-    """Return once `is_done` is true. Raises PeerError if `what` takes longer, and what `require_healthy` raises."""
+    """Return once `is_done()` is true.
+
+    Args:
+        require_healthy: called between polls; raises an error to end the wait.
+        timeout: raise PeerError after that.
+        what: the first words of that error.
+    """
     started = time.monotonic()
     while not is_done():
         require_healthy()
@@ -305,12 +322,16 @@ def poll(is_done: Callable[[], bool], require_healthy: Callable[[], None], timeo
                 "or not answered; look at its log, and raise transport.timeout_seconds if it was only slow."
             )
         _pause(started)
-    require_healthy()  # work that was given up counts as done, too
+    require_healthy()  # CUDA reports aborted work as done, too
 
 
 def _pause(started: float) -> None:
-    """Let other threads run before the next look at something that has been waited for since `started`."""
+    """Let other threads run before the next poll.
+
+    Args:
+        started: when the wait began, in seconds of `time.monotonic`.
+    """
     if time.monotonic() - started < _SPIN_SECONDS:
-        select.select((), (), (), 0)  # gives up the GIL and comes back at once; time.sleep(0) takes 50 us
+        select.select((), (), (), 0)  # releases the GIL for a moment; time.sleep(0) takes 50 us
     else:
         time.sleep(_POLL_SECONDS)

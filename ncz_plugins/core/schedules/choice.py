@@ -1,10 +1,10 @@
-"""Which schedule `transport.schedule: auto` means where nothing was measured."""
+"""The schedule that `transport.schedule: auto` picks if nothing was measured."""
 
 from __future__ import annotations
 
-_DIRECT_RANKS = range(2, 9)  # with many, all-to-all opens too many paths
+_DIRECT_RANKS = range(2, 9)  # with more ranks, all-to-all uses too many network paths at once
 
 
 def schedule_for(ranks: int) -> str:
-    """The schedule for so many ranks that exchange frames: "ring" or "direct"."""
+    """The schedule, "ring" or "direct", for this number of ranks that exchange frames."""
     return "direct" if ranks in _DIRECT_RANKS else "ring"

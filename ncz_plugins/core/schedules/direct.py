@@ -1,11 +1,14 @@
-"""The direct schedule: all-to-all, sum at the owner, all-gather.
+"""Direct schedule: each rank sends frames to all other ranks.
 
-Each rank encodes its values once and sends every segment straight to its owner. So the first half sends codes of single
-ranks, whose entropy is lower than that of partial sums, and there is no chain of hops.
+1. All-to-all: each rank encodes its values once, and sends each segment to its owner, the rank with the same number.
+2. The owner adds up the frames of its segment.
+3. All-gather: the owner sends the sum to all other ranks.
 
-Two ranks need no owner for an all-reduce. Each sends the codes of all its values, and both add them up. That is as much
-as the other way, but all of single ranks, and one round instead of two. The tensor may then be one segment. On GPUs
-padded.py has the sums of two ranks.
+Compared with a ring there is no chain of hops, and step 1 sends codes of single ranks, which have less entropy than
+partial sums.
+
+An all-reduce of two ranks needs only one round: each rank sends the codes of all its values, and both add them up. The
+tensor may then be one segment. On GPUs the sums of two ranks are in padded.py.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
         return padded.reduce_scatter(transport, codec, counters)
     streams = _peers(transport, codec, 1, counters)
     if codec.sums_to_output:
-        for index, frames in enumerate(_exchanged(codec, streams)):
+        for index, frames in enumerate(_frames_to_add(codec, streams)):
             codec.decode_sum(transport.rank, index, frames)
     else:
         for index, frame in _reduced(transport, codec, streams):
@@ -39,8 +42,8 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
     streams = _peers(transport, codec, 1, counters)
     own = [(transport.rank, index) for index in range(codec.layout.frames)]
     for index, frame in enumerate(codec.encode_each(own)):
-        _publish(transport, codec, streams, index, frame)
-    _collect(codec, streams)
+        _send_to_all(transport, codec, streams, index, frame)
+    _receive_all(codec, streams)
     _finish(streams)
 
 
@@ -52,25 +55,26 @@ def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters
         return _all_reduce_of_two(transport, codec, counters)
     streams = _peers(transport, codec, 2, counters)
     for index, frame in _reduced(transport, codec, streams):
-        _publish(transport, codec, streams, index, frame)
-    _collect(codec, streams)
+        _send_to_all(transport, codec, streams, index, frame)
+    _receive_all(codec, streams)
     _finish(streams)
 
 
 def _all_reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
+    """Send all own frames to the other rank, then add its frames to the own values."""
     peer = 1 - transport.rank
     segments = len(codec.layout.lengths)
     [stream] = _open(transport, codec, [peer], segments, counters).values()
-    places = [(segment, index) for index in range(codec.layout.frames) for segment in range(segments)]
-    for frame in codec.encode_each(places):
+    frame_ids = [(segment, index) for index in range(codec.layout.frames) for segment in range(segments)]
+    for frame in codec.encode_each(frame_ids):
         stream.exchange(frame)
-    for segment, index in places:
+    for segment, index in frame_ids:
         codec.decode_sum(segment, index, [stream.receive()])
     stream.finish()
 
 
 def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
-    """Decode the values of rank `root`, which sends them to each peer, to the output."""
+    """Decode the values of rank `root` to the output. The root sends to each other rank."""
     sends = transport.rank == root
     peers = [(root + i) % transport.world_size for i in range(1, transport.world_size)] if sends else [root]
     streams = _open(transport, codec, peers, 0 if sends else 1, counters)
@@ -85,41 +89,43 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
 
 
 def _peers(transport: FrameTransport, codec: TensorCodec, segments: int, counters: Counters) -> dict[int, FrameStream]:
-    """A stream to and from every other rank. Each rank begins with its right neighbor, to spread the load."""
+    """Open a frame stream with each other rank, the right neighbor first, which spreads the load over links."""
     n, rank = transport.world_size, transport.rank
     return _open(transport, codec, [(rank + i) % n for i in range(1, n)], segments, counters)
 
 
 def _open(transport: FrameTransport, codec: TensorCodec, peers: list[int], segments: int, counters: Counters):
-    """Peer -> a stream to and from it. `segments` is how many segments each peer will send."""
+    """Open a frame stream with each of `peers`, each of which will send `segments` segments. Returns rank -> stream."""
     incoming = segments * codec.layout.frames
     streams = transport.streams([(peer, peer) for peer in peers], incoming, codec.frame_capacity, counters)
     return dict(zip(peers, streams))
 
 
-def _exchanged(codec: TensorCodec, streams: dict[int, FrameStream]) -> Iterator[list[Tensor]]:
-    """Send every segment to its owner, and yield all others' frames of this rank's own, one index after another."""
-    places = [(peer, index) for index in range(codec.layout.frames) for peer in streams]
-    for (peer, _), frame in zip(places, codec.encode_each(places)):
+def _frames_to_add(codec: TensorCodec, streams: dict[int, FrameStream]) -> Iterator[list[Tensor]]:
+    """All-to-all: yield, for each frame of this rank's own segment, the frames that the other ranks sent."""
+    frame_ids = [(peer, index) for index in range(codec.layout.frames) for peer in streams]
+    for (peer, _), frame in zip(frame_ids, codec.encode_each(frame_ids)):
         streams[peer].exchange(frame)
     for _ in range(codec.layout.frames):
         yield [stream.receive() for stream in streams.values()]
 
 
 def _reduced(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream]):
-    """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
-    yield from enumerate(codec.sum_each(transport.rank, _exchanged(codec, streams)))
+    """Reduce-scatter: yield (index, frame) for each finished frame of this rank's own segment."""
+    yield from enumerate(codec.sum_each(transport.rank, _frames_to_add(codec, streams)))
 
 
-def _publish(transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream], index: int, frame) -> None:
-    """Send a finished frame of this rank's own segment to all peers, each of which sends one of its own."""
+def _send_to_all(
+    transport: FrameTransport, codec: TensorCodec, streams: dict[int, FrameStream], index: int, frame
+) -> None:
+    """Send a finished frame of this rank's own segment to all other ranks, and decode it."""
     for stream in streams.values():
         stream.exchange(frame)
     codec.decode(transport.rank, index, frame)
 
 
-def _collect(codec: TensorCodec, streams: dict[int, FrameStream]) -> None:
-    """Decode the finished frames of all other segments."""
+def _receive_all(codec: TensorCodec, streams: dict[int, FrameStream]) -> None:
+    """Receive and decode the finished frames of all other segments."""
     for index in range(codec.layout.frames):
         for peer, stream in streams.items():
             codec.decode(peer, index, stream.receive())

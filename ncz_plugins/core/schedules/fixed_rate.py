@@ -1,11 +1,16 @@
-"""The schedule of a fixed rate: agree on scales, all-to-all, sum at the owner, all-gather, by uncompressed collectives.
+"""Schedule for a fixed number of bits for each value, built from uncompressed collectives.
 
-All sizes are known before the data are. So on a GPU everything is kernels and operations of NCCL, queued on streams: no
-host waits, and a CUDA graph can capture it. On a CPU large tensors go in pieces, so that coding and transfer overlap.
-On a GPU coding takes less time than one more operation.
+1. The ranks agree on scales: an all-reduce of the largest magnitude of each block.
+2. All-to-all: each rank sends its codes of a row to the row's owner, the rank with the same number.
+3. The owner adds up the codes of its row.
+4. All-gather: the owner sends the sums to all ranks.
 
-Two ranks need no owner for an all-reduce: each gets all codes of the other one. That is one operation instead of two,
-and fewer bytes, since sums take more bits.
+All sizes are known beforehand. So a call on a GPU is kernels and NCCL operations queued on CUDA streams: the host does
+not wait, and a CUDA graph can capture the call. On a CPU a large tensor goes in several batches of blocks, so that
+coding and transfer overlap. On a GPU one more operation would take longer than the coding that it hides.
+
+An all-reduce of two ranks needs one all-gather of all codes. That is one operation instead of two, and fewer bytes, as
+sums take more bits.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import CollectiveTransport, Work, replace_by_largest
 
-_PIECE_BYTES = 1 << 20  # packed, of a row: less would wait for latency
-_MOST_PIECES = 4
+_MIN_BATCH_BYTES = 1 << 20  # codes of one row in a batch; smaller messages take mostly latency
+_MAX_BATCHES = 4
 
 
 def reduce_scatter(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters) -> None:
@@ -30,10 +35,10 @@ def reduce_scatter(transport: CollectiveTransport, codec: FixedRateCodec, counte
     rows = codec.all_rows
     magnitudes = _agreed(transport, codec, rows, counters)
     own = Rows.of(rows.elements, 1, rows.elements)
-    of_own = magnitudes[rank * own.blocks : (rank + 1) * own.blocks]
-    for piece, sums in _summed(transport, codec, rows, magnitudes, counters):
-        part = own._replace(first=piece.first, blocks=piece.blocks)
-        codec.unpack(sums, n, part, of_own, range(rank, rank + 1))
+    own_magnitudes = magnitudes[rank * own.blocks : (rank + 1) * own.blocks]
+    for batch, sums in _summed(transport, codec, rows, magnitudes, counters):
+        own_batch = own._replace(first=batch.first, blocks=batch.blocks)
+        codec.unpack(sums, n, own_batch, own_magnitudes, range(rank, rank + 1))
 
 
 def all_reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters) -> None:
@@ -45,38 +50,42 @@ def all_reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: 
     magnitudes = _agreed(transport, codec, rows, counters)
     if n == 2:
         return _all_reduce_of_two(transport, codec, rows, magnitudes, counters)
+
+    # Queue everything first: each all-gather runs while the next batch is added up.
     gathers = []
-    for piece, sums in _summed(transport, codec, rows, magnitudes, counters):
+    for batch, sums in _summed(transport, codec, rows, magnitudes, counters):
         gathered = sums.new_empty(n * sums.numel())
-        gathers.append((piece, gathered, transport.plain.all_gather_into_tensor(gathered, sums), sums))
+        gathers.append((batch, gathered, transport.plain.all_gather_into_tensor(gathered, sums), sums))
         counters.wire_bytes += (n - 1) * sums.nbytes
-    for piece, gathered, work, _ in gathers:
+
+    for batch, gathered, work, _ in gathers:
         _wait(work, gathered, counters)
-        codec.unpack(gathered, n, piece, magnitudes, range(n))
+        codec.unpack(gathered, n, batch, magnitudes, range(n))
 
 
 def _all_reduce_of_two(
     transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, magnitudes: Tensor, counters: Counters
 ) -> None:
+    """All-gather the codes of both ranks, then add them up on both."""
     gathers = []
-    for piece in _pieces(rows, codec.bits, magnitudes.is_cuda):
-        packed = codec.pack(piece, magnitudes)
+    for batch in _batches(rows, codec.bits, magnitudes.is_cuda):
+        packed = codec.pack(batch, magnitudes)
         gathered = packed.new_empty(2 * packed.numel())
-        gathers.append((piece, gathered, transport.plain.all_gather_into_tensor(gathered, packed), packed))
+        gathers.append((batch, gathered, transport.plain.all_gather_into_tensor(gathered, packed), packed))
         counters.wire_bytes += packed.nbytes
-    for piece, gathered, work, _ in gathers:
+    for batch, gathered, work, _ in gathers:
         _wait(work, gathered, counters)
-        codec.unpack(codec.add(gathered, 2), 2, piece, magnitudes, range(2))
+        codec.unpack(codec.add(gathered, 2), 2, batch, magnitudes, range(2))
 
 
 def all_gather(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters) -> None:
     """Write every rank's own segment to the output."""
     n = transport.world_size
     own = codec.own_rows
-    of_own = codec.magnitudes(own)
-    packed = codec.pack(own, of_own)
+    own_magnitudes = codec.magnitudes(own)
+    packed = codec.pack(own, own_magnitudes)
     gathered = []
-    for tensor in (of_own, packed):
+    for tensor in (own_magnitudes, packed):
         together = tensor.new_empty(n * tensor.numel())
         gathered.append((together, transport.plain.all_gather_into_tensor(together, tensor)))
         counters.wire_bytes += (n - 1) * tensor.nbytes
@@ -92,7 +101,7 @@ def broadcast(transport: CollectiveTransport, codec: FixedRateCodec, counters: C
     rows = codec.all_rows
     if not rows.blocks:
         return
-    # On other ranks this is memory of the right sizes.
+    # All ranks measure and encode, but only the root's result is used: on other ranks it is overwritten.
     magnitudes = codec.magnitudes(rows)
     packed = codec.pack(rows, magnitudes)
     sent = [(tensor, transport.plain.broadcast(tensor, root)) for tensor in (magnitudes, packed)]
@@ -103,7 +112,7 @@ def broadcast(transport: CollectiveTransport, codec: FixedRateCodec, counters: C
 
 
 def _agreed(transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, counters: Counters) -> Tensor:
-    """The largest magnitude over ranks of each block."""
+    """Measure, and agree on the largest magnitude over ranks of each block: bfloat16, [blocks]."""
     with span("agree", codec.source.data.nbytes, counters):
         magnitudes = codec.magnitudes(rows)
         with span("wait", magnitudes.nbytes, counters):
@@ -112,7 +121,7 @@ def _agreed(transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, c
 
 
 def _wait(work: Work, received: Tensor, counters: Counters) -> None:
-    """Wait for what is received, and count it. On a GPU only the current stream waits, so hardly anything counts."""
+    """Wait for `received`, and count the time. On a GPU the host does not wait, so the time is close to 0."""
     with span("wait", received.nbytes, counters):
         work.wait()
 
@@ -120,22 +129,22 @@ def _wait(work: Work, received: Tensor, counters: Counters) -> None:
 def _summed(
     transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, magnitudes: Tensor, counters: Counters
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """Yields pieces of all rows, and the sums over ranks of this rank's own row of each."""
+    """Reduce-scatter: yield each batch of blocks, and the sums of this rank's own row in it: uint8, [bytes]."""
     n = transport.world_size
-    exchanges = []
-    for piece in _pieces(rows, codec.bits, magnitudes.is_cuda):
-        packed = codec.pack(piece, magnitudes)
+    under_way = []
+    for batch in _batches(rows, codec.bits, magnitudes.is_cuda):
+        packed = codec.pack(batch, magnitudes)
         received = packed.new_empty(packed.numel())
-        exchanges.append((piece, received, transport.plain.all_to_all_single(received, packed), packed))
+        under_way.append((batch, received, transport.plain.all_to_all_single(received, packed), packed))
         counters.wire_bytes += packed.nbytes * (n - 1) // n
-    for piece, received, work, _ in exchanges:
+    for batch, received, work, _ in under_way:
         _wait(work, received, counters)
-        yield piece, codec.add(received, n)
+        yield batch, codec.add(received, n)
 
 
-def _pieces(rows: Rows, bits: int, on_gpu: bool) -> Iterator[Rows]:
-    """The same rows in a few pieces, each some blocks of all of them; on a GPU in one."""
-    count = 1 if on_gpu else min(_MOST_PIECES, max(1, rows.blocks * packed_bytes(bits) // _PIECE_BYTES))
+def _batches(rows: Rows, bits: int, on_gpu: bool) -> Iterator[Rows]:
+    """Cut all rows into batches at the same blocks: at most 4 on a CPU, 1 on a GPU."""
+    count = 1 if on_gpu else min(_MAX_BATCHES, max(1, rows.blocks * packed_bytes(bits) // _MIN_BATCH_BYTES))
     ends = [rows.blocks * each // count for each in range(count + 1)]
     for first, end in zip(ends, ends[1:]):
         yield rows._replace(first=first, blocks=end - first)

@@ -1,11 +1,13 @@
-"""Plain inside a node, compressed between nodes.
+"""Hierarchical schedule: plain inside a node, compressed between nodes.
 
-First the ranks of a node add up what they hold, uncompressed: each of them gets the node's sum of one piece of the
-tensor. Then the ranks that have the same piece, one on every node, run the compressed collective on it, all pieces at
-the same time. At last the ranks of a node give each other the pieces that they lack. So what leaves a node is one
-tensor, compressed, however many ranks the node has, and all of them share the coding.
+1. The ranks of a node add up their tensors, uncompressed. Each rank gets the node's sum of one share of the tensor.
+2. The ranks with the same local rank, one on each node, run a compressed collective on their share. All shares run at
+   the same time.
+3. The ranks of a node give each other the finished shares.
 
-A piece is a run of neighbouring segments of the layout, which is that of a flat call: the same blocks share a scale.
+So a node sends one tensor, compressed, whatever number of ranks it has, and all its ranks do a part of the coding.
+
+A share is a run of neighbouring segments. The layout is that of a call without nodes, so the same blocks share a scale.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from ..codec.layout import Layout, Window
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import Transport
-from ..transport.intra_node import exchange
+from ..transport.intra_node import exchange_in_node
 from ..transport.topology import Nodes
 
 _scratch = Scratch()
 
 
 def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
-    """The same plan in three stages: inside the nodes, between them, inside them again.
+    """Turn a plan for all ranks into one in three stages: inside nodes, between nodes, inside nodes.
 
     Args:
-        plan: of `call` as it would run flat.
+        plan: the plan of `call` without nodes, whose schedule then runs between nodes.
+        nodes: which ranks share a node.
     """
     if call.collective == "broadcast":
         return _broadcast(call, plan, nodes)
@@ -45,66 +48,73 @@ def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
 
 
 def _all_reduce(call: Call, plan: Plan, nodes: Nodes) -> Plan:
-    pieces = _pieces(nodes)
-    own = pieces[nodes.local_rank]
+    shares = _shares(nodes)
+    own = shares[nodes.local_rank]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
-        def part(local_rank: int) -> Tensor:
-            return plan.source[plan.layout.elements(pieces[local_rank])]
+        def addend(local_rank: int) -> Tensor:
+            return plan.source[plan.layout.elements(shares[local_rank])]
 
-        return _node_sum(plan, nodes, transport, part, counters)
+        return _sum_in_node(plan, nodes, transport, addend, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _between(call.collective, plan, nodes, transport, codec, own, counters)
+        _run_between_nodes(call.collective, plan, nodes, transport, codec, own, counters)
         if not codec.bypass:
-            _share(nodes, transport, [plan.output[plan.layout.elements(piece)] for piece in pieces], counters)
+            outputs = [plan.output[plan.layout.elements(share)] for share in shares]
+            _gather_in_node(nodes, transport, outputs, counters)
 
     plan = replace(plan, addends=nodes.count, addend=nodes.node)
     return replace(plan, measured=own, within_node=within_node, schedule=schedule)
 
 
 def _reduce_scatter(call: Call, plan: Plan, nodes: Nodes) -> Plan:
-    """A piece is made of the parts of the ranks with one local rank, so that each ends with its own part."""
-    own = _pieces(nodes)[nodes.local_rank]
+    """Reduce-scatter in which the share of a local rank holds the segments of all ranks with that local rank.
+
+    So each rank ends with its own segment.
+    """
+    own = _shares(nodes)[nodes.local_rank]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
         by_rank = plan.source.data.view(nodes.count * nodes.size, -1)
-        buffer = _buffer("part", plan.source.data, nodes.count * by_rank.shape[1])
+        buffer = _buffer("share", plan.source.data, nodes.count * by_rank.shape[1])
 
-        def part(local_rank: int) -> Tensor:
-            rows = [by_rank[rank] for rank in _having(nodes, local_rank)]
+        def addend(local_rank: int) -> Tensor:
+            rows = [by_rank[rank] for rank in _with_local_rank(nodes, local_rank)]
             return torch.stack(rows, out=buffer.view(nodes.count, -1)).view(-1)
 
-        return _node_sum(plan, nodes, transport, part, counters)
+        return _sum_in_node(plan, nodes, transport, addend, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _between(call.collective, plan, nodes, transport, codec, own, counters)
+        _run_between_nodes(call.collective, plan, nodes, transport, codec, own, counters)
 
     output = Window(plan.output.data, plan.layout.segment(own[nodes.node]).start)
-    order = [rank for local_rank in range(nodes.size) for rank in _having(nodes, local_rank)]
+    # Error feedback keeps residuals by rank, and the codec now has the segments in another order.
+    order = [rank for local_rank in range(nodes.size) for rank in _with_local_rank(nodes, local_rank)]
     feedback = plan.feedback and plan.feedback.in_order(order, of=nodes.count * nodes.size)
     plan = replace(plan, feedback=feedback, addends=nodes.count, addend=nodes.node)
     return replace(plan, output=output, measured=own, within_node=within_node, schedule=schedule)
 
 
 def _all_gather(call: Call, plan: Plan, nodes: Nodes) -> Plan:
-    """A piece is made of the parts of the ranks with one local rank, as in `_reduce_scatter`."""
-    own = _pieces(nodes)[nodes.local_rank]
+    """All-gather with the shares of `_reduce_scatter`."""
+    own = _shares(nodes)[nodes.local_rank]
     segment = own[nodes.node]
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         elements = plan.layout.elements(own)
-        mine = _buffer("part", plan.output.data, elements.stop - elements.start)
+        mine = _buffer("share", plan.output.data, elements.stop - elements.start)
         own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
-        _between(call.collective, plan, nodes, transport, own_codec, own, counters)
+        _run_between_nodes(call.collective, plan, nodes, transport, own_codec, own, counters)
         if codec.bypass:
             return
         by_rank = plan.output.data.view(nodes.count * nodes.size, -1)
-        _put(mine, by_rank, _having(nodes, nodes.local_rank))
+
+        # Give the finished share to the other ranks of this node, and take theirs.
+        _copy_to_rows(mine, by_rank, _with_local_rank(nodes, nodes.local_rank))
         ranks, received = nodes.ranks[nodes.node], _buffer("received", mine, mine.numel())
-        for to, source in _turns(nodes):
-            exchange(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
-            _put(received, by_rank, _having(nodes, source))
+        for to, source in _partners(nodes):
+            exchange_in_node(nodes, transport, [(ranks[to], mine)], [(ranks[source], received)], counters)
+            _copy_to_rows(received, by_rank, _with_local_rank(nodes, source))
 
     source = Window(plan.source.data, plan.layout.segment(segment).start)
     measured = range(segment, segment + 1)
@@ -112,114 +122,119 @@ def _all_gather(call: Call, plan: Plan, nodes: Nodes) -> Plan:
 
 
 def _broadcast(call: Call, plan: Plan, nodes: Nodes) -> Plan:
-    """The root's node deals out the pieces, each goes to all nodes, and there to all ranks. A piece is one segment."""
+    """Broadcast: the root scatters shares inside its node, each share goes to all nodes, and there to all ranks.
+
+    A share is one segment.
+    """
     block = call.config.quantizer.block_in_effect
     layout = Layout.split(plan.layout.numel, nodes.size, plan.layout.frame_elements, block)
     own = range(nodes.local_rank, nodes.local_rank + 1)
     root = next(node for node, ranks in enumerate(nodes.ranks) if call.root in ranks)
     at_root = nodes.node == root
 
-    def parts(whole: Window) -> list[Tensor]:
+    def shares_of(whole: Window) -> list[Tensor]:
         return [whole[layout.segment(i)] for i in range(nodes.size)]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
-        mine = parts(plan.source)[nodes.local_rank]
+        mine = shares_of(plan.source)[nodes.local_rank]
         if at_root:
-            mine = _dealt(nodes, transport, call.root, parts(plan.source), counters)
+            mine = _scatter_in_node(nodes, transport, call.root, shares_of(plan.source), counters)
         return Window(mine, layout.elements(own).start)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _between(call.collective, plan, nodes, transport, codec, own, counters, root=root)
+        _run_between_nodes(call.collective, plan, nodes, transport, codec, own, counters, root=root)
         if not codec.bypass:
-            _share(nodes, transport, parts(plan.output), counters)
+            _gather_in_node(nodes, transport, shares_of(plan.output), counters)
 
     measured = own if at_root else range(0)
     return replace(plan, layout=layout, measured=measured, within_node=within_node, schedule=schedule)
 
 
-def _pieces(nodes: Nodes) -> list[range]:
-    """The segments of each local rank's piece: one for each node."""
+def _shares(nodes: Nodes) -> list[range]:
+    """The segments in the share of each local rank: one for each node."""
     return [range(i * nodes.count, (i + 1) * nodes.count) for i in range(nodes.size)]
 
 
-def _having(nodes: Nodes, local_rank: int) -> list[int]:
+def _with_local_rank(nodes: Nodes, local_rank: int) -> list[int]:
     """The ranks with this local rank, one of each node."""
     return [ranks[local_rank] for ranks in nodes.ranks]
 
 
-def _put(parts: Tensor, by_rank: Tensor, ranks: list[int]) -> None:
-    """Copy equal parts to the rows of these ranks. A host waits for a GPU to take a list of them as index."""
-    for rank, part in zip(ranks, parts.view(len(ranks), -1)):
-        by_rank[rank].copy_(part)
+def _copy_to_rows(values: Tensor, by_rank: Tensor, ranks: list[int]) -> None:
+    """Cut `values` into equal parts, one for each of `ranks`, and copy each part to its rank's row of `by_rank`."""
+    # Not `by_rank[ranks] = ...`: with a list as index, the host waits for the GPU.
+    for rank, row in zip(ranks, values.view(len(ranks), -1)):
+        by_rank[rank].copy_(row)
 
 
-def _between(
+def _run_between_nodes(
     collective: str,
     plan: Plan,
     nodes: Nodes,
     transport: Transport,
     codec: Codec,
-    piece: range,
+    share: range,
     counters: Counters,
     **root,
 ) -> None:
-    """Run the flat call's schedule on one piece, with the nodes for ranks.
+    """Run the plan's own schedule on one share, between this rank's counterparts on all nodes.
 
-    The output is then there to be shared, unless `codec` has a bypass: the same on all ranks.
+    The share of the output is then complete, unless `codec` has a bypass, which is the same on all ranks.
     """
     counters.plain_bytes = plain_wire_bytes(collective, codec.source.data.nbytes, nodes.count)
-    part = codec.part(piece)
-    plan.schedule(nodes.between(transport), part, counters, **root)
-    part.finish()
+    codec = codec.for_segments(share)
+    plan.schedule(nodes.between(transport), codec, counters, **root)
+    codec.finish()
 
 
 # ---------------------------------------------------------------- inside a node
 
 
-def _node_sum(
-    plan: Plan, nodes: Nodes, transport: Transport, part: Callable[[int], Tensor], counters: Counters
+def _sum_in_node(
+    plan: Plan, nodes: Nodes, transport: Transport, addend: Callable[[int], Tensor], counters: Counters
 ) -> Window:
-    """The sum over the ranks of this node of the piece of this rank, in the tensors' own dtype.
+    """Add up this rank's share over the ranks of this node, in the tensors' own dtype.
 
     Args:
-        part: what this rank adds to the piece of a local rank; may use the same memory each time.
+        addend: takes a local rank. Returns this rank's values of that rank's share; may reuse memory in each call.
     """
-    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_pieces(nodes)[nodes.local_rank])
+    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_shares(nodes)[nodes.local_rank])
     count = elements.stop - elements.start
     total = _buffer("sum", plan.source.data, count)
-    for turn, (to, source) in enumerate(_turns(nodes)):
+    for turn, (to, source) in enumerate(_partners(nodes)):
         received = _buffer("received", total, count) if turn else total
-        exchange(nodes, transport, [(ranks[to], part(to))], [(ranks[source], received)], counters)
+        exchange_in_node(nodes, transport, [(ranks[to], addend(to))], [(ranks[source], received)], counters)
         with span("local", total.nbytes, counters):
-            total += received if turn else part(nodes.local_rank)
+            total += received if turn else addend(nodes.local_rank)
     return Window(total, elements.start)
 
 
-def _turns(nodes: Nodes) -> list[tuple[int, int]]:
-    """The local ranks to send to and to receive from in turn, so that each meets every other and all are busy."""
+def _partners(nodes: Nodes) -> list[tuple[int, int]]:
+    """The pairs of local ranks to send to and to receive from, one after another. All ranks are busy in each turn."""
     return [((nodes.local_rank + i) % nodes.size, (nodes.local_rank - i) % nodes.size) for i in range(1, nodes.size)]
 
 
-def _dealt(nodes: Nodes, transport: Transport, root: int, parts: list[Tensor], counters: Counters) -> Tensor:
-    """The part of this rank, of those that the rank `root` of this node holds."""
-    ranks, own = nodes.ranks[nodes.node], parts[nodes.local_rank]
+def _scatter_in_node(nodes: Nodes, transport: Transport, root: int, shares: list[Tensor], counters: Counters) -> Tensor:
+    """Send each rank of this node its share of the values of rank `root`. Returns this rank's share."""
+    ranks, own = nodes.ranks[nodes.node], shares[nodes.local_rank]
     if ranks[nodes.local_rank] == root:
-        exchange(nodes, transport, [(rank, part) for rank, part in zip(ranks, parts) if rank != root], [], counters)
+        sends = [(rank, share) for rank, share in zip(ranks, shares) if rank != root]
+        exchange_in_node(nodes, transport, sends, [], counters)
         return own
-    part = _buffer("part", own, own.numel())
-    exchange(nodes, transport, [], [(root, part)], counters)
-    return part
+    received = _buffer("share", own, own.numel())
+    exchange_in_node(nodes, transport, [], [(root, received)], counters)
+    return received
 
 
-def _share(nodes: Nodes, transport: Transport, parts: list[Tensor], counters: Counters) -> None:
-    """Fill in the parts that the other ranks of this node have finished."""
-    own = parts[nodes.local_rank]
-    others = [(rank, part) for rank, part in zip(nodes.ranks[nodes.node], parts) if part is not own]
-    exchange(nodes, transport, [(rank, own) for rank, _ in others], others, counters)
+def _gather_in_node(nodes: Nodes, transport: Transport, shares: list[Tensor], counters: Counters) -> None:
+    """Send this rank's share to the other ranks of this node, and receive theirs into `shares`."""
+    own = shares[nodes.local_rank]
+    others = [(rank, share) for rank, share in zip(nodes.ranks[nodes.node], shares) if share is not own]
+    exchange_in_node(nodes, transport, [(rank, own) for rank, _ in others], others, counters)
 
 
 def _buffer(name: str, like: Tensor, count: int) -> Tensor:
-    """Memory for [count] elements of the kind that `like` has, until the name is asked for again."""
-    if like.device.type == "cpu":  # fresh memory would cost as much as the exchange
+    """Memory of the dtype and device of `like`: [count]. On a CPU it is valid until the next call with this name."""
+    if like.device.type == "cpu":  # fresh memory would take as long as the exchange
         return _scratch.of(name, count, like.dtype)
     return like.new_empty(count)

@@ -1,10 +1,14 @@
-"""The direct sums of two ranks with GPUs: each gathers the frames of the other one, at lengths that both know.
+"""Direct schedule for the sums of two ranks with GPUs, without a wait of the host for the lengths of frames.
 
-How long a frame is only the device knows. To ask it, and to tell the peer, takes as long as some kernels. So a call
-expects frames as long as those of the calls before, see `Forecast`, and the host queues all of it without a wait:
-frames are encoded into memory that is long enough for any, and as much of it is gathered as is expected to hold them.
-Their real lengths stand in front of them. At the end the host sees which were cut off, and these are gathered once
-more. Where nothing is expected, the ranks first agree on the longest.
+Only the GPU knows how long a frame is. To read the length, and to tell the other rank, takes as long as some kernels.
+So lengths are forecast from earlier calls, see `Forecast`:
+
+1. The host queues everything without a wait. Frames are encoded into memory that any frame fits in, and an all-gather
+   takes as many bytes of it as the frame is expected to have. The real length stands before the frame.
+2. The host waits for the end, and looks which frames were longer than expected.
+3. Frames that were cut off are gathered once more.
+
+If there is no forecast, the ranks first agree on the lengths.
 """
 
 from __future__ import annotations
@@ -16,24 +20,22 @@ import torch
 from torch import Tensor
 
 from ...kernels.format import FRONT_BYTES, HEADER_BYTES
-from ..codec.tensor_codec import CODED_TOGETHER, QuantizingCodec
+from ..codec.tensor_codec import BATCH_ELEMENTS, FrameId, QuantizingCodec
 from ..errors import FrameError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import CollectiveTransport, frame_bytes, peer_errors, replace_by_largest
 from ..transport.forecast import Forecasts
 
-_ALIGNMENT = 512  # of what is gathered, as of tensors on a GPU
-_LENGTH_BYTES = 8  # of a frame's length, in front of it
-
-Place = tuple[int, int]  # segment, and frame of it
+_GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
+_LENGTH_FIELD_BYTES = 8  # the length that stands before a frame
 
 
 class PaddedTransport(CollectiveTransport, Protocol):
-    """What this schedule needs of a transport.
+    """Transport with uncompressed collectives that also remembers the lengths of frames.
 
     Attributes:
-        forecasts: how long frames are expected to be. It lasts as long as the ranks are connected.
+        forecasts: the expected lengths of frames, by forecast key. Kept as long as the ranks are connected.
     """
 
     forecasts: Forecasts
@@ -42,19 +44,21 @@ class PaddedTransport(CollectiveTransport, Protocol):
 def all_reduce(transport: PaddedTransport, codec: QuantizingCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of all segments to the output."""
     segments = range(len(codec.layout.lengths))
-    places = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
-    _exchange(_PaddedFrames(transport, codec, counters, places, places), transport, counters)
+    frame_ids = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
+    _run(_PaddedFrames(transport, codec, counters, frame_ids, frame_ids), transport, counters)
 
 
 def reduce_scatter(transport: PaddedTransport, codec: QuantizingCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of this rank's segment to the output."""
     indices, rank = range(codec.layout.frames), transport.rank
     sends, sums = [(1 - rank, index) for index in indices], [(rank, index) for index in indices]
-    _exchange(_PaddedFrames(transport, codec, counters, sends, sums), transport, counters)
+    _run(_PaddedFrames(transport, codec, counters, sends, sums), transport, counters)
 
 
-def _exchange(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) -> None:
+def _run(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) -> None:
+    """Gather and add all frames, then once more those that were cut off."""
     while frames.left:
+        # Queue all gathers before the first sum, so that encoding and transfer overlap.
         gathers = []
         for number, memory in frames.encoded():
             gathered = memory.new_empty(2 * memory.numel())
@@ -69,13 +73,14 @@ def _exchange(frames: _PaddedFrames, transport: PaddedTransport, counters: Count
 
 
 class _PaddedFrames:
-    """The frames of one call, each in memory that is equally long on both ranks. They are numbered as they travel.
+    """Frames of one call, numbered in the order in which they are gathered.
 
     Args:
-        sends, sums: for each number the place of what is sent, and of what comes in and is added to.
+        sends: the frame that this rank sends, by number.
+        sums: the frame that this rank adds to what the other rank sends, by number.
 
     Attributes:
-        left: the numbers of those that are still to be gathered.
+        left: the numbers of the frames that are still to be gathered. The same on both ranks.
     """
 
     def __init__(
@@ -83,119 +88,146 @@ class _PaddedFrames:
         transport: PaddedTransport,
         codec: QuantizingCodec,
         counters: Counters,
-        sends: list[Place],
-        sums: list[Place],
+        sends: list[FrameId],
+        sums: list[FrameId],
     ):
         self._transport = transport
         self._codec = codec
         self._counters = counters
         self._sends = sends
         self._sums = sums
-        self._forecast = transport.forecasts.of(codec.kind)
+        self._forecast = transport.forecasts.of(codec.forecast_key)
         self.left: Sequence[int] = range(len(sends))
-        self._lengths: dict[int, int] = {}  # how much of that is gathered, as far as that is known
-        self._own: dict[int, Tensor] = {}  # memory: the length of a frame, and from FRONT_BYTES on the frame
-        self._sizes: dict[int, Tensor] = {}  # the bytes of these frames, on the device
-        self._received: dict[int, Tensor] = {}
-        self._decoded: set[int] = set()
+        # By number. Memory holds the length of a frame, and from FRONT_BYTES on the frame.
+        self._gathered_bytes: dict[int, int] = {}  # the same on both ranks; set once it is forecast or agreed
+        self._own: dict[int, Tensor] = {}  # memory of frames that this rank sends
+        self._own_sizes: dict[int, Tensor] = {}  # bytes of these frames: int64, [1], on the GPU
+        self._received: dict[int, Tensor] = {}  # memory of frames of the other rank
+        self._summed: set[int] = set()  # frames that came whole, and are in the output
 
     def encoded(self) -> Iterator[tuple[int, Tensor]]:
-        """All that is left to gather. Nothing comes, on both ranks, once the call must go plain."""
+        """Yield (number, memory to gather) for all frames that are left.
+
+        Ends early, on both ranks, if it turns out that the call must go plain.
+        """
         if self._own:
-            sizes = torch.cat([self._sizes[number] for number in self.left])
-            yield from self._gathered(self.left, sizes)
+            sizes = torch.cat([self._own_sizes[number] for number in self.left])
+            yield from self._to_gather(self.left, sizes)
             return
         if expected := self._forecast.sizes:
-            self._lengths = dict(enumerate(map(_gathered_bytes, expected)))
+            self._gathered_bytes = dict(enumerate(map(_padded, expected)))
         for batch in self._batches(2 if expected is None else len(self._sends)):
-            memory = [self._codec.device.buffer(_gathered_bytes(self._codec.frame_capacity)) for _ in batch]
+            memory = [self._codec.device.buffer(_padded(self._codec.frame_capacity)) for _ in batch]
             frames = [each[FRONT_BYTES:] for each in memory]
-            places = [self._sends[number] for number in batch]
-            sizes = self._codec.encode_ahead(places, frames, tell_outcome=expected is not None)
+            frame_ids = [self._sends[number] for number in batch]
+            sizes = self._codec.encode_ahead(frame_ids, frames, tell_outcome=expected is not None)
             self._own |= zip(batch, memory)
-            self._sizes |= zip(batch, sizes.split(1))
+            self._own_sizes |= zip(batch, sizes.split(1))
             if expected is None and not self._agree(batch, sizes):
                 return
-            yield from self._gathered(batch, sizes)
+            yield from self._to_gather(batch, sizes)
 
     def decode_sum(self, number: int, memory: Tensor) -> None:
-        """Take what the peer sent, and write the sum of it and the own values to the output."""
-        if number not in self._decoded:  # the output may be the memory of what is added
+        """Add this rank's values to a frame of the other rank, and write the sum to the output.
+
+        Args:
+            memory: what the other rank sent: uint8, [gathered bytes].
+        """
+        if number not in self._summed:  # once only: the output may share memory with the values
             self._codec.decode_sum(*self._sums[number], [memory[FRONT_BYTES:]], padded=True)
         self._received[number] = memory
 
     def check(self) -> None:
-        """Wait until all of it is done, and find what was cut off and is `left`. Raises FrameError."""
-        both = [*self._own.values(), *self._received.values()]  # of all; or nothing was received
+        """Wait for the GPU. Afterwards `left` has the frames that were cut off. Raises FrameError."""
+        both = [
+            *self._own.values(),
+            *self._received.values(),
+        ]  # if the call goes plain, maybe none received
         with span("wait", 0, self._counters):
-            seen = self._codec.check(*(memory[: FRONT_BYTES + HEADER_BYTES] for memory in both))
+            fronts = self._codec.check(*(memory[: FRONT_BYTES + HEADER_BYTES] for memory in both))
         self.left = []
         if self._codec.bypass:
             return
+
+        # For each frame, compare the longer one of both ranks with the bytes that were gathered.
         longest = []
-        for number, (mine, peers) in enumerate(zip(seen, seen[len(self._own) :])):
-            ours, theirs = _told(mine), self._length_of(peers)
+        for number, (own_front, peer_front) in enumerate(zip(fronts, fronts[len(self._own) :])):
+            ours, theirs = _length_in(own_front), self._peer_length(peer_front)
             longest.append(max(ours, theirs))
-            if _gathered_bytes(theirs) <= self._lengths[number]:
-                self._decoded.add(number)
-            if _gathered_bytes(longest[-1]) > self._lengths[number]:
+            if _padded(theirs) <= self._gathered_bytes[number]:
+                self._summed.add(number)
+            if _padded(longest[-1]) > self._gathered_bytes[number]:
                 self.left.append(number)
-                self._set_length(number, ours, longest[-1])
+                self._set_gathered_bytes(number, ours, longest[-1])
         if not self.left:
             self._forecast.learn(longest)
 
-    def _length_of(self, beginning: Tensor) -> int:
-        """Of a frame of the peer. Raises FrameError if the two that came with it differ, or are impossible."""
+    def _peer_length(self, front: Tensor) -> int:
+        """The bytes of a frame of the other rank.
+
+        Args:
+            front: the length, and the frame's header: uint8, [FRONT_BYTES + HEADER_BYTES], in host memory.
+
+        Raises FrameError if the length and the header differ, or the length is impossible.
+        """
         peer, capacity = 1 - self._transport.rank, self._codec.frame_capacity
-        theirs = frame_bytes(beginning[FRONT_BYTES:].numpy(), peer, HEADER_BYTES, capacity)
-        if theirs != _told(beginning):
+        theirs = frame_bytes(front[FRONT_BYTES:].numpy(), peer, HEADER_BYTES, capacity)
+        if theirs != _length_in(front):
             raise FrameError(
                 f"a frame of rank {peer} is damaged: its header says that it has {theirs} bytes, and the length that "
-                f"came with it is {_told(beginning)}. Suspect the network or memory."
+                f"came with it is {_length_in(front)}. Suspect the network or memory."
             )
         return theirs
 
     def _batches(self, most: int) -> Iterator[range]:
-        """All numbers, in at most so many batches.
+        """All numbers, in at most `most` batches of frames that are encoded together.
 
-        Few frames are encoded together, so that the first ones travel early; small ones, many.
+        A batch has about BATCH_ELEMENTS elements: the first frames should travel early, but small frames should share
+        a launch.
         """
-        together = CODED_TOGETHER // max(1, self._codec.layout.frame_elements)
+        together = BATCH_ELEMENTS // max(1, self._codec.layout.frame_elements)
         every = range(len(self._sends))
         count = max(1, together, -(-len(every) // most))
         return (every[start : start + count] for start in every[::count])
 
     def _agree(self, batch: range, sizes: Tensor) -> bool:
-        """Find the longest frame of each number, for which the host waits. Whether the call is still compressed."""
+        """Agree on the longer frame of both ranks for each number. The host waits.
+
+        Args:
+            sizes: bytes of this rank's frames: int64, [len(batch)], on the GPU.
+
+        Returns False if the call must go plain.
+        """
         longest = sizes.clone()
         with peer_errors("agreeing on the lengths of frames"):
             replace_by_largest(self._transport, longest, self._counters)
         with span("wait", 0, self._counters):
-            seen = self._codec.seen(torch.cat([sizes, longest]))
-        for number, ours, most in zip(batch, seen, seen[len(batch) :]):
-            self._set_length(number, ours, most)
+            on_host = self._codec.sizes_on_host(torch.cat([sizes, longest]))
+        for number, ours, most in zip(batch, on_host, on_host[len(batch) :]):
+            self._set_gathered_bytes(number, ours, most)
         return not self._codec.bypass
 
-    def _set_length(self, number: int, ours: int, longest: int) -> None:
-        """Let as much be gathered as the longest of both ranks' frames takes. Raises FrameError if that can't be."""
+    def _set_gathered_bytes(self, number: int, ours: int, longest: int) -> None:
+        """Gather the bytes that the longer frame of both ranks takes. Raises FrameError if `longest` is impossible."""
         if not ours <= longest <= self._codec.frame_capacity:
             raise FrameError(
                 f"the longest frame of both ranks is said to have {longest} bytes; {ours} to "
                 f"{self._codec.frame_capacity} are possible. Suspect the network or memory."
             )
-        self._lengths[number] = _gathered_bytes(longest)
+        self._gathered_bytes[number] = _padded(longest)
 
-    def _gathered(self, numbers: Sequence[int], sizes: Tensor) -> list[tuple[int, Tensor]]:
-        memory = [self._own[number][: self._lengths[number]] for number in numbers]
+    def _to_gather(self, numbers: Sequence[int], sizes: Tensor) -> list[tuple[int, Tensor]]:
+        """Write the lengths before the frames. Returns (number, memory to gather) of each."""
+        memory = [self._own[number][: self._gathered_bytes[number]] for number in numbers]
         self._codec.backend.pad_frames(memory, sizes)
         return list(zip(numbers, memory))
 
 
-def _gathered_bytes(nbytes: int) -> int:
-    """What is gathered of a frame of so many bytes."""
-    return -(-(FRONT_BYTES + nbytes) // _ALIGNMENT) * _ALIGNMENT
+def _padded(nbytes: int) -> int:
+    """The bytes to gather for a frame of `nbytes` bytes: with the length before it, and aligned."""
+    return -(-(FRONT_BYTES + nbytes) // _GATHER_ALIGNMENT_BYTES) * _GATHER_ALIGNMENT_BYTES
 
 
-def _told(beginning: Tensor) -> int:
-    """The length that stands in front of a frame, in host memory."""
-    return beginning[:_LENGTH_BYTES].view(torch.int64).item()
+def _length_in(front: Tensor) -> int:
+    """The length that stands before a frame. `front` is in host memory."""
+    return front[:_LENGTH_FIELD_BYTES].view(torch.int64).item()

@@ -1,8 +1,10 @@
-"""The ring schedule: each rank sends frames to its right neighbor only.
+"""Ring schedule: each rank sends frames to its right neighbor only.
 
-A reduce-scatter in hops (decode, add, encode, send), then an all-gather that forwards frames unchanged. Segments are
-cut into frames so that hops overlap. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations" (2009).
+1. Reduce-scatter: in each of n - 1 hops a rank receives a frame, decodes it, adds its own values, encodes and sends.
+2. All-gather: finished frames travel around the ring unchanged.
+
+Hops overlap, as each segment is cut into frames. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations" (2009).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 
 def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
-    """Decode the values of rank `root` to the output. Frames pass through a chain of ranks that begins at the root."""
+    """Decode the values of rank `root` to the output. Frames travel from the root along the ring."""
     first = transport.rank == root
     last = (transport.rank + 1) % transport.world_size == root
     stream = _neighbors(transport, codec, 0 if first else 1, counters)
@@ -55,7 +57,7 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
 
 
 def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counters: Counters) -> FrameStream:
-    """A stream to the right neighbor and from the left one, which sends a segment in each of `hops` hops."""
+    """Open the frame stream to the right neighbor and from the left one, which sends a segment in each hop."""
     n, rank = transport.world_size, transport.rank
     incoming = hops * codec.layout.frames
     [stream] = transport.streams([((rank + 1) % n, (rank - 1) % n)], incoming, codec.frame_capacity, counters)
@@ -63,7 +65,11 @@ def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counter
 
 
 def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream, last_hop_is_sent: bool):
-    """Reduce, and yield (index, frame) for each finished frame of this rank's own segment."""
+    """Reduce-scatter: yield (index, frame) for each finished frame of this rank's own segment.
+
+    Args:
+        last_hop_is_sent: send finished frames on to the right neighbor, as an all-gather begins with.
+    """
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for frame in codec.encode_each(((rank - 1) % n, index) for index in range(frames)):
         stream.exchange(frame)
@@ -77,7 +83,7 @@ def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream,
 
 
 def _forward(transport: FrameTransport, codec: TensorCodec, stream: FrameStream) -> None:
-    """The receiving half of the all-gather. Each rank has already sent its own frames to the right."""
+    """All-gather: decode the frames of all other segments, and send them on. Own frames have been sent before."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for hop in range(1, n):
         for index in range(frames):

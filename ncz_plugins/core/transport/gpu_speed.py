@@ -100,4 +100,4 @@ def _seconds_of(
             times.append(time.perf_counter() - started)
         slowest = torch.tensor([min(times)], dtype=torch.float64, device=where)
         transport.plain.all_reduce(slowest, dist.ReduceOp.MAX).wait()
-    return device.seen(slowest).item()
+    return device.copy_to_host(slowest).item()

@@ -1,4 +1,4 @@
-"""Tensors from one rank of a node to another: read from its memory where Linux allows it, else sent as messages."""
+"""Transfers between ranks of one node: by reading the sender's memory if Linux allows it, else by messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .topology import Nodes
 
 
 def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
-    """The same nodes, with `processes` if every rank can read its neighbors' memory.
+    """Find out whether every rank can read the memory of its neighbors. All ranks must call this.
 
-    All ranks must call this. Each holds a random number, which its neighbors try to read. Raises PeerError.
+    Returns `nodes` with `processes` set if every rank can, else unchanged. Raises PeerError.
     """
-    # Not torch's generator: the next numbers that the program draws must be the same with us and without.
+    # Tell the neighbors the address of a random number. Not from torch's generator, which belongs to the program.
     held = torch.tensor([secrets.randbelow(2**63 - 1)], dtype=torch.int64, device="cpu")
     mine = torch.tensor(
         [os.getpid(), host_address(held, "held", torch.int64, 1), held.item()], dtype=torch.int64, device="cpu"
@@ -31,6 +31,8 @@ def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
     received = [(rank, torch.empty_like(mine)) for rank in nodes.neighbors]
     with peer_errors("meeting the ranks of this node"):
         _by_messages(transport, [(rank, mine) for rank in nodes.neighbors], received)
+
+    # Try to read the numbers of the neighbors.
     failed = torch.zeros(1, dtype=torch.float32, device="cpu")
     for _, (process, address, number) in received:
         found = torch.full_like(held, -1)
@@ -45,18 +47,18 @@ def with_memory(nodes: Nodes, transport: Transport) -> Nodes:
     return replace(nodes, processes={rank: process.item() for rank, (process, *_) in received})
 
 
-def exchange(
+def exchange_in_node(
     nodes: Nodes,
     transport: Transport,
     sends: list[tuple[int, Tensor]],
     receives: list[tuple[int, Tensor]],
     counters: Counters,
 ) -> None:
-    """Send tensors to neighbors and receive tensors from them, of sizes that both sides know. Empty ones are left out.
+    """Send tensors to neighbors and receive tensors from them. Empty tensors are skipped.
 
     Args:
-        sends, receives: pairs of a rank and a tensor.
-        counters: take the bytes sent and the seconds spent.
+        sends, receives: pairs of a rank and a tensor; both sides must know its size.
+        counters: receive the bytes sent and the seconds spent.
 
     Raises PeerError.
     """
@@ -74,21 +76,23 @@ def exchange(
 def _by_memory(
     processes: dict[int, int], transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
 ) -> None:
-    """Tell the others where the tensors are, read those of the others, and wait until one's own have been read."""
-    addresses = [(rank, _address_of(tensor)) for rank, tensor in sends]
+    """Let the receivers read the tensors from this process's memory, and read theirs."""
+    # Tell each receiver the address of its tensor.
+    addresses = []
+    for rank, tensor in sends:
+        address = host_address(tensor, "what is sent", tensor.dtype)
+        addresses.append((rank, torch.tensor([address], dtype=torch.int64, device="cpu")))
     received = [(rank, torch.empty(1, dtype=torch.int64, device="cpu")) for rank, _ in receives]
     _by_messages(transport, addresses, received)
+
     for (rank, tensor), (_, address) in zip(receives, received):
         try:
             memory.read(processes[rank], address.item(), tensor)
         except OSError as error:
             raise PeerError(f"rank {rank} of this node can't be read any more: {error}; look at its log") from error
+
+    # Send the addresses back: a sender may change its tensor once all of its receivers have read it.
     _by_messages(transport, received, addresses)
-
-
-def _address_of(tensor: Tensor) -> Tensor:
-    """What a neighbor is told of memory that it may read: int64, [1]."""
-    return torch.tensor([host_address(tensor, "what is sent", tensor.dtype)], dtype=torch.int64, device="cpu")
 
 
 def _by_messages(transport: Transport, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:

@@ -141,7 +141,7 @@ def compressed(
     else:
         layout = layout_of_parts(tensor[: -(-tensor.numel() // segments)], segments, config, on_gpu)
     if hierarchical:  # each rank has one of as many pieces as a node has ranks
-        layout = layout.part(range(fleet.world_size))
+        layout = layout.for_segments(range(fleet.world_size))
         _inside(fleet, group, nbytes)
     fleet.work(1e-6 * group.costs.call_us)
     compares_first = on_gpu or (hierarchical and collective != "all_gather")  # as nodes add up before they measure

@@ -68,7 +68,7 @@ def test_a_segment_is_cut_into_several_frames_so_that_coding_and_transfer_overla
 
 def test_a_part_is_cut_as_the_whole_is():
     whole = Layout((5 * CHUNK, 7 * CHUNK + 3, 0, 2 * CHUNK), 3 * CHUNK)
-    part = whole.part(range(1, 4))
+    part = whole.for_segments(range(1, 4))
     check(part)
     for segment in range(3):
         for index in range(part.frames):

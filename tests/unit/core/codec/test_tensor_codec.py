@@ -147,8 +147,8 @@ def test_on_a_gpu_the_host_learns_late_whether_there_are_steps_and_a_call_withou
     frame_of_twos = codec_for(Config(), Host(), twos, scales).encode(0, 0)
     tensor = CodedTensor(layout, Window(values), Window(values.clone()))
     made = codec_for(Config(), Host(), tensor, scales, outcome=outcome)
-    assert made.seen(torch.tensor([17])) == [17]  # and with the size of a frame the outcome
-    assert outcome.unseen is None and made.bypass == reason
+    assert made.sizes_on_host(torch.tensor([17])) == [17]  # and with the size of a frame the outcome
+    assert outcome.on_device is None and made.bypass == reason
     frame = made.encode(0, 0).clone()
     made.decode(0, 0, frame_of_twos)
     made.finish()

@@ -218,7 +218,7 @@ def test_error_feedback_knows_what_was_lost_between_nodes(numel):
     assert same_bits(outcomes)
 
 
-def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
+def test_the_random_numbers_of_ranks_and_batches_are_their_own():
     """All ranks hold the same, so equal results in two places would show equal random numbers."""
     alike = torch.full((4 * RATE_BLOCK,), 0.3)
     alike[::RATE_BLOCK] = 1
@@ -331,26 +331,26 @@ def test_bytes_of_three_ranks_are_known_beforehand():
         )
 
 
-def test_large_rows_on_a_cpu_go_in_pieces():
+def test_large_rows_on_a_cpu_go_in_batches():
     """Each is some neighbouring blocks of all rows, and together they are all blocks."""
     rows = Rows.of(6 << 20, 2, 3 << 20)
-    pieces = list(fixed_rate._pieces(rows, 8, on_gpu=False))
-    ends = [0, *(piece.first + piece.blocks for piece in pieces)]
-    assert [piece.first for piece in pieces] == ends[:-1] and ends[-1] == rows.blocks
-    assert [piece.blocks for piece in pieces] == [rows.blocks // 3] * 3  # a row takes 3 MiB
-    assert all(piece._replace(first=0, blocks=rows.blocks) == rows for piece in pieces)
-    assert list(fixed_rate._pieces(rows, 8, on_gpu=True)) == [rows]
+    batches = list(fixed_rate._batches(rows, 8, on_gpu=False))
+    ends = [0, *(batch.first + batch.blocks for batch in batches)]
+    assert [batch.first for batch in batches] == ends[:-1] and ends[-1] == rows.blocks
+    assert [batch.blocks for batch in batches] == [rows.blocks // 3] * 3  # a row takes 3 MiB
+    assert all(batch._replace(first=0, blocks=rows.blocks) == rows for batch in batches)
+    assert list(fixed_rate._batches(rows, 8, on_gpu=True)) == [rows]
 
 
 @pytest.mark.parametrize(("row_mib", "count"), [(0.5, 1), (1.75, 1), (2, 2), (4, 4), (9, 4)])
-def test_pieces_are_few_and_not_small(row_mib, count):
+def test_batches_are_few_and_not_small(row_mib, count):
     numel = int(row_mib * 2**20)
-    pieces = list(fixed_rate._pieces(Rows.of(2 * numel, 2, numel), 8, on_gpu=False))
-    assert [piece.blocks for piece in pieces] == [numel // RATE_BLOCK // count] * count
+    batches = list(fixed_rate._batches(Rows.of(2 * numel, 2, numel), 8, on_gpu=False))
+    assert [batch.blocks for batch in batches] == [numel // RATE_BLOCK // count] * count
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_pieces_change_no_bit(world_size, monkeypatch):
+def test_batches_change_no_bit(world_size, monkeypatch):
     part = 9 * RATE_BLOCK + 5
 
     def body(transport):
@@ -363,9 +363,9 @@ def test_pieces_change_no_bit(world_size, monkeypatch):
         return torch.cat([summed, own])
 
     at_once = play(world_size, body, reuse=True)
-    monkeypatch.setattr(fixed_rate, "_PIECE_BYTES", packed_bytes(4))
-    in_pieces = play(world_size, body, reuse=True)
-    assert all(same_bits(both) for both in zip(at_once, in_pieces))
+    monkeypatch.setattr(fixed_rate, "_MIN_BATCH_BYTES", packed_bytes(4))
+    in_batches = play(world_size, body, reuse=True)
+    assert all(same_bits(both) for both in zip(at_once, in_batches))
 
 
 class Slow:

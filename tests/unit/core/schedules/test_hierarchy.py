@@ -303,8 +303,8 @@ class FoundHopeless(Codec):
     tensor: CodedTensor
     bypass = "non-finite"
 
-    def part(self, segments):
-        return replace(self, tensor=self.tensor.part(segments))
+    def for_segments(self, segments):
+        return replace(self, tensor=self.tensor.for_segments(segments))
 
     def finish(self):
         pass

@@ -9,7 +9,7 @@ from ranks import play
 from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport import process_memory as memory
-from ncz_plugins.core.transport.intra_node import exchange, with_memory
+from ncz_plugins.core.transport.intra_node import exchange_in_node, with_memory
 from ncz_plugins.core.transport.topology import Nodes
 
 RANKS = ((0, 1), (2, 3))
@@ -29,7 +29,7 @@ def test_tensors_are_exchanged_within_nodes_and_counted(by_memory):
         [neighbor] = nodes.neighbors
         mine, found = torch.full((1000,), float(transport.rank)), torch.zeros(1000)
         nothing = torch.empty(0)
-        exchange(nodes, transport, [(neighbor, mine), (neighbor, nothing)], [(neighbor, found)], counters)
+        exchange_in_node(nodes, transport, [(neighbor, mine), (neighbor, nothing)], [(neighbor, found)], counters)
         assert torch.equal(found, torch.full((1000,), float(neighbor)))
         return counters.local_bytes
 
@@ -54,6 +54,6 @@ def test_memory_that_can_not_be_read_any_more_is_an_error_that_names_the_rank():
         nodes = Nodes(((0, 1),), 0, transport.rank, {1 - transport.rank: 2**30})  # a process that does not exist
         peer, tensor = 1 - transport.rank, torch.zeros(10)
         with pytest.raises(PeerError, match=f"rank {peer} of this node can't be read any more"):
-            exchange(nodes, transport, [(peer, tensor)], [(peer, torch.zeros(10))], Counters())
+            exchange_in_node(nodes, transport, [(peer, tensor)], [(peer, torch.zeros(10))], Counters())
 
     play(2, body)
