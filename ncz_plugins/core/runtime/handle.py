@@ -1,4 +1,4 @@
-"""What an asynchronous collective returns."""
+"""Handles: what an asynchronous collective returns."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from torch.futures import Future, collect_all
 
 from ..errors import fresh
 
-_LEAST_SECONDS = 0.001  # of a time-out: to torch's own works zero means none
+_MIN_TIMEOUT_SECONDS = 0.001  # not 0, which torch's works take for no time-out
 
 
 class Handle(ABC):
-    """A collective that was started. Stands in for torch.distributed's `Work`."""
+    """Handle of a collective that was started. It has the methods of torch.distributed's `Work`.
 
-    outputs: Sequence[Tensor] = ()  # what the collective writes to, on one device
+    Attributes:
+        outputs: the tensors that the collective writes to, all on one device.
+    """
+
+    outputs: Sequence[Tensor] = ()
 
     def giving(self, *outputs: Tensor) -> Handle:
-        """The same handle, which knows what its collective writes to: `get_future` gives that."""
+        """A copy of this handle with `outputs`, which become the value of `get_future`."""
         other = copy(self)
         other.outputs = outputs
         return other
@@ -34,9 +38,10 @@ class Handle(ABC):
         """Block until the result is in place, and return True.
 
         Args:
-            timeout: seconds, or a timedelta as torch.distributed takes it; None waits as long as the collective does.
+            timeout: in seconds, or a timedelta as in torch.distributed; None: as long as the collective takes.
 
-        Raises what went wrong, each time it is called. Raises PeerError after `timeout`; the collective goes on then.
+        Raises the error of the collective, in each call of `wait`. Raises PeerError after `timeout`, while the
+        collective goes on.
         """
 
     @abstractmethod
@@ -49,14 +54,14 @@ class Handle(ABC):
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """What went wrong, once completed; else None."""
+        """The error of the collective, once it has failed; else None."""
 
     @abstractmethod
     def get_future(self) -> Future[list[Tensor]]:
-        """A future as that of torch.distributed's `Work`: its value is a list of the tensors that have the result.
+        """A future like that of torch.distributed's `Work`. Its value is `outputs`, as a list.
 
-        Waiting for it, or looking at its value, raises what went wrong. For a tensor on a GPU that holds up the current
-        stream until the result is in place, as it does the stream of a callback that was given to `then`.
+        `wait` and `value` raise the error of the collective. For tensors on a GPU they make the current CUDA stream
+        wait for the result. A callback given to `then` runs on a CUDA stream that waits for it.
         """
 
     def _new_future(self) -> Future[list[Tensor]]:
@@ -64,19 +69,19 @@ class Handle(ABC):
 
 
 class Handles(Handle):
-    """The handle of several collectives at once.
+    """Handle of several collectives.
 
     Args:
-        handles: theirs, in the order in which they run.
+        handles: one of each collective, in the order in which they run.
     """
 
     def __init__(self, handles: Sequence[Handle]):
         self._handles = handles
 
     def wait(self, timeout=None) -> bool:
-        until = None if timeout is None else time.monotonic() + seconds_of(timeout)
+        deadline = None if timeout is None else time.monotonic() + seconds_of(timeout)
         for handle in self._handles:
-            handle.wait(None if until is None else max(_LEAST_SECONDS, until - time.monotonic()))
+            handle.wait(None if deadline is None else max(_MIN_TIMEOUT_SECONDS, deadline - time.monotonic()))
         return True
 
     def is_completed(self) -> bool:
@@ -91,15 +96,15 @@ class Handles(Handle):
         return next((error for handle in self._handles if (error := handle.exception()) is not None), None)
 
     def get_future(self) -> Future[list[Tensor]]:
-        future = self._new_future()  # that of collect_all knows of no GPU, and nobody's stream would wait for it
+        future = self._new_future()  # not that of collect_all, which makes no CUDA stream wait
 
         def complete(done: Future) -> None:
-            with _aside(self.outputs[0].device):  # to look at values holds up the current stream
+            with _on_unused_stream(self.outputs[0].device):  # `value` makes the current CUDA stream wait
                 try:
                     for each in done.value():
-                        each.value()  # which raises what went wrong
+                        each.value()  # raises the error of this collective
                 except Exception as error:
-                    fail(future, error.with_traceback(None))  # which has this frame, and that has the future
+                    fail(future, error.with_traceback(None))  # its traceback holds `future`
                 else:
                     future.set_result(list(self.outputs))
 
@@ -108,8 +113,8 @@ class Handles(Handle):
 
 
 @contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """A context in which a GPU's current stream is one that nobody else waits for."""
+def _on_unused_stream(device: torch.device) -> Iterator[None]:
+    """A context in which a GPU's current CUDA stream is a new one. On a CPU it does nothing."""
     if device.type != "cuda":
         yield
         return
@@ -118,10 +123,10 @@ def _aside(device: torch.device) -> Iterator[None]:
 
 
 def fail(future: Future, error: BaseException) -> None:
-    """Give a future an error in place of a value. Whoever asks for the value gets a copy of the error: see `fresh`.
+    """End a future with an error. `wait` and `value` raise a copy of the error: see `fresh`.
 
-    torch's `set_exception` would raise the error itself, whose traceback then has the frames of those who wait, which
-    hold the future.
+    torch's `set_exception` would raise the error itself. Its traceback then has the frames of those who wait, which
+    hold the future: a circle that keeps tensors.
     """
     future._set_unwrap_func(_raise)
     future.set_result(error)

@@ -1,7 +1,7 @@
-"""Calls made in torch's inference mode, as evaluation makes them.
+"""Inference mode of torch, in which evaluation makes calls.
 
-Outside of that mode nobody may write to tensors that were made in it. Some calls run on another thread, which is in no
-such mode, and all keep memory for the next call. So all of them run outside of it, on tensors of the same memory.
+Tensors made in this mode can't be written to outside of it. But some calls run on another thread, which is not in this
+mode, and all calls keep memory for the next call. So calls leave the mode, and use other tensors with the same memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def outside_of_inference_mode() -> AbstractContextManager:
-    """A context without inference mode. If it was on, gradients are not recorded here either."""
-    return _outside() if torch.is_inference_mode_enabled() else _as_it_is
+    """A context outside of inference mode. If the mode was on, autograd records nothing in the context either."""
+    return _outside() if torch.is_inference_mode_enabled() else _no_context
 
 
-_as_it_is = nullcontext()
+_no_context = nullcontext()
 
 
 @contextmanager
@@ -28,7 +28,10 @@ def _outside() -> Iterator[None]:
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """`tensor`, or in place of one of inference mode a tensor with the same memory, if called outside of that mode."""
+    """A tensor with the memory of `tensor` that can be written to outside of inference mode.
+
+    Call it outside of that mode. Returns `tensor` itself if it was not made in the mode.
+    """
     if not tensor.is_inference():
         return tensor
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Counters: what was sent, what it would have been uncompressed, and why some calls went uncompressed."""
+"""Statistics: bytes that were sent, bytes that plain calls would have sent, times, and why calls went plain."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Counters:
-    """Sums over calls, as one rank sees them. Bytes are what this rank sends; times are in seconds.
+    """Sums over calls, for one rank. Bytes are those that this rank sends; times are in seconds.
 
     Attributes:
         calls: collectives that were called.
-        compressed_calls: those that went compressed; the others are in `bypasses`.
-        bytes_in: bytes of the tensors handed in.
-        plain_bytes: what a bandwidth-optimal plain collective would have sent; where ranks are grouped into nodes
-            (`transport.hierarchy`) and the call went compressed, to other nodes only.
-        wire_bytes: what was sent: frames, agreements, and bypassed calls in full.
-        local_bytes: what was sent uncompressed to ranks of the same node, on top of `wire_bytes`.
-        bypasses: reason -> calls.
-        bypassed_bytes: reason -> what these calls sent, as part of `wire_bytes`.
-        plain_bytes_by_role, wire_bytes_by_role: both kinds of bytes, by what tensors were, where that was said:
+        compressed_calls: calls that went compressed; the others are in `bypasses`.
+        bytes_in: bytes of the tensors passed in.
+        plain_bytes: bytes that a bandwidth-optimal plain collective would have sent. For a compressed call with nodes
+            (`transport.hierarchy`), only bytes to other nodes.
+        wire_bytes: bytes that were sent: frames, agreements, and plain calls in full.
+        local_bytes: bytes that were sent uncompressed to ranks of the same node, on top of `wire_bytes`.
+        bypasses: reason to go plain -> calls.
+        bypassed_bytes: reason to go plain -> bytes that these calls sent, as part of `wire_bytes`.
+        plain_bytes_by_role, wire_bytes_by_role: role -> `plain_bytes` and `wire_bytes` of calls with a role:
             "gradient", "parameter" or "activation".
-        sent_whole: reason -> calls with a baseline in which some rank's part was sent whole, see `Baseline`.
+        sent_whole: reason -> calls with a baseline in which the segment of some rank was sent whole, see `Baseline`.
         agree_seconds: from the start of a call until all ranks agree on the quantization steps, including sums inside
             the node.
         measure_seconds: measuring the tensor, as part of `agree_seconds`.
-        local_seconds: exchanging and adding up inside the node.
-        encode_seconds, decode_seconds: inside the codec (decode + add + encode counts as encode).
+        local_seconds: transfers and sums inside the node.
+        encode_seconds, decode_seconds: in the codec. Decoding and adding for a frame that is then encoded counts
+            as encoding.
         wait_seconds: waiting for peers and the network, also while agreeing.
-        plain_seconds: in the plain collective, for calls that turned out to need it once they were under way. The time
-            of calls that go plain at once is not measured.
+        plain_seconds: in the plain collective, for calls that went plain after they had begun. Calls that go plain
+            from the start are not timed.
         seconds: from the start of a call to its end, on the thread that runs it.
         coders: coder -> frames that this rank wrote with it, in host memory.
     """
@@ -59,12 +60,13 @@ class Counters:
 
     @property
     def ratio(self) -> float:
-        """plain_bytes / wire_bytes; 1.0 where nothing was sent."""
+        """plain_bytes / wire_bytes; 1.0 if nothing was sent."""
         return self.plain_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def add(self, other: Counters) -> None:
+        """Add all counters of `other`."""
         for name, theirs in vars(other).items():
-            if not theirs:  # most are zero in most calls, and this must not slow small calls down
+            if not theirs:  # most counters of a call are zero: skipping them keeps small calls fast
                 continue
             mine = getattr(self, name)
             if isinstance(mine, dict):
@@ -74,7 +76,7 @@ class Counters:
                 setattr(self, name, mine + theirs)
 
     def describe(self) -> str:
-        """One short line for people."""
+        """A summary in one line."""
         bypassed = ", ".join(f"{calls} x {reason}" for reason, calls in self.bypasses.items())
         inside = f" and {self.local_bytes / 1e6:.2f} MB inside nodes" if self.local_bytes else ""
         return (
@@ -84,12 +86,12 @@ class Counters:
         )
 
     def to_dict(self) -> dict:
-        """Plain numbers, ready for JSON; includes the ratio."""
+        """All counters and `ratio`, ready for JSON."""
         return {**asdict(self), "ratio": self.ratio}
 
 
 class Statistics:
-    """Counters over a whole run and per training step. Safe to read while a collective runs.
+    """Counters of a run, in total and by training step. Safe to read while a collective runs.
 
     Attributes:
         steps: the counters of the latest `history` finished training steps, oldest first.
@@ -97,7 +99,7 @@ class Statistics:
 
     def __init__(self, history: int):
         self.steps: deque[Counters] = deque(maxlen=history)
-        self._before = Counters()  # of all finished steps
+        self._before = Counters()  # finished steps
         self._step = Counters()
         self._lock = threading.Lock()
 
@@ -106,12 +108,12 @@ class Statistics:
 
     @property
     def total(self) -> Counters:
-        """Those of all calls until now."""
+        """Counters of all calls so far."""
         with self._lock:
             return self._summed()
 
     def record(self, counters: Counters) -> None:
-        """Add one call."""
+        """Add the counters of one call."""
         with self._lock:
             self._step.add(counters)
 

@@ -1,4 +1,4 @@
-"""Calls that a GPU carries out without the host: queued on a stream, waited for by a stream."""
+"""Calls that a GPU carries out without the host: queued on a CUDA stream, and waited for by a CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .handle import Handle
 
 
 class CallStream:
-    """A stream of one CUDA device, beside the caller's, for calls whose sizes are all known beforehand.
+    """CUDA stream of our own for calls whose sizes are all known beforehand.
 
     Attributes:
         backend: the kernels for this device.
 
-    Raises ImportError where there are no kernels for the device, saying why.
+    Raises ImportError, with the reason, if there are no kernels for the device.
     """
 
     def __init__(self, device: torch.device):
@@ -30,10 +30,11 @@ class CallStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def queue(self, tensors: list[Tensor], work: Callable[[], None]) -> StreamHandle:
-        """Queue `work`, behind all that the current stream has been given so far.
+        """Queue `work` on this stream, after the work that is now on the current stream. Returns its handle.
 
         Args:
-            tensors: the caller's memory that it uses, which is then not given to others before it is done.
+            tensors: the caller's tensors that `work` uses. Torch does not reuse their memory before the work is done.
+            work: queues kernels and NCCL operations on the current stream.
         """
         with self.following(torch.cuda.current_stream(self._device)):
             for tensor in tensors:
@@ -43,16 +44,16 @@ class CallStream:
 
     @contextmanager
     def following(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """A context in which this stream is the current one, and follows what `stream` has been given so far."""
+        """A context in which this stream is the current one. Its work begins after the work that is now on `stream`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(stream)
             yield
 
 
 class StreamHandle(Handle):
-    """The handle of work on a stream. `wait` holds up the current stream and not the host, as NCCL's own does.
+    """Handle of work on a CUDA stream. `wait` makes the current CUDA stream wait, not the host, as with NCCL's works.
 
-    So `wait` tells of no failure and knows no time-out; NCCL's watchdog ends the process of a rank whose peer has died.
+    So `wait` reports no errors and ignores its time-out. If a peer dies, NCCL's watchdog ends the process.
     """
 
     def __init__(self, stream: torch.cuda.Stream, done: torch.cuda.Event, device: torch.device):
@@ -62,7 +63,7 @@ class StreamHandle(Handle):
 
     @classmethod
     def of_current(cls, device: torch.device) -> StreamHandle:
-        """The handle of all that the current stream of `device` has been given so far."""
+        """The handle of the work that is now on the current CUDA stream of `device`."""
         stream = torch.cuda.current_stream(device)
         return cls(stream, stream.record_event(), device)
 
@@ -82,17 +83,17 @@ class StreamHandle(Handle):
     def get_future(self) -> Future[list[Tensor]]:
         future = self._new_future()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            future.set_result(list(self.outputs))  # whoever waits, waits for this stream
+            future.set_result(list(self.outputs))  # those who wait for it, wait for this stream
         return future
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph that uses this tensor is being captured on the current stream."""
+    """Whether `tensor` is on a GPU, and the current CUDA stream is being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def require_capturable(collective: str, quantizer: QuantizerConfig) -> None:
-    """Raise UnsupportedError unless a CUDA graph can repeat such a call."""
+    """Raise UnsupportedError, with a remedy, unless a CUDA graph can repeat a call with these settings."""
     if quantizer.bits is None:
         problem = "the host must know sizes that follow from the data. Set quantizer.mode: bits"
     elif quantizer.kind_in_effect == "stochastic":

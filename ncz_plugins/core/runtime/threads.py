@@ -1,7 +1,7 @@
-"""Threads that are awaited when the program ends, for a moment.
+"""Threads that end with the program.
 
-When a thread ends, it frees what it has kept for itself: tensors, such as its scratch. Torch lets go of the GIL to free
-memory. A thread that takes the GIL back while the interpreter ends aborts the process.
+A thread that ends frees its own tensors, such as its scratch memory. Torch releases the GIL to free memory. A thread
+that takes the GIL again while the interpreter ends aborts the process, so the program waits for its threads first.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 
-_EXIT_SECONDS = 3.0  # for threads that have nothing left to do when the program ends
+_EXIT_SECONDS = 3.0  # the program waits this long at its end, for all threads together
 
-# Nobody else may know a thread that has run to its end and still frees what it kept, so these are no weak references.
+# Strong references: a thread that has run to its end still frees its tensors when all others have forgotten it.
 _started: dict[threading.Thread, queue.SimpleQueue] = {}
 
 
 def start_thread(run: Callable[[queue.SimpleQueue], None], jobs: queue.SimpleQueue, name: str) -> threading.Thread:
-    """Start a daemon that runs `run(jobs)`, which returns once it takes None from `jobs`."""
+    """Start a daemon thread that runs `run(jobs)`. `run` must return when it takes None from `jobs`."""
     for earlier in [thread for thread in list(_started) if not thread.is_alive()]:
-        earlier.join()  # returns at once, or when all is freed
+        earlier.join()  # waits until its tensors are freed
         _started.pop(earlier, None)
     thread = threading.Thread(target=run, args=(jobs,), name=name, daemon=True)
     thread.start()
@@ -31,7 +31,7 @@ def start_thread(run: Callable[[queue.SimpleQueue], None], jobs: queue.SimpleQue
 
 @atexit.register
 def _end_all() -> None:
-    deadline = time.monotonic() + _EXIT_SECONDS  # of all together
+    deadline = time.monotonic() + _EXIT_SECONDS
     for thread, jobs in list(_started.items()):
         jobs.put(None)
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Where a collective spends its time: counted, shown as ranges in Nsight Systems, and recorded.
+"""Spans of time in a collective: counted, shown as ranges in Nsight Systems, and recorded as Chrome traces.
 
 See docs/guides/profiling.md.
 
@@ -6,7 +6,7 @@ See docs/guides/profiling.md.
         communicator.all_reduce(tensor)
     json.dump(events, file)  # for chrome://tracing or ui.perfetto.dev
 
-Each thread that codes has a row that shows what it did. Each peer and direction has one that shows its frames.
+A recording has a row for each thread that codes, and a row of frames for each peer and direction.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ _recorder: _Recorder | None = None
 
 
 class span:
-    """Shows the block as an NVTX range "ncz WHAT NBYTES", and adds its seconds to WHAT_seconds of `counters`.
+    """Context that shows its block as an NVTX range "ncz WHAT NBYTES", and adds its time to counter WHAT_seconds.
 
-    A call passes through twenty of them, so this is no generator.
+    A class and not a generator, which is slower: a call enters some twenty spans.
+
+    Args:
+        what: what the block does: one word.
+        nbytes: bytes that the block works on.
+        counters: receive the seconds; None: nobody.
     """
 
     __slots__ = ("_counters", "_nbytes", "_started", "_what")
@@ -53,21 +58,27 @@ class span:
 
 
 def record(row: str, what: str, started: float, ended: float, nbytes: int) -> None:
-    """Record a span that the caller has timed, in seconds of `time.perf_counter`, if a recording is on."""
+    """Add a span that the caller has timed to the recording, if one is on.
+
+    Args:
+        row: the row that shows the span.
+        what, nbytes: see `span`.
+        started, ended: in seconds of `time.perf_counter`.
+    """
     if _recorder is not None:
         _recorder.add(row, what, started, ended, nbytes)
 
 
 @contextmanager
 def recording():
-    """Yield a list that receives the Chrome trace events of this process until the block ends.
+    """Record this process until the block ends. Yields a list that receives Chrome trace events.
 
-    Times are microseconds of `time.perf_counter`; rows are named threads. In a row "sending to", a frame begins when it
-    is handed to the transport and ends when all of it has left this process. In a row "receiving from", it ends when
-    all of it is there. It begins when the frame before it ended or when its receive was posted, whichever is later,
-    since nobody sees its first byte arrive.
+    Times are microseconds of `time.perf_counter`, and rows are named threads. In a row "sending to", a frame begins
+    when the transport gets it, and ends when all of it has left this process. In a row "receiving from", a frame ends
+    when all of it is there. It begins when the frame before it ended or its receive was posted, whichever is later, as
+    nobody sees its first byte arrive.
 
-    Where frames go through gloo, a frame ends when its rank has waited for it. Only one recording may be on at a time.
+    If frames go through gloo, a frame ends when its rank has waited for it. Only one recording may be on at a time.
     """
     global _recorder
     _recorder = _Recorder()
@@ -78,10 +89,10 @@ def recording():
 
 
 class _Recorder:
-    """Turns spans into events.
+    """Collector of the events of a recording.
 
     Attributes:
-        events: dictionaries of the Trace Event Format.
+        events: dictionaries in the Trace Event Format.
     """
 
     def __init__(self):
@@ -90,7 +101,7 @@ class _Recorder:
         self._lock = threading.Lock()
 
     def add(self, row: str, what: str, started: float, ended: float, nbytes: int) -> None:
-        """One span, in seconds."""
+        """Add a span: see `record`."""
         with self._lock:
             if row not in self._rows:
                 self._rows[row] = len(self._rows) + 1

@@ -1,4 +1,4 @@
-"""One background thread that runs collectives in the order they were asked for."""
+"""Background threads: one that runs collectives in order, and threads that run callbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from .threads import start_thread
 
 
 class FutureHandle(Handle):
-    """The handle of a job that the background thread runs."""
+    """Handle of a job on the background thread.
+
+    Args:
+        future: ends with the job.
+        callbacks: runs what completes the futures of `get_future`.
+    """
 
     def __init__(self, future: concurrent.futures.Future, callbacks: Callbacks):
         self._future = future
@@ -35,7 +40,7 @@ class FutureHandle(Handle):
             try:
                 raise fresh(error)
             finally:
-                del error  # not to be in a frame that is in its copy's traceback
+                del error  # the copy's traceback has this frame: a circle
         return True
 
     def is_completed(self) -> bool:
@@ -52,22 +57,22 @@ class FutureHandle(Handle):
         where = outputs[0].device
 
         def complete(error: BaseException | None) -> None:  # on a GPU, too, the result is in place by now
-            # A thread begins with GPU 0. A future goes from there to the GPU of its tensors and back, and to go back to
-            # one that this process does not use makes a context there, of half a gigabyte.
+            # A thread begins with GPU 0, and a future switches to the GPU of its tensors and back. Switching back to a
+            # GPU that this process does not use would create a CUDA context there, of half a gigabyte.
             with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
                 if error is not None:
                     fail(future, error)
                 else:
                     future.set_result(outputs)
 
-        # The job's future keeps `when_done` when it is over. So `when_done` must let go of `complete`, which has the
-        # tensors, and not know this handle, which has the job's future.
+        # The job's future keeps `when_done` after the job. So that no tensors are kept, `when_done` takes `complete`,
+        # which holds them, out of a list, and does not refer to this handle, which holds the job's future.
         callbacks, asking, waiting = self._callbacks, threading.get_ident(), [complete]
 
         def when_done(done: concurrent.futures.Future) -> None:
             completing = partial(waiting.pop(), done.exception())
             if threading.get_ident() == asking:
-                completing()  # it is over already: then its future is, too, as torchft expects
+                completing()  # the job is over already, so the future is completed here: torchft expects that
             else:
                 callbacks.run(completing)
 
@@ -76,10 +81,9 @@ class FutureHandle(Handle):
 
 
 class Callbacks:
-    """Runs what others have asked to be told, on threads of their own.
+    """Threads that run callbacks, one thread for each callback that has not returned. Idle threads are used again.
 
-    A callback may wait for further calls, or for another callback: it must hold up neither. So there are as many
-    threads as callbacks that have not returned, and those that have nothing to do are used again.
+    A callback may wait for further calls or for another callback, so it must block neither of them.
     """
 
     def __init__(self, name: str):
@@ -88,6 +92,8 @@ class Callbacks:
         self._is_closed = False
 
     def run(self, callback: Callable[[], None]) -> None:
+        """Run a callback on an idle thread, or on a new one."""
+
         def job() -> None:
             try:
                 callback()
@@ -101,22 +107,22 @@ class Callbacks:
         except IndexError:
             try:
                 worker = Worker(self._name)
-            except RuntimeError:  # an interpreter that ends starts no threads
+            except RuntimeError:  # the interpreter is ending, and starts no threads
                 return callback()
         worker.submit(job)
 
     def close(self) -> None:
-        """End the threads, those that run a callback after that."""
+        """End all threads. A thread that runs a callback ends after the callback."""
         self._is_closed = True
-        with suppress(IndexError):  # none is left; a thread that becomes idle ends the rest as well
+        with suppress(IndexError):  # raised when none is left
             while True:
                 self._idle.pop().close(0)
 
 
 class Worker:
-    """A thread that runs jobs in order. It is a daemon: a hung peer must not keep the interpreter from ending.
+    """Thread that runs jobs in order. It is a daemon: a peer that hangs must not keep the interpreter from ending.
 
-    A fork of this process has no such thread; there, `require_own_process` and `submit` raise UnsupportedError.
+    A fork of this process does not have the thread: there, `require_own_process` and `submit` raise UnsupportedError.
     """
 
     def __init__(self, name: str):
@@ -126,26 +132,26 @@ class Worker:
         self._thread = start_thread(_run, self._jobs, name)
 
     def submit(self, job: Callable[[], None]) -> FutureHandle:
-        """Run `job` after all earlier ones. Raises UnsupportedError in a fork."""
+        """Run `job` after all earlier jobs. Raises UnsupportedError in a fork."""
         self.require_own_process()
         future: concurrent.futures.Future = concurrent.futures.Future()
         self._jobs.put((job, future))
         return FutureHandle(future, self._callbacks)
 
     def require_own_process(self) -> None:
-        """Raise UnsupportedError in a fork of the process that this belongs to: there a job would never run."""
+        """Raise UnsupportedError in a fork of the process that made this thread, where a job would never run."""
         if os.getpid() != self._process:
             raise UnsupportedError(
-                f"process {os.getpid()} is a fork of process {self._process}, which has the threads and connections of "
-                "this communicator to itself. Start processes by spawn or forkserver; one that is to take part needs a "
-                "process group and a communicator of its own"
+                f"process {os.getpid()} is a fork of process {self._process}, which alone has the threads and "
+                "connections of this communicator. Start processes by spawn or forkserver; a process that takes part "
+                "needs its own process group and communicator"
             )
 
     def __del__(self):
-        self._jobs.put(None)  # nobody can submit any more, so the thread may end
+        self._jobs.put(None)  # so that the thread ends
 
     def close(self, timeout: float) -> bool:
-        """End the thread after the jobs submitted so far. Returns False if that takes longer than `timeout` seconds."""
+        """End the thread after all submitted jobs. Returns False if it has not ended after `timeout` seconds."""
         self._jobs.put(None)
         self._callbacks.close()
         if threading.current_thread() is not self._thread:
@@ -154,13 +160,13 @@ class Worker:
 
 
 def _run(jobs: queue.SimpleQueue) -> None:
-    # A function, not a method: the thread must not keep the communicator that owns it alive.
+    """Run (job, future) pairs until None comes. Not a method, as the thread must not keep its owner alive."""
     while (item := jobs.get()) is not None:
         job, future = item
         try:
             job()
         except BaseException as error:
-            forget_tensors(error)  # all of its frames but this one have ended
+            forget_tensors(error)
             future.set_exception(error)
         else:
             future.set_result(None)
