@@ -1,1 +1,39 @@
-"""Transports: the interface, its implementations, how ranks meet, and which ranks share a node."""
+"""Transports: what carries frames, agreements and uncompressed collectives between ranks.
+
+The interface, and its implementations:
+
+- base.py: the interface of all transports.
+- gloo.py: the transport of tensors in host memory.
+- nccl.py: the transport of tensors on a GPU.
+- routes.py: the transport and device for the tensors on each torch device.
+
+Connections:
+
+- addresses.py: the address by which other ranks reach this host.
+- connections.py: the connections between the ranks of one group, and agreements over them.
+- descriptors.py: whether this process may open enough file descriptors.
+- handshake.py: how ranks meet, and the comparison of their configurations.
+- mesh.py: messages over TCP connections of our own.
+- mesh_stream.py: frames over these connections.
+
+Uncompressed collectives:
+
+- plain.py: by a process group of torch.distributed.
+- small.py: of small tensors, over the connections of mesh.py.
+- striped.py: large gathers over several NCCL groups.
+- subset.py: between some ranks of a group.
+
+Ranks and nodes:
+
+- comparison.py: whether all ranks hold the same numbers.
+- groups.py: the process groups that users pass.
+- intra_node.py: transfers between ranks of one node.
+- process_memory.py: reading the memory of another process.
+- topology.py: which ranks share a node or a machine.
+
+Speed:
+
+- forecast.py: the expected lengths of frames.
+- gpu_speed.py: the speed of uncompressed calls on GPUs, measured.
+- link_speed.py: the speed of the network interface, as Linux states it.
+"""

@@ -1,4 +1,4 @@
-"""The address by which other ranks reach this host: the one that gloo would choose."""
+"""Address by which other ranks reach this host. It is the one that gloo would choose."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LOOPBACK = "127.0.0.1"
 
 
 def own_address() -> str | None:
-    """An address of this host, IPv4 or IPv6, in digits; None if the interface of GLOO_SOCKET_IFNAME has none.
+    """The IPv4 or IPv6 address of this host, in digits.
 
-    It is that of the first interface that GLOO_SOCKET_IFNAME names. If that is not set, it is what this host's name
-    stands for, if it can be used here, else the loopback's.
+    The address is that of the first interface in GLOO_SOCKET_IFNAME, None if that interface has no address. If the
+    variable is not set, it is the address of this host's name if it can be used here, else 127.0.0.1.
     """
     if name := gloo_interface():
         return _ipv4(name) or _ipv6(name)
@@ -27,12 +27,12 @@ def own_address() -> str | None:
 
 
 def gloo_interface() -> str | None:
-    """The first interface that GLOO_SOCKET_IFNAME names, or None."""
+    """The first interface in GLOO_SOCKET_IFNAME, or None."""
     return gloo_interfaces()[0] or None
 
 
 def gloo_interfaces() -> list[str]:
-    """All interfaces that GLOO_SOCKET_IFNAME names; an empty name if it names none."""
+    """All interfaces in GLOO_SOCKET_IFNAME; a single empty name if there are none."""
     named = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
     return [name for name in named if name] or [""]
 
@@ -47,8 +47,9 @@ def interface_of(address: str) -> str | None:
 
 
 def _ipv4(interface: str) -> str | None:
+    """The IPv4 address of an interface, or None."""
     try:
-        import fcntl  # not on Windows
+        import fcntl  # Windows has none
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
@@ -58,7 +59,7 @@ def _ipv4(interface: str) -> str | None:
 
 
 def _ipv6(interface: str) -> str | None:
-    """Its first address that is not link-local, as Linux lists it."""
+    """The first IPv6 address of an interface that is not link-local, or None."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

@@ -1,16 +1,16 @@
-"""The interface of every transport: what carries frames, agreements and uncompressed collectives between ranks.
+"""Interface of all transports, which carry frames, agreements and uncompressed collectives between ranks.
 
-gloo.py, nccl.py and horovod/transport.py implement it side by side. What they all have in common:
+gloo.py, nccl.py and horovod/transport.py implement it. For all of them:
 
-- A frame is a tensor of uint8, [nbytes], contiguous, on the device that the transport serves: host memory for gloo and
-  Horovod, one GPU for NCCL. A transport does not look into frames any further than it must to learn their size.
-- Ranks count from 0 to `world_size - 1` within the transport's own group.
-- All ranks make the same calls in the same order. Nothing else may use the connections beneath.
-- What comes over the network is not believed before it is checked: FrameError says what can't be.
-- Every method that waits raises PeerError when a peer is dead, has closed its connections, or was silent for longer
-  than the group's time-out. After any error the transport is of no use: its owner calls `abort`.
-- One thread makes the calls of one transport. `close` and `abort` may come from any thread.
-- Whoever sends counts the bytes in `Counters.wire_bytes`, and the seconds spent on waiting in `Counters.wait_seconds`.
+- A frame is a contiguous tensor, uint8, [nbytes], on the transport's device: host memory for gloo and Horovod, one GPU
+  for NCCL. Of a frame's contents, a transport reads no more than the header, to learn the size.
+- Ranks count from 0 to `world_size - 1` within the transport's group.
+- All ranks make the same calls in the same order. Nothing else may use the connections.
+- What comes over the network is checked before it is used. FrameError says what is wrong.
+- Every method that waits raises PeerError if a peer is dead, has closed its connections, or was silent for longer than
+  the group's time-out. After any error the transport can't be used any more, and its owner calls `abort`.
+- One thread calls the methods of a transport. Only `close` and `abort` may be called from any thread.
+- The sender counts the bytes in `Counters.wire_bytes`. Every rank counts its waits in `Counters.wait_seconds`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..errors import ErrorTranslation, FrameError, NczError, PeerError, Unsuppor
 from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
-_FAR_SECONDS = 0.005  # of a message
-_KEPT = 0.9  # of what calls before told of a link, with each that tells less
-_TELLING_BYTES = 1 << 20  # that a call must have sent to tell what a link carries: more than passes at once
+_FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
+_DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
+_MIN_BYTES_TO_LEARN = 1 << 20  # smaller calls fit into buffers, and say nothing about the link
 
 
 class Work(Protocol):
-    """An operation that was started and may still be under way. torch.distributed's `Work` is one."""
+    """Operation that was started and may still be under way. torch.distributed's `Work` is one."""
 
     def wait(self, *timeout) -> bool:
         """Return True once the operation is over. Raises RuntimeError if it failed."""
@@ -45,7 +45,7 @@ class Work(Protocol):
 
 
 class Agreement(ABC):
-    """An element-wise maximum over ranks that is under way."""
+    """Element-wise maximum over ranks that is under way."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -53,7 +53,7 @@ class Agreement(ABC):
 
 
 class FrameStream(ABC):
-    """The frames that one collective sends to one rank and receives from one rank.
+    """Stream of frames to one rank, and from one rank, during one collective.
 
     Attributes:
         to: the rank that frames go to.
@@ -65,36 +65,36 @@ class FrameStream(ABC):
 
     @abstractmethod
     def send(self, frame: Tensor) -> None:
-        """Start to send a frame that has no counterpart: not every rank sends at this point of the schedule.
+        """Start to send a frame, at a point of the schedule where not every rank sends one.
 
-        Never waits until the peer receives, so a schedule may send any number of frames before it receives one. The
-        frame must not change until `finish` returns.
+        Does not wait for the peer: a schedule may send any number of frames before it receives one. The frame must not
+        change until `finish` returns.
         """
 
     @abstractmethod
     def exchange(self, frame: Tensor) -> None:
-        """Start to send a frame where every rank sends one on each of its streams, and receives one in return later.
+        """Start to send a frame, at a point of the schedule where every rank sends one on each of its streams.
 
-        A transport may collect such frames, and send and receive those of all streams in one operation. Otherwise as
-        `send`.
+        Each rank will receive one frame on each stream in return, so a transport may send and receive the frames of all
+        streams in one operation. For the rest see `send`.
         """
 
     @abstractmethod
     def receive(self) -> Tensor:
-        """Wait for the next frame and return it. Frames arrive in the order in which the peer sent them.
+        """Wait for the next frame. Frames arrive in the order in which the peer sent them.
 
-        On a GPU this holds up the current CUDA stream, not the host. The memory is the caller's.
+        On a GPU the current CUDA stream waits, not the host. The caller owns the memory of the frame.
 
-        Raises FrameError if the peer's frame is larger than this call allows or is no frame, and PeerError.
+        Raises PeerError, and FrameError if what came is not a frame, or larger than this call allows.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until all frames have left this rank, so that their memory may go. Each schedule ends with this."""
+        """Wait until all frames have left this rank and their memory may be reused. Each schedule ends with this."""
 
 
 class FrameTransport(ABC):
-    """Frames between ranks: all of a transport that a schedule needs.
+    """Transport of frames between ranks: the part of a transport that schedules with frames need.
 
     Attributes:
         rank: this rank.
@@ -108,66 +108,66 @@ class FrameTransport(ABC):
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
     ) -> list[FrameStream]:
-        """Open all streams of one collective on this rank.
+        """Open all frame streams of one collective on this rank.
 
         Args:
             peers: the ranks (to, source) of each stream.
-            incoming: how many frames each source will send.
-            frame_capacity: the bytes of the largest possible frame.
-            counters: take the bytes sent and the seconds waited.
+            incoming: the number of frames that each source will send.
+            frame_capacity: bytes of the largest possible frame.
+            counters: receive the bytes sent and the seconds waited.
 
-        Returns: one stream for each pair of `peers`, in this order.
+        Returns one stream for each pair in `peers`, in this order.
         """
 
 
 class PlainCollectives(ABC):
-    """The uncompressed collectives of the runtime beneath, over the same ranks.
+    """Uncompressed collectives of the library beneath (gloo, NCCL or Horovod), between the ranks of a transport.
 
-    Each method starts one and returns its work, which the caller must wait for. Not every runtime has all of them: one
-    that is missing raises UnsupportedError. Tensors are contiguous and on one device.
+    Each method starts a collective and returns its work, which the caller must wait for. Tensors are contiguous and on
+    one device. Raises UnsupportedError for a collective that the library does not have.
     """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
-        """Replace `tensor` on every rank by the sum over ranks, or what another op of torch.distributed gives.
+        """Replace `tensor` on every rank by the sum over ranks, or the result of another op of torch.distributed.
 
         Args:
-            scale: what the result is multiplied by.
+            scale: factor for the result.
         """
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
-        """Leave part `rank` of the sum over ranks of `input` in `output`, which has 1 / world_size of its elements."""
+        """Write part `rank` of the sum of `input` over ranks to `output`, which has 1 / world_size of its elements."""
         raise self._missing("reduce_scatter_tensor")
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
-        """Put every rank's `input` into `output`, which has world_size times as many elements, in rank order."""
+        """Write every rank's `input` to `output`, in rank order. `output` has world_size times as many elements."""
         raise self._missing("all_gather_into_tensor")
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
-        """Send part i of world_size equal parts of `input` to rank i; put what rank i sent into part i of `output`."""
+        """Send part i of world_size equal parts of `input` to rank i, and receive part i of `output` from rank i."""
         raise self._missing("all_to_all_single")
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Replace `tensor` on every rank by that of rank `root`."""
+        """Replace `tensor` on every rank by the tensor of rank `root`."""
         raise self._missing("broadcast")
 
     def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Work]:
-        """Start to send tensors to ranks and to receive tensors from ranks, of sizes that both sides know.
+        """Start to send tensors to other ranks and to receive tensors from other ranks. Both sides know the sizes.
 
         Args:
-            sends: pairs of the rank that gets a tensor, and the tensor, which must not change meanwhile.
-            receives: pairs of the rank that a tensor comes from, and the tensor to fill.
+            sends: pairs of a receiving rank and a tensor, which must not change before its work is over.
+            receives: pairs of a sending rank and the tensor to fill.
 
-        Returns: the works of all sends, then those of all receives.
+        Returns the works of all sends, then those of all receives.
         """
         raise self._missing("point-to-point messages")
 
     def _missing(self, what: str) -> UnsupportedError:
-        return UnsupportedError(f"{type(self).__name__} has no {what}: its runtime offers all_reduce only")
+        return UnsupportedError(f"{type(self).__name__} has no {what}: its library offers all_reduce only")
 
 
 class CollectiveTransport(Protocol):
-    """Uncompressed collectives between ranks: all of a transport that schedules without streams of frames need.
+    """Transport of uncompressed collectives: the part of a transport that schedules without frames need.
 
     Attributes:
         rank: this rank.
@@ -183,14 +183,14 @@ class CollectiveTransport(Protocol):
 
 
 def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters: Counters) -> None:
-    """Replace a tensor of one dimension by its element-wise maximum over ranks: on a GPU in the order of the stream.
+    """Replace a tensor of one dimension by its element-wise maximum over ranks. On a GPU the host does not wait.
 
-    Two ranks gather: one step over the network, where an all-reduce takes two for as many bytes.
+    Two ranks gather: that takes one step over the network, and an all-reduce two steps for the same bytes.
     """
     n = transport.world_size
     if n == 2:
         gathered = tensor.new_empty(2, tensor.numel())
-        # As bytes, since not every runtime gathers every dtype.
+        # As bytes, since not every library gathers every dtype.
         transport.plain.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), tensor.view(torch.uint8)).wait()
         torch.maximum(*gathered, out=tensor)
     else:
@@ -199,25 +199,25 @@ def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters:
 
 
 class SmallWork(ABC):
-    """An uncompressed collective of small tensors that is under way."""
+    """Uncompressed collective of small tensors that is under way."""
 
     @abstractmethod
     def finish(self, check: Callable[[], None]) -> None:
         """Return once the result is in place. Called once.
 
         Args:
-            check: raises an error if ranks differ. Called once that is known, before any value is looked at.
+            check: raises an error if ranks differ. Called before any value is used.
 
         Raises PeerError, and what `check` raises.
         """
 
 
 class SmallCollectives(ABC):
-    """Uncompressed collectives of small tensors, which find out as well whether all ranks make the same call."""
+    """Uncompressed collectives of small tensors, which also check that all ranks make the same call."""
 
     @abstractmethod
     def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
-        """Whether `start` takes such a call."""
+        """Whether `start` can carry out this call."""
 
     @abstractmethod
     def start(
@@ -230,13 +230,13 @@ class SmallCollectives(ABC):
         comparison: RankComparison,
         link_gbps: float | None = None,
     ) -> SmallWork:
-        """Begin a call. It never waits.
+        """Begin a call, without a wait.
 
         Args:
             collective: its name in torch.distributed; `input`, `output` and `op` as there.
             root: the rank within the group that a broadcast starts from.
-            comparison: what ranks compare; what all of them tell is found here.
-            link_gbps: the speed of the link, the same on all ranks; None: nobody knows it.
+            comparison: the numbers that ranks compare. It receives the numbers of the other ranks.
+            link_gbps: the speed of the link in Gbit/s, the same on all ranks; None: unknown.
         """
 
 
@@ -244,12 +244,12 @@ class Transport(FrameTransport):
     """Frames, agreements and plain collectives between the ranks of one group, for tensors on one device.
 
     Attributes:
-        link_gbps: the speed of the link between ranks, in Gbit/s, as far as anybody states or measures it; else None.
+        link_gbps: the speed of the link between ranks in Gbit/s, stated or measured; None: unknown.
         most_with_comparison: bytes of values that may travel in the same message as a comparison.
-        trip_seconds: what a short message takes to the other ranks, the same on all; 0 where nobody has measured it.
-        carried_gbps: what calls tell that a far link carries, in Gbit/s, see `learn`; 0: nothing.
+        trip_seconds: time of a short message to the other ranks, the same on all ranks; 0: not measured.
+        carried_gbps: the speed of a far link in Gbit/s that calls have shown, see `learn`; 0: unknown.
         plain: the uncompressed collectives.
-        small: those of small tensors, which compare the ranks' calls as well; None where there are none.
+        small: the uncompressed collectives of small tensors; None if there are none.
     """
 
     link_gbps: float | None
@@ -261,29 +261,34 @@ class Transport(FrameTransport):
 
     @property
     def is_far(self) -> bool:
-        """Whether messages are long on their way, as between cities."""
-        return self.trip_seconds > _FAR_SECONDS
+        """Whether a short message takes longer than 5 ms, as between cities."""
+        return self.trip_seconds > _FAR_TRIP_SECONDS
 
     def learn(self, nbytes: int, seconds: float, waiting: float) -> None:
-        """Learn what a far link carries from a call that sent so many bytes, and waited for a part of its time.
+        """Estimate the speed of a far link from a call. Each rank has its own estimate, as coders may differ by rank.
 
-        It takes TCP many trips to find out how much it may send at once, longer than anyone wants to measure before the
-        first call. What that measures is far too little, and coders would be chosen that are too slow. A call that
-        hardly waits could have sent more: up to twice as much is assumed. A call after a pause finds the link slow, so
-        what those before it told is forgotten slowly. Nothing depends on the coder that a rank chooses, so each learns
-        for itself.
+        On a far link TCP takes many round trips to reach full speed, longer than a measurement before the first call
+        may take. Such a measurement is far too low, and would choose coders that are too slow.
+
+        Args:
+            nbytes: bytes that the call sent.
+            seconds: duration of the call.
+            waiting: seconds of it in which the call waited.
         """
-        if self.is_far and nbytes >= _TELLING_BYTES:
-            told = 8e-9 * nbytes / max(waiting, seconds / 2)
-            self.carried_gbps = max(told, _KEPT * self.carried_gbps)
+        # A call that hardly waited could have sent more bytes: up to twice as many are assumed. TCP slows down after a
+        # pause, so the estimate decays slowly.
+        if self.is_far and nbytes >= _MIN_BYTES_TO_LEARN:
+            shown_gbps = 8e-9 * nbytes / max(waiting, seconds / 2)
+            self.carried_gbps = max(shown_gbps, _DECAY_OF_SPEED * self.carried_gbps)
 
     @abstractmethod
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
         """Begin to replace `tensor` by its element-wise maximum over ranks.
 
         Args:
-            tensor: in host memory, contiguous, without NaN, of at most a few numbers for each block. All ranks pass
-                equally many of the same dtype. Nobody else may read or write it until `Agreement.wait` returns.
+            tensor: in host memory, contiguous, without NaN, of the same size and dtype on all ranks. Nobody else may
+                read or write it until `Agreement.wait` returns.
+            counters: receive the bytes sent and the seconds waited.
         """
 
     def start_comparison(
@@ -292,38 +297,43 @@ class Transport(FrameTransport):
         """Begin to compare what every call begins with. Then `comparison` knows whether the ranks differ.
 
         Args:
-            values: at most `most_with_comparison` that are replaced by their maximum, too. What becomes of them means
-                nothing if the comparison shows that ranks differ.
+            values: tensor of at most `most_with_comparison` bytes, replaced by its maximum over ranks as in
+                `start_max`; None: no values. If the comparison shows that ranks differ, its contents are undefined.
         """
         return self.start_max(comparison.tensor, counters)
 
     def use_groups(self, count: int) -> int:
-        """Send large gathers over so many groups of the runtime beneath side by side, where that may be faster.
+        """Send large gathers over `count` NCCL groups side by side. All ranks call this, when nothing is under way.
 
-        All ranks must call this, when nothing is under way. Returns over how many they go.
+        Returns the number of groups in use, which is 1 for transports without NCCL.
         """
         return 1
 
     @abstractmethod
     def close(self) -> None:
-        """Close what this transport owns, when nothing is under way any more. What was sent still arrives.
+        """Close the connections of this transport, when nothing is under way any more. What was sent still arrives.
 
-        All ranks do so, but they need not wait for each other. Safe to call twice, and after `abort`.
+        Every rank calls this, at any time. Safe to call twice, and after `abort`.
         """
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """After `error`, close at once what this transport owns, so that peers that wait for this rank get an error.
+        """Close the connections at once, so that peers that wait for this rank get an error.
 
         Args:
-            error: what went wrong here, which whoever still uses the transport is told.
+            error: the error that ended this transport. Later uses of the transport raise an error that names it.
         """
 
 
 def frame_bytes(frame: np.ndarray | memoryview, source: int, least: int, most: int) -> int:
-    """The bytes of a frame that came from rank `source`, as its header says, of which `frame` has all.
+    """The bytes of a frame, from its header.
 
-    Raises FrameError unless it is the header of a frame, of `least` to `most` bytes.
+    Args:
+        frame: the frame, or its first HEADER_BYTES.
+        source: the rank that sent the frame.
+        least, most: bytes that the frame may have.
+
+    Raises FrameError if this is not the header of a frame with `least` to `most` bytes.
     """
     magic, *_, payload_bytes, _, _ = HEADER.unpack_from(frame)
     size = HEADER_BYTES + payload_bytes
@@ -337,7 +347,10 @@ def frame_bytes(frame: np.ndarray | memoryview, source: int, least: int, most: i
 
 
 class peer_errors(ErrorTranslation):
-    """Turns the RuntimeError of a backend into PeerError. Its subject is what is being done."""
+    """Context in which a RuntimeError of gloo, NCCL or a store becomes PeerError.
+
+    Its subject says what is being done.
+    """
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same numbers, and which ranks don't."""
+"""Comparison of numbers between ranks: which numbers differ, and on which ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Extremes(NamedTuple):
-    """The lowest and the highest of the ranks' numbers, and the first rank that has each."""
+    """Lowest and highest of the ranks' numbers, and the first rank that has each."""
 
     lowest: int
     lowest_rank: int
@@ -21,17 +21,19 @@ class Extremes(NamedTuple):
 
 
 class RankComparison:
-    """Compares numbers between ranks, each of which tells all others its own.
+    """Comparison of the same named numbers on all ranks, in one of two ways:
 
-    Where they can't, the maximum over ranks of `tensor` says as much: every transport can find one. That takes torch
-    longer than so few numbers are on their way.
+    - Each rank sends `told` to all others, and passes what it receives to `hear`.
+    - The ranks replace `tensor` by its maximum over ranks. Every transport can do that, but with torch it takes longer.
+
+    Then `differing` has the result.
 
     Args:
-        numbers: what each number stands for -> this rank's number. Its magnitude times `world_size` fits in 63 bits.
+        numbers: name -> this rank's number. Its magnitude times `world_size` must fit in 63 bits.
         rank: this rank, from 0 to `world_size` - 1.
 
     Attributes:
-        told: what this rank tells the others. They tell the same if they have the same numbers.
+        told: this rank's numbers as bytes. Ranks with equal numbers have equal bytes.
     """
 
     def __init__(self, numbers: Mapping[str, int], rank: int, world_size: int):
@@ -40,18 +42,18 @@ class RankComparison:
         self._world_size = world_size
         self._format = _format(len(numbers))
         self.told = self._format.pack(*numbers.values())
-        self._heard: list[tuple[int, bytes]] = []  # what other ranks have told
+        self._heard: list[tuple[int, bytes]] = []  # other ranks and their `told`
         self._tensor: Tensor | None = None
 
     def hear(self, rank: int, told: bytes) -> None:
-        """Take note of what another rank has told, which has as many bytes as `told`."""
+        """Take the `told` of another rank. It has the length of this rank's."""
         self._heard.append((rank, told))
 
     @property
     def tensor(self) -> Tensor:
-        """int64, two elements for each number. Replace it by its element-wise maximum over ranks."""
+        """This rank's numbers: int64, [2 * numbers]. Replace it by its element-wise maximum over ranks."""
         if self._tensor is None:
-            # The last digit to the base `world_size` tells which rank the maximum came from: the first one that has it.
+            # In base `world_size`, the last digit of a maximum tells the first rank that has it.
             n, digit = self._world_size, self._world_size - 1 - self._rank
             numbers = self._numbers.values()
             signed = [*numbers, *(-number for number in numbers)]
@@ -63,16 +65,16 @@ class RankComparison:
         self._tensor = highest
 
     def differing(self) -> dict[str, Extremes]:
-        """The names of numbers that differ between ranks -> their extremes."""
+        """Name -> extremes, for each number that differs between ranks. Empty if all are equal."""
         if self._tensor is not None:
-            found = self._in_tensor()
+            found = self._extremes_in_tensor()
         elif {told for _, told in self._heard} <= {self.told}:
-            return {}  # as nearly always
+            return {}  # the usual case
         else:
-            found = self._in_words()
+            found = self._extremes_heard()
         return {name: ends for name, ends in found.items() if ends.lowest != ends.highest}
 
-    def _in_words(self) -> dict[str, Extremes]:
+    def _extremes_heard(self) -> dict[str, Extremes]:
         ranks, told = zip(*sorted([(self._rank, self.told), *self._heard]))
         found = {}
         for name, *numbers in zip(self._numbers, *map(self._format.unpack, told)):
@@ -80,7 +82,7 @@ class RankComparison:
             found[name] = Extremes(lowest, ranks[numbers.index(lowest)], highest, ranks[numbers.index(highest)])
         return found
 
-    def _in_tensor(self) -> dict[str, Extremes]:
+    def _extremes_in_tensor(self) -> dict[str, Extremes]:
         n, highest = self._world_size, self._tensor.tolist()
         return {
             name: Extremes(-(low // n), n - 1 - low % n, high // n, n - 1 - high % n)
@@ -89,14 +91,14 @@ class RankComparison:
 
 
 def place_of(value: object, values: Sequence) -> int:
-    """The place of the first that is or equals `value`; behind all of them if none does."""
+    """Index of the first of `values` that equals `value`; len(values) if none does."""
     for at, each in enumerate(values):
-        if each is value:  # as nearly always, and to ask torch whether two of its things are equal takes longer
+        if each is value:  # the usual case, and faster than torch's `==`
             return at
     return next((at for at, each in enumerate(values) if each == value), len(values))
 
 
 @lru_cache
 def _format(count: int) -> Struct:
-    """Of so many numbers as bytes."""
+    """The format of `count` numbers as bytes."""
     return Struct(f"<{count}q")

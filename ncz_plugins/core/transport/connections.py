@@ -1,10 +1,10 @@
-"""The connections between the ranks of one group, which this module alone owns and closes.
+"""Connections between the ranks of one group, and agreements over them.
 
-Plain collectives go through gloo. Frames and short messages go through sockets of our own, but where there are none:
-between more than 16 ranks, and where gloo is told to encrypt.
+Plain collectives go through gloo. Frames and short messages go through two meshes of our own sockets, see mesh.py.
+There is no mesh between more than 16 ranks, or if gloo is told to encrypt; then everything goes through gloo.
 
-Between n ranks a rank has 3 (n - 1) sockets and one thread of gloo's; or 2 (n - 1) sockets and two threads, all of
-gloo's. All connections of a process share what gloo listens with: 4 descriptors and a thread.
+Between n ranks a rank has 3 (n - 1) sockets and one thread of gloo, or without a mesh 2 (n - 1) sockets and two threads
+of gloo. All connections of a process share gloo's listener, with 4 descriptors and a thread.
 """
 
 from __future__ import annotations
@@ -29,67 +29,70 @@ from .base import Agreement, Work, peer_errors
 from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
 from .handshake import require_all_able
-from .mesh import MOST_RANKS, Exchange, Mesh, Place, open_mesh
+from .mesh import MOST_RANKS, Destination, Exchange, Mesh, open_mesh
 
-_OPENING_BYTES = 16 << 20  # of values that may travel with a comparison, to each rank
-_MOST_TOLD_BYTES = 256 << 10  # that a rank sends so that all agree in one round; of more, it sends parts, in two rounds
-_MOST_SPREAD_BYTES = 64 << 10  # that a rank sends so that all agree in few rounds; gloo's ring has more, and sends less
-_FIRST_SPREAD_TAG = 16  # of messages, one for each round; gloo.py, nccl.py and plain.py have the others
+_MAX_OPENING_BYTES = 16 << 20  # values that may travel with a comparison, to each rank
+# Limits of the bytes that a rank sends in an agreement, by the way to agree: see `WayToAgree`.
+_MAX_TOLD_BYTES = 256 << 10
+_MAX_SPREAD_BYTES = 64 << 10
+_FIRST_SPREAD_TAG = 16  # of messages, one tag for each round; other tags are in gloo.py, nccl.py and plain.py
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
-_DEVICE_DESCRIPTORS = 4  # of a device of gloo's: two ends of a pipe, an epoll instance, a listener
+_GLOO_DEVICE_DESCRIPTORS = 4  # two ends of a pipe, an epoll instance, a listener
 
 _kept_in_forks: weakref.WeakSet = weakref.WeakSet()
-_gloos_devices: weakref.WeakValueDictionary[tuple[int, str, str], object] = weakref.WeakValueDictionary()
+# Gloo's devices of this process, by `_device_key`.
+_known_gloo_devices: weakref.WeakValueDictionary[tuple[int, str, str], object] = weakref.WeakValueDictionary()
 
 
 class Connections:
-    """Connections of our own between ranks that meet at `store`.
+    """Owner of the connections between ranks that meet at `store`.
 
-    There are two meshes: what ranks agree on while frames are under way must not queue behind these. Where gloo carries
-    the frames, it has two connections with each peer, one for each direction. One for both would be slow. Gloo locks a
-    connection to send; meanwhile the thread that reads from it spins, and on few cores it takes the time from the
-    sender. And what a rank tells about its receives, without which nothing is sent, would queue behind the frames that
-    go the same way.
+    There are two meshes, so that agreements do not queue behind frames. Without a mesh, two process groups of gloo
+    carry frames, one for each direction, because one for both is slow: gloo locks a connection to send, and its
+    receiving thread spins on the lock, which takes time from the sender on few cores. Announcements of receives,
+    without which nothing is sent, would also queue behind frames in the same direction.
 
-    This object is the only holder of gloo's process groups and of the works under way in them, since gloo closes a
-    connection with the last reference to its group and to the works in it; its `abort` does nothing. So `close` really
-    closes the sockets, whatever streams, messages or frames of a traceback others still hold. For that to stay true, no
-    function may give a group or a work of torch.distributed a name of its own while it calls something that can fail.
+    Gloo closes a connection when the last reference to its process group and to its works ends; its `abort` does
+    nothing. So only this object holds process groups and works under way, and `close` really closes the sockets,
+    whatever streams or tracebacks others hold. Therefore no function may keep a process group or work of
+    torch.distributed in a variable while it calls something that can fail.
 
     Args:
-        channels: how many connections with each rank carry frames, where no gloo does.
+        store: a store that nothing else uses under the same prefix.
+        timeout: how long to wait for a peer, when connecting and in each operation.
+        channels: TCP connections with each rank for frames, if there is a mesh.
 
     Attributes:
-        opening_bytes: how many bytes of values each message of `open` may hold.
-        mesh: what carries short messages between all ranks, as `open` and `exchange` do; None where there is none.
-        frames: what carries frames; None where there is no `mesh`.
+        opening_bytes: bytes of values that each message of `open` may hold.
+        mesh: the mesh for short messages; None if there is none.
+        frames: the mesh for frames; None if there is none.
 
-    Raises UnsupportedError where torch has no gloo, or where this process may not open as many descriptors as it takes,
-    and PeerError if the other ranks don't come, or can't connect.
+    Raises UnsupportedError if torch has no gloo or this process may not open enough descriptors, and PeerError if the
+    other ranks don't come or can't connect.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1):
-        # torch.distributed.new_group will not do: it needs every rank of the world, or it derives the group's name from
-        # how many groups a rank is in, which may differ between ranks.
         if not dist.is_gloo_available():
             raise UnsupportedError(
                 "torch was built without gloo, which carries sizes, agreements and compressed CPU tensors"
             )
         self.rank = rank
         self.world_size = world_size
-        self.opening_bytes = _OPENING_BYTES
+        self.opening_bytes = _MAX_OPENING_BYTES
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
-        self._closed: str | None = None  # why, in words
+        self._closed: str | None = None  # why the connections were closed
         self.mesh = self.frames = None
         refusal = shortage_of_descriptors(_descriptors(world_size, channels), world_size)
         require_all_able(dist.PrefixStore("descriptors", store), rank, world_size, refusal, timeout)
         try:
             self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
             self.frames = open_mesh(dist.PrefixStore("mesh of frames", store), rank, world_size, timeout, channels)
+            # Not torch.distributed.new_group: it needs every rank of the world, or names the group by the number of
+            # groups that a rank is in, which may differ between ranks.
             with peer_errors("connecting to the other ranks"):
                 self._devices = _gloo_devices()
                 options = dist.ProcessGroupGloo._Options()
@@ -107,15 +110,15 @@ class Connections:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """A process group for collectives, for use in the same expression. Raises PeerError once it is closed."""
+        """The process group for collectives. Use it in the same expression. Raises PeerError once it is closed."""
         return self._group(upwards=True)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
-        """Start to send a tensor in host memory, which must not change meanwhile."""
+        """Start to send a tensor in host memory, which must not change before the work is over."""
         return self.track(self._group(upwards=to > self.rank).send([tensor], to, tag))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Start to receive into a tensor in host memory, which must be large enough for what comes."""
+        """Start to receive into a tensor in host memory, which must be large enough for the message."""
         return self.track(self._group(upwards=source < self.rank).recv([tensor], source, tag))
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
@@ -138,7 +141,7 @@ class Connections:
     def start_comparison(
         self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
     ) -> Agreement:
-        """See `Transport.start_comparison`; `values` only where there is a mesh. A peer may `open` another call."""
+        """See `Transport.start_comparison`. `values` need a mesh. Other ranks may call `open` instead."""
         if self.mesh is None:
             return self.start_max(comparison.tensor, counters)
         values = _NOTHING if values is None else values
@@ -147,47 +150,47 @@ class Connections:
         return OpeningAgreement(opening, values, counters)
 
     def open(self, comparison: RankComparison, outgoing: Sequence[memoryview]) -> Opening:
-        """Start to send each rank what a call begins with, and behind it some values in the same message.
+        """Start to send the first message of a call to each rank: the numbers of a comparison, then values.
 
         Args:
-            comparison: with which the call begins.
-            outgoing: for each rank the values that it gets, at most `opening_bytes`.
+            comparison: the numbers that ranks compare.
+            outgoing: for each rank, the values to send to it: at most `opening_bytes` bytes.
         """
         exchange = self.mesh.tell([[comparison.told, values] for values in outgoing])
         return Opening(comparison, exchange, self.opening_bytes)
 
     def start_gather(self, parts: Sequence[memoryview]) -> Gather:
-        """Start to send all ranks this one's part, and to receive each one's own into its place.
+        """Start an all-gather: send this rank's part to all other ranks, and receive theirs.
 
         Args:
-            parts: the bytes of one of each rank. All sizes were compared before.
+            parts: memory of the part of each rank. Ranks must have compared the sizes before.
         """
         return Gather(self.mesh, self.rank, parts)
 
     def track(self, work: dist.Work) -> TrackedWork:
-        """Keep account of a work that was just started, until it has been waited for."""
+        """Hold a work that was just started, until it has been waited for. Returns its replacement for callers."""
         tracked = TrackedWork(self, work)
         with self._lock:
             if self._closed is None:
                 self._under_way.add(tracked)
                 return tracked
-        tracked.drop(self._closed)  # closed by another thread meanwhile
+        tracked.drop(self._closed)  # another thread has closed the connections
         return tracked
 
     def forget(self, tracked: TrackedWork) -> None:
-        """A work is over."""
+        """Let go of a work that is over."""
         with self._lock:
             self._under_way.discard(tracked)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the sockets, so that a peer that still waits for this rank gets an error at once.
+        """Close the sockets, so that peers that still wait for this rank get an error at once.
 
-        Safe to call twice and from any thread. A work that another thread is waiting for keeps the sockets open until
-        its wait ends, and so does a plain collective that is under way. In a fork nothing happens, since the
-        connections belong to its parent.
+        Safe to call twice, and from any thread. A work that another thread waits for keeps the sockets open until its
+        wait ends, and so does a plain collective that is under way. In a fork this does nothing, as the connections
+        belong to its parent.
 
         Args:
-            error: what went wrong, which whoever uses the connections later is told.
+            error: the error that happened, named by errors of later uses; None: there was none.
         """
         if os.getpid() != self._process:
             return
@@ -198,9 +201,8 @@ class Connections:
             groups, self._upwards, self._downwards = [self._upwards, self._downwards], None, None
             under_way, self._under_way = self._under_way, set()
         self._close_meshes(self._closed)
-        # Gloo's thread may be reading into the buffer of a receive right now. The work holds that memory, and to
-        # destroy the work is to wait until gloo lets go of it; gloo never touches it again. So the memory can't be
-        # given to somebody else too early.
+        # Gloo's thread may be writing to the buffer of a receive right now. The work holds that memory, and destroying
+        # the work waits until gloo is done with it. So the memory can't be reused too early.
         for tracked in under_way:
             tracked.drop(self._closed)
         groups.clear()
@@ -219,72 +221,81 @@ class Connections:
 
 
 class Opening:
-    """The messages with which a call of values begins, under way.
+    """First messages of a call under way: the numbers of a comparison, then values.
 
     Args:
-        comparison: with which they begin.
+        comparison: the numbers that ranks compare.
+        exchange: the messages.
         most: bytes of values that may come from each rank.
     """
 
     def __init__(self, comparison: RankComparison, exchange: Exchange, most: int):
         self._comparison = comparison
         self._exchange = exchange
-        self._head = len(comparison.told)
+        self._head_bytes = len(comparison.told)
         self._most = most
 
-    def receive(self, places: Sequence[memoryview | None] = ()) -> Opening:
-        """Start to receive, while what this rank sends is on its way already. Called once. Returns this object.
+    def receive(self, destinations: Sequence[memoryview | None] = ()) -> Opening:
+        """Start to receive. Called once. Returns this object.
 
         Args:
-            places: for each rank where its values go, if it makes the same call; None: into new memory.
+            destinations: for each rank, memory for its values, used if it makes the same call; None: new memory.
         """
-        into = [None if place is None else Place(self._comparison.told, place) for place in places]
-        self._exchange.receive(self._head, self._head + self._most, into)
+        into = [None if memory is None else Destination(self._comparison.told, memory) for memory in destinations]
+        self._exchange.receive(self._head_bytes, self._head_bytes + self._most, into)
         return self
 
     def compare(self, nbytes: int = 0) -> list[memoryview]:
-        """Let `comparison` hear of all ranks, and return what `reach` does, as soon as that would."""
-        received = self._exchange.reach(self._head + nbytes)
+        """Wait for the numbers of all ranks and `nbytes` of values, and pass the numbers to `comparison`.
+
+        Returns what `reach` returns.
+        """
+        received = self._exchange.reach(self._head_bytes + nbytes)
         for rank, message in zip(self._exchange.ranks, received):
-            self._comparison.hear(rank, message[: self._head].tobytes())
+            self._comparison.hear(rank, message[: self._head_bytes].tobytes())
         return self._values(received)
 
     def reach(self, nbytes: int) -> list[memoryview]:
-        """What came from the other ranks and not to its place, in order, once so many bytes are there and have left.
+        """Wait until `nbytes` of values of each message were sent and received.
 
-        They are not what this rank expects if the ranks differ.
+        Returns the values of each other rank, in order, that did not go to their destination. If ranks make different
+        calls, these may be of any size.
         """
-        return self._values(self._exchange.reach(self._head + nbytes))
+        return self._values(self._exchange.reach(self._head_bytes + nbytes))
 
     def wait(self) -> list[memoryview]:
-        """The same, once all has come. This rank's messages have left by then."""
+        """Wait until all messages were sent and received. Returns what `reach` returns."""
         return self._values(self._exchange.wait())
 
     def _values(self, received: list[memoryview]) -> list[memoryview]:
-        return [message[self._head :] for message in received]
+        return [message[self._head_bytes :] for message in received]
 
 
 class Gather:
-    """Parts that ranks send each other, under way: each sends its own to all, and receives theirs where they belong."""
+    """All-gather under way: see `Connections.start_gather`."""
 
     def __init__(self, mesh: Mesh, rank: int, parts: Sequence[memoryview]):
         sizes = [part.nbytes for part in parts]
-        places = [Place(b"", part) for part in parts]
-        self._exchange = mesh.start([[parts[rank]]] * len(parts), min(sizes), max(sizes), places)
+        destinations = [Destination(b"", part) for part in parts]
+        self._exchange = mesh.start([[parts[rank]]] * len(parts), min(sizes), max(sizes), destinations)
 
     def wait(self) -> None:
-        """Return once all parts are there. Raises PeerError."""
-        require_placed(self._exchange.wait())
+        """Wait until all parts have come. Raises PeerError."""
+        require_received(self._exchange.wait())
 
 
-def require_placed(received: Iterable[memoryview]) -> None:
-    """Raise PeerError if something was left over that did not go to its place."""
+def require_received(received: Iterable[memoryview]) -> None:
+    """Raise PeerError if a message did not go to its destination.
+
+    Args:
+        received: what `Exchange.wait` or `Opening.wait` returned.
+    """
     if any(message.nbytes for message in received):
         raise PeerError("other ranks sent parts of other sizes: all ranks must run the same version of ncz_plugins")
 
 
 class TrackedWork:
-    """A work of gloo's that its `Connections` can take away: everybody else holds it through this object."""
+    """Holder of one of gloo's works, for callers. `Connections` can take the work away: see there."""
 
     __slots__ = ("_connections", "_work")
 
@@ -293,23 +304,26 @@ class TrackedWork:
         self._work: Work = work
 
     def wait(self, *timeout) -> bool:
-        """Return True once it is over. Raises RuntimeError if it failed, PeerError if the connections were closed."""
-        self._work.wait(*timeout)  # which has no name here, see `Connections`
+        """Return True once the work is over.
+
+        Raises RuntimeError if it failed, and PeerError if the connections were closed.
+        """
+        self._work.wait(*timeout)  # the work must not get a name here: see `Connections`
         self._connections.forget(self)
         self._work = _over
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, or was taken away."""
+        """Whether the work is over, or was taken away."""
         return self._work.is_completed()
 
     def drop(self, reason: str) -> None:
-        """Let go of gloo's work: the connections are closed."""
+        """Let go of gloo's work. Later waits raise PeerError with this reason."""
         self._work = _Ended(reason)
 
 
 class _Ended:
-    """In place of a work of gloo's that was let go: it is over, or for some reason never will be."""
+    """Replacement of one of gloo's works that is over, or was taken away for a reason."""
 
     def __init__(self, reason: str | None = None):
         self._reason = reason
@@ -327,37 +341,41 @@ _over = _Ended()
 
 
 def _descriptors(world_size: int, channels: int) -> int:
-    """How many descriptors connections between so many ranks take. Arguments as of `Connections`."""
+    """The number of descriptors that connections between `world_size` ranks take: see `Connections`."""
     interfaces = gloo_interfaces()
     own = (world_size - 1) * (1 + channels) if world_size <= MOST_RANKS else 0
-    gloos = (world_size - 1) * len(interfaces) * (1 if own else 2)
-    return own + gloos + _DEVICE_DESCRIPTORS * sum(_key(interface) not in _gloos_devices for interface in interfaces)
+    of_gloo = (world_size - 1) * len(interfaces) * (1 if own else 2)
+    return (
+        own
+        + of_gloo
+        + _GLOO_DEVICE_DESCRIPTORS * sum(_device_key(interface) not in _known_gloo_devices for interface in interfaces)
+    )
 
 
 def _gloo_devices() -> list:
-    """What gloo listens and waits with, for each interface that it is to use: torch would make one for each group.
+    """Gloo's devices, its listeners and threads, one for each interface. All process groups share them.
 
-    Whoever uses them must hold them, as they end when nobody does any more. A fork makes its own: it has no threads of
-    its parent's.
+    Torch would make new ones for each group. A device ends with its last reference, so users must hold it. A fork makes
+    its own, as it has none of its parent's threads.
     """
     devices = []
     for interface in gloo_interfaces():
-        device = _gloos_devices.get(_key(interface))
+        device = _known_gloo_devices.get(_device_key(interface))
         if device is None:
             create = dist.ProcessGroupGloo
             device = create.create_device(interface=interface) if interface else create.create_default_device()
-            _gloos_devices[_key(interface)] = device
+            _known_gloo_devices[_device_key(interface)] = device
         devices.append(device)
     return devices
 
 
-def _key(interface: str) -> tuple[int, str, str]:
-    """What tells the devices of this process apart."""
+def _device_key(interface: str) -> tuple[int, str, str]:
+    """The key of a device in `_known_gloo_devices`."""
     return os.getpid(), interface, os.environ.get("GLOO_DEVICE_TRANSPORT", "")
 
 
 def keep_in_forks(owner: object) -> None:
-    """Keep `owner`, and the process groups that it holds, alive for ever in a fork of this process.
+    """In each fork of this process, keep `owner` and its process groups alive for ever.
 
     The end of a process group waits for its threads, which a fork does not have.
     """
@@ -365,6 +383,7 @@ def keep_in_forks(owner: object) -> None:
 
 
 def _keep_owners() -> None:
+    """In a fork, leak a reference to each owner: see `keep_in_forks`."""
     for owner in _kept_in_forks:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
@@ -374,7 +393,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The time-out that the user gave the group, or torch's default where its backend does not tell."""
+    """The time-out of a process group; torch's default if the group's backend does not tell."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -384,44 +403,47 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 class WayToAgree(Enum):
-    """How ranks find an element-wise maximum."""
+    """Ways in which ranks find an element-wise maximum.
 
-    TOLD = "each tells all others, in one round"
-    IN_PARTS = "each finds that of one part, and tells it to all others, in two rounds"
-    SPREAD = "each tells what it knows to one other, in as many rounds as their number has binary digits"
-    RING = "in gloo's ring"
+    TOLD and IN_PARTS need a mesh. SPREAD is for few bytes; above its limit gloo's ring has more rounds but sends less.
+    """
+
+    TOLD = "each rank sends its tensor to all others, in one round"
+    IN_PARTS = "each rank finds the maximum of one part and sends it to all others, in two rounds"
+    SPREAD = "each rank sends the maximum that it knows to one other, in log2(ranks) rounds"
+    RING = "gloo's ring"
 
 
 def way_to_agree(world_size: int, nbytes: float, meshed: bool) -> WayToAgree:
-    """The way that ranks find a maximum over `nbytes`.
+    """The way in which ranks find a maximum over `nbytes`.
 
     Args:
-        meshed: whether each has a connection of our own with each other one.
+        meshed: whether there is a mesh.
     """
     if meshed:
         told = world_size <= 2 or nbytes <= told_bytes(world_size)
         return WayToAgree.TOLD if told else WayToAgree.IN_PARTS
-    return WayToAgree.SPREAD if nbytes * rounds_of(world_size) <= _MOST_SPREAD_BYTES else WayToAgree.RING
+    return WayToAgree.SPREAD if nbytes * rounds_of(world_size) <= _MAX_SPREAD_BYTES else WayToAgree.RING
 
 
 def told_bytes(world_size: int) -> int:
-    """Up to how many bytes an agreement of more than two ranks takes one round."""
-    return _MOST_TOLD_BYTES // max(1, world_size - 1)
+    """The largest agreement of more than two ranks that takes one round, in bytes."""
+    return _MAX_TOLD_BYTES // max(1, world_size - 1)
 
 
 def most_with_comparison(world_size: int, meshed: bool) -> int:
-    """Up to how many bytes that ranks agree on travel with a comparison: as many as take one round anyway.
+    """Bytes of an agreement that may travel with a comparison: those that take one round anyway.
 
     Args:
-        meshed: see `way_to_agree`.
+        meshed: whether there is a mesh.
     """
     if not meshed:
         return 0
-    return _OPENING_BYTES if world_size <= 2 else told_bytes(world_size)
+    return _MAX_OPENING_BYTES if world_size <= 2 else told_bytes(world_size)
 
 
 class GlooAgreement(Agreement):
-    """An element-wise maximum over ranks that gloo's own collective finds."""
+    """Maximum over ranks by gloo's own collective: see `WayToAgree.RING`."""
 
     def __init__(self, work: Work, nbytes: int, counters: Counters):
         self._work = work
@@ -434,11 +456,11 @@ class GlooAgreement(Agreement):
 
 
 class SpreadAgreement(Agreement):
-    """An element-wise maximum over ranks, in as many rounds as the number of ranks has binary digits.
+    """Maximum over ranks in log2(ranks) rounds: see `WayToAgree.SPREAD`.
 
-    In round k a rank tells rank + 2^k what it knows, and learns what rank - 2^k knows: the dissemination algorithm of
-    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988). It may count ranks twice, which a
-    maximum allows. All ranks wait for their agreements in the same order.
+    In round k a rank sends its maximum to rank + 2^k, and takes that of rank - 2^k: the dissemination algorithm of
+    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988). Some ranks count twice, which does
+    not change a maximum. All ranks must wait for their agreements in the same order.
     """
 
     def __init__(self, connections: Connections, tensor: Tensor, counters: Counters):
@@ -459,7 +481,7 @@ class SpreadAgreement(Agreement):
                     self._under_way = self._start(number)
 
     def _start(self, number: int) -> tuple[Work, Work, Tensor, Tensor]:
-        """Begin a round. Returns what sends and receives, and the memory that they use."""
+        """Begin a round. Returns its send and its receive, and the memory of both."""
         connections, distance, tag = self._connections, 1 << number, _FIRST_SPREAD_TAG + number
         n, rank = connections.world_size, connections.rank
         sent, received = self._tensor.clone(), torch.empty_like(self._tensor)
@@ -471,12 +493,12 @@ class SpreadAgreement(Agreement):
 
 
 def rounds_of(world_size: int) -> int:
-    """How many rounds it takes until every rank knows of every other, if each round doubles what they know."""
+    """Rounds until every rank has heard of every other, if each round doubles what they know: log2, rounded up."""
     return (world_size - 1).bit_length()
 
 
 class MeshAgreement(Agreement):
-    """An element-wise maximum over ranks, each of which sends its tensor to all others."""
+    """Maximum over ranks in one round: see `WayToAgree.TOLD`."""
 
     def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters):
         self._tensor = tensor
@@ -490,10 +512,11 @@ class MeshAgreement(Agreement):
 
 
 class OpeningAgreement(Agreement):
-    """A comparison, and an element-wise maximum over ranks of what travels with it.
+    """Comparison, and maximum over ranks of the values that travel with it.
 
     Args:
-        values: what this rank sends, and where the result goes; a peer whose call is another one sends more or fewer.
+        opening: the messages of both.
+        values: this rank's values, replaced by the maximum unless another rank has sent another number of bytes.
     """
 
     def __init__(self, opening: Opening, values: Tensor, counters: Counters):
@@ -510,10 +533,10 @@ class OpeningAgreement(Agreement):
 
 
 class PartedAgreement(Agreement):
-    """An element-wise maximum over ranks, each of which finds that of one part and tells it to all others.
+    """Maximum over ranks in two rounds: see `WayToAgree.IN_PARTS`.
 
-    It takes two rounds, in which each of n ranks sends 2 (n - 1) / n of the tensor, not n - 1 of it. All ranks start
-    and wait for their agreements in the same order.
+    Each of n ranks sends 2 (n - 1) / n times the bytes of the tensor, where one round takes n - 1 times. All ranks must
+    start and wait for their agreements in the same order.
     """
 
     def __init__(self, mesh: Mesh, rank: int, world_size: int, tensor: Tensor, counters: Counters):
@@ -533,7 +556,7 @@ class PartedAgreement(Agreement):
 
 
 def _take_maximum(tensor: Tensor, received: Iterable[memoryview]) -> None:
-    """Replace `tensor` by the element-wise maximum with the messages."""
+    """Replace `tensor` by the element-wise maximum of itself and the messages."""
     for message in received if tensor.numel() else ():
         torch.maximum(tensor, torch.frombuffer(message, dtype=tensor.dtype).view_as(tensor), out=tensor)
 

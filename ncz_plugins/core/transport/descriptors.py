@@ -1,4 +1,4 @@
-"""How many more descriptors this process may open. Gloo ends a process that runs out of them."""
+"""File descriptors that this process may still open. Gloo ends a process that runs out of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import os
 
 try:
     import resource
-except ImportError:  # not on Windows
+except ImportError:  # Windows has none
     resource = None
 
-_SPARE = 8  # for what is open for a moment only: a listener, sockets that look for an address
+_SPARE_DESCRIPTORS = 8  # for short uses: a listener, sockets that look for an address
 
 
 def shortage_of_descriptors(needed: int, world_size: int) -> str | None:
-    """Why this process can't connect to the other ranks, and what to do; None if its limit leaves enough descriptors.
+    """Error message, with a remedy, if this process may not open enough descriptors; None if it may.
 
     Args:
-        needed: how many descriptors the connections between `world_size` ranks take here.
+        needed: descriptors that the connections between `world_size` ranks take in this process.
     """
     if resource is None:
         return None
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used, needed = _used(limit), needed + _SPARE
+    used, needed = _used(limit), needed + _SPARE_DESCRIPTORS
     if limit == resource.RLIM_INFINITY or used is None or used + needed <= limit:
         return None
     enough = 1 << (used + needed - 1).bit_length()
@@ -36,10 +36,10 @@ def shortage_of_descriptors(needed: int, world_size: int) -> str | None:
 
 
 def _used(limit: int) -> int | None:
-    """How many of the descriptors below a limit are open; None where the system does not tell."""
+    """The number of open descriptors below `limit`; None if the system does not tell."""
     try:
         return sum(int(number) < limit for number in os.listdir("/dev/fd"))
     except FileNotFoundError:
         return None
-    except OSError:  # none is left to look with
+    except OSError:  # no descriptor is left to open /dev/fd with
         return limit

@@ -1,9 +1,9 @@
-"""Frames, agreements and plain collectives between ranks, for tensors in host memory.
+"""Transport for tensors in host memory.
 
-Frames go through a mesh of sockets, see mesh_stream.py, and where there is none through gloo. Only a frame's header
-tells how large the frame is. Gloo can receive less than there is memory for, but if more comes than fits, it ends the
-process before any of it is written. So receives are posted ahead, each with a buffer for the largest frame of the call,
-and a frame leaves as soon as its sender has it, without a message before it.
+Frames go over a mesh of sockets, see mesh_stream.py. If there is no mesh they go through gloo, as follows. The receiver
+does not know the size of a frame beforehand. Gloo can receive less than there is memory for, but ends the process if
+more comes than fits. So receives are posted ahead, each with a buffer for the largest frame of the call. A frame leaves
+as soon as its sender has it, without a message before it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .mesh_stream import MeshStream
 from .plain import TorchCollectives
 from .small import MeshSmallCollectives
 
-_FRAME_TAG = 2  # of messages; nccl.py and plain.py have the others
-# Receives that are posted at one time, in bytes for each peer. A sender waits until a receive is posted, and a receiver
-# posts none while it is busy coding.
-_AHEAD_BYTES = 32 << 20
+_FRAME_TAG = 2  # other tags are in nccl.py, plain.py and connections.py
+# Bytes of the receives that are posted ahead for each peer. A frame leaves once a receive is posted for it, and a rank
+# posts none while it is coding.
+_POSTED_BYTES = 32 << 20
 
 
 class GlooTransport(Transport):
-    """Frames, agreements and plain collectives for tensors in host memory.
+    """Transport for tensors in host memory.
 
     Args:
-        connections: nobody else sends through them but who shares them with this transport for other tags, see
-            NcclTransport. They are closed with this transport.
+        connections: connections between the ranks, closed with this transport. Only NcclTransport may send through
+            them as well, with tags of its own.
     """
 
     def __init__(self, connections: Connections):
@@ -47,7 +47,7 @@ class GlooTransport(Transport):
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
         self.small = MeshSmallCollectives(connections)
-        self._buffers: list[Tensor] = []  # what receives were posted with, for the next call: fresh pages cost time
+        self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
@@ -62,9 +62,9 @@ class GlooTransport(Transport):
 
     @property
     def channels(self) -> int:
-        """How many connections with each rank frames take in turns: all that there are, or fewer if it is set so.
+        """TCP connections with each rank that frames take in turns; at first all.
 
-        All ranks must set it alike, while no frames are under way.
+        All ranks must set the same number, while no frames are under way.
         """
         mesh = self._connections.frames
         return 1 if mesh is None else mesh.channels
@@ -75,7 +75,7 @@ class GlooTransport(Transport):
             self._connections.frames.channels = count
 
     def close_unused(self) -> None:
-        """Close the connections that frames do not take. All ranks do so, after they have set `channels` alike."""
+        """Close the connections beyond `channels`. All ranks must call this, after they have set `channels`."""
         if self._connections.frames is not None:
             self._connections.frames.close_unused()
 
@@ -95,10 +95,10 @@ class GlooTransport(Transport):
 
 
 class GlooStream(FrameStream):
-    """Frames to one peer and from one peer during one collective, over gloo, where there is no mesh.
+    """Stream of frames over gloo, for groups without a mesh.
 
     Args:
-        buffers: memory to take and to give back, of any sizes.
+        buffers: memory for receives, to take from and to give back to: uint8, of any sizes.
         to, source, incoming, frame_capacity, counters: see `FrameTransport.streams`.
     """
 
@@ -119,10 +119,10 @@ class GlooStream(FrameStream):
         self._due = incoming  # frames for which no receive is posted yet
         self._capacity = frame_capacity
         self._counters = counters
-        self._sending: list[tuple[Work, Tensor, float]] = []  # the last is when it began
+        self._sending: list[tuple[Work, Tensor, float]] = []  # with the time when it began
         self._frames: deque[tuple[Work, Tensor, float]] = deque()
-        self._received = 0.0  # when the frame before was there
-        for _ in range(min(max(2, _AHEAD_BYTES // frame_capacity), incoming)):
+        self._received_at = 0.0  # when the frame before was there
+        for _ in range(min(max(2, _POSTED_BYTES // frame_capacity), incoming)):
             buffer = buffers.pop() if buffers else None
             if buffer is None or buffer.numel() < frame_capacity:
                 buffer = torch.empty(frame_capacity, dtype=torch.uint8, device="cpu")
@@ -141,10 +141,12 @@ class GlooStream(FrameStream):
         work, buffer, posted = self._frames.popleft()
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
-        frame = buffer[: self._size(buffer)].clone()  # most frames are much smaller than the largest possible one
-        before, self._received = self._received, time.perf_counter()
-        record(f"receiving from rank {self.source}", "frame", max(posted, before), self._received, frame.nbytes)
-        buffer[:HEADER_BYTES] = 0  # so that nobody takes this frame for the next one
+        # Copied, as most frames are much smaller than the buffer.
+        nbytes = frame_bytes(buffer.numpy(), self.source, HEADER_BYTES, self._capacity)
+        frame = buffer[:nbytes].clone()
+        before, self._received_at = self._received_at, time.perf_counter()
+        record(f"receiving from rank {self.source}", "frame", max(posted, before), self._received_at, frame.nbytes)
+        buffer[:HEADER_BYTES] = 0  # so that this frame is not taken for the next one
         if self._due:
             self._post(buffer)
         else:
@@ -162,12 +164,8 @@ class GlooStream(FrameStream):
         self._sending.clear()
 
     def _post(self, buffer: Tensor) -> None:
-        """Start to receive one more frame."""
+        """Start to receive one more frame into `buffer`."""
         self._due -= 1
         with peer_errors(f"receiving from rank {self.source}"):
             work = self._connections.receive(buffer[: self._capacity], self.source, _FRAME_TAG)
         self._frames.append((work, buffer, time.perf_counter()))
-
-    def _size(self, buffer: Tensor) -> int:
-        """The bytes of the frame that came. Its header is from the network, so it is checked before it is believed."""
-        return frame_bytes(buffer.numpy(), self.source, HEADER_BYTES, self._capacity)

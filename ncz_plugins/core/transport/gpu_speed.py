@@ -1,4 +1,4 @@
-"""How fast calls go on GPUs: uncompressed ones, which decide what is worth compressing there, and gathers of frames."""
+"""Speed of calls on GPUs, measured: of uncompressed calls, and of gathers over several NCCL groups."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from ..runtime.device import Device
 from .base import CollectiveTransport, Transport, Work, peer_errors
 from .striped import MOST_GROUPS, STRIPED_BYTES
 
-_PROBES, _PROBE_BYTES = 4, (4, 256 << 10, 8 << 20)  # all-reduces of each of these sizes; the first ones connect
-_SECONDS = 0.5  # that those of a size may take
-_GATHERED_BYTES = 16 << 20  # of all ranks together: of two, frames of 64 MiB of gradients or so
-_SLOW, _FAST = 4, 200  # Gbit/s: one group fills a slower link, and faster ones don't go through sockets
-_GAIN = 1.2  # times as fast: worth twice the groups
+_PROBES = 4  # calls of each size; the fastest one counts
+_PROBE_BYTES = (4, 256 << 10, 8 << 20)  # sizes of all-reduces, from small to large; the smallest connects
+_MAX_PROBE_SECONDS = 0.5  # expected for the calls of one size; larger sizes are skipped
+_GATHERED_BYTES = 16 << 20  # of all ranks together: about the frames of 64 MiB of gradients of two ranks
+_MIN_STRIPED_GBPS = 4  # one group fills a slower link
+_MAX_STRIPED_GBPS = 200  # a faster link does not go through sockets
+_MIN_SPEEDUP = 1.2  # twice the groups must be this many times as fast
 
 
 def measured_on_gpus(config: Config, device: Device, transport: CollectiveTransport, where: torch.device) -> Config:
-    """The settings for tensors on GPUs, with the speed at which uncompressed calls go there, which rank 0 says.
+    """Measure uncompressed calls on GPUs, and return the settings with their speed as `transport.link_gbps`.
 
-    That counts whatever connects the GPUs: a network, or NVLink within a host. A collective of all ranks, which takes
-    some tenths of a second at most. Raises PeerError.
+    The speed is that of whatever connects the GPUs: a network, or NVLink. All ranks must call this. It takes some
+    tenths of a second at most, and rank 0 prints the result. Raises PeerError.
 
     Args:
+        config: the settings.
+        device, transport: the device and transport of the GPU.
         where: this rank's GPU.
     """
     nbytes, seconds = 0, 0.0
     for larger in _PROBE_BYTES:
-        if nbytes > _PROBE_BYTES[0] and _PROBES * seconds * larger / nbytes > _SECONDS:
+        if nbytes > _PROBE_BYTES[0] and _PROBES * seconds * larger / nbytes > _MAX_PROBE_SECONDS:
             break
         tensor = torch.zeros(larger // 4, dtype=torch.float32, device=where)
         all_reduce = partial(transport.plain.all_reduce, tensor, dist.ReduceOp.SUM)
         nbytes, seconds = larger, _seconds_of(all_reduce, device, transport, where)
-    sent = 2 * (transport.world_size - 1) / transport.world_size * nbytes  # by each rank
-    gbps = min(max(8e-9 * sent / seconds, 1e-3), 1e4)  # what a configuration allows
+    sent = 2 * (transport.world_size - 1) / transport.world_size * nbytes  # bytes of each rank
+    gbps = min(max(8e-9 * sent / seconds, 1e-3), 1e4)  # the limits of `transport.link_gbps`
     config = config.resolved(link_gbps=float(f"{gbps:.3g}"))
     least = format_size(config.min_bytes_in_effect(on_gpu=True))
     carried = f"uncompressed calls of GPUs carry {config.transport.link_gbps:g} Gbit/s"
@@ -55,16 +59,19 @@ def _say(transport: CollectiveTransport, what: str) -> None:
 
 
 def use_fastest_groups(config: Config, device: Device, transport: Transport, where: torch.device) -> None:
-    """Send large gathers over as many groups side by side as carry the most, if the settings leave that open.
+    """Measure which number of NCCL groups is fastest for large gathers, and use it: see `Transport.use_groups`.
 
-    Calls at a fixed rate go over the user's own group. A collective of all ranks. Raises PeerError.
+    Nothing is measured if `transport.connections` is a number, if uncompressed calls carry less than 4 or more than 200
+    Gbit/s, or for a fixed rate, which uses the user's own group.
+    All ranks must call this. Raises PeerError.
 
     Args:
-        config: the settings, with the speed of uncompressed calls.
+        config: the settings that `measured_on_gpus` returned.
+        device, transport: the device and transport of the GPU.
         where: this rank's GPU.
     """
     is_open = config.transport.connections == "auto" and config.quantizer.bits is None
-    if not is_open or not _SLOW <= config.transport.link_gbps <= _FAST:
+    if not is_open or not _MIN_STRIPED_GBPS <= config.transport.link_gbps <= _MAX_STRIPED_GBPS:
         return
     nbytes = max(STRIPED_BYTES, _GATHERED_BYTES // transport.world_size)
     own = torch.zeros(nbytes, dtype=torch.uint8, device=where)
@@ -78,7 +85,7 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
     groups, seconds = 1, seconds_with(1)
     while groups < MOST_GROUPS:
         with_more = seconds_with(2 * groups)
-        if with_more is None or _GAIN * with_more > seconds:
+        if with_more is None or _MIN_SPEEDUP * with_more > seconds:
             transport.use_groups(groups)
             break
         groups, seconds = 2 * groups, with_more
@@ -89,7 +96,7 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
 def _seconds_of(
     collective: Callable[[], Work], device: Device, transport: CollectiveTransport, where: torch.device
 ) -> float:
-    """Of the fastest of some calls, on the rank where that is slowest."""
+    """Duration of a collective in seconds: the fastest of 4 calls, on the slowest rank."""
     times = []
     with peer_errors("measuring how fast uncompressed calls go"):
         for _ in range(_PROBES):

@@ -1,4 +1,4 @@
-"""The process groups that users pass."""
+"""Process groups that users pass."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from ..errors import UnsupportedError
 
 
 def require_group(group: dist.ProcessGroup | None, who: str = "Communicator") -> dist.ProcessGroup:
-    """The process group that was passed, or the default one. Raises UnsupportedError if it is none of this process.
+    """The process group that was passed, or the default one.
 
     Args:
-        who: whom it was passed to, for the message.
+        group: what the user passed; None: the default group.
+        who: what the user passed it to: the first word of an error message.
+
+    Raises UnsupportedError if it is not a process group, or this rank is not in it.
     """
     if group is None and not dist.is_initialized():
         raise UnsupportedError(
@@ -24,7 +27,7 @@ def require_group(group: dist.ProcessGroup | None, who: str = "Communicator") ->
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise UnsupportedError(
-            f"{who}: group={group!r} is no process group: pass what torch.distributed.new_group returns, or "
+            f"{who}: group={group!r} is not a process group: pass what torch.distributed.new_group returns, or "
             "get_group() of a DeviceMesh"
         )
     return group

@@ -1,4 +1,4 @@
-"""How ranks meet, and what they compare before their first compressed collective."""
+"""Handshake: how ranks meet, and the comparison of versions and configurations before the first collective."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from ..errors import MismatchError, NczError, PeerError, UnsupportedError
 from .base import peer_errors
 
 _READ_WITHIN = timedelta(seconds=5)
-_OFF = "off"  # what a rank without compression says
-_ADDRESS_BYTES = 512  # a host's name has 253 at most
+_OFF = "off"  # written by a rank without compression
+_ADDRESS_BYTES = 512  # for a host's name of at most 253 bytes, and a port
 
 
 def meet(ranks: Sequence[int], rank: int, purpose: str) -> dist.Store:
-    """A prefix of the default store that these global ranks, and only they, share for one purpose, once.
+    """A part of torch's default store, under a new prefix, that only these ranks share.
 
     All of `ranks` must call this, in the same order relative to their other meetings. Nobody waits: a rank may be some
-    meetings ahead. Each rank's meetings are counted in the store, not in its process, so that a process that takes the
-    place of another goes on counting.
+    meetings ahead. Meetings are counted in the store, so a process that replaces another one continues its count.
 
     Args:
-        rank: the place of this rank among `ranks`.
+        ranks: global ranks.
+        rank: the index of this rank in `ranks`.
+        purpose: a name. Meetings with different purposes are counted separately.
     """
     store = dist.distributed_c10d._get_default_store()
     name = f"ncz/{purpose}/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()}"
@@ -42,12 +43,12 @@ def meet(ranks: Sequence[int], rank: int, purpose: str) -> dist.Store:
 def open_store(
     rank: int, world_size: int, timeout: timedelta, host: str, broadcast: Callable[[Tensor], Tensor]
 ) -> dist.Store:
-    """A new store for ranks that meet without torch.distributed. All of them must call this. Rank 0 serves it.
+    """A new store for ranks that meet without torch.distributed. All of them must call this. Rank 0 serves the store.
 
     Args:
-        host: the name by which other machines reach the machine of rank 0.
-        broadcast: takes a tensor, uint8, [n], and returns that of rank 0. The address travels in it as JSON:
-            Horovod's function for broadcasting objects would unpickle it, which runs what a peer sends.
+        host: name or address by which other machines reach this one; only that of rank 0 is used.
+        broadcast: takes a tensor, uint8, [n], and returns the tensor of rank 0. The address of the store travels in
+            it as JSON. Horovod's own broadcast of objects uses pickle, which would run code that a peer sends.
     """
     store, address = None, torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8, device="cpu")
     if rank == 0:
@@ -61,17 +62,18 @@ def open_store(
 def compare_ranks(store: dist.Store, ranks: Sequence[int], rank: int, config: Config | NczError | None) -> None:
     """Raise MismatchError on every rank unless all run the same versions with the same configuration.
 
-    A rank where compression is off says so and returns at once: nothing of this package may hold it up. The others
-    raise. The first rank reads what all ranks wrote and publishes the verdict, unless compression is off there.
+    Each rank writes its own to the store. The first rank compares them, and publishes a verdict that is empty if all
+    is well. A rank without compression writes "off" and returns at once, as this package may not delay it. All others
+    then raise.
 
     Args:
-        store: what `meet` returned.
-        ranks: what to call the ranks that met.
-        rank: the place of this rank among them.
-        config: None where compression is off. Where it can't be on, the error that says why.
+        store: the store that `meet` returned.
+        ranks: the global ranks, for messages.
+        rank: the index of this rank in `ranks`.
+        config: this rank's configuration; None: compression is off; an error: compression can't be on.
 
-    Raises PeerError on every rank if one does not come within `transport.timeout_seconds`, or if that is not set,
-    within the store's time-out.
+    Raises PeerError on every rank if one does not come within `transport.timeout_seconds`. If that is not set, the
+    store's time-out counts.
     """
     store.set(f"rank {rank}", json.dumps(described(config)))
     if config is None:
@@ -89,11 +91,11 @@ def compare_ranks(store: dist.Store, ranks: Sequence[int], rank: int, config: Co
 
 
 def _publish_verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> str:
-    """How the ranks differ, or which ones did not come; empty if all is well. The other ranks get the same."""
+    """Compare what all ranks wrote, and publish the verdict. Returns it. Called by the first rank."""
     verdict, readers = _verdict(store, ranks, timeout)
     store.add("to read", readers)
     store.set("verdict", verdict)
-    # This process may serve the store, which ends with it: let the others read first.
+    # If this process serves the store, the store ends with it: let the others read first.
     if verdict and readers:
         with suppress(RuntimeError):
             store.wait(["read"], _READ_WITHIN)
@@ -101,14 +103,14 @@ def _publish_verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta
 
 
 def _await_verdict(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
-    """What the first rank publishes, or would if compression were on there."""
+    """Wait for the verdict of the first rank. If compression is off there, find one's own verdict."""
     first = _said(store, 0, timeout)
     if first is None:
         return _absent([ranks[0]], timeout)
     if first["compression"] == _OFF:
         return f"differ: {differences([first, _said(store, rank, timeout)], [ranks[0], ranks[rank]])}"
     try:
-        store.wait(["verdict"], 2 * timeout)  # the first rank may need one time-out to find that a rank does not come
+        store.wait(["verdict"], 2 * timeout)  # the first rank may wait for one time-out for a rank that does not come
         verdict = store.get("verdict").decode()
     except RuntimeError as error:
         raise PeerError(f"rank {ranks[0]} did not compare configurations in time: {error}") from error
@@ -123,10 +125,10 @@ def require_all_able(store: dist.Store, rank: int, world_size: int, refusal: str
     """Return once every rank has said that it can go on. All of them must call this.
 
     Args:
-        store: which nothing else uses under the same prefix.
-        refusal: why this rank can't; None: it can.
+        store: a store that nothing else uses under the same prefix.
+        refusal: why this rank can't go on; None: it can.
 
-    Raises UnsupportedError on a rank that can't, and PeerError at once on the others, or if one does not come.
+    Raises UnsupportedError on a rank that can't go on, and PeerError on the others, or if a rank does not come.
     """
     with peer_errors("connecting to the other ranks"):
         if refusal is not None:
@@ -141,7 +143,7 @@ def require_all_able(store: dist.Store, rank: int, world_size: int, refusal: str
 
 
 def _await_readers(store: dist.Store, world_size: int) -> None:
-    """Wait for a moment until all ranks have read the verdict: the store ends with the rank that serves it."""
+    """Wait up to 5 s until all ranks have read the verdict, as the store ends with the rank that serves it."""
     with suppress(RuntimeError):
         if store.add("readers", 1) == world_size:
             store.set("read", "")
@@ -149,7 +151,7 @@ def _await_readers(store: dist.Store, world_size: int) -> None:
 
 
 def described(config: Config | NczError | None) -> dict[str, object]:
-    """What all ranks must have in common, ready for JSON. See `compare_ranks`."""
+    """Name -> value of what all ranks must have in common, ready for JSON. For `config` see `compare_ranks`."""
     mine = {"version": __version__, "frame version": VERSION}
     if isinstance(config, Config):
         return mine | {"compression": "on"} | _flat(json.loads(config.canonical()))
@@ -157,17 +159,17 @@ def described(config: Config | NczError | None) -> dict[str, object]:
 
 
 def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None = None) -> str:
-    """How ranks differ, in words; empty if they don't.
+    """Say in words how ranks differ; empty if they don't.
 
     Args:
-        everyone: what each rank has of things by their names, in rank order; say, what `described` returned.
-        ranks: what to call the ranks; None: by their places in `everyone`.
+        everyone: name -> value for each rank, such as `described` returns.
+        ranks: numbers of the ranks, for messages; None: 0, 1, 2, ...
     """
     ranks = range(len(everyone)) if ranks is None else ranks
     found = []
     for key in everyone[0]:
         if any(key not in one for one in everyone):
-            continue  # a setting, and ranks where compression is off have none: "compression" differs then
+            continue  # a setting: ranks without compression have none, and differ in "compression" already
         ranks_of: dict[str, list[int]] = {}
         for rank, one in zip(ranks, everyone):
             ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
@@ -177,17 +179,21 @@ def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None =
 
 
 def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> tuple[str, int]:
-    """How the ranks differ, or which ones did not come, empty if all is well; and how many others wait to read that."""
+    """Compare what all ranks wrote.
+
+    Returns the verdict, and the number of other ranks that wait for it. The verdict says how the ranks differ or which
+    ones did not come, and is empty if all is well.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     came, absent = {}, []
-    for place, rank in enumerate(ranks):
-        said = _said(store, place, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    for index, rank in enumerate(ranks):
+        said = _said(store, index, timedelta(seconds=max(0.001, deadline - time.monotonic())))
         if said is None:
             absent.append(rank)
             continue
         came[rank] = said
         if said["compression"] == _OFF:
-            break  # which settles it, and ranks behind this one may come late
+            break  # the ranks differ: do not wait for the rest
     readers = sum(said["compression"] != _OFF for said in came.values()) - 1
     if found := differences(list(came.values()), list(came)):
         return f"differ: {found}", readers
@@ -195,7 +201,7 @@ def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> tup
 
 
 def _said(store: dist.Store, rank: int, timeout: timedelta) -> dict[str, object] | None:
-    """What a rank wrote of itself, None if it does not come."""
+    """Wait for what a rank wrote: see `described`. Returns None if the rank does not come."""
     try:
         store.wait([f"rank {rank}"], timeout)
         return json.loads(store.get(f"rank {rank}"))

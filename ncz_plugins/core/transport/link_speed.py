@@ -1,4 +1,4 @@
-"""The speed of the network interface that gloo uses, as Linux states it."""
+"""Speed of the network interface that gloo uses, as Linux states it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .addresses import gloo_interface, interface_of, own_address
 
 @functools.cache
 def gloo_link_gbps() -> float | None:
-    """The speed of the network interface that gloo uses, in Gbit/s; None where Linux states none, as for loopback."""
+    """The speed of the network interface that gloo uses, in Gbit/s; None if Linux states none, as for loopback."""
     name = gloo_interface() or interface_of(own_address())
     try:
         megabits = int(Path(f"/sys/class/net/{name}/speed").read_text())

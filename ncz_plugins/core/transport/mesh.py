@@ -1,8 +1,15 @@
 """Messages between all ranks of a group, over TCP connections of our own.
 
-A rank sends on the thread that has something to say, and receives on the thread that waits for it. So a message wakes
-up one thread. Through gloo it passes through more threads on both sides: a short message takes ten times as long, and
-on few cores a long one takes time from those who code.
+A message is sent by the thread that has it, and received by the thread that waits for it, so it wakes up one thread.
+Gloo passes a message through more threads on both sides. A short message then takes ten times as long, and on few cores
+a long one takes time from coding.
+
+- `open_mesh` connects the ranks, by `_call`, `_is_answered` and `_accept`.
+- `Mesh` starts messages, and sends and receives them while a thread waits.
+- `Outgoing` and `Incoming` are single messages. `Exchange` is one message to each other rank, and one from each.
+- `_Connection` is one socket, with the messages under way on it.
+
+On the wire, the length of a message stands before it, as a 64-bit number.
 """
 
 from __future__ import annotations
@@ -30,32 +37,34 @@ from ..errors import PeerError, fresh, without_frames
 from .addresses import own_address
 from .base import peer_errors
 
-MOST_RANKS = 16  # each rank sends to all others; more of them agree in rounds, see connections.py
-_LENGTH = struct.Struct("<q")  # goes before each message: its bytes
-_HELLO = struct.Struct("<16sqq")  # what a rank says when it connects: the other one's secret, its own rank, the channel
-_HELLO_SECONDS = 5.0
+MOST_RANKS = 16  # with more ranks there is no mesh: see connections.py
+_LENGTH = struct.Struct("<q")  # of a message in bytes, before it
+_HELLO = struct.Struct("<16sqq")  # first bytes of a connection: secret of the rank that is called, own rank, channel
+_HELLO_SECONDS = 5.0  # time-out for the hello of a new connection
 _CALL_AGAIN_SECONDS = 0.1
-_ANSWER = b"\n"  # what the other one says to that
-_POLL_SECONDS = 3600.0  # poll(2) counts milliseconds by an int, which some time-outs are too long for
+_ANSWER = b"\n"  # the answer to a valid hello
+_MAX_POLL_SECONDS = 3600.0  # poll(2) takes milliseconds in an int, and some time-outs are longer
 
-# Nothing is to be joined to the end of a message. Else Linux may hold that end back until what is before it has left
-# this machine (tcp_autocorking), and behind a limited link it was seen to wait for the receiver's delayed
-# acknowledgement, 40 ms. Other systems refuse the flag on such sockets.
+# MSG_EOR: nothing may be joined to the end of a message. Otherwise Linux may hold the end back until the bytes before
+# it have left this machine (tcp_autocorking). Behind a limited link it then waited 40 ms, for the receiver's delayed
+# acknowledgement. Other systems refuse this flag for TCP.
 _SEND_FLAGS = socket.MSG_EOR if sys.platform == "linux" else 0
 
-Memory = bytes | memoryview  # of bytes
+Memory = bytes | memoryview  # a memoryview has items of one byte
 
-_open: weakref.WeakSet[Mesh] = weakref.WeakSet()
+_open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1) -> Mesh | None:
-    """Connect this rank with all others that meet at `store`. All ranks must call it.
+    """Connect this rank with all others that meet at `store`. All ranks must call this.
 
     Args:
-        channels: connections with each of them, the same number on all ranks.
+        store: a store that nothing else uses under the same prefix.
+        timeout: how long to wait for other ranks, here and in each operation of the mesh.
+        channels: TCP connections with each rank, the same number on all ranks.
 
-    Returns: None on every rank if there are too many of them, or if one has no address to listen at, or was told to
-    encrypt what it sends, which gloo can do and this can't.
+    Returns the mesh, or None on every rank: if there are more than 16 ranks, if one of them has no address to listen
+    at, or if GLOO_DEVICE_TRANSPORT asks one for encryption, which only gloo has.
 
     Raises PeerError if the other ranks don't come.
     """
@@ -64,134 +73,148 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
     address = None if os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS" else own_address()
     deadline = time.monotonic() + timeout.total_seconds()
     secret = secrets.token_bytes(16)
-    with ExitStack() as opened:  # what is in it is closed, unless all goes well
+    with ExitStack() as opened:  # closes all sockets after an error
+        # Listen, and tell the other ranks where.
         listener = _listener(address)
-        said = ""
+        own = ""
         if listener is not None:
             opened.enter_context(listener)
-            said = f"{address} {listener.getsockname()[1]} {secret.hex()}"
+            own = f"{address} {listener.getsockname()[1]} {secret.hex()}"
         with peer_errors("connecting to the other ranks"):
-            store.set(f"{rank}", said)
+            store.set(f"{rank}", own)
             store.wait([f"{peer}" for peer in range(world_size)], timeout)
-            met = [store.get(f"{peer}").decode() for peer in range(world_size)]
-        if not all(met):
+            listening = [store.get(f"{peer}").decode() for peer in range(world_size)]
+        if not all(listening):
             return None
+
+        # Each rank calls the lower ranks, and accepts the calls of the higher ones.
         sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
-        unreached: set[int] = set()  # the rank that is being called
+        calling: set[int] = set()  # the rank that is being called, for an error message
         expected = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
         try:
 
-            def called(peer: int, channel: int) -> socket.socket:
-                nonlocal unreached
-                unreached = {peer}
-                connection = opened.enter_context(_called(met[peer], rank, channel, deadline))
-                unreached = set()
+            def call(peer: int, channel: int) -> socket.socket:
+                nonlocal calling
+                calling = {peer}
+                connection = opened.enter_context(_call(listening[peer], rank, channel, deadline))
+                calling = set()
                 return connection
 
-            # All are called before the first answer is awaited, so that not each of them costs a round trip of its own.
-            waiting = [(peer, channel) for peer in range(rank) for channel in range(channels)]
-            calling = {where: called(*where) for where in waiting}
-            for where in waiting:
-                while not _is_answered(calling[where], deadline):
-                    calling[where].close()
+            # Call all lower ranks before waiting for the first answer, so that the round trips overlap.
+            unanswered = {(peer, channel): call(peer, channel) for peer in range(rank) for channel in range(channels)}
+            for who, connection in unanswered.items():
+                while not _is_answered(connection, deadline):
+                    connection.close()
                     time.sleep(_CALL_AGAIN_SECONDS)
-                    calling[where] = called(*where)
-                sockets[where] = calling[where]
+                    connection = call(*who)
+                sockets[who] = connection
             while len(sockets) < (world_size - 1) * channels:
-                where, connection = _accepted(listener, secret, expected, deadline)
-                sockets[where] = opened.enter_context(connection)
+                who, connection = _accept(listener, secret, expected, deadline)
+                sockets[who] = opened.enter_context(connection)
         except OSError as error:
-            there = {peer for peer, channel in sockets if channel == channels - 1}
-            missing = ", ".join(map(str, sorted(unreached or {*range(world_size)} - there - {rank})))
+            connected = {peer for peer, channel in sockets if channel == channels - 1}
+            missing = ", ".join(map(str, sorted(calling or {*range(world_size)} - connected - {rank})))
             raise PeerError(
                 f"connecting to rank {missing} failed: {error}. It has died, or nothing can reach it at the address of "
                 "its interface: look at its log, and see GLOO_SOCKET_IFNAME"
             ) from error
-        mesh = Mesh([_Peer(peer, sockets[peer, channel]) for peer, channel in sorted(sockets)], timeout)
+        mesh = Mesh([_Connection(peer, sockets[peer, channel]) for peer, channel in sorted(sockets)], timeout)
         opened.pop_all()
     listener.close()
     return mesh
 
 
 class Mesh:
-    """Connections with each other rank.
+    """Connections with each other rank: one or several TCP connections, called channels.
 
-    What one rank sends to another through one channel arrives in that order. One thread makes the calls; `close` may
-    come from any.
+    Messages between two ranks on one channel arrive in the order in which they were sent. One thread calls the methods.
+    Only `close` may be called from any thread.
 
     Args:
-        peers: the channels to the other ranks, in the order of these.
-        timeout: how long to wait for one of them that neither sends nor takes anything.
+        connections: the connections, in the order of ranks and channels.
+        timeout: how long to wait for a rank that neither sends nor takes anything.
     """
 
-    def __init__(self, peers: list[_Peer], timeout: timedelta):
-        self._peers = peers
-        self._by_rank: dict[int, list[_Peer]] = {}
-        for peer in peers:
-            self._by_rank.setdefault(peer.rank, []).append(peer)
+    def __init__(self, connections: list[_Connection], timeout: timedelta):
+        self._connections = connections
+        self._by_rank: dict[int, list[_Connection]] = {}
+        for connection in connections:
+            self._by_rank.setdefault(connection.rank, []).append(connection)
         self._first = [of_one[0] for of_one in self._by_rank.values()]
-        # Each rank begins with the one after it. If all began with rank 0, its link would be full and all others idle.
-        lower = sum(peer.rank == at for at, peer in enumerate(self._first))
+        # Each rank sends to the next rank first. If all began with rank 0, its link would be full and all others idle.
+        lower = sum(connection.rank == number for number, connection in enumerate(self._first))
         self._next_first = self._first[lower:] + self._first[:lower]
-        self._by_socket = {peer.socket.fileno(): peer for peer in peers}
+        self._by_socket = {connection.socket.fileno(): connection for connection in connections}
         self._poll = select.poll()
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
-        self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them meanwhile
-        self._closed: str | None = None  # why, in words
-        _open.add(self)
+        self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them
+        self._closed: str | None = None  # why the mesh was closed
+        _open_meshes.add(self)
 
     @property
     def channels(self) -> int:
-        """How many connections with each rank are in use; at first, all. Nothing is under way when this changes."""
+        """The number of connections with each rank that are in use; at first all.
+
+        Set it only when nothing is under way.
+        """
         return self._channels
 
     @channels.setter
     def channels(self, count: int) -> None:
         self._channels = count
-        self._in_use = [peer for of_one in self._by_rank.values() for peer in of_one[:count]]
-        for peer in self._peers:
-            peer.be_watched(self._poll)  # no longer, if it is not in use any more
+        self._in_use = [connection for of_one in self._by_rank.values() for connection in of_one[:count]]
+        for connection in self._connections:
+            connection.update_poll(self._poll)  # connections out of use are not polled any more
 
     def close_unused(self) -> None:
-        """Close the connections that are not in use, for good, on all ranks. Nothing is under way."""
+        """Close the connections that are not in use, for good. All ranks call this, when nothing is under way."""
         with self._lock:
-            for peer in self._peers:
-                if peer not in self._in_use:
-                    peer.drop()
-            self._peers = self._in_use
+            for connection in self._connections:
+                if connection not in self._in_use:
+                    connection.drop()
+            self._connections = self._in_use
             self._by_rank = {rank: of_one[: self._channels] for rank, of_one in self._by_rank.items()}
-            self._by_socket = {peer.socket.fileno(): peer for peer in self._peers}
+            self._by_socket = {connection.socket.fileno(): connection for connection in self._connections}
 
     def start(
-        self, messages: Sequence[Sequence[Memory]], least: int, most: int, places: Sequence[Place | None] | None = None
+        self,
+        messages: Sequence[Sequence[Memory]],
+        least: int,
+        most: int,
+        destinations: Sequence[Destination | None] | None = None,
     ) -> Exchange:
-        """Both `tell` and `Exchange.receive`, with their arguments."""
+        """Start an exchange: `tell` and `Exchange.receive` in one."""
         exchange = self.tell(messages)
-        exchange.receive(least, most, places)
+        exchange.receive(least, most, destinations)
         return exchange
 
     def tell(self, messages: Sequence[Sequence[Memory]]) -> Exchange:
-        """Start to send a message to each other rank through channel 0, of which one is to be received. It never waits.
+        """Start to send a message to each other rank on channel 0, without a wait.
 
         Args:
-            messages: for each rank the bytes that its message consists of, in parts. The one for this rank is ignored.
-                They must not change before they have left, see `Exchange`.
+            messages: for each rank, the message as a sequence of memory. That for this rank is ignored. The memory must
+                not change before the message has left.
+
+        Returns the exchange. Call its `receive` for the messages of the other ranks.
         """
         with self._lock:
             self._require_open()
-            return Exchange(self, [peer.send(messages[peer.rank]) for peer in self._next_first])
+            return Exchange(self, [connection.send(messages[connection.rank]) for connection in self._next_first])
 
-    def expect(self, least: int, most: int, places: Sequence[Place | None] | None) -> list[Incoming]:
-        """Start to receive a message of each other rank through channel 0: see `Exchange.receive`."""
+    def expect(self, least: int, most: int, destinations: Sequence[Destination | None] | None) -> list[Incoming]:
+        """Start to receive a message of each other rank on channel 0: see `Exchange.receive`."""
         with self._lock:
             self._require_open()
-            return [peer.receive(least, most, places[peer.rank] if places else None) for peer in self._first]
+            return [
+                connection.receive(least, most, destinations[connection.rank] if destinations else None)
+                for connection in self._first
+            ]
 
     def send(self, to: int, message: Memory, channel: int = 0) -> Outgoing:
-        """Start to send a message to one rank, which receives it by `receive`. It never waits.
+        """Start to send a message to one rank, without a wait. The rank calls `receive` for it.
 
-        What has come meanwhile is taken in, so that those who send it can go on.
+        Also receives what has come meanwhile, so that its senders can go on.
 
         Args:
             message: bytes that must not change before they have left.
@@ -199,42 +222,42 @@ class Mesh:
         with self._lock:
             self._require_open()
             outgoing = self._by_rank[to][channel].send([message])
-            for peer in self._in_use:
-                peer.is_full = False  # some of it has left since
-                peer.advance()
+            for connection in self._in_use:
+                connection.is_full = False  # bytes may have left since
+                connection.advance()
             return outgoing
 
     def receive(self, source: int, least: int, most: int, channel: int = 0) -> Incoming:
-        """Start to receive a message of one rank. Those of a channel come in the order in which they were sent."""
+        """Start to receive a message of `least` to `most` bytes from one rank, without a wait."""
         with self._lock:
             self._require_open()
             return self._by_rank[source][channel].receive(least, most)
 
     def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
-        """Return once these messages were received and sent. Raises PeerError."""
-        self._go_on_until(messages)
+        """Wait until these messages were sent and received. Raises PeerError."""
+        self._progress_until(messages)
 
     def reach(self, messages: Sequence[Outgoing | Incoming], nbytes: int) -> None:
-        """Return once so many bytes of each of these messages, or all, were received and sent. Raises PeerError."""
-        self._go_on_until(messages, nbytes)
+        """Wait until `nbytes` of each message, or all of a shorter one, were sent and received. Raises PeerError."""
+        self._progress_until(messages, nbytes)
 
     def close(self, reason: str) -> None:
-        """Close all connections, so that a peer that waits for this rank gets an error at once. Safe to call twice.
+        """Close all connections, so that peers that wait for this rank get an error at once. Safe to call twice.
 
         Args:
-            reason: what those who use them later are told.
+            reason: message of the PeerError that later uses of the mesh raise.
         """
         self._closed = self._closed or reason
-        for peer in self._peers:
+        for connection in self._connections:
             with suppress(OSError):
-                peer.socket.shutdown(socket.SHUT_RDWR)  # a thread in `finish` wakes up, and leaves
+                connection.socket.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits in `finish`
         with self._lock:
             self.drop()
 
     def drop(self) -> None:
-        """Forget the connections. Only the last process that holds them ends them so: a fork does not."""
-        for peer in self._peers:
-            peer.drop()
+        """Close this process's descriptors of the connections. In a fork, the parent's connections go on."""
+        for connection in self._connections:
+            connection.drop()
 
     def __del__(self):
         self.drop()
@@ -243,63 +266,67 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
-    def _go_on_until(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
-        """Send and receive, whatever there is, until all of these messages have come as far, or are over."""
+    def _progress_until(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
+        """Send and receive on all connections until `nbytes` of each of these messages are done; None: all bytes."""
         with self._lock:
             ready, awaited = self._in_use, _awaited(messages, nbytes)
             begun = time.monotonic()
-            for peer in awaited:
-                peer.heard = begun
+            for connection in awaited:
+                connection.heard = begun
             while awaited:
-                for peer in ready:
-                    peer.advance()
+                for connection in ready:
+                    connection.advance()
                 awaited = _awaited(messages, nbytes)
                 if awaited:
-                    self._require_open()  # first, as peers seem to have closed what another thread closed
-                    for peer in awaited:
-                        peer.require_reachable()
+                    self._require_open()  # first: after a close of our own, `require_reachable` would blame the peer
+                    for connection in awaited:
+                        connection.require_reachable()
                     ready = self._wait_for(awaited)
 
-    def _wait_for(self, awaited: Sequence[_Peer]) -> list[_Peer]:
-        """Wait until a peer has sent something or takes more, or for a while. PeerError if one was silent for too long.
+    def _wait_for(self, awaited: Sequence[_Connection]) -> list[_Connection]:
+        """Wait until a connection can receive or send, or for an hour.
 
-        Not only until one of those that are awaited has: what others send must not fill the buffers.
+        Waits for all connections in use, so that what other ranks send does not fill the buffers.
 
-        Returns: which peers have, or do.
+        Args:
+            awaited: the connections with messages to wait for.
+
+        Returns the connections that can receive or send. Raises PeerError if an awaited one was silent for too long.
         """
-        for peer in self._in_use:
-            peer.be_watched(self._poll)
-        silent_since = min(peer.heard for peer in awaited)
+        for connection in self._in_use:
+            connection.update_poll(self._poll)
+        silent_since = min(connection.heard for connection in awaited)
         left = silent_since + self._timeout - time.monotonic()
         if left <= 0:
-            names = ", ".join(map(str, sorted({peer.rank for peer in awaited if peer.heard == silent_since})))
+            silent = {connection.rank for connection in awaited if connection.heard == silent_since}
+            names = ", ".join(map(str, sorted(silent)))
             raise PeerError(
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        events = self._poll.poll(1000 * min(left, _POLL_SECONDS))
+        events = self._poll.poll(1000 * min(left, _MAX_POLL_SECONDS))
         heard = time.monotonic()
         ready = []
         for number, event in events:
-            peer = self._by_socket[number]
-            peer.heard = heard
-            if event != select.POLLIN:  # it takes more, or whoever tries learns what is wrong
-                peer.is_full = False
-            ready.append(peer)
+            connection = self._by_socket[number]
+            connection.heard = heard
+            if event != select.POLLIN:  # it can send, or the next try to send raises its error
+                connection.is_full = False
+            ready.append(connection)
         return ready
 
 
-def _awaited(messages: Sequence[Outgoing | Incoming], nbytes: int | None) -> list[_Peer]:
-    """The peers of messages that have not come so far; of those that are not over, if None. One may be there twice."""
-    return [message.peer for message in messages if not message.has(nbytes)]
+def _awaited(messages: Sequence[Outgoing | Incoming], nbytes: int | None) -> list[_Connection]:
+    """The connections of messages that are not done for `nbytes`; None: all bytes. One may be there several times."""
+    return [message.connection for message in messages if not message.has(nbytes)]
 
 
-class Place(NamedTuple):
-    """Memory for a message that begins as expected.
+class Destination(NamedTuple):
+    """Memory for the rest of a message, used only if the message has the expected head and length.
 
     Attributes:
-        head: what it must begin with; no longer than the shortest message that is possible.
-        rest: where what it must have behind that goes. Nobody else may use it meanwhile.
+        head: expected first bytes; at most as long as the shortest possible message.
+        rest: memory for the bytes after the head. Nobody else may use it before the exchange is over.
     """
 
     head: bytes
@@ -307,7 +334,7 @@ class Place(NamedTuple):
 
 
 class Exchange:
-    """One message to each other rank, under way, and one from each.
+    """Exchange of messages under way: one to each other rank, and one from each.
 
     Attributes:
         ranks: the other ranks, in order.
@@ -318,56 +345,58 @@ class Exchange:
         self._outgoing = outgoing
         self._incoming: list[Incoming] = []
 
-    def receive(self, least: int, most: int, places: Sequence[Place | None] | None = None) -> None:
-        """Start to receive. Called once, before any other exchange begins. It never waits.
+    def receive(self, least: int, most: int, destinations: Sequence[Destination | None] | None = None) -> None:
+        """Start to receive, without a wait. Called once, before any other exchange begins.
 
         Args:
-            least, most: bytes that a peer's message may have.
-            places: for each rank where its message goes, if it fits there; None: into new memory.
+            least, most: bytes that a message may have.
+            destinations: for each rank, memory for its message; None: new memory.
         """
-        self._incoming = self._mesh.expect(least, most, places)
+        self._incoming = self._mesh.expect(least, most, destinations)
 
     @property
     def ranks(self) -> list[int]:
-        return [message.peer.rank for message in self._incoming]
+        return [message.connection.rank for message in self._incoming]
 
     def wait(self) -> list[memoryview]:
-        """What `ranks` sent, as bytes. This rank's own messages have left by then.
+        """Wait until all messages were sent and received. Raises PeerError.
 
-        Raises PeerError.
+        Returns the message of each of `ranks`, as bytes; only its head if the rest went to its destination.
         """
         self._mesh.finish([*self._outgoing, *self._incoming])
         return [message.values for message in self._incoming]
 
     def reach(self, nbytes: int) -> list[memoryview]:
-        """The same, as soon as so many bytes of each message have come and left, or all if it has fewer.
+        """Wait until `nbytes` of each message, or all of a shorter one, were sent and received. Raises PeerError.
 
-        So who sends a tensor and receives what is added to it can replace these bytes of it by the sum.
+        A rank that sends a tensor and receives values to add may then replace these bytes by the sum.
+
+        Returns the messages, see `wait`. Only their first `nbytes` have come.
         """
         self._mesh.reach([*self._outgoing, *self._incoming], nbytes)
         return [message.values for message in self._incoming]
 
 
 class Outgoing:
-    """A message that is being sent.
+    """Message that is being sent.
 
     Attributes:
-        ended: when the last of it had left this process, in seconds of `time.perf_counter`; None before.
+        ended: time when all of it had left this process, in seconds of `time.perf_counter`; None before.
     """
 
-    def __init__(self, peer: _Peer, parts: Sequence[Memory]):
-        self.peer = peer
+    def __init__(self, connection: _Connection, parts: Sequence[Memory]):
+        self.connection = connection
         self.ended: float | None = None
-        self._sent = -_LENGTH.size
+        self._sent = -_LENGTH.size  # bytes of the message that were sent; negative before the message itself
         views = [memoryview(part) for part in parts if len(part)]
         self._left = [memoryview(_LENGTH.pack(sum(map(len, views)))), *views]
 
     def has(self, nbytes: int | None) -> bool:
-        """Whether so many bytes of it have left, or all; None: all."""
+        """Whether `nbytes` of the message have left, or all of it; None: all of it."""
         return self.ended is not None or (nbytes is not None and self._sent >= nbytes)
 
     def advance(self, to: socket.socket) -> None:
-        """Send what can be sent now."""
+        """Send as much as the socket takes."""
         sent = to.sendmsg(self._left, [], _SEND_FLAGS)
         self._sent += sent
         while self._left and sent >= self._left[0].nbytes:
@@ -379,130 +408,136 @@ class Outgoing:
 
 
 class Incoming:
-    """A message that is being received.
+    """Message that is being received.
 
     Attributes:
-        values: what came, as bytes; only the head, if the rest went to its place. None as long as that is not known.
-        ended: when all of it was there, in seconds of `time.perf_counter`; None before.
+        values: the message as bytes; only its head if the rest goes to its destination. None before the head has come.
+        ended: time when all of it was there, in seconds of `time.perf_counter`; None before.
     """
 
-    def __init__(self, peer: _Peer, least: int, most: int, place: Place | None = None):
-        self.peer = peer
+    def __init__(self, connection: _Connection, least: int, most: int, destination: Destination | None = None):
+        self.connection = connection
         self._possible = least, most
-        # What is sure to come, and tells where the rest goes.
-        self._begun = memoryview(bytearray(_LENGTH.size + (len(place.head) if place else 0)))
-        self._parts = self._memory(place)
-        self._left = next(self._parts)
-        self._arrived = -_LENGTH.size
+        # The length and the head, which tell where the rest goes.
+        self._front = memoryview(bytearray(_LENGTH.size + (len(destination.head) if destination else 0)))
+        self._memories = self._memory_of(destination)
+        self._left = next(self._memories)
+        self._arrived = -_LENGTH.size  # bytes of the message that came; negative before the message itself
         self.values: memoryview | None = None
         self.ended: float | None = None
 
     def has(self, nbytes: int | None) -> bool:
-        """Whether so many bytes of it are where they belong, or it is over; None: whether it is over."""
+        """Whether `nbytes` of the message are in their memory, or all of it; None: all of it."""
         if self.ended is not None:
             return True
         return nbytes is not None and self.values is not None and self._arrived >= nbytes
 
     def drop(self) -> None:
-        """Forget where it goes, which would keep this object as well: nothing more is received."""
-        self._parts = iter(())
+        """Stop receiving. Lets go of the destination, and of the generator, which holds this object."""
+        self._memories = iter(())
 
     def advance(self, source: socket.socket) -> None:
-        """Receive what is there. Raises PeerError."""
+        """Receive as much as has come. Raises PeerError."""
         while self.ended is None:
             wanted = self._left.nbytes
             received = source.recv_into(self._left)
             if not received:
-                raise PeerError(_gone(self.peer.rank))
+                raise PeerError(_gone(self.connection.rank))
             self._left = self._left[received:]
             self._arrived += received
             if received < wanted:
                 if self.values is None and self._arrived >= 0:
-                    self._length()  # nothing more may come of a message that is too short
-                return  # to ask for more would say that there is none
-            # Empty parts are passed over, as to receive nothing looks as if the connection had ended.
-            self._left = next((part for part in self._parts if part.nbytes), None)
+                    self._length()  # raises if the message is shorter than the head: the rest would never come
+                return  # nothing more has come
+            # Skip empty memory: receiving 0 bytes looks like the end of the connection.
+            self._left = next((memory for memory in self._memories if memory.nbytes), None)
             if self._left is None:
                 self.ended = time.perf_counter()
 
-    def _memory(self, place: Place | None) -> Iterator[memoryview]:
-        """What is to be filled, one part after the other."""
-        yield self._begun
-        nbytes, begun = self._length(), self._begun[_LENGTH.size :]
-        if place is not None and nbytes == len(place.head) + place.rest.nbytes and begun == place.head:
-            self.values = begun
-            yield place.rest
+    def _memory_of(self, destination: Destination | None) -> Iterator[memoryview]:
+        """The memory to fill, one after another."""
+        yield self._front
+        nbytes, head = self._length(), self._front[_LENGTH.size :]
+        if destination is not None and head == destination.head and nbytes == head.nbytes + destination.rest.nbytes:
+            self.values = head
+            yield destination.rest
             return
         self.values = memoryview(np.empty(nbytes, np.uint8))
-        self.values[: begun.nbytes] = begun
-        yield self.values[begun.nbytes :]
+        self.values[: head.nbytes] = head
+        yield self.values[head.nbytes :]
 
     def _length(self) -> int:
-        """The bytes of the message, as it says. Raises PeerError if it can't be."""
+        """The length that stands before the message. Raises PeerError if it is not possible."""
         least, most = self._possible
-        (nbytes,) = _LENGTH.unpack_from(self._begun)
+        (nbytes,) = _LENGTH.unpack_from(self._front)
         if not least <= nbytes <= most:
             raise PeerError(
-                f"rank {self.peer.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
+                f"rank {self.connection.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
                 "All ranks must run the same version of ncz_plugins."
             )
         return nbytes
 
 
-class _Peer:
-    """A connection with one rank."""
+class _Connection:
+    """TCP connection with one rank, and the messages under way on it, in order.
 
-    def __init__(self, rank: int, connection: socket.socket):
+    Attributes:
+        outgoing, incoming: messages that are not over, oldest first.
+        is_full: True if the socket took no more bytes when it was last tried.
+        heard: time when the socket last sent or took something, or a wait for it began, in seconds of `time.monotonic`.
+    """
+
+    def __init__(self, rank: int, opened: socket.socket):
         self.rank = rank
-        self.socket = connection
+        self.socket = opened
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
-        self._lost: OSError | PeerError | None = None  # what happened to the connection
-        self._watched = 0  # the events that are polled for
-        self.is_full = False  # the socket, which took no more when it was last tried
-        self.heard = 0.0  # when it last sent or took something, or somebody began to wait for it
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lost: OSError | PeerError | None = None  # the error that ended the connection
+        self._polled = 0  # the events that are polled for
+        self.is_full = False
+        self.heard = 0.0
+        opened.setblocking(False)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def drop(self) -> None:
-        """Forget the connection, and the messages under way, which hold the caller's tensors."""
+        """Close the socket, and forget the messages under way, which hold the caller's tensors."""
         self.socket.close()
         self.outgoing.clear()
         for message in self.incoming:
             message.drop()
         self.incoming.clear()
 
-    def be_watched(self, poll: select.poll) -> None:
-        """Let `poll` watch for what the messages under way need, if there are any, and for the end of the connection.
+    def update_poll(self, poll: select.poll) -> None:
+        """Poll for what the messages under way need: to receive, to send, or nothing.
 
-        It stays so until they need something else: to begin afresh in each wait takes as long as some waits.
+        The registration is kept from wait to wait, as renewing it takes as long as some waits.
         """
         wanted = 0
         if self._lost is None:
             wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
-        if wanted == self._watched:
+        if wanted == self._polled:
             return
         if wanted:
             poll.register(self.socket, wanted)
         else:
             poll.unregister(self.socket)
-        self._watched = wanted
+        self._polled = wanted
 
     def send(self, parts: Sequence[Memory]) -> Outgoing:
-        """Start to send a message, behind those before it."""
+        """Start to send a message, after earlier ones."""
         message = Outgoing(self, parts)
         self.outgoing.append(message)
         self.send_more()
         return message
 
-    def receive(self, least: int, most: int, place: Place | None = None) -> Incoming:
-        """Start to receive a message, behind those before it."""
-        message = Incoming(self, least, most, place)
+    def receive(self, least: int, most: int, destination: Destination | None = None) -> Incoming:
+        """Start to receive a message, after earlier ones."""
+        message = Incoming(self, least, most, destination)
         self.incoming.append(message)
         return message
 
     def advance(self) -> None:
-        """Send and receive what is possible now."""
+        """Send and receive as much as is possible without a wait."""
         self.send_more()
         try:
             while self.incoming:
@@ -516,14 +551,14 @@ class _Peer:
             self._lost = without_frames(error)
 
     def require_reachable(self) -> None:
-        """Raise PeerError if nothing more can come or go. Messages before that were received, and may say why."""
+        """Raise PeerError if the connection has ended. Messages that came before are received, and may say why."""
         if isinstance(self._lost, PeerError):
             raise fresh(self._lost)
         if self._lost is not None:
             raise PeerError(f"{_gone(self.rank)} ({self._lost})") from self._lost
 
     def send_more(self) -> None:
-        """Send what is possible now."""
+        """Send as much as is possible without a wait."""
         try:
             while self.outgoing and not self.is_full:
                 self.outgoing[0].advance(self.socket)
@@ -539,6 +574,7 @@ class _Peer:
 
 
 def _gone(rank: int) -> str:
+    """Error message for a rank that has closed its connections."""
     return f"rank {rank} has closed its connections: it died, left, or met an error; look at its log"
 
 
@@ -546,7 +582,7 @@ def _gone(rank: int) -> str:
 
 
 def _listener(address: str | None) -> socket.socket | None:
-    """Where other ranks connect to this one; None if nothing can listen at that address."""
+    """A socket that listens at `address`; None if that is not possible."""
     if address is None:
         return None
     with suppress(OSError):
@@ -554,9 +590,15 @@ def _listener(address: str | None) -> socket.socket | None:
     return None
 
 
-def _called(said: str, rank: int, channel: int, deadline: float) -> socket.socket:
-    """A connection with the rank that said so at the store, to which this one has said hello."""
-    host, port, secret = said.split()
+def _call(listening: str, rank: int, channel: int, deadline: float) -> socket.socket:
+    """Connect to a rank, and say hello.
+
+    Args:
+        listening: what that rank wrote to the store: address, port and secret.
+        rank: this rank.
+        deadline: in seconds of `time.monotonic`, as in all functions below.
+    """
+    host, port, secret = listening.split()
     connection = socket.create_connection((host, int(port)), timeout=_left(deadline))
     try:
         connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank, channel))
@@ -567,9 +609,9 @@ def _called(said: str, rank: int, channel: int, deadline: float) -> socket.socke
 
 
 def _is_answered(connection: socket.socket, deadline: float) -> bool:
-    """Whether the other rank has answered; False if it has closed the connection, say, as the hello came too late.
+    """Wait for the answer to a hello. Returns False if the other rank has closed the connection instead.
 
-    Raises TimeoutError.
+    That happens if the hello came too late. Raises TimeoutError.
     """
     while True:
         connection.settimeout(_left(deadline))
@@ -581,17 +623,20 @@ def _is_answered(connection: socket.socket, deadline: float) -> bool:
             return False
 
 
-def _accepted(
+def _accept(
     listener: socket.socket, secret: bytes, expected: Sequence[tuple[int, int]], deadline: float
 ) -> tuple[tuple[int, int], socket.socket]:
-    """The next of these, rank and channel, that connects. Whoever else does is turned away."""
+    """Wait for a connection of one of the expected (rank, channel). All other connections are closed.
+
+    Returns (rank, channel), and the connection.
+    """
     while True:
         listener.settimeout(_left(deadline))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             continue  # which `_left` raises if there is no time left
-        who = _greeted(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
+        who = _hello_of(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
         if who in expected:
             with suppress(OSError):
                 connection.sendall(_ANSWER)
@@ -599,8 +644,8 @@ def _accepted(
         connection.close()
 
 
-def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int] | None:
-    """Which rank has connected, by which channel; None if it does not know the secret, or does not say it in time."""
+def _hello_of(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int] | None:
+    """Read the hello of a new connection: (rank, channel). Returns None if the secret is wrong, or after `deadline`."""
     hello = b""
     with suppress(OSError):
         while len(hello) < _HELLO.size:
@@ -615,15 +660,16 @@ def _greeted(connection: socket.socket, secret: bytes, deadline: float) -> tuple
 
 
 def _left(deadline: float) -> float:
-    """Seconds, no more than a socket can wait. Raises TimeoutError if there are none."""
+    """Seconds until `deadline`, at most an hour. Raises TimeoutError if there are none."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
-    return min(left, _POLL_SECONDS)
+    return min(left, _MAX_POLL_SECONDS)
 
 
 def _drop_all() -> None:
-    for mesh in list(_open):
+    """In a fork, close the descriptors of its parent's connections."""
+    for mesh in list(_open_meshes):
         mesh.drop()
 
 

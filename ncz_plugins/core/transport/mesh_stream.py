@@ -1,8 +1,8 @@
-"""Frames as messages of a mesh: a frame leaves on the thread that has coded it.
+"""Frames as messages of a mesh. The thread that encodes a frame also sends it.
 
-Frames take the channels of the mesh in turns. What does not fit into a socket's buffer leaves when this thread sends or
-waits the next time. Through gloo a frame wakes up a thread on each side, and a receive is announced before anything is
-sent. That takes longer, and keeps cores from coding.
+Frames take the channels of the mesh in turns. Bytes that do not fit into a socket's buffer leave when the thread next
+sends or waits. Gloo would wake up a thread on each side for each frame, and announce each receive before anything is
+sent. That takes longer, and takes cores from coding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .mesh import Incoming, Mesh, Outgoing
 
 
 class MeshStream(FrameStream):
-    """Frames to one peer and from one peer during one collective.
+    """Stream of frames over a mesh.
 
     Args:
-        mesh: nothing but frames goes through it.
+        mesh: connections between the ranks that carry nothing but frames.
         to, source, incoming, frame_capacity, counters: see `FrameTransport.streams`.
     """
 
@@ -33,7 +33,7 @@ class MeshStream(FrameStream):
         self.to = to
         self.source = source
         self._counters = counters
-        self._since = time.perf_counter()  # when the next frame begins, as far as anybody sees
+        self._since = time.perf_counter()  # when the next frame begins, for traces: see `trace.recording`
         self._sending: list[tuple[Outgoing, float, int]] = []
         self._sent = 0
         with peer_errors(f"receiving from rank {source}"):
@@ -57,7 +57,7 @@ class MeshStream(FrameStream):
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             self._mesh.finish([message])
         nbytes = message.values.nbytes
-        frame_bytes(message.values, self.source, nbytes, nbytes)  # the network is not believed before
+        frame_bytes(message.values, self.source, nbytes, nbytes)  # raises FrameError if this is not a frame
         record(f"receiving from rank {self.source}", "frame", self._since, message.ended, nbytes)
         self._since = message.ended
         return torch.frombuffer(message.values, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Frames between GPUs: NCCL carries them, gloo their sizes.
+"""Transport for tensors on a GPU: NCCL carries frames, and connections.py their sizes.
 
-A send or receive of NCCL holds up its CUDA stream until the peer's counterpart runs. Two ranks that both send first
-would wait for ever. So what ranks exchange goes in rounds: a round fuses sends and receives (NCCL's group calls), and
-all ranks start their rounds in the same order. A round is complete once every stream of a collective has a frame to
-send. Its sizes travel between the hosts while the next frames are coded.
+A send or receive of NCCL blocks its CUDA stream until the matching operation of the peer runs, so two ranks that both
+send first would wait for ever. Therefore frames go in rounds. A round fuses sends and receives into one NCCL operation,
+and all ranks start their rounds in the same order. A round is complete once every frame stream of a collective has a
+frame to send. The sizes of its frames travel between the hosts while the next frames are coded.
 """
 
 from __future__ import annotations
@@ -34,47 +34,51 @@ from .plain import start_exchange
 from .striped import StripedCollectives
 
 _FRAME_TAG, _SIZE_TAG = 0, 1
-_ALIGNMENT = 512  # of frames that are gathered, as of tensors
-_MOST_PADDING = 1.3  # times the bytes of frames: what is gathered, which is 1.4 times as fast
-_ROUNDS_AHEAD = 1  # rounds whose sizes are still on their way while the next one is coded
-# A thread of torch's watches each NCCL group and ends the process a minute after an error or a time-out. For our group
-# it must not: `require_healthy` raises an error instead, and sooner. Torch reads these settings when a group is made.
-_WATCH = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # leave process and group as they are
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # and do not wait for a dump of what went on
+_GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
+_MAX_PADDED_SHARE = 1.3  # padded bytes of an all-gather over bytes of its frames; an all-gather is 1.4 times as fast
+_ROUNDS_AHEAD = 1  # rounds whose sizes are on their way while the next round is coded
+# Torch's watchdog thread ends the process a minute after an error or time-out of an NCCL group. For our groups it must
+# not: `require_healthy` raises an error instead, and sooner. Torch reads these settings when it makes a group.
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # leave the process and the group as they are
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # do not wait for a dump of the operations
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-_WATCH_LONGER = timedelta(minutes=1)  # than we wait ourselves
+_WATCHDOG_GRACE = timedelta(minutes=1)  # the watchdog's time-out is longer than ours
 _ABORT_WITHIN = timedelta(seconds=10)
 
 
 def open_nccl(
     store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """An NCCL process group of our own between ranks that meet at `store`. All of them must call this.
+    """A new NCCL process group between ranks that meet at `store`. All of them must call this.
 
-    Raises UnsupportedError where torch has no NCCL, and PeerError if the other ranks don't come.
+    Args:
+        store: a store that nothing else uses under the same prefix.
+        device: this rank's GPU.
+        timeout: how long to wait for a peer, when connecting and in each operation.
+
+    Raises UnsupportedError if torch has no NCCL, and PeerError if the other ranks don't come.
     """
     if not dist.is_nccl_available():
         raise UnsupportedError("torch was built without NCCL, which carries compressed CUDA tensors")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout + _WATCH_LONGER
+    options._timeout = 2 * timeout + _WATCHDOG_GRACE
     options.is_high_priority_stream = True
     with peer_errors("connecting to the other GPUs"):
-        with _environment(_WATCH):
+        with _environment(_WATCHDOG):
             group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         keep_in_forks(group)
-        # NCCL connects in the first operation, in which all ranks must take part. The first frame of a broadcast is not
-        # such an operation.
+        # NCCL connects in the first operation, which needs all ranks. A broadcast's first send would not do.
         group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
     return group
 
 
 def require_healthy(groups: list[dist.ProcessGroup]) -> None:
-    """Raise PeerError if NCCL has failed: what a stream waited for may then be incomplete or never come.
+    """Raise PeerError if NCCL has failed: operations may then be incomplete, or never end.
 
-    NCCL reports a peer that died, but not one that is silent. torch 2.6 can't be asked at all. There only the time-out
-    notices either.
+    NCCL reports a peer that died, but not one that is silent. With torch 2.6 it can't be asked at all, and only the
+    time-out finds either.
     """
     for group in list(groups):
         if hasattr(group, "get_error") and (error := group.get_error()).value:
@@ -83,7 +87,7 @@ def require_healthy(groups: list[dist.ProcessGroup]) -> None:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set these environment variables, and restore the earlier ones afterwards."""
+    """A context with these environment variables. Restores the earlier values at its end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -97,19 +101,20 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 class NcclTransport(Transport):
-    """Frames, agreements and plain collectives for tensors in the memory of one GPU.
+    """Transport for tensors on one GPU.
+
+    `FrameStream.receive` makes the current CUDA stream wait, not the host: see `Gpu.synchronize` for the time-out.
 
     Args:
-        connections: for agreements and for the sizes of frames. They belong to somebody else, who closes them.
-        groups: NCCL process groups over the same ranks, one at least, which nothing else sends through. They end with
-            this transport, which adds and removes others.
-        device: where received frames go.
-        open_group: opens another one, given a number of its own. All ranks call it. None: there are no others.
-
-    Waiting for a frame holds up the current CUDA stream and not the host: see `Gpu.synchronize` for the time-out.
+        connections: connections between the hosts, for agreements and sizes of frames. This transport does not close
+            them.
+        groups: NCCL process groups between the same ranks, at least one. This transport owns them, and changes the list
+            in `use_groups`.
+        device: this rank's GPU.
+        open_group: takes a number, and opens one more group. All ranks call it. None: there are no more groups.
 
     Attributes:
-        forecasts: how long frames are expected to be where two ranks exchange them.
+        forecasts: the expected lengths of frames between two ranks: see schedules/padded.py.
     """
 
     def __init__(
@@ -128,21 +133,21 @@ class NcclTransport(Transport):
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._groups: list[dist.ProcessGroup] | None = groups
-        self._more_group = open_group
-        self._opened = len(groups)
+        self._open_one_more = open_group
+        self._opened_groups = len(groups)
 
     @property
     def plain(self) -> StripedCollectives:
-        # Made each time: kept here, it would refer back to this object, and keep its connections open.
+        # Made in each call: an attribute would refer back to this object, and keep its connections open.
         return StripedCollectives(self._open_groups)
 
     def use_groups(self, count: int) -> int:
         groups = self._open_groups()
-        while len(groups) < count and self._more_group is not None:
-            group = self._more_group(self._opened)
-            self._opened += 1
+        while len(groups) < count and self._open_one_more is not None:
+            group = self._open_one_more(self._opened_groups)
+            self._opened_groups += 1
             with self._lock:
-                is_open = self._groups is groups  # another thread may have closed all meanwhile
+                is_open = self._groups is groups  # another thread may have closed the transport
                 if is_open:
                     groups.append(group)
             if not is_open:
@@ -172,15 +177,15 @@ class NcclTransport(Transport):
         return self._connections.start_comparison(comparison, counters)
 
     def close(self) -> None:
-        _shut_down(self._taken_groups())
+        _shut_down(self._take_groups())
 
     def abort(self, error: BaseException) -> None:
-        groups = self._taken_groups()
+        groups = self._take_groups()
         for group in groups:
-            group._set_default_timeout(_ABORT_WITHIN)  # from here on the time-out of aborting
-        # Side by side: to abort one may wait for what runs on the GPU, the kernels of the others among it.
+            group._set_default_timeout(_ABORT_WITHIN)  # now the time-out of aborting
+        # Abort all groups at the same time: aborting one may wait for kernels of the others.
         workers: list[Worker] = []
-        with suppress(RuntimeError):  # an interpreter that ends starts no threads: then one after the other
+        with suppress(RuntimeError):  # an interpreter that ends starts no threads: then abort one after another
             for group in groups[1:]:
                 workers.append(Worker("ncz-abort"))
                 workers[-1].submit(partial(_abort, group))
@@ -191,13 +196,14 @@ class NcclTransport(Transport):
             worker.close(max(0.0, deadline - time.monotonic()))
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
+        """The groups. Raises PeerError once they are closed."""
         groups = self._groups
         if groups is None:
             raise _closed()
         return groups
 
-    def _taken_groups(self) -> list[dist.ProcessGroup]:
-        """All groups, for whoever ends them: none if somebody has, or in a fork, which has no part in them."""
+    def _take_groups(self) -> list[dist.ProcessGroup]:
+        """Remove and return all groups. Returns none in a fork, which must leave them alone."""
         if os.getpid() != self._process:
             return []
         with self._lock:
@@ -210,26 +216,27 @@ def _closed() -> PeerError:
 
 
 def _shut_down(groups: list[dist.ProcessGroup]) -> None:
-    """End groups when nothing is under way. Without this, the last reference to one would abort it.
+    """End groups when nothing is under way.
 
-    Peers that still receive would notice that.
+    Without this a group would be aborted with its last reference, which peers that still receive would notice.
     """
-    with ExitStack() as stack:  # all in any case
+    with ExitStack() as stack:  # all are ended even if one raises
         for group in groups:
             stack.callback(getattr(group, "shutdown", None) or group._shutdown)  # its name in torch 2.6
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # what matters is the error that led to this
+    with suppress(RuntimeError):  # the error that came before it matters more
         group.abort()
 
 
 class NcclStream(FrameStream):
-    """Frames by NCCL, which needs the exact size of what it receives: sizes travel ahead, over gloo.
+    """Stream of frames over NCCL. NCCL needs the exact size to receive, so sizes travel ahead between the hosts.
 
     Args:
-        rounds: what this stream shares with the others of its collective.
-        device: where received frames go.
+        connections: connections between the hosts, for sizes.
+        rounds: the rounds of the collective, which all its streams share.
+        device: this rank's GPU.
         to, source, incoming, frame_capacity, counters: see `FrameTransport.streams`.
     """
 
@@ -268,7 +275,7 @@ class NcclStream(FrameStream):
 
     def receive(self) -> Tensor:
         while not self._frames and self._rounds.waiting:
-            self._rounds.complete()
+            self._rounds.start_oldest()
         if not self._frames:
             self._rounds.run([], [self])
         work, frame = self._frames.popleft()
@@ -278,7 +285,7 @@ class NcclStream(FrameStream):
 
     def finish(self) -> None:
         while self._rounds.waiting:
-            self._rounds.complete()
+            self._rounds.start_oldest()
         left = sum(tensor.nbytes for _, tensor in self._sending)
         with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
             for work, _ in self._sending:
@@ -286,12 +293,12 @@ class NcclStream(FrameStream):
         self._sending.clear()
 
     def sent(self, work: Work, frame: Tensor) -> None:
-        """A round began to send this frame, or more."""
+        """Called by a round that has begun to send this frame."""
         self._sending.append((work, frame))
         self._counters.wire_bytes += frame.nbytes
 
     def receiving(self, work: Work, frame: Tensor) -> None:
-        """A round began to receive this frame."""
+        """Called by a round that has begun to receive this frame."""
         self._frames.append((work, frame))
 
     def next_size(self) -> int:
@@ -300,7 +307,7 @@ class NcclStream(FrameStream):
         self._expect()
         with span("wait", size.nbytes, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
-        # The size comes from the network: check it before taking memory for it.
+        # Check the size before memory is allocated for it.
         if not 0 < size.item() <= self._capacity:
             raise FrameError(
                 f"rank {self.source} announced a frame of {size.item()} bytes; between 1 and {self._capacity} "
@@ -318,7 +325,7 @@ class NcclStream(FrameStream):
             self._sizes.append((self._connections.receive(size, self.source, _SIZE_TAG), size))
 
     def _announce(self, frame: Tensor) -> None:
-        """Tell the peer how large the frame is that it will get."""
+        """Send the size of a frame to the peer that will receive it."""
         size = torch.tensor([frame.numel()], dtype=torch.int64, device="cpu")
         with peer_errors(f"sending to rank {self.to}"):
             self._sending.append((self._connections.send(size, self.to, _SIZE_TAG), size))
@@ -326,14 +333,14 @@ class NcclStream(FrameStream):
 
 
 class _Rounds:
-    """What the streams of one collective send and receive together.
+    """Rounds of one collective, in which its frame streams send and receive together.
 
     Args:
-        groups: gives the NCCL groups.
-        streams: how many streams there are.
+        groups: returns the NCCL groups. Called each time.
+        streams: the number of frame streams.
 
     Attributes:
-        waiting: rounds that are filled but not yet started, oldest first.
+        waiting: rounds that are complete but not yet started, oldest first.
     """
 
     def __init__(self, groups: Callable[[], list[dist.ProcessGroup]], streams: int):
@@ -344,29 +351,32 @@ class _Rounds:
         self.waiting: deque[list[tuple[NcclStream, Tensor]]] = deque()
 
     def add(self, stream: NcclStream, frame: Tensor) -> None:
-        """Put a frame into the current round, which receives its counterpart as well."""
+        """Add a frame to the current round, which will also receive one on this stream."""
         self._filling.append((stream, frame))
         if len(self._filling) == self._streams:
             self.waiting.append(self._filling)
             self._filling = []
         if len(self.waiting) > _ROUNDS_AHEAD:
-            self.complete()
+            self.start_oldest()
 
-    def complete(self) -> None:
+    def start_oldest(self) -> None:
         """Start the oldest round in `waiting`."""
         sends = self.waiting.popleft()
         self.run(sends, [stream for stream, _ in sends])
 
     def run(self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream]) -> None:
-        """Start sends and receives that belong together."""
+        """Start sends and receives as one operation."""
         sizes = [stream.next_size() for stream in receives]  # waits for the peers' hosts
         with span("send", sum(frame.nbytes for _, frame in sends)), peer_errors("exchanging frames"):
             if self._is_gather(sends, sizes):
                 self._gather(sends, receives, sizes)
             else:
-                self._exchange(sends, receives, sizes)
+                self._send_receive(sends, receives, sizes)
 
-    def _exchange(self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream], sizes: list[int]) -> None:
+    def _send_receive(
+        self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream], sizes: list[int]
+    ) -> None:
+        """Start sends, and receives of these sizes."""
         frames = [torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in zip(receives, sizes)]
         works = start_exchange(
             self._group,
@@ -380,23 +390,23 @@ class _Rounds:
             stream.receiving(work, frame)
 
     def _is_gather(self, sends: list[tuple[NcclStream, Tensor]], sizes: list[int]) -> bool:
-        """Whether every rank sends one frame to all others, of about the same size. All ranks answer alike."""
+        """Whether every rank sends one frame to all others, of about the same size. The same on all ranks."""
         if not sizes or len(sends) != self._group().size() - 1 or any(frame is not sends[0][1] for _, frame in sends):
             return False
         every = [sends[0][1].numel(), *sizes]
-        return len(every) * max(every) <= _MOST_PADDING * sum(every)
+        return len(every) * max(every) <= _MAX_PADDED_SHARE * sum(every)
 
     def _gather(self, sends: list[tuple[NcclStream, Tensor]], receives: list[NcclStream], sizes: list[int]) -> None:
-        """As `_exchange`, by an all-gather of as many bytes as the largest frame takes.
+        """Do what `_send_receive` does by an all-gather, with each frame padded to the largest one.
 
-        NCCL has more channels for it than for sends and receives: over sockets it takes two thirds of the time.
+        NCCL has more channels for all-gathers. Over sockets they take two thirds of the time.
         """
         group, own = self._group(), sends[0][1]
-        length = -(-max(own.numel(), *sizes) // _ALIGNMENT) * _ALIGNMENT
+        length = -(-max(own.numel(), *sizes) // _GATHER_ALIGNMENT_BYTES) * _GATHER_ALIGNMENT_BYTES
         gathered = own.new_empty(group.size() * length)
         mine = gathered[group.rank() * length :][:length]
         mine[: own.numel()] = own
-        mine[own.numel() :] = 0  # not what was in that memory before
+        mine[own.numel() :] = 0  # do not send what was in this memory before
         work = self._gathers.all_gather_into_tensor(gathered, mine)
         for stream, _ in sends:
             stream.sent(work, mine)

@@ -1,7 +1,7 @@
 """Uncompressed collectives by a process group of torch.distributed.
 
-They call the process group itself, not torch.distributed's functions, because those refuse a group that torch did not
-register, such as our own.
+They call methods of the process group. The functions of torch.distributed refuse a group that torch did not register,
+such as our own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..errors import PeerError, fresh, without_frames
 from ..runtime.handle import Handle, seconds_of
 from .base import PlainCollectives, Work, peer_errors
 
-_TAG = 4  # of messages; gloo.py and nccl.py have the others
+_TAG = 4  # other tags are in gloo.py, nccl.py and connections.py
 
 
 def untracked(work: dist.Work) -> Work:
-    """The work as it is."""
+    """Return the work unchanged."""
     return work
 
 
@@ -32,8 +32,9 @@ class TorchCollectives(PlainCollectives):
     """Collectives of a torch.distributed process group.
 
     Args:
-        group: gives the process group, each time one is needed. Nothing here keeps it, so that its owner can close it.
-        track: takes each work that was started and returns what callers get; the group's owner may keep account of it.
+        group: returns the process group. Called each time, and nothing here keeps the group, so its owner can close it.
+        track: takes each work that was started, and returns the work for the caller. The group's owner may use it to
+            know the works that are under way.
     """
 
     def __init__(self, group: Callable[[], dist.ProcessGroup], track: Callable[[dist.Work], Work] = untracked):
@@ -43,12 +44,12 @@ class TorchCollectives(PlainCollectives):
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
         options = dist.AllreduceOptions()
         options.reduceOp, divisor = self._without_average(op, tensor)
-        return _Divided(self._track(self._group().allreduce([tensor], options)), tensor, divisor / scale)
+        return _DividedWork(self._track(self._group().allreduce([tensor], options)), tensor, divisor / scale)
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
         options = dist.ReduceScatterOptions()
         options.reduceOp, divisor = self._without_average(op, input)
-        return _Divided(self._track(self._group()._reduce_scatter_base(output, input, options)), output, divisor)
+        return _DividedWork(self._track(self._group()._reduce_scatter_base(output, input, options)), output, divisor)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
         return self._track(self._group()._allgather_base(output, input))
@@ -65,14 +66,14 @@ class TorchCollectives(PlainCollectives):
         return start_exchange(self._group, sends, receives, _TAG, self._track)
 
     def _without_average(self, op, tensor: Tensor):
-        """AVG of floats as SUM and a division: the backends for CPU tensors have no AVG."""
+        """Replace AVG by SUM and a divisor for floats in host memory, as gloo has no AVG. Returns (op, divisor)."""
         if op == dist.ReduceOp.AVG and tensor.is_floating_point() and tensor.device.type == "cpu":
             return dist.ReduceOp.SUM, self._group().size()
         return op, 1
 
 
 class GroupTransport(NamedTuple):
-    """The uncompressed collectives of one group, as a `CollectiveTransport`."""
+    """Transport of the uncompressed collectives of one process group: see `CollectiveTransport`."""
 
     rank: int
     world_size: int
@@ -86,13 +87,13 @@ def start_exchange(
     tag: int,
     track: Callable[[dist.Work], Work] = untracked,
 ) -> list[Work]:
-    """Start to send tensors to ranks and to receive some: see `PlainCollectives.exchange`.
+    """Start to send and to receive tensors: see `PlainCollectives.exchange`.
 
-    With NCCL all of it is one operation. Otherwise ranks that all send first would wait for each other's receives.
+    With NCCL all of it is one operation, as otherwise ranks that all send first would wait for each other for ever.
 
     Args:
-        group, track: as in TorchCollectives.
-        tag: tells these messages from others between the same ranks.
+        group, track: see TorchCollectives.
+        tag: number that only these messages between the ranks have.
     """
     fused = dist.is_nccl_available() and isinstance(group(), dist.ProcessGroupNCCL)
     if fused:
@@ -104,8 +105,8 @@ def start_exchange(
     return works
 
 
-class _Divided:
-    """A sum under way that is divided when it is waited for."""
+class _DividedWork:
+    """Work of a sum that is divided by a number when the work is waited for."""
 
     def __init__(self, work: Work, tensor: Tensor, divisor: int):
         self._work = work
@@ -118,16 +119,16 @@ class _Divided:
         return self._divide()
 
     def get_future(self) -> Future:
-        """As that of torch.distributed's works, but for its value."""
-        # Not `wait`: a work may count as complete only when its future's callbacks have returned.
+        """A future like that of torch.distributed's works, except for its value."""
+        # Not `wait`, as a work may become complete only after the callbacks of its future.
         return self._work.get_future().then(lambda done: (done.value(), self._divide()))
 
     def is_completed(self) -> bool:
-        # Only sums in host memory are divided here, and waiting for one that is complete takes no time.
+        # Only sums in host memory have a divisor, and waiting for one that is complete takes no time.
         return self._work.is_completed() and (self._divisor == 1 or self.wait())
 
     def _divide(self) -> bool:
-        """Once, whichever thread comes first."""
+        """Divide the sum, once for all threads. Returns True."""
         with self._lock:
             if self._divisor != 1:
                 self._tensor.div_(self._divisor)
@@ -136,10 +137,11 @@ class _Divided:
 
 
 class WorkHandle(Handle):
-    """The handle of a collective that the runtime beneath carries out.
+    """Handle of an uncompressed collective.
 
     Args:
-        doing: what is being done, as the first words of an error.
+        work: the collective's work.
+        doing: what is being done: the first words of an error.
     """
 
     def __init__(self, work: Work, doing: str):
@@ -166,7 +168,7 @@ class WorkHandle(Handle):
     def exception(self) -> BaseException | None:
         if self._error is None and self._work.is_completed():
             with suppress(PeerError):
-                self.wait()  # which takes no time
+                self.wait()  # takes no time: the work is complete
         return self._error
 
     def get_future(self) -> Future[list[Tensor]]:

@@ -1,8 +1,7 @@
-"""Read tensors from the memory of another process of this machine, by process_vm_readv(2).
+"""Reads of another process's memory on this machine, by process_vm_readv(2).
 
-The reader makes one copy. A socket takes two and the kernel's bookkeeping, and is several times slower. Linux allows
-this between processes of one user unless it is configured not to (kernel.yama.ptrace_scope above 0, some containers).
-So a caller must try whether it works.
+Reading makes one copy. A socket makes two, and is several times slower. Linux allows reads between processes of one
+user, unless kernel.yama.ptrace_scope is above 0 or a container forbids it. So a caller must try whether it works.
 """
 
 from __future__ import annotations
@@ -23,12 +22,17 @@ class _Span(ctypes.Structure):
 
 
 def read(process: int, address: int, into: Tensor) -> None:
-    """Fill a contiguous host tensor with what the process with id `process` has at `address`.
+    """Fill a contiguous tensor in host memory with bytes of another process.
+
+    Args:
+        process: process id.
+        address: address of the first byte in that process.
+        into: the tensor to fill.
 
     Raises OSError if the process is gone, has less memory there, or may not be read.
     """
     start, done = host_address(into, "into", into.dtype), 0
-    while done < into.nbytes:  # Linux moves at most 2 GiB at once
+    while done < into.nbytes:  # Linux reads at most 2 GiB at once
         here, there = (_Span(memory + done, into.nbytes - done) for memory in (start, address))
         moved = _function()(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if moved <= 0:
@@ -39,7 +43,7 @@ def read(process: int, address: int, into: Tensor) -> None:
 
 @functools.cache
 def _function():
-    """process_vm_readv of the C library. Raises OSError where there is none."""
+    """process_vm_readv of the C library. Raises OSError if there is none."""
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except AttributeError as error:

@@ -1,4 +1,4 @@
-"""Which transport and device serve the tensors on each torch device."""
+"""Routes: the transport and the device for the tensors on each torch device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .striped import MOST_GROUPS
 
 
 class Route(NamedTuple):
-    """What serves the tensors on one torch device."""
+    """Device and transport for the tensors on one torch device."""
 
     device: Device
     transport: Transport
@@ -30,23 +30,24 @@ class Route(NamedTuple):
 def _open_group(
     store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta, number: int
 ) -> dist.ProcessGroup:
-    """An NCCL group, of those between the same GPUs the one with this number."""
+    """Open NCCL group number `number` between the same GPUs. All ranks must call this."""
     return open_nccl(dist.PrefixStore(f"group {number}", store), rank, world_size, device, timeout)
 
 
 class Routes:
-    """The connections of one group's ranks, and a route for each torch device. It owns all of them.
+    """Owner of the connections between the ranks of one group, with a route for each torch device.
 
-    All ranks must make one, which connects their hosts. GPUs are connected when they are first used.
+    All ranks must make one at the same time, which connects their hosts. GPUs are connected when they are first used.
 
     Args:
-        store: what the ranks meet at; nobody else may use it under the same prefix.
+        store: the store at which the ranks meet. Nothing else may use it under the same prefix.
         rank: this rank within the group.
+        world_size: the number of ranks.
         timeout: how long to wait for a peer, when connecting and in each operation.
         channels: see `Connections`.
-        nccl_groups: over which GPUs send large gathers, as long as none measures how many are best.
+        nccl_groups: NCCL groups for large gathers, unless `Transport.use_groups` changes it.
 
-    Raises UnsupportedError where torch has no gloo, and PeerError if the other ranks don't come.
+    Raises UnsupportedError if torch has no gloo, and PeerError if the other ranks don't come.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class Routes:
         self._routes: dict[torch.device, Route] = {torch.device("cpu"): host}
 
     def of(self, device: torch.device) -> Route:
-        """The route of tensors on `device`. The first call for a GPU connects the GPUs of all ranks, who must all call.
+        """The route of tensors on `device`. The first call for a GPU connects the GPUs: all ranks must make it.
 
-        Raises UnsupportedError where torch has no NCCL, ImportError where there are no kernels for the device, and
-        PeerError if a rank does not come or the routes were closed.
+        Raises UnsupportedError if torch has no NCCL, ImportError if there are no kernels for the device, and PeerError
+        if a rank does not come or the routes were closed.
         """
         if self._closed:
             raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-            # Without a reference to this object, which it would keep, and all connections open.
+            # No reference to this object: the transport would keep it, and all connections open.
             open_group = partial(_open_group, store, self._rank, self._world_size, device, self._timeout)
             groups = [open_group(number) for number in range(self._nccl_groups)]
             gpu = Gpu(device, self._timeout, partial(require_healthy, groups))
@@ -89,25 +90,26 @@ class Routes:
     def close(self) -> None:
         """Close all connections, when nothing is under way any more. What was sent still arrives.
 
-        Safe to call twice, from any thread, and in a fork, which has no part in the connections.
+        Safe to call twice, and from any thread. In a fork it does nothing.
         """
-        with ExitStack() as stack:  # the first transport last, as the others use its connections; and all in any case
-            for route in self._taken():
+        # All are closed even if one raises; the first transport last, as the others use its connections.
+        with ExitStack() as stack:
+            for route in self._take_all():
                 stack.callback(route.transport.close)
 
     def abort(self, error: BaseException) -> None:
-        """After `error`, close all connections at once, so that peers that wait for this rank get an error.
+        """Close all connections at once, so that peers that wait for this rank get an error.
 
         Args:
-            error: whoever keeps it does not keep the tensors of the call that failed: its frames are cleared.
+            error: the error that happened. The frames of its traceback are cleared, so it keeps no tensors.
         """
         with ExitStack() as stack:
-            for route in self._taken():
+            for route in self._take_all():
                 stack.callback(route.transport.abort, error)
         forget_tensors(error)
 
-    def _taken(self) -> list[Route]:
-        """All routes, for whoever closes them; none once that was done."""
+    def _take_all(self) -> list[Route]:
+        """Remove and return all routes."""
         with self._lock:
             self._closed = True
             routes, self._routes = list(self._routes.values()), {}

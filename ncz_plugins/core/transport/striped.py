@@ -1,7 +1,7 @@
-"""Large gathers over several process groups side by side.
+"""Large gathers over several NCCL groups side by side.
 
-What goes through sockets, NCCL sends with one thread for each group, which carried 15 to 25 Gbit/s where we measured.
-So on faster Ethernet several groups carry more, as several TCP connections do.
+Over sockets, NCCL sends with one thread for each group, which carried 15 to 25 Gbit/s in our measurements. So on faster
+Ethernet several groups carry more, as several TCP connections do.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .base import Work
 from .plain import TorchCollectives
 
 MOST_GROUPS = 4
-STRIPED_BYTES = 1 << 20  # of a rank; of less, one group is as fast
-_ALIGNMENT = 512  # of a stripe, as of tensors
+STRIPED_BYTES = 1 << 20  # of each rank, from which on several groups are faster
+_STRIPE_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 
 
 class StripedCollectives(TorchCollectives):
-    """Collectives of the first of some process groups; large gathers by all of them.
+    """Collectives of the first of several process groups, and large gathers over all of them.
 
     Args:
-        groups: gives the process groups, which connect the same ranks, each time some are needed.
+        groups: returns the process groups, which connect the same ranks. Called each time.
     """
 
     def __init__(self, groups: Callable[[], list[dist.ProcessGroup]]):
@@ -39,23 +39,23 @@ class StripedCollectives(TorchCollectives):
 
 
 class _StripedGather:
-    """Each group gathers a stripe of every rank's bytes, to memory of its own. Waiting puts them together."""
+    """Work of a gather in stripes: each group gathers a stripe of every rank's bytes. `wait` puts stripes together."""
 
     def __init__(self, groups: list[dist.ProcessGroup], output: Tensor, input: Tensor):
-        given = input.view(-1).view(torch.uint8)
-        length = -(-given.numel() // (len(groups) * _ALIGNMENT)) * _ALIGNMENT
-        stripes = given.split(length)
-        places = output.view(-1).view(torch.uint8).view(-1, given.numel()).split(length, dim=1)
+        own = input.view(-1).view(torch.uint8)
+        length = -(-own.numel() // (len(groups) * _STRIPE_ALIGNMENT_BYTES)) * _STRIPE_ALIGNMENT_BYTES
+        stripes = own.split(length)
+        outputs = output.view(-1).view(torch.uint8).view(-1, own.numel()).split(length, dim=1)
         self._under_way: list[tuple[Work, Tensor, Tensor]] = []
-        for group, stripe, place in zip(groups, stripes, places):
+        for group, stripe, out in zip(groups, stripes, outputs):
             gathered = stripe.new_empty(group.size(), stripe.numel())
-            self._under_way.append((group._allgather_base(gathered.view(-1), stripe), gathered, place))
+            self._under_way.append((group._allgather_base(gathered.view(-1), stripe), gathered, out))
 
     def wait(self, *timeout) -> bool:
-        while self._under_way:  # may be waited for more than once
-            work, gathered, place = self._under_way[0]
+        while self._under_way:  # empty from the second call on
+            work, gathered, out = self._under_way[0]
             work.wait(*timeout)
-            place.copy_(gathered)
+            out.copy_(gathered)
             del self._under_way[0]
         return True
 

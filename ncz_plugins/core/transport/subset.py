@@ -1,4 +1,4 @@
-"""Uncompressed collectives between some ranks of a group, made of messages: for them there is no group of their own."""
+"""Uncompressed collectives between some ranks of a group, made of messages, as these ranks have no group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .base import PlainCollectives, Work
 
 
 class SubsetCollectives(PlainCollectives):
-    """Collectives of some ranks. All ranks of each subset make the same calls.
+    """Collectives between some ranks. All ranks of each subset make the same calls.
 
     Args:
-        plain: those of the whole group, of which `exchange` is used.
-        ranks: those that take part, by their numbers in the group; `rank` is this one's number among them.
+        plain: collectives of the whole group. Only `exchange` is used.
+        ranks: the ranks of the subset, by their numbers in the group.
+        rank: the index of this rank in `ranks`.
     """
 
     def __init__(self, plain: PlainCollectives, ranks: Sequence[int], rank: int):
@@ -26,7 +27,7 @@ class SubsetCollectives(PlainCollectives):
         self._rank = rank
 
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
-        """See `PlainCollectives.all_reduce`; of the ops only MAX. Every rank finds the maximum of a part of it."""
+        """See `PlainCollectives.all_reduce`. The only op is MAX. Each rank finds the maximum of one part."""
         if op != dist.ReduceOp.MAX:
             raise self._missing(f"all_reduce with {op}")
         n = len(self._ranks)
@@ -34,34 +35,34 @@ class SubsetCollectives(PlainCollectives):
         received = torch.empty_like(padded)
         self.all_to_all_single(received, padded).wait()
         self.all_gather_into_tensor(padded, received.view(n, -1).amax(0)).wait()
-        return _Started([], lambda: tensor.copy_(padded[: tensor.numel()]))
+        return _Messages([], lambda: tensor.copy_(padded[: tensor.numel()]))
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
         outgoing, incoming = input.chunk(len(self._ranks)), output.chunk(len(self._ranks))
-        return self._exchanged(outgoing, incoming)
+        return self._exchange(outgoing, incoming)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
-        return self._exchanged([input] * len(self._ranks), output.chunk(len(self._ranks)))
+        return self._exchange([input] * len(self._ranks), output.chunk(len(self._ranks)))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         if self._rank == root:
             others = [rank for number, rank in enumerate(self._ranks) if number != root]
-            return _Started(self._plain.exchange([(rank, tensor) for rank in others], []))
-        return _Started(self._plain.exchange([], [(self._ranks[root], tensor)]))
+            return _Messages(self._plain.exchange([(rank, tensor) for rank in others], []))
+        return _Messages(self._plain.exchange([], [(self._ranks[root], tensor)]))
 
-    def _exchanged(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Send a tensor to each rank and receive one from each."""
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
+        """Send tensor i of `outgoing` to rank i, and receive tensor i of `incoming` from rank i."""
         peers = [number for number in range(len(self._ranks)) if number != self._rank]
         works = self._plain.exchange(
             [(self._ranks[peer], outgoing[peer]) for peer in peers],
             [(self._ranks[peer], incoming[peer]) for peer in peers],
         )
         incoming[self._rank].copy_(outgoing[self._rank])
-        return _Started(works)
+        return _Messages(works)
 
 
-class _Started:
-    """Messages under way, and what is to be done once they have come."""
+class _Messages:
+    """Work of messages under way, with a function to call once all have come."""
 
     def __init__(self, works: Sequence[Work], then: Callable[[], object] | None = None):
         self._works = works

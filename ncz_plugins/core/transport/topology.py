@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which a machine."""
+"""Topology: which ranks share a node, and which share a machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .subset import SubsetCollectives
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a node, as one of them sees it.
+    """Nodes and their ranks, from the view of one rank.
 
     Attributes:
-        ranks: the ranks of each node, [nodes][local ranks]; all nodes have equally many.
+        ranks: the ranks of each node, [nodes][local ranks]. All nodes have the same number of ranks.
         node: the node of this rank.
-        local_rank: this rank's position among the ranks of its node.
-        processes: the process id of each neighbor if this rank can read their memory, else None.
+        local_rank: the index of this rank among the ranks of its node.
+        processes: rank -> process id, for each neighbor, if this rank can read their memory; else None.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -42,21 +42,25 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.ranks)
 
     @property
     def size(self) -> int:
-        """How many ranks a node has."""
+        """The number of ranks of a node."""
         return len(self.ranks[0])
 
     def between(self, transport: Transport) -> Between:
-        """What travels between nodes, over a transport between all ranks."""
+        """The transport between this rank and its counterparts on other nodes.
+
+        Args:
+            transport: the transport between all ranks.
+        """
         return Between(transport, self)
 
 
 class Between(FrameTransport):
-    """Frames and collectives between nodes: its rank i is the rank of node i with the same local rank as this one."""
+    """Transport between nodes. Its rank i is this rank's counterpart on node i: the rank with the same local rank."""
 
     def __init__(self, transport: Transport, nodes: Nodes):
         self.rank = nodes.node
@@ -66,12 +70,12 @@ class Between(FrameTransport):
 
     @property
     def plain(self) -> SubsetCollectives:
-        """Uncompressed collectives between nodes, as far as schedules need them."""
+        """The uncompressed collectives between nodes that schedules need."""
         return SubsetCollectives(self._transport.plain, self._counterparts, self.rank)
 
     @property
     def forecasts(self) -> Forecasts:
-        """Those of frames between this rank and its counterparts."""
+        """Forecasts for frames between this rank and its counterparts."""
         return self._transport.forecasts
 
     def streams(
@@ -82,11 +86,11 @@ class Between(FrameTransport):
 
 
 class Places(NamedTuple):
-    """Where ranks run. All are in the order of their first ranks.
+    """Hosts and machines of all ranks, each list in the order of first ranks.
 
     Attributes:
         hosts: the ranks of each host.
-        machines: the ranks of each machine, which may have several hosts, such as containers; they share its cores.
+        machines: the ranks of each machine. Containers on one machine are several hosts, which share its cores.
     """
 
     hosts: list[list[int]]
@@ -94,26 +98,30 @@ class Places(NamedTuple):
 
 
 def find_places(store: dist.Store, rank: int, world_size: int) -> Places:
-    """Where the ranks that share `store` run. All of them must call this.
+    """Find out on which hosts and machines the ranks run. All of them must call this.
 
-    Raises PeerError if a rank does not say in time where it runs.
+    Args:
+        store: the store at which the ranks meet.
+
+    Raises PeerError if a rank does not answer in time.
     """
     with peer_errors("finding out which ranks share a host"):
         store.set(f"host {rank}", json.dumps(_this_host()))
         if rank == 0:
             hosts = _hosts(store, world_size)
-            of_hosts, of_machines = [json.dumps(host) for host in hosts], [host["machine"] for host in hosts]
-            store.set("places", json.dumps([_alike(of_hosts), _alike(of_machines)]))
+            host_of, machine_of = [json.dumps(host) for host in hosts], [host["machine"] for host in hosts]
+            store.set("places", json.dumps([_ranks_with_equal(host_of), _ranks_with_equal(machine_of)]))
         return Places(*json.loads(store.get("places")))
 
 
 def find_nodes(
     setting: int | str, hosts: list[list[int]], store: dist.Store, rank: int, world_size: int
 ) -> Nodes | None:
-    """The nodes that `transport.hierarchy` asks for; None where every rank stands for itself.
+    """The nodes that `transport.hierarchy` asks for; None if a call has no use for nodes.
 
     Args:
-        hosts: what `find_places` found, in the same store.
+        setting: value of `transport.hierarchy`.
+        hosts: `Places.hosts`, found with the same store.
 
     Raises ConfigError on all ranks if the number of ranks per node is impossible.
     """
@@ -129,7 +137,7 @@ def find_nodes(
 
 
 def _this_host() -> dict[str, str]:
-    """What tells hosts apart. Containers and network namespaces count as hosts, since a link connects them."""
+    """Names that are unique to this host. A container or network namespace is a host, as others reach it by a link."""
     name = socket.gethostname()
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -140,19 +148,20 @@ def _this_host() -> dict[str, str]:
 
 
 def _hosts(store: dist.Store, world_size: int) -> list[dict[str, str]]:
-    """Every rank's host."""
+    """The host of each rank: see `_this_host`."""
     return [json.loads(store.get(f"host {rank}")) for rank in range(world_size)]
 
 
-def _alike(of_each: list[str]) -> list[list[int]]:
-    """The ranks of which the same is said, in the order of their first ranks."""
+def _ranks_with_equal(values: list[str]) -> list[list[int]]:
+    """Group ranks by their values, in the order of first ranks."""
     ranks: dict[str, list[int]] = {}
-    for rank, said in enumerate(of_each):
-        ranks.setdefault(said, []).append(rank)
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
     return list(ranks.values())
 
 
 def _consecutive(size: int, world_size: int) -> list[list[int]]:
+    """Nodes of `size` consecutive ranks. Raises ConfigError."""
     if world_size % size or world_size == size:
         raise ConfigError(
             f"transport.hierarchy: {size}: {world_size} ranks do not make several nodes of {size} ranks each; "
@@ -162,6 +171,7 @@ def _consecutive(size: int, world_size: int) -> list[list[int]]:
 
 
 def _warn_of_several_machines(nodes: list[list[int]], hosts: list[dict[str, str]]) -> None:
+    """Warn of the first node whose ranks run on several machines."""
     for ranks in nodes:
         if len({hosts[rank]["machine"] for rank in ranks}) > 1:
             names = ", ".join(f"{rank} on {hosts[rank]['name']}" for rank in ranks)

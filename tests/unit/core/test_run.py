@@ -360,7 +360,7 @@ def test_a_broadcast_does_not_wait_for_ranks_that_wait_for_its_frames(schedule):
     transport = {"min_bytes": 0, "frame_bytes": "1MiB", "link_gbps": 1, "schedule": schedule, "timeout_seconds": 20}
 
     def body(communicator):
-        for peer in communicator.transport._connections.frames._peers:
+        for peer in communicator.transport._connections.frames._connections:
             peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         x = values(communicator.transport.rank, count)
         communicator.broadcast(x, 1)

@@ -90,7 +90,7 @@ def test_a_message_goes_to_its_place_if_it_fits(head, sent, is_placed):
             opened.start([[message]] * 2, 0, 9).wait()
             return None
         rest = bytearray(3)
-        [came] = opened.start([[]] * 2, len(head), 9, [mesh.Place(head, memoryview(rest)), None]).wait()
+        [came] = opened.start([[]] * 2, len(head), 9, [mesh.Destination(head, memoryview(rest)), None]).wait()
         return came.tobytes(), bytes(rest)
 
     if sent is None and not head:
@@ -130,7 +130,7 @@ def test_what_is_to_leave_has_left_by_then_as_well():
             opened.start([[large]] * 2, 0, 1 << 26).reach(len(large))
             returned.set()
             return
-        connection = opened._peers[0].socket
+        connection = opened._connections[0].socket
         connection.setblocking(True)
         connection.sendall(struct.pack("<q", len(large)) + large)  # which rank 0 takes in meanwhile
         assert not returned.wait(0.3)
@@ -261,7 +261,7 @@ def test_a_peer_that_closes_amid_a_long_message_is_noticed_at_once(sent):
     def body(rank, opened):
         if rank == 1:
             said = struct.pack("<q", 1 << 20) + bytes(1000)
-            opened._peers[0].socket.send(said[:sent])
+            opened._connections[0].socket.send(said[:sent])
             time.sleep(0.1)
             return opened.close("for this test")
         started = time.monotonic()
@@ -341,7 +341,7 @@ def test_a_message_of_an_impossible_size_is_refused(sent, least, most):
 def test_a_length_that_makes_no_sense_takes_no_memory(nbytes):
     def body(rank, opened):
         if rank == 1:
-            opened._peers[0].socket.send(struct.pack("<q", nbytes))
+            opened._connections[0].socket.send(struct.pack("<q", nbytes))
             time.sleep(0.2)
             return
         with pytest.raises(PeerError, match="are possible"):
@@ -356,10 +356,10 @@ def test_such_a_length_is_refused_at_once_although_a_head_is_expected_behind_it(
 
     def body(rank, opened):
         if rank == 1:
-            opened._peers[0].socket.send(struct.pack("<q", nbytes))
+            opened._connections[0].socket.send(struct.pack("<q", nbytes))
             assert refused.wait(20)
             return
-        place = mesh.Place(b"head", memoryview(bytearray(9)))
+        place = mesh.Destination(b"head", memoryview(bytearray(9)))
         with pytest.raises(PeerError, match=f"sent a message of {nbytes} bytes; 4 to {MOST} are possible"):
             opened.start([[b"head"]] * 2, 4, MOST, [None, place]).wait()
         refused.set()
@@ -395,7 +395,7 @@ def test_closing_lets_go_of_the_memory_of_what_was_under_way():
     def body(rank, opened):
         opened.start([[bytes(32 << 20)]] * 2, 0, 1 << 26)  # of which some has left
         opened.close("for this test")
-        return [len(peer.outgoing) + len(peer.incoming) for peer in opened._peers]
+        return [len(peer.outgoing) + len(peer.incoming) for peer in opened._connections]
 
     assert play(2, body) == [[0]] * 2
 
@@ -451,10 +451,10 @@ def test_frames_take_channels_in_turns_and_come_in_order(world_size, sizes, chan
 
 def test_channels_that_are_not_in_use_can_be_closed():
     def body(rank, opened):
-        count = len(opened._peers)
+        count = len(opened._connections)
         opened.channels = 2
         opened.close_unused()
-        assert (count, len(opened._peers), opened.channels) == (10, 4, 2)
+        assert (count, len(opened._connections), opened.channels) == (10, 4, 2)
         for channel in range(2):
             for peer in {0, 1, 2} - {rank}:
                 opened.send(peer, bytes([10 * rank + channel]), channel)
@@ -585,7 +585,7 @@ def test_an_address_that_nothing_can_listen_at_is_none(monkeypatch):
 
 def test_a_mesh_that_nobody_closed_closes_its_sockets_without_a_warning():
     def body(rank, opened):
-        return [peer.socket for peer in opened._peers]
+        return [peer.socket for peer in opened._connections]
 
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool, warnings.catch_warnings():

@@ -214,7 +214,7 @@ def test_sums_in_pieces_are_those_of_the_whole(world_size, op, dtype, monkeypatc
             results += [tensor, apart, part]
         return results
 
-    monkeypatch.setattr(small, "_ONE_ROUND_BYTES", 256)
+    monkeypatch.setattr(small, "_MAX_ONE_ROUND_BYTES", 256)
     whole = play(world_size, body, reuse=True)
     monkeypatch.setattr(small, "_PIECE_BYTES", 512)
     for in_pieces, before in zip(play(world_size, body, reuse=True), whole):
@@ -252,7 +252,7 @@ def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
         with pytest.raises(MismatchError):
             run(transport, "all_reduce", tensor, tensor, dist.ReduceOp.SUM, call=1 + transport.rank)
         assert torch.equal(tensor, torch.ones_like(tensor))
-        assert not any(peer.outgoing or peer.incoming for peer in transport._connections.mesh._peers)
+        assert not any(peer.outgoing or peer.incoming for peer in transport._connections.mesh._connections)
         again = torch.ones(3)
         run(transport, "all_reduce", again, again, dist.ReduceOp.SUM)  # nothing is left of it in the connections
         return again
