@@ -75,8 +75,7 @@ def compress(tensor: Tensor, config=None, *, threads: int = 1) -> Tensor:
     config = Config.load(config).resolved()
     if config.quantizer.bits is not None:
         raise UnsupportedError(
-            "quantizer.mode: bits serves collectives, whose sizes must be known beforehand, and no stored tensors: use "
-            "mode rel, rms, range or abs"
+            "quantizer.mode: bits is for collectives, not for stored tensors: use mode rel, rms, range or abs"
         )
     flat = _flat(tensor)
     device = Host()

@@ -37,11 +37,11 @@ def has_memory(tensor: Tensor) -> bool:
 def require_tensor(tensor: object) -> None:
     """Raise UnsupportedError, with a remedy, unless `tensor` is a dense, contiguous tensor with its own memory."""
     if not isinstance(tensor, Tensor):
-        raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...) of it")
+        raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...)")
     if not has_memory(tensor):
         raise UnsupportedError(
-            f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, of a "
-            "DTensor its to_local()"
+            f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, "
+            "for a DTensor its to_local()"
         )
     if tensor.layout != torch.strided:
         raise UnsupportedError(f"tensor of layout {tensor.layout}: pass tensor.to_dense()")

@@ -211,8 +211,8 @@ def _said(store: dist.Store, rank: int, timeout: timedelta) -> dict[str, object]
 
 def _absent(ranks: list[int], timeout: timedelta) -> str:
     return (
-        f"{_named(ranks)} did not say within {timeout.total_seconds():g} s how compression is configured there: died, "
-        "was slower, or does not import ncz_plugins where the others do"
+        f"{_named(ranks)} did not say within {timeout.total_seconds():g} s how compression is configured: look for a "
+        "crash, a slow start, or a program that does not import ncz_plugins where the other ranks do"
     )
 
 

@@ -233,13 +233,26 @@ class Mesh:
             self._require_open()
             return self._by_rank[source][channel].receive(least, most)
 
-    def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
-        """Wait until these messages were sent and received. Raises PeerError."""
-        self._progress_until(messages)
+    def finish(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
+        """Wait until these messages were sent and received. Raises PeerError.
 
-    def reach(self, messages: Sequence[Outgoing | Incoming], nbytes: int) -> None:
-        """Wait until `nbytes` of each message, or all of a shorter one, were sent and received. Raises PeerError."""
-        self._progress_until(messages, nbytes)
+        Args:
+            nbytes: wait only for this many bytes of each message, or all of a shorter one; None: for all bytes.
+        """
+        with self._lock:
+            ready, awaited = self._in_use, _awaited(messages, nbytes)
+            begun = time.monotonic()
+            for connection in awaited:
+                connection.heard = begun
+            while awaited:
+                for connection in ready:
+                    connection.advance()
+                awaited = _awaited(messages, nbytes)
+                if awaited:
+                    self._require_open()  # first: after a close of our own, `require_reachable` would blame the peer
+                    for connection in awaited:
+                        connection.require_reachable()
+                    ready = self._wait_for(awaited)
 
     def close(self, reason: str) -> None:
         """Close all connections, so that peers that wait for this rank get an error at once. Safe to call twice.
@@ -266,25 +279,8 @@ class Mesh:
         if self._closed is not None:
             raise PeerError(self._closed)
 
-    def _progress_until(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
-        """Send and receive on all connections until `nbytes` of each of these messages are done; None: all bytes."""
-        with self._lock:
-            ready, awaited = self._in_use, _awaited(messages, nbytes)
-            begun = time.monotonic()
-            for connection in awaited:
-                connection.heard = begun
-            while awaited:
-                for connection in ready:
-                    connection.advance()
-                awaited = _awaited(messages, nbytes)
-                if awaited:
-                    self._require_open()  # first: after a close of our own, `require_reachable` would blame the peer
-                    for connection in awaited:
-                        connection.require_reachable()
-                    ready = self._wait_for(awaited)
-
     def _wait_for(self, awaited: Sequence[_Connection]) -> list[_Connection]:
-        """Wait until a connection can receive or send, or for an hour.
+        """Wait until a connection can receive or send, at most until the time-out.
 
         Waits for all connections in use, so that what other ranks send does not fill the buffers.
 
@@ -373,7 +369,7 @@ class Exchange:
 
         Returns the messages, see `wait`. Only their first `nbytes` have come.
         """
-        self._mesh.reach([*self._outgoing, *self._incoming], nbytes)
+        self._mesh.finish([*self._outgoing, *self._incoming], nbytes)
         return [message.values for message in self._incoming]
 
 

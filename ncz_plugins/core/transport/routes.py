@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,13 +24,6 @@ class Route(NamedTuple):
 
     device: Device
     transport: Transport
-
-
-def _open_group(
-    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta, number: int
-) -> dist.ProcessGroup:
-    """Open NCCL group number `number` between the same GPUs. All ranks must call this."""
-    return open_nccl(dist.PrefixStore(f"group {number}", store), rank, world_size, device, timeout)
 
 
 class Routes:
@@ -80,10 +72,14 @@ class Routes:
             raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-            # No reference to this object: the transport would keep it, and all connections open.
-            open_group = partial(_open_group, store, self._rank, self._world_size, device, self._timeout)
+            rank, world_size, timeout = self._rank, self._world_size, self._timeout
+
+            # Does not refer to this object: the transport would keep it, and all connections open.
+            def open_group(number: int) -> dist.ProcessGroup:
+                return open_nccl(dist.PrefixStore(f"group {number}", store), rank, world_size, device, timeout)
+
             groups = [open_group(number) for number in range(self._nccl_groups)]
-            gpu = Gpu(device, self._timeout, partial(require_healthy, groups))
+            gpu = Gpu(device, timeout, lambda: require_healthy(groups))
             self._routes[device] = Route(gpu, NcclTransport(self._connections, groups, device, open_group))
         return self._routes[device]
 

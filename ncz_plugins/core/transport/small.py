@@ -97,12 +97,12 @@ class MeshSmallCollectives(SmallCollectives):
         if collective == "broadcast":
             values = [_memory(own if rank == root else own[:0])] * n
             destinations = [_memory(out) if peer == root else None for peer in range(n)]
-            return _Copy(self._connections.open(comparison, values).receive(destinations), lambda: None)
+            return _Copy(self._connections.open(comparison, values).receive(destinations))
         if collective == "all_gather_into_tensor":
             parts = out.tensor_split(n)
             own = own.clone() if _overlaps(own, out, parts[rank]) else own
             opening = self._connections.open(comparison, [_memory(own)] * n).receive(list(map(_memory, parts)))
-            return _Copy(opening, partial(parts[rank].copy_, own))
+            return _Copy(opening, own, parts[rank])
 
         # Calls that combine values: what each rank gets from this one, and the parts of the result.
         if collective == "reduce_scatter_tensor":
@@ -146,17 +146,19 @@ class _Copy(SmallWork):
 
     Args:
         opening: the messages of the call.
-        copy_own: copies this rank's own values to the output.
+        own: this rank's own values, to copy to `own_part` of the output at the end; None: nothing to copy.
     """
 
-    def __init__(self, opening: Opening, copy_own: Callable[[], object]):
+    def __init__(self, opening: Opening, own: Tensor | None = None, own_part: Tensor | None = None):
         self._opening = opening
-        self._copy_own = copy_own
+        self._own = own
+        self._own_part = own_part
 
     def finish(self, check: Callable[[], None]) -> None:
         _compare(self._opening, check)
         require_received(self._opening.wait())
-        self._copy_own()
+        if self._own is not None:
+            self._own_part.copy_(self._own)
 
 
 class _Sum(SmallWork):

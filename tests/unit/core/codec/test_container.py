@@ -199,7 +199,7 @@ def test_what_is_no_tensor_is_refused():
 
 
 def test_a_fixed_rate_is_refused():
-    with pytest.raises(UnsupportedError, match="mode: bits serves collectives"):
+    with pytest.raises(UnsupportedError, match="mode: bits is for collectives"):
         compress(torch.ones(3), {"quantizer": {"mode": "bits", "value": 4}})
 
 
