@@ -1,4 +1,4 @@
-"""Frames: a tensor as compressed bytes that decode alone, and back.
+"""Codecs: from tensors to frames, which decode alone, and back.
 
 - coded_tensor.py: the interface between schedules and codecs: `CodedTensor` and `Codec`.
 - container.py: `compress` and `decompress`: one tensor as bytes that describe themselves.
@@ -6,6 +6,4 @@
 - layout.py: how a flat tensor is cut into segments and frames.
 - quantize.py: from a tensor's values to the quantization steps that all ranks share.
 - tensor_codec.py: the codecs that write frames: quantized, lossless, and changes since an earlier version.
-
-- patch.py, patch_index.py, items.py, weight_file.py: changes between two versions of a model, as files.
 """

@@ -1,4 +1,4 @@
-"""The interface between schedules and codecs: `CodedTensor` says what to code, a `Codec` codes it."""
+"""Interface between schedules and codecs: a `CodedTensor` is what is coded, a `Codec` codes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .layout import Layout, Window
 
 
 class CodedTensor(NamedTuple):
-    """The tensor to encode and the tensor to decode into, cut by one layout.
+    """Tensor to encode and tensor to decode into, cut by one layout.
 
     Attributes:
         layout: the segments and frames of both.

@@ -1,4 +1,4 @@
-"""A compressed tensor as bytes that describe themselves, for files and measurements.
+"""Compressed tensor as bytes that describe themselves, for files and measurements.
 
 All numbers are little endian. The head:
 
@@ -156,7 +156,7 @@ def contents_of(data: Tensor) -> Contents:
     blocks = 0 if kind == _LOSSLESS else -(-count // block) if block else 1
     scales, rest = _numbers(rest, work.newbyteorder("<"), blocks)
 
-    # The checksum, then what it can't tell: whether whoever wrote the head wrote sense.
+    # The checksum. A head with a valid checksum may still hold impossible numbers, so these are checked as well.
     if (actual := kernels.cpu_backend().checksum(data[: data.numel() - rest.numel()])) != checksum:
         raise FrameError(f"the head of a compressed tensor has checksum {actual:#010x}, it says {checksum:#010x}")
     if not (np.isfinite(scales) & (scales > 0)).all():

@@ -134,7 +134,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Window:
-    """A flat tensor that holds some elements of a layout, beginning with element `start`.
+    """Flat tensor that holds some elements of a layout, beginning with element `start`.
 
     Attributes:
         data: the elements, [n].

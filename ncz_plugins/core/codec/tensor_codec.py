@@ -41,7 +41,7 @@ FrameId = tuple[int, int]  # the number of a segment, and the number of a frame 
 
 
 class FrameSum(NamedTuple):
-    """A frame to write: the sum of this rank's own values and of other ranks' frames.
+    """Frame to write: the sum of this rank's own values and of other ranks' frames.
 
     Attributes:
         segment, index: the frame's segment, and its number in that segment.

@@ -1,4 +1,4 @@
-"""Runtime: devices, threads and handles that carry out calls, and what is counted and recorded of calls.
+"""Runtime: devices, threads and handles that carry out calls, and counters and recordings of calls.
 
 - device.py: kernels, memory for frames, and waiting, for host memory and for one GPU.
 - handle.py: what an asynchronous collective returns: `wait`, `get_future`, and several handles as one.

@@ -1,4 +1,4 @@
-"""The schedule that `transport.schedule: auto` picks if nothing was measured."""
+"""Choice of the schedule for `transport.schedule: auto`, if nothing was measured."""
 
 from __future__ import annotations
 

@@ -139,10 +139,7 @@ class _PaddedFrames:
 
     def check(self) -> None:
         """Wait for the GPU. Afterwards `left` has the frames that were cut off. Raises FrameError."""
-        both = [
-            *self._own.values(),
-            *self._received.values(),
-        ]  # if the call goes plain, maybe none received
+        both = [*self._own.values(), *self._received.values()]  # none received if the call goes plain
         with span("wait", 0, self._counters):
             fronts = self._codec.check(*(memory[: FRONT_BYTES + HEADER_BYTES] for memory in both))
         self.left = []
@@ -182,8 +179,8 @@ class _PaddedFrames:
     def _batches(self, most: int) -> Iterator[range]:
         """All numbers, in at most `most` batches of frames that are encoded together.
 
-        A batch has about BATCH_ELEMENTS elements: the first frames should travel early, but small frames should share
-        a launch.
+        Batches are as small as `most` and BATCH_ELEMENTS allow: the first frames should travel early, but small frames
+        should share a launch.
         """
         together = BATCH_ELEMENTS // max(1, self._codec.layout.frame_elements)
         every = range(len(self._sends))

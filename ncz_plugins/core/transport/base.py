@@ -241,7 +241,7 @@ class SmallCollectives(ABC):
 
 
 class Transport(FrameTransport):
-    """Frames, agreements and plain collectives between the ranks of one group, for tensors on one device.
+    """Transport of frames, agreements and plain collectives between the ranks of one group, for one device.
 
     Attributes:
         link_gbps: the speed of the link between ranks in Gbit/s, stated or measured; None: unknown.

@@ -1,4 +1,4 @@
-"""Handshake: how ranks meet, and the comparison of versions and configurations before the first collective."""
+"""Handshake of ranks: they meet, and compare versions and configurations before the first collective."""
 
 from __future__ import annotations
 

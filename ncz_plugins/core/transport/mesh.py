@@ -451,7 +451,7 @@ class Incoming:
                 self.ended = time.perf_counter()
 
     def _memory_of(self, destination: Destination | None) -> Iterator[memoryview]:
-        """The memory to fill, one after another."""
+        """The memories to fill, one after another."""
         yield self._front
         nbytes, head = self._length(), self._front[_LENGTH.size :]
         if destination is not None and head == destination.head and nbytes == head.nbytes + destination.rest.nbytes:
@@ -614,7 +614,7 @@ def _is_answered(connection: socket.socket, deadline: float) -> bool:
         try:
             return connection.recv(len(_ANSWER)) == _ANSWER
         except TimeoutError:
-            continue  # which `_left` raises if there is no time left
+            continue  # `_left` raises TimeoutError once `deadline` has passed
         except OSError:
             return False
 
@@ -631,7 +631,7 @@ def _accept(
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            continue  # which `_left` raises if there is no time left
+            continue  # `_left` raises TimeoutError once `deadline` has passed
         who = _hello_of(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
         if who in expected:
             with suppress(OSError):
