@@ -1,4 +1,4 @@
-"""What the ranks of one process group have in common from call to call and from step to step."""
+"""State that all ranks of one process group have in common, from call to call and from step to step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .guard import Guard
 
 
 class GroupState:
-    """The state that all ranks of a group hold alike.
+    """State of one process group. It is the same on all ranks of the group.
 
     Attributes:
-        calls: compressed collectives asked for so far. It numbers them, and says where the next one's random numbers
-            begin.
-        guard: verifies sums.
-        sums: those among the calls of this step that are compressed sums.
+        calls: number of compressed collectives so far. It numbers the next one, and selects its random
+            numbers.
+        guard: verifies some of the compressed sums.
+        sums: number of compressed sums in this step so far.
     """
 
     def __init__(self, config: GuardConfig):
@@ -24,27 +24,27 @@ class GroupState:
         self._pending: list[Handle] = []
 
     def picks(self, step: int) -> bool:
-        """Whether the compressed sum that is asked for now is to be verified. Asked once for each."""
+        """Whether to verify the next compressed sum. Call this once for each compressed sum."""
         self.sums += 1
         return self.guard.picks(step, self.sums - 1)
 
     def wait_at_end_of_step(self, handle: Handle) -> None:
-        """A step is not over before a call that verifies is complete."""
+        """Have the end of this step wait for a call that verifies its result."""
         self._pending = [each for each in self._pending if not each.is_success()]
         self._pending.append(handle)
 
     def wait_for_pending(self) -> None:
-        """Return once the calls that the end of this step waits for are complete. Raises what went wrong with them."""
+        """Wait for the calls passed to `wait_at_end_of_step`. Raises the error of a call that failed."""
         self.sums = 0
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
 
     def state_dict(self) -> dict:
-        """Numbers, strings and mappings, for a checkpoint."""
+        """State for a checkpoint: numbers, strings and mappings."""
         return {"calls": self.calls, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.calls = state["calls"]
         self.guard.load_state_dict(state["guard"])

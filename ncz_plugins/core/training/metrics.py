@@ -1,8 +1,8 @@
-"""Records of each step: written as JSON lines and for TensorBoard, and passed to any callable.
+"""Destinations of step records: JSON lines, TensorBoard, and any callable.
 
-The record of a step is a mapping of plain numbers, strings, and mappings and lists of these. One of its keys is "step";
-the documentation of metrics lists all of them. Keeping records must never end a running training: what can't be set up
-is an error at the start; what fails later is reported once on stderr, and then left out.
+A record is a mapping of numbers, strings, and mappings and lists of these. One key is "step"; docs/guides/metrics.md
+lists all keys. Records must never end a running training: a destination that can't be set up is an error at the start,
+and one that fails later is reported once on stderr and dropped.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..json_numbers import finite
 from ..messages import say
 from ..whole_files import open_to_append
 
-_FLUSH_SECONDS = 10  # TensorBoard may show a step this late; waiting for the disk in each step takes milliseconds
+_FLUSH_SECONDS = 10  # interval at which TensorBoard's file is flushed; flushing each step would take milliseconds
 
 Sink = Callable[[dict[str, Any]], None]
 
 
 class Metrics:
-    """Passes the record of every step to all sinks. Only rank 0 of a training does this.
+    """Distributor of step records to sinks. Only rank 0 of a training writes records.
 
     Attributes:
-        sinks: callables that get each record, in order. Append one to get the records. A sink that raises is named on
-            stderr, with the reason, and removed; the training goes on.
+        sinks: callables that get each record, in order. Append one to receive records. A sink that raises is named on
+            stderr with the reason, and removed; the training continues.
     """
 
     def __init__(self, statistics: StatisticsConfig):
@@ -44,11 +44,11 @@ class Metrics:
         self._files: list[JsonLines | TensorBoard] = []
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """Open the files that `statistics` names, and write a header to them: what the following steps have in common.
+        """Open the files that `statistics` names, and write a header: what the following steps have in common.
 
-        Another call (after an elastic training has changed its ranks) writes another header.
+        A second call writes a second header, for instance after an elastic training has changed its ranks.
 
-        Raises `ConfigError`, naming the setting, where a file can't be written or TensorBoard is not installed.
+        Raises ConfigError, naming the setting, if a file can't be written or TensorBoard is not installed.
         """
         if not self._files:
             wanted = (JsonLines, self._statistics.jsonl), (TensorBoard, self._statistics.tensorboard)
@@ -64,7 +64,7 @@ class Metrics:
             self._attempt(sink, sink, record)
 
     def close(self) -> None:
-        """Close the files. Without this call, they close when this object is garbage collected."""
+        """Close the files. Otherwise they close when this object is garbage collected."""
         for sink in self._files:
             if sink in self.sinks:
                 self.sinks.remove(sink)
@@ -73,26 +73,27 @@ class Metrics:
         self._files.clear()
 
     def _attempt(self, sink: Sink, action: Sink, what: Mapping[str, Any]) -> None:
-        """Call `action(what)`. If it fails, for whatever reason, report that and remove `sink`."""
+        """Call `action(what)`. If it raises anything, report the reason on stderr and remove `sink`."""
         try:
             if sink in self.sinks:
                 action(what)
-        except Exception as error:  # a full disk, or a service that a monitor sends to
-            with suppress(ValueError):  # it has removed itself
+        except Exception as error:  # for example a full disk, or a service that is down
+            with suppress(ValueError):  # the sink has removed itself
                 self.sinks.remove(sink)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             name = getattr(sink, "__qualname__", None) or str(sink)
             say(f"ncz_plugins: {name}: {reason}; no more metrics there", sys.stderr)
 
 
-_written: weakref.WeakValueDictionary[Path, JsonLines] = weakref.WeakValueDictionary()  # by trainings of this process
+_open_files: weakref.WeakValueDictionary[Path, JsonLines] = weakref.WeakValueDictionary()  # of this process
 
 
 class JsonLines:
-    """A file with one JSON object per line: a header, then the records. An existing file is continued.
+    """File with one JSON object per line: a header, then the records. An existing file is appended to.
 
-    A line on stderr says so where another training writes to the same file now. Both go on: records must not end a
-    training, and a lock may outlive its machine on NFS. `ncz report` tells the trainings apart by their records' `run`.
+    If another training writes to the same file now, a warning is printed on stderr, and both trainings continue:
+    records must not end a training, and on NFS a lock may outlive its machine. `ncz report` tells the trainings apart
+    by the key `run` of their records.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -100,19 +101,19 @@ class JsonLines:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_to_append(self.path)
-            # A killed run left it; it stays, on a line of its own.
+            # A killed training may have left an unfinished line: end the line, and keep it.
             if self._file.readable() and _ends_within_a_line(self._file):
                 self._file.write(b"\n")
         except OSError as error:
             raise _unwritable("jsonl", path, error, "give the path of a file") from None
         where = self.path.resolve()
-        if _is_locked(self._file) or where in _written:
+        if _is_locked(self._file) or where in _open_files:
             say(
                 f"ncz_plugins: {self}: another training writes to this file now. Give each training a file of its own. "
                 "ncz report tells them apart, and --training chooses one",
                 sys.stderr,
             )
-        _written[where] = self
+        _open_files[where] = self
 
     def __str__(self) -> str:
         return f"statistics.jsonl: {self.path}"
@@ -126,12 +127,12 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-        if _written.get(self.path.resolve()) is self:
-            del _written[self.path.resolve()]
+        if _open_files.get(self.path.resolve()) is self:
+            del _open_files[self.path.resolve()]
 
 
 class TensorBoard:
-    """The records as scalars whose names begin with "ncz/", and the header as a text."""
+    """TensorBoard log: each record as scalars whose names begin with "ncz/", the header as text."""
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(expanded_path(folder))
@@ -148,7 +149,7 @@ class TensorBoard:
             raise _unwritable("tensorboard", folder, error, "give the path of a folder") from None
         except UnicodeEncodeError:
             raise ConfigError(
-                f"statistics.tensorboard: {self.folder}: TensorBoard needs a name that is UTF-8: give another, or null"
+                f"statistics.tensorboard: {self.folder}: TensorBoard needs a UTF-8 name: give another name, or null"
             ) from None
         self.close = weakref.finalize(self, _close, self._writer)  # at the latest when the process ends
 
@@ -164,15 +165,15 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a step's record by name, for tools that draw curves: "ncz/ratio", "ncz/bypasses/too small" ...
+    """Numbers of a record by name, for tools that draw curves: "ncz/ratio", "ncz/bypasses/too small" ...
 
-    The guard's findings become the largest error, the lowest cosine, and the number of alarms.
+    Findings of the guard become three numbers: largest error, lowest cosine, number of alarms.
     """
     for key, value in record.items():
         if key == "guard":
             for name, choose in (("relative_error", max), ("cosine", min), ("alarm", sum)):
                 found = [finding[name] for finding in value if finding[name] is not None]
-                # What is not finite is null in records: an alarm without a figure is an error without a limit.
+                # Records have null in place of infinity, so an alarm without an error had an infinite one.
                 if name == "relative_error" and any(each["alarm"] and each[name] is None for each in value):
                     found.append(math.inf)
                 if found:
@@ -184,22 +185,22 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _close(writer) -> None:
-    with suppress(Exception):  # nobody is left to report it to
+    with suppress(Exception):  # the process ends: too late to report anything
         writer.close()
 
 
 def _is_locked(file) -> bool:
-    """Whether a training of another process has locked this file. Takes a lock that lasts until this process ends.
+    """Whether a training in another process has locked this file. Locks the file until this process ends.
 
-    POSIX locks: forked children, such as the workers of a DataLoader, don't inherit them, so those that outlive a
-    killed training are not taken for one. Always False where the file system has no locks.
+    The lock is a POSIX lock, which forked children don't inherit: a DataLoader worker that outlives a killed training
+    is not mistaken for a training. Always False on file systems without locks.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_locked = False
     except OSError as error:
         is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
-    with suppress(OSError):  # from here on a shared lock, so that the file stays locked when the first of three ends
+    with suppress(OSError):  # a shared lock, so that the file stays locked while any of several trainings runs
         fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return is_locked
 

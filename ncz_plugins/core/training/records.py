@@ -1,4 +1,4 @@
-"""The records of a training: a header, and what each step was, from rank 0."""
+"""Records of a training, written by rank 0: a header, then one record per step."""
 
 from __future__ import annotations
 
@@ -14,52 +14,55 @@ from .metrics import Metrics
 
 
 class Records:
-    """Writes the records of one training.
+    """Writer of the records of one training.
 
     Args:
-        config: `statistics` says where records go, and how often a line is printed.
+        config: `config.statistics` names the files.
 
     Attributes:
-        metrics: hands each record to files and other sinks.
+        metrics: passes each record to files and other sinks.
     """
 
     def __init__(self, config: Config):
         self.metrics = Metrics(config.statistics)
-        self._run = os.urandom(4).hex()  # tells its records from those of others in one file
+        self._run = os.urandom(4).hex()  # tells trainings that write to one file apart
         self._header: dict | None = None
-        self._among = 0  # ranks of the training, when that was written
-        self._ended: float | None = None  # when the step before was written
+        self._world_size = 0  # ranks of the training when the header was written
+        self._step_started: float | None = None  # time.monotonic() at the end of the previous step
 
     @property
     def begun(self) -> bool:
-        """Whether a header was written."""
+        """Whether a header has been written."""
         return self._header is not None
 
-    def begin(self, config: Config, header: dict, among: int = 0) -> None:
-        """Open the files and write a header, unless it is the one that was written last. Raises ConfigError.
+    def begin(self, config: Config, header: dict, world_size: int = 0) -> None:
+        """Open the files and write a header. Raises ConfigError if a file can't be written.
 
-        Nor is there another header for fewer ranks, which are a group within the training.
+        Nothing is written if the header equals the previous one, or is that of a subgroup: fewer ranks within the same
+        training.
 
         Args:
-            among: how many ranks the training has. Of others, there may be fewer.
+            header: further keys of the header; "ranks" is the number of ranks of a communicator.
+            world_size: number of ranks of the whole training.
         """
         last = self._header
         if last is not None:
-            is_group = among == self._among and header.get("ranks", 0) < last.get("ranks", 0)
-            if is_group or header == last:
+            is_subgroup = world_size == self._world_size and header.get("ranks", 0) < last.get("ranks", 0)
+            if is_subgroup or header == last:
                 return
         self.metrics.begin(
             {"ncz_plugins": __version__, "run": self._run, "config": config.model_dump(mode="json"), **header}
         )
-        self._header, self._among = header, among
+        self._header, self._world_size = header, world_size
 
     def write(self, step: int, done: Counters, bound_times: float, findings: Iterable[Finding]) -> None:
-        """Write what a step was.
+        """Write the record of one step.
 
         Args:
-            step: its number, from 1.
-            bound_times: what its bounds were multiplied by.
-            findings: of the guard.
+            step: number of the step, from 1.
+            done: counters of this step.
+            bound_times: factor on all error bounds in this step.
+            findings: what the guard found in this step.
         """
         found = [finding._asdict() for finding in findings]
         self.metrics.write(
@@ -67,7 +70,7 @@ class Records:
                 "step": step,
                 "run": self._run,
                 "time": time.time(),
-                "step_seconds": None if self._ended is None else time.monotonic() - self._ended,
+                "step_seconds": None if self._step_started is None else time.monotonic() - self._step_started,
                 **done.to_dict(),
                 "bound_times": bound_times,
                 **({"guard": found} if found else {}),
@@ -75,5 +78,5 @@ class Records:
         )
 
     def end_step(self) -> None:
-        """The time of the next step begins."""
-        self._ended = time.monotonic()
+        """Start the time of the next step."""
+        self._step_started = time.monotonic()

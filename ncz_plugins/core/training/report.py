@@ -1,4 +1,4 @@
-"""What rank 0 says unasked: which share of the bytes goes compressed, and why the rest does not."""
+"""Line that rank 0 prints after the first steps: the share of bytes that goes compressed, and why the rest does not."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ from ..config import Config
 from ..reasons import REMEDIES, Bypass
 from ..runtime.statistics import Counters
 
-FIRST_STEPS = 3  # after warm-up; then it is said for the first time
-LATER_STEPS = 100  # over which it is looked at later
-_MUCH = 0.25  # by so much the share must have changed to be worth another line
+FIRST_STEPS = 3  # steps after warm-up that the first line is about
+LATER_STEPS = 100  # steps over which the share is looked at again
+_MIN_CHANGE_OF_SHARE = 0.25  # a second line is printed only for a change as large as this
 
 
 class CompressionReport:
-    """Finds words for the steps of one training.
+    """Author of up to two lines about one training.
 
-    Once after the first steps, and once more if the share of compressed bytes changes much.
+    The first line comes after FIRST_STEPS steps, the second one when the share of compressed bytes has changed by
+    _MIN_CHANGE_OF_SHARE.
     """
 
     def __init__(self, config: Config):
         self._config = config
         self._seen = Counters()
         self._steps = 0
-        self._told: list[float] = []  # the shares that were told
+        self._reported: list[float] = []  # shares that lines were about
 
     def end_step(self, step: int, done: Counters) -> str | None:
-        """The line to print after a step; None if there is nothing to say.
+        """The line to print after a step; None if there is nothing to report.
 
         Args:
-            step: counted from 1.
-            done: what was counted in it.
+            step: number of the step, from 1.
+            done: counters of this step.
         """
-        if step <= self._config.steps.warmup or len(self._told) == 2:
+        if step <= self._config.steps.warmup or len(self._reported) == 2:
             return None
         self._seen.add(done)
         self._steps += 1
-        if self._steps < (LATER_STEPS if self._told else FIRST_STEPS):
+        if self._steps < (LATER_STEPS if self._reported else FIRST_STEPS):
             return None
         seen, steps = self._seen, self._steps
         self._seen, self._steps = Counters(), 0
         share = _share(seen)
-        if self._told and abs(share - self._told[0]) < _MUCH:
+        if self._reported and abs(share - self._reported[0]) < _MIN_CHANGE_OF_SHARE:
             return None
-        self._told.append(share)
+        self._reported.append(share)
         return f"ncz_plugins: steps {step - steps + 1} to {step}: {self._words(seen, share)}"
 
     def _words(self, seen: Counters, share: float) -> str:
@@ -60,7 +61,7 @@ class CompressionReport:
 
 
 def _share(seen: Counters) -> float:
-    """Compressed bytes as a share of all, both counted as what plain collectives would send."""
+    """Share of compressed bytes. All bytes are counted as a plain collective would send them."""
     if not seen.plain_bytes:
         return 0.0
     return 1 - sum(seen.bypassed_bytes.values()) / seen.plain_bytes

@@ -1,4 +1,4 @@
-"""What the saved state of a training must be like. It comes from a file, which may be anybody's."""
+"""Validation of the saved state of a training, which comes from a file and may be damaged or foreign."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 def _residual(kept: Tensor) -> Tensor:
     if kept.dim() != 1 or kept.dtype not in (torch.float32, torch.float64) or kept.layout != torch.strided:
-        raise ValueError("dense, one-dimensional and of float32 or float64 is what it must be")
+        raise ValueError("must be a dense tensor, one-dimensional, float32 or float64")
     return kept
 
 
@@ -51,18 +51,18 @@ class _Saved(BaseModel):
 
 
 def key_of(rank: int) -> str:
-    """Under which key a state has what differs between ranks."""
+    """The key of the part of a state that differs between ranks."""
     return f"rank {rank}"
 
 
 def require_saved(state: Mapping[str, Any]) -> dict[int, dict]:
-    """What a state has of ranks, by rank: of one, unless files of several were joined.
+    """The parts of a state by rank: one part, or several if the files of several ranks were merged.
 
-    Raises ConfigError, which names what is wrong, unless `Training.state_dict` can have returned this.
+    Raises ConfigError, naming the problem, for anything that `Training.state_dict` can't have returned.
     """
     keys = {int(found[1]): key for key in state if (found := re.fullmatch(r"rank (\d+)", str(key)))}
     if not keys:
-        raise ConfigError('state of ncz_plugins: it has no key "rank 0", or that of another rank: a part is missing')
+        raise ConfigError('state of ncz_plugins: has no key "rank 0", nor that of another rank: a part is missing')
     try:
         parts = {rank: _only(state[key]) for rank, key in keys.items()}
         _Saved.model_validate({**state, "ranks": parts})
@@ -74,5 +74,5 @@ def require_saved(state: Mapping[str, Any]) -> dict[int, dict]:
 
 
 def _only(values: object) -> object:
-    """The only element of a tuple. Something else is returned as it is, for the check of what it holds to refuse it."""
+    """The only element of a tuple. Any other value is returned unchanged, and fails the validation that follows."""
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values

@@ -1,6 +1,6 @@
-"""What one training knows over its steps: its step, what is left to contribute, what it has counted.
+"""State that outlives a step: step number, error-feedback residuals, statistics. Saved with the model.
 
-Adapters own a `Training` and hand it to their communicators; a communicator by itself makes one.
+Adapters create a `Training` and pass it to their communicators. A communicator without an adapter creates its own.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from .saved import key_of, require_saved
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-_FORMAT = 3  # of state_dict
-_OF_COMMUNICATORS = "entropy", "transport", "roles"  # sections that each takes as it is made
+_FORMAT = 3  # version of what state_dict returns
+_FIXED_SECTIONS = "entropy", "transport", "roles"  # a communicator reads these sections once, when it is created
 
 
 class Training:
-    """The state of one training, on one rank.
+    """State of one training on one rank.
 
     Args:
-        config: anything that `Config.load` takes.
+        config: anything that `Config.load` accepts.
 
     Attributes:
-        config: may be replaced between steps, on all ranks alike, by anything that `Config.load` takes. ConfigError
-            where that would change what a communicator has connected with.
-        stats: what was counted.
-        step: steps that are over.
-        depends_on_step: whether what is done to tensors depends on the step, by the guard or by what `steps` says.
-        ends_steps_in_order: whether all ranks end a step between the same calls, so that each call can compare it. Not
-            under DDP, where a step ends on another thread.
-        residuals: what error feedback has kept.
-        metrics: takes a record of each step, on rank 0.
-        rank, world_size: of this process among all; by default, those of torch.distributed.
+        config: the settings. May be replaced between steps, on all ranks alike, by anything that `Config.load` accepts.
+            Raises ConfigError for a change to settings that open communicators have connected with.
+        stats: counters of all calls.
+        step: number of completed steps.
+        depends_on_step: whether results depend on the step number, through `guard` or `steps`.
+        ends_steps_in_order: whether all ranks end a step between the same two calls, so that calls can compare their
+            step numbers. False under DDP, where another thread ends the step.
+        residuals: residuals of error feedback.
+        metrics: destinations of step records, on rank 0.
+        rank, world_size: global rank and number of ranks; None: those of torch.distributed.
     """
 
     def __init__(self, config=None):
@@ -67,10 +67,11 @@ class Training:
         self._report = CompressionReport(self.config)
         self.rank: int | None = None
         self.world_size: int | None = None
-        self._seen = 0, 1  # rank and number of ranks in torch.distributed, which may be gone when they are asked for
-        self._loaded: dict[tuple[int, ...], dict] = {}  # of groups that no communicator has asked for yet
-        self._tightening = 1.0  # where a group begins
-        self._returned: dict[str, dict] | None = None  # by `state_dict`, of this rank
+        # Last known rank and number of ranks of torch.distributed, which may be shut down when they are needed.
+        self._last_place = 0, 1
+        self._loaded: dict[tuple[int, ...], dict] = {}  # loaded states of groups that no communicator has used yet
+        self._tightening = 1.0  # initial tightening of a new group
+        self._returned: dict[str, dict] | None = None  # what `state_dict` returned last for this rank
 
     @property
     def config(self) -> Config:
@@ -88,16 +89,16 @@ class Training:
 
     @property
     def compared_step(self) -> int:
-        """The step, where what is done to tensors depends on it, so that ranks must agree on it; else 0."""
+        """Step number that ranks compare before a call; 0 if results don't depend on it."""
         return self.step if self.depends_on_step and self.ends_steps_in_order else 0
 
     @property
     def metrics(self) -> Metrics:
-        """Where the records of steps go."""
+        """Destinations of step records."""
         return self._records.metrics
 
     def of_group(self, ranks: Sequence[int]) -> GroupState:
-        """The state of the group of these global ranks."""
+        """State of the group of these global ranks; created when first needed."""
         key = tuple(ranks)
         if key not in self._groups:
             group = self._groups[key] = GroupState(self.config.guard)
@@ -107,35 +108,35 @@ class Training:
         return self._groups[key]
 
     def free_number(self, ranks: Sequence[int]) -> int:
-        """The lowest number that no communicator between these global ranks has that is in use.
+        """Lowest number that no open communicator between these global ranks has.
 
-        So one that takes the place of another, in this run or in one that goes on from a checkpoint, finds what that
-        one has kept. Ranks that have yet to collect one of their garbage find a higher number than others.
+        A communicator that replaces another, in this run or after a restart from a checkpoint, so finds the residuals
+        of its predecessor. A rank that has not yet garbage-collected a communicator gets a higher number than others.
         """
-        used = [_is_used(each) for each in self._communicators.get(tuple(ranks), [])]
-        return used.index(False) if False in used else len(used)
+        is_open = [_is_open(each) for each in self._communicators.get(tuple(ranks), [])]
+        return is_open.index(False) if False in is_open else len(is_open)
 
     def number(self, communicator: Communicator, number: int) -> None:
-        """Give a communicator a number among those between its ranks, on all of these ranks the same one."""
+        """Register a communicator under its number. All ranks of the communicator must pass the same number."""
         known = self._communicators.setdefault(tuple(communicator.ranks), [])
         known.extend([_no_communicator] * (number + 1 - len(known)))
         known[number] = weakref.ref(communicator)
 
     def _require_connected_with(self, config: Config) -> None:
-        """Raise ConfigError where communicators that are in use would go on with other settings than these."""
-        if not any(_is_used(each) for known in self._communicators.values() for each in known):
+        """Raise ConfigError if `config` changes settings that open communicators have connected with."""
+        if not any(_is_open(each) for known in self._communicators.values() for each in known):
             return
-        for section in _OF_COMMUNICATORS:
+        for section in _FIXED_SECTIONS:
             if getattr(config, section) != getattr(self._config, section):
                 raise ConfigError(
-                    f"{section}: the communicators of this training have connected with {section} as they were, and "
-                    "would keep them: leave them as they are, or close the communicators and make new ones"
+                    f"{section}: can't be changed while communicators of this training are open, which have connected "
+                    f"with it: leave {section} unchanged, or close the communicators and make new ones"
                 )
 
     def forget_groups(self) -> None:
-        """Ranks meet anew, and not all of them have met before: what they have in common begins from nothing.
+        """Drop the state of all groups, also if it was loaded from a checkpoint.
 
-        So does what a state has brought that only some of them have loaded.
+        For elastic trainings: when ranks meet again, new ranks don't have this state, and all ranks must have the same.
         """
         self._groups.clear()
         self._loaded.clear()
@@ -143,45 +144,48 @@ class Training:
     # ---------------------------------------------------------------- deciding
 
     def treatment(self, part: ParameterSlice, dtype: torch.dtype, role: str | None, ranks: Sequence[int]) -> Treatment:
-        """What a part of a tensor gets in this step, in the group of these global ranks.
+        """Treatment of a part of a tensor in this step.
 
         Args:
-            dtype: of the tensor.
-            role: what it is: "gradient", "parameter" or "activation"; None where that is not known.
+            part: the part.
+            dtype: dtype of the tensor.
+            role: "gradient", "parameter" or "activation"; None if unknown.
+            ranks: global ranks of the group.
         """
         return self._policies.treatment(part, dtype, role, self.step, self.of_group(ranks).guard.tightening)
 
     def grouped(
         self, parts: Sequence[ParameterSlice], dtype: torch.dtype, role: str | None, ranks: Sequence[int]
     ) -> list[tuple[Treatment, list[int]]]:
-        """The indices of the parts that are treated alike, in the order in which each treatment comes first."""
-        if parts and not self.config.policies:  # nothing tells them apart, and there can be thousands
+        """Treatments in order of first use, each with the indices of the parts that get it."""
+        if parts and not self.config.policies:  # all parts get the same treatment, and there can be thousands
             return [(self.treatment(parts[0], dtype, role, ranks), list(range(len(parts))))]
-        alike: dict[Treatment, list[int]] = {}
-        how = None
-        for at, part in enumerate(parts):
-            if how is None or part.numel != 0:
-                how = self.treatment(part, dtype, role, ranks)
-            alike.setdefault(how, []).append(at)
-        return list(alike.items())
+        indices: dict[Treatment, list[int]] = {}
+        treatment = None
+        for index, part in enumerate(parts):
+            if treatment is None or part.numel != 0:  # padding gets the treatment of the part before it
+                treatment = self.treatment(part, dtype, role, ranks)
+            indices.setdefault(treatment, []).append(index)
+        return list(indices.items())
 
     # ---------------------------------------------------------------- steps
 
     def begin(self, **header) -> None:
-        """Open the files of `statistics`, on rank 0, and say there what steps have in common. Raises ConfigError.
+        """Open the files of `statistics` on rank 0 and write a header. Raises ConfigError if a file can't be written.
 
         Args:
-            header: what is to be said besides. Nothing happens if it is what was said before.
+            header: further keys of the header. Nothing is written if they equal those of the previous header.
         """
         if self._my_rank() == 0:
             self._records.begin(self.config, header, self._ranks())
 
     def end_step(self) -> Counters:
-        """Close a step, all of whose results have been waited for, and return what was counted in it.
+        """Close a step and return its counters. Wait for all results of the step first.
 
-        Rank 0 writes the step's record, prints a line where `statistics.report_every` says so, and prints after the
-        first steps which share of the bytes goes compressed. Acts on what the guard found: raises AccuracyError, on all
-        ranks of a group alike, where `guard.on_alarm` is stop.
+        Rank 0 writes the record of the step, prints a line every `statistics.report_every` steps, and after the first
+        steps prints the share of bytes that goes compressed.
+
+        Raises AccuracyError after an alarm with `guard.on_alarm: stop`, on all ranks of a group.
         """
         groups = list(self._groups.values())
         for group in groups:
@@ -195,7 +199,7 @@ class Training:
         return done
 
     def _record(self, done: Counters) -> None:
-        """Write what a step was, and print it where that is wanted."""
+        """Write the record of the step that has just ended, and print what is due."""
         if not self._records.begun:
             self.begin()
         guards = [group.guard for group in self._groups.values()]
@@ -215,48 +219,48 @@ class Training:
         return self.world_size if self.world_size is not None else self._place()[1]
 
     def _place(self) -> tuple[int, int]:
-        """The rank and the number of ranks in torch.distributed."""
+        """Rank and number of ranks of torch.distributed, or the last known ones."""
         if dist.is_initialized():
-            self._seen = dist.get_rank(), dist.get_world_size()
-        return self._seen
+            self._last_place = dist.get_rank(), dist.get_world_size()
+        return self._last_place
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict:
-        """What this rank needs to go on, to the bit, like a run that was not stopped. Call it between steps.
+        """State with which this rank can continue, bit by bit, like a run that was not stopped. Call between steps.
 
-        Holds tensors, numbers, strings, tuples and mappings only, so that `torch.load(..., weights_only=True)` reads
-        it. It differs between ranks: each saves its own. Tensors are not copied, and change with the next step: to go
-        back to a state that stays in memory, keep a `copy.deepcopy` of it.
+        Contains tensors, numbers, strings, tuples and mappings only, so that `torch.load(..., weights_only=True)` reads
+        it. Each rank must save its own state. Tensors are not copied, and change in the next step: to go back to a
+        state that stays in memory, keep a `copy.deepcopy` of it.
 
-        `torch.distributed.checkpoint` takes a Training itself. It reads only keys that the new process has, and saves
-        one rank's value where several ranks have the same key. So a rank has the same keys at any time, and what
-        differs between ranks is under a key with the rank's number. That value is a tuple: a mapping would be split
-        into keys of its own.
+        `torch.distributed.checkpoint` accepts a Training itself. It reads only keys that the new process has, and saves
+        the value of one rank if several ranks have the same key. So the keys of a rank never change, and what differs
+        between ranks stands under a key with the number of the rank. The value of that key is a tuple, because a
+        mapping would be split into several keys.
         """
-        groups = self._loaded | {key: group.state_dict() for key, group in self._groups.items()}
-        ranks = self._ranks()
+        groups = self._loaded | {ranks: group.state_dict() for ranks, group in self._groups.items()}
+        world_size = self._ranks()
         self._returned = {
             "residuals": dict(self.residuals.by_name),
-            "groups": {_text(key): state for key, state in groups.items()},
+            "groups": {" ".join(map(str, ranks)): state for ranks, state in groups.items()},
         }
         return {
             "format": _FORMAT,
-            "world_size": ranks,
+            "world_size": world_size,
             "step": self.step,
-            "tightening": _tightening_of_all(groups, ranks, self._tightening),
+            "tightening": _tightening_of_all(groups, world_size, self._tightening),
             key_of(self._my_rank()): (self._returned,),
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` gave to the same rank of a run before.
+        """Restore what `state_dict` returned on the same rank of an earlier run.
 
-        Of the state of another rank, all is taken over but what that rank had yet to contribute: residuals start at
-        zero. If that run had another number of ranks, it is the same, and random numbers begin anew. A line on stderr
-        says so. The step and what the guard has tightened among all ranks are kept in any case.
+        The state of another rank is restored without its residuals, which start at zero. So is a state of a run with
+        another number of ranks, whose random numbers also start over. Both cases print a line on stderr. Step number
+        and tightening of the guard are always restored.
 
-        Raises ConfigError if `state` is none of this version's, if a part of it is missing, or if it is what this
-        training itself has returned, so that nothing would be restored.
+        Raises ConfigError if this version can't read `state`, if a part is missing, or if `state` is what this very
+        object returned, which would restore nothing.
         """
         found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         if found != _FORMAT:
@@ -276,13 +280,13 @@ class Training:
         self._returned = None
         self._groups.clear()
         self._loaded = {}
-        if state["world_size"] == ranks:  # all ranks of a group have its state alike
+        if state["world_size"] == ranks:  # all ranks of a group have the same state of it
             self._loaded = {tuple(map(int, key.split())): each for key, each in parts[saved_by]["groups"].items()}
         self.residuals = Residuals()
         if is_own:
             with outside_of_inference_mode():
                 for name, kept in residuals.items():
-                    # The caller may load the same state again, and what is kept is changed in place.
+                    # A copy: residuals change in place, and the caller may load the same state again.
                     self.residuals.by_name[name] = kept.clone().nan_to_num_(0, 0, 0)
             return
         lost = ["what error feedback has kept starts at zero"] if residuals else []
@@ -295,7 +299,7 @@ class Training:
             )
 
     def _require_another(self, part: Mapping[str, Mapping]) -> None:
-        """Raise ConfigError where this is the state in use itself, so that the step would be restored at most."""
+        """Raise ConfigError if `part` is the state in use: nothing but the step number would be restored."""
         kept = self.residuals.by_name
         if part is self._returned or any(each is kept.get(name) for name, each in part["residuals"].items()):
             key = key_of(self._my_rank())
@@ -308,7 +312,7 @@ class Training:
 
 
 def _end_step_of_each(guards: Sequence[Guard]) -> None:
-    """Close a step for all of them, also where one raises: their groups have other ranks, which do not learn of it."""
+    """Close the step of all guards, even if one raises: ranks of the other groups don't see that error."""
     errors = []
     for guard in guards:
         try:
@@ -320,22 +324,19 @@ def _end_step_of_each(guards: Sequence[Guard]) -> None:
 
 
 def _tightening_of_all(groups: Mapping[tuple[int, ...], Mapping], world_size: int, default: float) -> float:
-    """Where a group begins that a saved state does not know. Its ranks have read states of different ranks.
+    """Initial tightening of a group that a saved state does not contain.
 
-    So what all of these have in common counts: the group of all ranks, if there was one.
+    Ranks of the new group may load states of different ranks, and must get the same number. So the group of all ranks
+    counts, if there is one, as all states contain it.
     """
     of_all = groups.get(tuple(range(world_size)))
     return min((each["guard"]["tightening"] for each in ([of_all] if of_all else groups.values())), default=default)
 
 
 def _no_communicator() -> None:
-    """In place of a weak reference."""
+    """Stands for a weak reference whose communicator is gone."""
 
 
-def _is_used(communicator: Callable[[], Communicator | None]) -> bool:
-    there = communicator()
-    return there is not None and there.error is None
-
-
-def _text(ranks: tuple[int, ...]) -> str:
-    return " ".join(map(str, ranks))
+def _is_open(reference: Callable[[], Communicator | None]) -> bool:
+    communicator = reference()
+    return communicator is not None and communicator.error is None

@@ -116,7 +116,7 @@ def test_what_a_communicator_has_connected_with_can_not_be_replaced(section, val
     def body(communicator):
         training = communicator.training
         before = training.config
-        with pytest.raises(ConfigError, match=f"{section}: the communicators of this training"):
+        with pytest.raises(ConfigError, match=f"{section}: can't be changed while communicators of this training"):
             training.config = before.model_dump(mode="json") | {section: value}
         assert training.config == before
         training.config = {"quantizer": {"value": 0.5}}  # from the next call on

@@ -265,7 +265,7 @@ def test_lines_are_appended_to_whatever_is_there(tmp_path):
         stream.write(b"two\n")
     assert file.read_bytes() == b"one\ntwo\n"
     os.mkfifo(fifo)
-    with pytest.raises(OSError, match="nobody reads this FIFO: start its reader first"):
+    with pytest.raises(OSError, match="this FIFO has no reader: start its reader first"):
         open_to_append(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with open(reader, "rb") as pipe, open_to_append(fifo) as stream:

@@ -76,9 +76,9 @@ def test_parts_of_different_lengths_add_up():
 
 
 def test_more_than_one_piece_and_an_odd_share_leave_nothing_out():
-    exact = torch.ones(3 * guard._PIECE + 1)
+    exact = torch.ones(3 * guard._PIECE_ELEMENTS + 1)
     result = exact.clone()
-    result[-1], result[guard._PIECE] = 2, 3
+    result[-1], result[guard._PIECE_ELEMENTS] = 2, 3
     found = finding(result, exact)
     assert found.relative_error == pytest.approx(math.sqrt(5 / exact.numel()), rel=1e-12)
 
@@ -210,7 +210,7 @@ def test_tighten_halves_the_bounds_once_for_each_step_with_alarms(capsys):
     assert play(2, rank) == [[0.5, 0.5, 0.25]] * 2
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].count("a tensor without a name") == 2
-    assert lines[1].endswith("All bounds are now 0.25 times what they would be")
+    assert lines[1].endswith("All bounds are now 0.25 times the configured ones")
 
 
 def test_bounds_that_no_tightening_helps_never_become_zero(capsys):

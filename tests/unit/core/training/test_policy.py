@@ -49,12 +49,12 @@ def test_the_first_policy_that_fits_counts(asked, because):
 
 
 def test_sizes_that_are_others_in_each_call_take_no_more_and_more_memory(monkeypatch):
-    monkeypatch.setattr(policy, "_MOST_KNOWN", 4)
+    monkeypatch.setattr(policy, "_MAX_CACHED_PARTS", 4)
     for config, most in ((CONFIG, 4), (Config(), 0)):
         policies = Policies(config)
-        found = [policies.fitting(ParameterSlice(None, 98 + n), torch.bfloat16, None) for n in range(6)]
+        found = [policies.matching(ParameterSlice(None, 98 + n), torch.bfloat16, None) for n in range(6)]
         assert found == ([1, 1, 1, None, None, None] if most else [None] * 6)
-        assert len(policies._fitting) <= most
+        assert len(policies._matching) <= most
 
 
 def test_a_policy_changes_what_it_names_and_nothing_else():

@@ -45,8 +45,8 @@ def test_a_group_of_some_ranks_writes_no_header(tmp_path):
 def test_fewer_ranks_that_meet_anew_do(tmp_path):
     config = Config.load({"statistics": {"jsonl": str(tmp_path / "run.jsonl")}})
     records = Records(config)
-    records.begin(config, {"ranks": 4}, among=4)
-    records.begin(config, {"ranks": 3}, among=3)
+    records.begin(config, {"ranks": 4}, world_size=4)
+    records.begin(config, {"ranks": 3}, world_size=3)
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
 
 
