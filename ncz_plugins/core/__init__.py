@@ -1,4 +1,28 @@
-"""What compression does, apart from any framework: configuration, codec, schedules, communicator.
+"""Compressed collectives, independent of any framework.
+
+communicator      `Communicator`: the public API, one process group with compressed collectives
+call              one call: its arguments, and how it is to be treated
+call_description  what the ranks compare before a call
+call_layout       how the tensor of a call is cut into segments and frames
+call_run          one compressed call on one rank, from agreement to result
+call_queue        compressed calls of one communicator, run in order on a thread or a CUDA stream
+collective        compressed collectives over the ranks of one group
+joined            several tensors that one call reduces as one tensor
+weight_sync       weights sent from a trainer to generators
+bypass            rules that decide whether a call goes plain
+reasons           reasons to go plain, and the remedy for each: the only place that states remedies
+errors            every error that this package raises
+messages          lines printed during a training
+whole_files       output files, replaced as a whole
+json_numbers      numbers that JSON can hold
+
+codec/      tensors to frames and back
+config/     settings, and how they are read
+runtime/    threads, streams, devices and counters
+schedules/  ring and direct exchange
+training/   state from step to step: policies, error feedback, guard, records, checkpoints
+transport/  connections between ranks
+tuning/     measurement of link and coders, and the tuning file
 
 Imports `ncz_plugins.kernels`, and never an adapter, DeepSpeed, Horovod or CuPy.
 """

@@ -1,8 +1,8 @@
-"""Why a call goes plain. Every rule that finds a reason is here; `reasons` has the reasons and their remedies.
+"""Rules that decide whether a call goes plain. `reasons` lists the reasons and their remedies.
 
-A call is looked at twice: when it is asked for (`before_call`, then its size, then what its parts are), and once its
-values are measured (`scales_or_bypass`). The first reason counts. No rule looks at anything in which ranks could
-differ, so all ranks decide alike.
+Rules are applied twice: when a call is made (`before_call`, then its size, then the policies of its parts), and after
+its values have been measured (`scales_or_bypass`). The first reason found counts. Rules use only what all ranks have
+in common, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .reasons import Bypass
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-# ------------------------------------------------------------------ when a call is asked for
+# ------------------------------------------------------------------ when a call is made
 
 
 def before_call(
     config: Config, world_size: int, role: str | None, op: dist.ReduceOp | None, dtypes: tuple[torch.dtype, ...]
 ) -> Bypass | None:
-    """The reason that does not depend on which parameters a tensor holds, nor on its size.
+    """First reason found among those that depend neither on the tensor's parameters nor on its size; None if none.
 
     Args:
-        role: what the tensor is; None where compression is wanted whatever it is.
-        op: of a sum; None for gathers and broadcasts.
-        dtypes: of all tensors of the call.
+        role: "gradient", "parameter" or "activation"; None compresses whatever `config.roles` says.
+        op: reduction; None for gathers and broadcasts.
+        dtypes: dtypes of all tensors of the call.
     """
     if world_size == 1:
         return Bypass.ONE_RANK
@@ -40,44 +40,46 @@ def before_call(
 
 
 def by_role(role: str | None, config: Config) -> Bypass | None:
-    """Roles that the configuration does not enable go plain."""
+    """ROLE if `config.roles` does not list the role."""
     return Bypass.ROLE if role is not None and role not in config.roles else None
 
 
 def by_op(op: dist.ReduceOp | None, scale: float = 1.0) -> Bypass | None:
-    """Only sums and averages can be formed of codes.
+    """OP for anything but a sum or an average: codes can only be added.
 
     Args:
-        scale: what the result is multiplied by.
+        scale: factor on the result; must be above 0 to be compressed.
     """
     return Bypass.OP if (op is not None and op not in _COMPRESSED_OPS) or scale <= 0 else None
 
 
 def by_dtype(*dtypes: torch.dtype) -> Bypass | None:
-    """Only floats of 16 bits and more are quantized, and all tensors of a call must have the same dtype."""
+    """DTYPE unless all tensors have the same dtype, a float of 16, 32 or 64 bits."""
     return Bypass.DTYPE if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES else None
 
 
 def by_rate(dtype: torch.dtype, config: Config) -> Bypass | None:
-    """A fixed rate does not serve float64, whose range its scales do not have."""
+    """DTYPE for float64 at a fixed rate, whose scales are bfloat16 and lack the range of float64."""
     return Bypass.DTYPE if config.quantizer.bits is not None and dtype == torch.float64 else None
 
 
 def by_warm_up(step: int, config: Config) -> Bypass | None:
-    """The first steps of a training go plain, if the configuration says so. `step` is counted from 0."""
+    """WARM_UP in the first `steps.warmup` steps. `step` counts from 0."""
     return Bypass.WARM_UP if step < config.steps.warmup else None
 
 
 def by_policy(policy: Policy) -> Bypass | None:
-    """A policy may leave its parameters uncompressed."""
+    """POLICY if the policy has `action: skip`."""
     return Bypass.POLICY if policy.action == "skip" else None
 
 
 def by_size(nbytes: int, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
-    """Small tensors go plain, as latency is what they cost. `config` is a resolved one.
+    """TOO_SMALL for tensors below `min_bytes`, whose time is mostly latency; FAST_LINK where `min_bytes` is never.
 
     Args:
-        ranks: how many there are; None: more than two, or nobody knows.
+        nbytes: bytes of the whole tensor.
+        config: must be resolved.
+        ranks: number of ranks; None: more than two, or unknown.
     """
     least = config.min_bytes_in_effect(on_gpu, ranks)
     if least == "never":
@@ -85,7 +87,7 @@ def by_size(nbytes: int, config: Config, on_gpu: bool = False, ranks: int | None
     return Bypass.TOO_SMALL if nbytes < max(least, 1) else None
 
 
-# ------------------------------------------------------------------ once the values are measured
+# ------------------------------------------------------------------ after the values have been measured
 
 
 def scales_or_bypass(
@@ -97,7 +99,7 @@ def scales_or_bypass(
     divisor: float = 1,
     backend: HostBackend | None = None,
 ) -> Scales | Bypass:
-    """The quantization steps that follow from what the ranks agreed on, or the reason to go plain.
+    """Quantization steps derived from what the ranks agreed on, or the reason to go plain.
 
     Args:
         agreed, layout, quantizer, dtype, addends, divisor, backend: see `quantize.derive`.
@@ -107,7 +109,7 @@ def scales_or_bypass(
 
 
 def by_scales(derived: Derived, dtype: torch.dtype) -> Bypass | None:
-    """There may be no quantization steps, or none that make values of `dtype` noticeably smaller."""
+    """Reason to go plain that follows from the derived quantization steps; None if they make `dtype` smaller."""
     if not derived.finite:
         return Bypass.NON_FINITE
     if derived.scales is None:

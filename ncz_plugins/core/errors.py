@@ -1,8 +1,7 @@
-"""Every error this package raises on purpose. All derive from `NczError`.
+"""Errors that this package raises. All derive from `NczError`.
 
-Each message names the thing, the value and the remedy; the docstrings here say when a class is
-used and what to do about it. The standard base classes (ValueError, RuntimeError) are there so that
-code which knows nothing of this package still catches what it expects.
+Each message names the object, the value and the remedy. Each docstring below says when a class is raised and what to
+do. The second base classes (ValueError, RuntimeError) let code that knows nothing of this package catch them.
 """
 
 from __future__ import annotations
@@ -12,99 +11,98 @@ from copy import copy
 
 
 class NczError(Exception):
-    """Base of all errors of this package: catch this one to catch them all."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(NczError, ValueError):
-    """A configuration is missing, unreadable or invalid.
+    """Configuration that is missing, unreadable or invalid.
 
-    Raised at start-up, before any communication. The message lists every problem at once: the
-    dotted key, the value given, what is allowed. Remedy: correct the file; `ncz check FILE`
-    repeats the check without starting a training.
+    Raised at start-up, before any communication. The message lists all problems: dotted key, value given, values
+    allowed. Remedy: correct the file. `ncz check FILE` repeats the check without starting a training.
     """
 
 
 class BoundError(NczError, ValueError):
-    """A tensor can't be compressed within the error bound that was asked for: it is too fine for 32-bit codes.
+    """Error bound that is too fine for 32-bit codes.
 
-    The message names the smallest bound that would do. Remedy: use that or a larger one, another
-    mode, or `quantizer.kind: lossless`.
+    The message names the smallest bound that works. Remedy: use that bound or a larger one, another mode, or
+    `quantizer.kind: lossless`.
     """
 
 
 class FrameError(NczError):
-    """Received or stored bytes are nothing this version can read: damaged, truncated or foreign.
+    """Received or stored bytes that this version can't read: damaged, truncated or from another program.
 
-    Nothing was decoded past the damage; on a GPU, what the result holds is undefined. Remedy: make sure that all ranks
-    run the same version and that nothing else writes to the same process group; a repeated error hints at faulty
-    hardware.
+    Nothing past the damage was decoded; on a GPU the result is undefined. Remedy: run the same version on all ranks,
+    and let nothing else write to the same process group. If the error comes back, suspect the hardware.
     """
 
 
 class MismatchError(NczError, RuntimeError):
-    """The ranks disagree: on the configuration, the version, the order of calls, a size or a dtype.
+    """Ranks that disagree on the configuration, the version, the order of calls, a size or a dtype.
 
-    Remedy: give every rank the same configuration and the same sequence of collectives; the
-    message says which ranks differ and in what.
+    The message names the ranks that differ, and in what. Remedy: give all ranks the same configuration and the same
+    sequence of collectives.
     """
 
 
 class PeerError(NczError, RuntimeError):
-    """Another rank is dead, closed the connection or did not answer within the time-out.
+    """Another rank that died, closed its connection, or did not answer within the time-out.
 
-    Remedy: look at that rank's own log first, its failure is the cause and this is the echo. If it
-    was only slow, raise `transport.timeout_seconds` or the process group's time-out.
+    Remedy: read that rank's log first; its failure is the cause. If the rank was only slow, raise
+    `transport.timeout_seconds` or the time-out of the process group.
     """
 
 
 class UnsupportedError(NczError, TypeError):
-    """What was asked for cannot be compressed, and sending it uncompressed in silence is refused.
+    """Request that can't be compressed, where silently sending it uncompressed would be wrong.
 
-    For instance a tensor on a device that has no kernels, a strided tensor, a framework feature
-    that goes round the compressed path, or a process that may not open as many descriptors as
-    connections take. Remedy: the message names the setting or the limit to change, or what to call
-    instead.
+    Examples: a tensor on a device without kernels, a strided tensor, a framework feature that bypasses the compressed
+    path, a limit on open files below the number of connections. Remedy: the message names the setting or limit to
+    change, or what to call instead.
     """
 
 
 class AccuracyError(NczError):
-    """A compressed sum was verified and is too far from the uncompressed one, and `guard.on_alarm` is `stop`.
+    """Verified compressed sum that is too far from the uncompressed one, with `guard.on_alarm: stop`.
 
-    Raised at the end of the step, on every rank of the group alike. Remedy: a smaller `quantizer.value`, in general or
-    by a policy for the tensor that the message names, or thresholds in `guard` that fit.
+    Raised at the end of the step, on all ranks of the group. Remedy: a smaller `quantizer.value`, for all tensors or by
+    a policy for the tensor that the message names; or other thresholds in `guard`.
     """
 
 
 class OutOfMemoryError(NczError, MemoryError):
-    """There was no memory for frames or results; the other ranks get a PeerError, in the same call or in the next.
+    """No memory left for frames or results. The other ranks raise PeerError, in the same call or in the next one.
 
     Remedy: smaller frames (`transport.frame_bytes`), smaller calls, or more memory for the process.
     """
 
 
 def fresh(error: BaseException) -> BaseException:
-    """A copy of an error that is kept, to be raised in its place.
+    """A copy of a stored error, to raise instead of the error itself.
 
-    The traceback of what is raised collects the frames that it passes through, with the tensors in their variables. An
-    error that somebody keeps must not hold on to these, and often belongs to what they hold: a circle.
+    The traceback of a raised error collects frames, and these refer to tensors. A stored error must not keep the
+    tensors alive, and would form a reference cycle if one of the frames holds the object that stores it.
+
+    Returns the error itself if its class can't be copied.
     """
     try:
         copied = copy(error)
-    except Exception:  # its class takes other arguments than it keeps
+    except Exception:  # a class whose constructor takes other arguments than `args`
         return error
     copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
     return copied.with_traceback(error.__traceback__)
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """A copy of an error that is about to pass through frames, to be kept: without its traceback and its cause."""
+    """A copy of an error without traceback and cause, to store while the error itself is raised further."""
     copied = fresh(error)
     copied.__cause__ = None
     return copied.with_traceback(None)
 
 
 def forget_tensors(error: BaseException) -> None:
-    """Clear the frames that an exception went through: who keeps it must not keep the tensors of the call."""
+    """Clear the local variables in an error's tracebacks, so that whoever stores the error keeps no tensors alive."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -112,10 +110,12 @@ def forget_tensors(error: BaseException) -> None:
 
 
 class ErrorTranslation:
-    """A context that raises an error of this package in place of another one. Each call enters some: no generators.
+    """Context manager that raises an error of this package in place of another error.
+
+    A class and no generator, because every call enters several of these and generators are slower.
 
     Args:
-        subject: what the message's first words name.
+        subject: first words of the message.
     """
 
     __slots__ = ("subject",)
@@ -131,17 +131,18 @@ class ErrorTranslation:
             try:
                 raise translated from error
             finally:
-                del translated  # its traceback has this frame: a circle, which would keep the caller's tensors
+                del translated  # its traceback refers to this frame: the cycle would keep the caller's tensors alive
 
     def translated(self, error: BaseException) -> NczError | None:
-        """What to raise in place of an error; None: itself."""
+        """The error to raise in place of `error`; None: raise `error` itself."""
         raise NotImplementedError
 
 
 class memory_errors(ErrorTranslation):
-    """Turns what Python, torch and CUDA raise where memory is short into OutOfMemoryError.
+    """Context manager that turns the out-of-memory errors of Python, torch and CUDA into OutOfMemoryError.
 
-    Its subject is what is being done.
+    Args:
+        subject: what was being done.
     """
 
     __slots__ = ()
@@ -153,6 +154,6 @@ class memory_errors(ErrorTranslation):
         if not isinstance(error, MemoryError) and "allocate memory" not in words and "out of memory" not in words:
             return None
         return OutOfMemoryError(
-            f"{self.subject}: no memory left: {words or 'none for an object of Python'}. Use a smaller "
+            f"{self.subject}: no memory left: {words or 'none for a Python object'}. Use a smaller "
             "transport.frame_bytes or smaller tensors, or give this process more memory"
         )

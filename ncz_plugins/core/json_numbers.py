@@ -8,9 +8,9 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """`value` with None in place of every NaN and infinity, at any depth. JSON has neither.
+    """A copy of `value` with None in place of every NaN and infinity, at any depth: JSON has neither.
 
-    Mappings come back as dicts, lists and tuples as lists; everything else as it is.
+    Mappings are returned as dicts, lists and tuples as lists, everything else unchanged.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Lines that a training prints."""
+"""Lines printed during a training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TextIO
 
 
 def say(line: str, to: TextIO | None = None) -> None:
-    """Print a line at once, whatever the encoding: a character that it lacks is written as an escape, such as \\xfc.
+    """Print a line and flush. A character that the stream's encoding lacks is written as an escape, such as \\xfc.
 
     Args:
-        to: where; None: standard output.
+        to: stream to print to; None: standard output.
     """
     stream = sys.stdout if to is None else to
     encoding = getattr(stream, "encoding", None) or "utf-8"

@@ -1,4 +1,4 @@
-"""The reasons for which calls go plain, and what to do about each. Commands that need no torch import this."""
+"""Reasons why calls go plain, and the remedy for each. Imports no torch, as some commands need none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Bypass(str, Enum):
-    """Why a call went plain."""
+    """Reason why a call went plain. The value is what counters, records and reports show."""
 
     ONE_RANK = "one rank"
     ROLE = "role not enabled"
@@ -15,18 +15,18 @@ class Bypass(str, Enum):
     DTYPE = "dtype"
     OP = "reduce op"
     TOO_SMALL = "too small"
-    FAST_LINK = "link too fast"  # as measured: compression would lose time, whatever the size
-    NON_FINITE = "non-finite"  # a value is, or a result could become so
-    CODE_OVERFLOW = "code overflow"
+    FAST_LINK = "link too fast"  # min_bytes is never: compression would lose time at any size
+    NON_FINITE = "non-finite"  # a value is NaN or infinite, or the result could become so
+    CODE_OVERFLOW = "code overflow"  # the codes would need more than 32 bits
     NOT_WORTH = "not worth it"
     SPARSE = "sparse"
-    JOINED = "a rank has joined"  # by hvd.join: it is out of data, and contributes zeros
+    JOINED = "a rank has joined"  # a rank has called hvd.join: it is out of data and contributes zeros
 
 
 LARGER_CALLS = "make calls larger (DDP: bucket_cap_mb; DeepSpeed: zero_optimization.reduce_bucket_size)"
 BEST_MIN_BYTES = "`ncz tune` measures from which size on compression pays, for transport.min_bytes"
 
-# What to do about each reason. All who give advice take it from here, so that nobody advises the opposite.
+# The remedy for each reason. Messages, commands and the documentation all print these, so none contradicts another.
 REMEDIES = {
     Bypass.ONE_RANK: "a group of one rank has nothing to send: more ranks must hold the same parameters",
     Bypass.ROLE: "tensors of this role are compressed if the setting roles lists it",

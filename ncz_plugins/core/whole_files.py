@@ -1,6 +1,6 @@
-"""Output files. A plain file is replaced as a whole. Devices, FIFOs and descriptors are written to.
+"""Output files. Regular files are replaced as a whole; devices, FIFOs and descriptors are written to directly.
 
-Symbolic links are followed, also those whose target is missing. `-` is standard output.
+Symbolic links are followed, even if the target is missing. `-` is standard output.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import BinaryIO, NamedTuple
 
 STANDARD_OUTPUT = "-"
 _STANDARD_OUTPUT_DESCRIPTOR = 1
-_MOST_LINKS = 40  # that Linux follows
-# What replacing a file ends with in a folder of somebody else, for a file of somebody else, and for a mount point.
-_NOT_REPLACEABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY}
+_MAX_LINKS = 40  # symbolic links that Linux follows in one path
+# Errors of replacing a file in another user's folder, another user's file, or a mount point.
+_NOT_REPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY}
 
 
 class Target(NamedTuple):
-    """Where output goes that is meant for a path.
+    """Destination of output that is written to a path.
 
     Attributes:
-        path: of a plain file: its own, without links.
-        descriptor: of this process, if the path names one.
-        found: what is there; None for a file that is to be made, and for a descriptor.
+        path: the path as given; of a regular file with all symbolic links resolved.
+        descriptor: file descriptor of this process that the path names; None if it names none.
+        found: status of the existing file; None if there is none yet, and for a descriptor.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a file that is replaced as a whole, or made."""
+        """Whether this is a regular file, existing or to be created."""
         return self.descriptor is None and (self.found is None or stat.S_ISREG(self.found.st_mode))
 
     @property
@@ -44,12 +44,12 @@ class Target(NamedTuple):
 
     @property
     def is_protected(self) -> bool:
-        """Whether something is there that this process may not write, although it may be able to replace it."""
+        """Whether a file exists that this process may not write, even if it could replace the file."""
         return self.found is not None and not os.access(self.path, os.W_OK)
 
 
 def target_of(path: str | os.PathLike) -> Target:
-    """Where output for `path` goes. Raises OSError for a folder, and where nothing can be there."""
+    """Destination of output that is written to `path`. Raises OSError for a folder or an impossible path."""
     path = os.fsdecode(path)
     descriptor = _STANDARD_OUTPUT_DESCRIPTOR if path == STANDARD_OUTPUT else _descriptor(path)
     if descriptor is not None:
@@ -66,7 +66,7 @@ def target_of(path: str | os.PathLike) -> Target:
 
 
 def require_writable(path: str | os.PathLike) -> None:
-    """Raise OSError, before any work, if `write_whole` can't write there."""
+    """Raise OSError if `write_whole` could not write to `path`. Commands check this before they start to work."""
     target = target_of(path)
     missing = target.is_plain and target.found is None
     if target.is_protected or (missing and not os.access(os.path.dirname(target.path), os.W_OK)):
@@ -74,11 +74,11 @@ def require_writable(path: str | os.PathLike) -> None:
 
 
 def write_whole(path: str | os.PathLike, data: bytes | str) -> None:
-    """Write a file. Text is written as UTF-8. Raises OSError.
+    """Write a file; text as UTF-8. Raises OSError.
 
-    Whoever reads a plain file finds all of the new one, or all of the old one, which a full disk leaves as it was. An
-    existing file keeps its mode and owner. Where it can't be replaced, as it is a mount point or lies in a folder of
-    somebody else, it is overwritten in place.
+    A reader of a regular file sees either the whole old content or the whole new content. If the disk is full, the old
+    content stays. An existing file keeps its mode and owner. A file that can't be replaced (a mount point, or a file in
+    another user's folder) is overwritten in place.
     """
     data = data.encode() if isinstance(data, str) else data
     target = target_of(path)
@@ -92,35 +92,36 @@ def write_whole(path: str | os.PathLike, data: bytes | str) -> None:
         with _replacing(target) as file:
             file.write(data)
     except OSError as error:
-        if target.found is None or error.errno not in _NOT_REPLACEABLE:
+        if target.found is None or error.errno not in _NOT_REPLACEABLE_ERRNOS:
             raise
         _overwrite(target.path, data)
 
 
 def replacing(path: str | os.PathLike) -> AbstractContextManager[BinaryIO]:
-    """A context that yields a file, to be written piece by piece, which then takes the place of the plain one.
+    """Context manager that yields a file to write piece by piece, and replaces the regular file at `path` at its end.
 
-    If the block raises, what was there stays. Raises OSError.
+    If the block raises, the old file stays. Raises OSError.
     """
     return _replacing(target_of(path))
 
 
 def open_to_append(path: str | os.PathLike) -> BinaryIO:
-    """A file at whose end a long-running program writes. Only a plain one can also be read. Raises OSError.
+    """A file opened for appending; a regular file can also be read. Raises OSError.
 
-    A FIFO that nobody reads is an error: the program would wait for a reader without a word.
+    Raises OSError for a FIFO without a reader, too: opening it would block without a message.
     """
     target = target_of(path)
     return open(target.path, "a+b") if target.is_plain else _opened(target, os.O_NONBLOCK)
 
 
 def _descriptor(path: str) -> int | None:
-    """The descriptor of this process that a path such as /dev/stdout or /dev/fd/3 names, if it does.
+    """The descriptor of this process that a path such as /dev/stdout or /dev/fd/3 names; None for other paths.
 
-    Opening such a path would write at the start of a plain file, over what the shell's >> and other programs wrote.
+    The path itself must not be opened: if the descriptor is a regular file, that would overwrite the file from its
+    start, including what `>>` and other programs wrote.
     """
     ours = os.path.realpath("/dev/fd")
-    for _ in range(_MOST_LINKS):
+    for _ in range(_MAX_LINKS):
         folder, name = os.path.split(path)
         folder = os.path.realpath(folder or os.curdir)
         if folder == ours and name.isdecimal():
@@ -133,18 +134,18 @@ def _descriptor(path: str) -> int | None:
 
 
 def _opened(target: Target, flags: int = 0) -> BinaryIO:
-    """A stream to what is no plain file."""
+    """A stream to a destination that is not a regular file."""
     if target.descriptor is None:
         try:
             descriptor = os.open(target.path, os.O_WRONLY | flags)
         except OSError as error:
             if error.errno == errno.ENXIO and stat.S_ISFIFO(target.found.st_mode):
-                raise OSError(errno.ENXIO, "nobody reads this FIFO: start its reader first", target.path) from None
+                raise OSError(errno.ENXIO, "this FIFO has no reader: start its reader first", target.path) from None
             raise
         os.set_blocking(descriptor, True)
         return open(descriptor, "wb")
     if target.is_standard_output:
-        if sys.__stdout__ is None:  # whoever started this has closed it, and the number may be another file's
+        if sys.__stdout__ is None:  # closed by the parent process; descriptor 1 may now be another file
             raise OSError(errno.EBADF, "standard output is closed", target.path)
         sys.__stdout__.flush()
     return open(os.dup(target.descriptor), "wb")
@@ -152,17 +153,17 @@ def _opened(target: Target, flags: int = 0) -> BinaryIO:
 
 @contextmanager
 def _replacing(target: Target) -> Iterator[BinaryIO]:
-    """See `replacing`."""
+    """See `replacing`, which makes the target of a path."""
     partial = os.path.join(os.path.dirname(target.path), f".ncz-{os.urandom(8).hex()}")
-    mode = 0o666 if target.found is None else 0o600  # less what the umask takes
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # never through somebody else's link
+    mode = 0o666 if target.found is None else 0o600  # the umask removes bits
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # O_EXCL follows no symbolic link
     try:
         with open(descriptor, "wb") as file:
             if target.found is not None:
                 _keep_owner_and_mode(descriptor, target.found)
             yield file
             file.flush()
-            os.fsync(descriptor)  # some disks say only now that they are full
+            os.fsync(descriptor)  # some file systems report a full disk only here
         os.replace(partial, target.path)
     except BaseException:
         with suppress(OSError):
@@ -171,14 +172,15 @@ def _replacing(target: Target) -> Iterator[BinaryIO]:
 
 
 def _keep_owner_and_mode(descriptor: int, before: os.stat_result) -> None:
+    """Give an open file the owner and mode that another file had."""
     made = os.fstat(descriptor)
     if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
         os.fchown(descriptor, before.st_uid, before.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(before.st_mode))  # last: a change of the owner clears some bits
+    os.fchmod(descriptor, stat.S_IMODE(before.st_mode))  # after fchown, which clears the setuid and setgid bits
 
 
 def _overwrite(path: str, data: bytes) -> None:
-    """Write into a plain file. The room is taken first, so that a full disk leaves the file as it was."""
+    """Overwrite a regular file in place. Space is allocated first, so that a full disk leaves the old content."""
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         before = os.fstat(file.fileno()).st_size
         try:

@@ -77,11 +77,11 @@ def matches(model: nn.Module, config: Config) -> list[Match]:
         if value.requires_grad
     ]
     together = Policies(config)
-    first = [together.fitting(part, dtype, ROLE) for part, dtype in parts]
+    first = [together.matching(part, dtype, ROLE) for part, dtype in parts]
     found = []
     for at, policy in enumerate(config.policies):
         alone = Policies(config.model_copy(update={"policies": (policy,)}))
-        fits = sum(alone.fitting(part, dtype, ROLE) is not None for part, dtype in parts)
+        fits = sum(alone.matching(part, dtype, ROLE) is not None for part, dtype in parts)
         found.append(Match(policy, fits, first.count(at)))
     return found
 
