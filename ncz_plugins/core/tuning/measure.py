@@ -1,8 +1,7 @@
-"""Measures the link, the codec, and real all-reduces, plain and compressed, to choose what is fastest here.
+"""Measurement of the link, the coders, and all-reduces plain and compressed, to choose the fastest settings.
 
-Of each time the maximum over ranks is taken before anything follows from it, so that all do the same and choose alike.
-The data are Laplace values, other ones on every rank: at the default bound they compress as the gradients of a small
-GPT do.
+Decisions use the maximum of a time over all ranks, so all ranks decide alike. The data are Laplace-distributed values,
+different on each rank: at the default bound they compress like the gradients of a small GPT.
 """
 
 from __future__ import annotations
@@ -44,34 +43,35 @@ from .decisions import SHARED, SPARE, best, connections_to_use, crossover, ranks
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
-_LINK_SECONDS = 0.02  # of an exchange that tells the speed of the link
-_ENOUGH = 0.75  # of them
-_LEAST_SECONDS = 1e-6  # that an exchange takes beyond a trip, as clocks and trips vary
-_BURST_SECONDS = 0.04  # of coding, that tells how many cores a rank has: several turns of the scheduler
-_READY_SECONDS = 0.01  # from when on all ranks should know when it begins, beyond what messages take
-_OTHER_CLOCK_SECONDS = 1.0  # by which a rank is not late, but has another clock
-_ENOUGH_CORES = 2.0  # for a rank, which codes in up to two threads
-_FRAMES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # the ordinary one first; few at the opening
-_FRAMES_AT_OPENING = 2
-_LEAST_BYTES, _GROWTH = 16 * KiB, 4
-_LARGEST_BYTES = 64 * MiB
-_EXCHANGED_BYTES = 16 * MiB  # at once, to find the link's speed
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 9  # odd, for medians
+_LINK_SECONDS = 0.02  # length of an exchange that measures the link
+_MIN_SHARE_OF_LINK_SECONDS = 0.75  # a shorter exchange is repeated with more bytes
+_MIN_EXCHANGE_SECONDS = 1e-6  # time beyond a round trip; clocks and round trips vary
+_BURST_SECONDS = 0.04  # length of the coding that counts a rank's cores: several time slices of the scheduler
+_READY_SECONDS = 0.01  # delay before that coding starts, so that all ranks know its start
+_OTHER_CLOCK_SECONDS = 1.0  # a start this far away comes from a machine with another clock
+_MAX_CORES = 2.0  # a rank codes in up to two threads
+_FRAME_BYTES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # frame sizes to try, the default first
+_FRAME_SIZES_AT_OPENING = 2  # of these, tried when a communicator opens
+_MIN_BYTES, _GROWTH = 16 * KiB, 4  # smallest all-reduce, and the factor to the next size
+_MAX_BYTES = 64 * MiB
+_MAX_EXCHANGED_BYTES = 16 * MiB  # sent at once to measure the link
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 9  # odd, for medians
 _CODING_ROUNDS = 12
-_ITEMSIZE = 4  # of float32
-_TILE = 1 << 18  # values; more are made by repeating, which no coder sees
-# Steps for Laplace values of scale 1: that of the default bound, and one that turns 19 of 20 codes into zero.
-_STEPS = 2**-0.5, 6.0
+_ITEMSIZE = 4  # bytes of a float32
+_TILE_VALUES = 1 << 18  # longer data repeat this tile, which no coder notices
+# Quantization steps for Laplace values of scale 1: that of the default bound, and one that makes 19 of 20 codes zero.
+_WIDE_STEP, _NARROW_STEP = 2**-0.5, 6.0
 
 
 class Subject(ABC):
-    """Ranks that are measured together.
+    """Group of ranks to measure, seen from one of them.
 
     Attributes:
-        config: what is left open in it is to be chosen.
-        exchanging: how many ranks exchange frames with each other: all of them, or one of each node.
-        schedules: what there is to choose from, the ordinary one first.
-        peers: whom this rank sends a frame to, and whom it receives one from, under the ordinary schedule.
+        config: configuration whose open settings are to be chosen.
+        rank, world_size: this rank, and the number of ranks.
+        exchanging: number of ranks that exchange frames: all of them, or one per node.
+        schedules: schedules to choose from, the default first.
+        peers: (rank to send to, rank to receive from) under the default schedule.
     """
 
     config: Config
@@ -83,34 +83,35 @@ class Subject(ABC):
 
     @abstractmethod
     def highest(self, numbers: Sequence[float]) -> list[float]:
-        """The element-wise maximum over all ranks."""
+        """Element-wise maximum over all ranks."""
 
     @abstractmethod
     def exchange(self, frame: Tensor, times: int = 1) -> None:
-        """Send a frame to all of `peers`, so many times, and receive theirs, of the same size."""
+        """Send a frame `times` times to all of `peers`, and receive frames of the same size from them."""
 
     @abstractmethod
     def plain(self, tensor: Tensor) -> None:
-        """The uncompressed all-reduce, in place."""
+        """Uncompressed all-reduce, in place."""
 
     @abstractmethod
     def compressed(self, tensor: Tensor, config: Config) -> None:
-        """The compressed all-reduce, in place."""
+        """Compressed all-reduce with the settings of `config`, in place."""
 
 
 class TorchRanks(Subject):
-    """The ranks of a communicator.
+    """Ranks of a communicator.
 
     Attributes:
-        transport: between all of them, for tensors in host memory.
-        host: what serves these on this rank.
+        transport: transport between all ranks, for tensors in host memory.
+        host: kernels and threads for these tensors on this rank.
 
     Args:
-        queue: runs compressed calls.
-        plain: the uncompressed collectives of the group that the communicator was made for.
+        queue: queue that runs compressed calls.
+        plain: uncompressed collectives of the communicator's group.
         config: see Subject.
-        ranks: global ranks of the group; `rank` is this one's number among them.
-        nodes: which of them share a node; None where every rank stands for itself.
+        ranks: global ranks of the group.
+        rank: index of this rank in `ranks`.
+        nodes: ranks that share a node; None if nodes play no part.
     """
 
     def __init__(
@@ -127,28 +128,27 @@ class TorchRanks(Subject):
         self._ranks = ranks
         self._nodes = nodes
         self.host, self.transport = queue.routes.of(torch.device("cpu"))
-        self._everyone = self.transport
-        self._between = nodes.between(self._everyone) if nodes else self._everyone
-        # What calls of measuring leave behind is no concern of the training that follows.
+        self._between_nodes = nodes.between(self.transport) if nodes else self.transport
+        # A training of its own, so that measuring leaves no trace in that of the user.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
         self.config = config
         self.rank = rank
         self.world_size = len(ranks)
-        self.exchanging = self._between.world_size
-        ordinary = schedule_for(self.exchanging)
-        self.schedules = sorted(("ring", "direct"), key=lambda name: name != ordinary)
-        place, n = self._between.rank, self.exchanging
-        self.peers = [(peer, peer) for peer in range(n) if peer != place]
-        if ordinary == "ring":
-            self.peers = [((place + 1) % n, (place - 1) % n)]
+        self.exchanging = self._between_nodes.world_size
+        default = schedule_for(self.exchanging)
+        self.schedules = sorted(("ring", "direct"), key=lambda name: name != default)
+        own, n = self._between_nodes.rank, self.exchanging
+        self.peers = [(peer, peer) for peer in range(n) if peer != own]
+        if default == "ring":
+            self.peers = [((own + 1) % n, (own - 1) % n)]
 
     def highest(self, numbers):
-        joined = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self._everyone.start_max(joined, Counters()).wait()
-        return joined.tolist()
+        maximum = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self.transport.start_max(maximum, Counters()).wait()
+        return maximum.tolist()
 
     def exchange(self, frame, times=1):
-        streams = self._between.streams(list(self.peers), times, frame.numel(), Counters())
+        streams = self._between_nodes.streams(list(self.peers), times, frame.numel(), Counters())
         for stream in times * streams:
             stream.exchange(frame)
         for stream in times * streams:
@@ -171,15 +171,18 @@ class TorchRanks(Subject):
 
 
 def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Config:
-    """The configuration of ranks that have just connected, with the speed of their link, which rank 0 says.
+    """Measure the link of ranks that have just connected, and return their configuration with its speed.
 
-    With `connections: auto`, one of the connections is used from then on, or several where these carry more.
-    Where ranks share cores, coders cost more, so that others are chosen. No value depends on the coder. Where a rank
-    has no second core, it decodes on the thread that does all else.
-    Takes 0.2 to 0.5 seconds; longer on links of less than 10 Mbit/s, and with a long round trip: about 2 with 50 ms.
+    A collective of all ranks; rank 0 prints the result. Takes 0.2 to 0.5 seconds, longer on links below 10 Mbit/s and
+    with long round trips (2 seconds with 50 ms). Also decides three things:
+
+    - With `connections: auto`, how many connections are used from now on.
+    - If ranks share cores, coding is slower, and the returned costs make other coders win. Results don't depend on the
+      coder.
+    - If a rank has no second core, it decodes on the thread that does everything else.
 
     Args:
-        machines: the ranks of each, which share its cores.
+        machines: ranks of each machine, which share its cores.
     """
     backend, transport = subject.host.backend, subject.transport
     trip = transport.trip_seconds = _latency(subject, 3, min)
@@ -195,11 +198,11 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         transport.channels, gbps = connections_to_use(carried)
     else:
         gbps = carried(transport.channels)
-    # As long as by itself that coding takes, if it is more than 1.
+    # Above 1: coding takes this many times as long as on a free core.
     times = ranks_on_a_core(_cores_of_each(subject, backend, trip, machines), machines)
     if 1 / times < SPARE:
         subject.host.use_one_thread()
-    costs = None if times < SHARED else _costs_of(subject, backend, times)
+    costs = None if times < SHARED else _known_costs(subject, backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
     if subject.rank == 0:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
@@ -214,14 +217,14 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
 
 
 def measure_open_settings(subject: TorchRanks, on_gpus: bool) -> Config:
-    """The configuration of ranks that have just connected, with what it leaves open measured, and said by rank 0.
+    """Measure ranks that have just connected, and return their configuration with every open setting filled in.
 
-    Raises UnsupportedError where tensors would be on GPUs.
+    A collective of all ranks; rank 0 prints the result. Raises UnsupportedError if tensors will be on GPUs.
     """
     if on_gpus:
         raise UnsupportedError(
-            "transport: frame_bytes and min_bytes: auto is measured with tensors in host memory over gloo, not over "
-            "NCCL; name sizes, such as 4MiB and 64KiB"
+            "transport: frame_bytes and min_bytes: auto works with tensors in host memory over gloo, not over NCCL; "
+            "set sizes, such as 4MiB and 64KiB"
         )
     tuned = measure(subject, OPENING_SECONDS)
     if subject.rank == 0:
@@ -230,11 +233,13 @@ def measure_open_settings(subject: TorchRanks, on_gpus: bool) -> Config:
 
 
 def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lambda what: None) -> Tuning:
-    """Measure for about so many seconds, and choose. A collective of all ranks.
+    """Measure link, coders and all-reduces, and choose settings. A collective of all ranks.
 
     Args:
-        seconds: what does not fit is left out; at the least a few small all-reduces are made.
-        tell: called with what is being measured.
+        subject: the ranks.
+        seconds: time for measuring, approximately. Measurements that don't fit are left out; a few small all-reduces
+            are always made.
+        tell: called with the name of each measurement when it starts.
     """
     clock = _Clock(subject, seconds)
     tell("link")
@@ -242,7 +247,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     backend = Host().backend
     link_gbps = _link_gbps(subject, backend, seconds / 100, latency)
     tell("coders")
-    costs = _costs(subject, backend)
+    costs = _measured_costs(subject, backend)
     config = subject.config.resolved(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
     data = _Data(subject.rank)
     trials = _trials(subject, config, data, clock, tell)
@@ -267,7 +272,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
 
 
 class _Clock:
-    """How much of the time is left, the same for all ranks."""
+    """Clock that counts down from `seconds`. All ranks read the same time."""
 
     def __init__(self, subject: Subject, seconds: float):
         self._subject = subject
@@ -280,21 +285,26 @@ class _Clock:
 
 
 class _Data:
-    """Laplace values, this rank's own."""
+    """Laplace-distributed values, different on each rank."""
 
     def __init__(self, rank: int):
-        self._tile = torch.from_numpy(np.random.default_rng(rank).laplace(size=_TILE).astype(np.float32))
+        self._tile = torch.from_numpy(np.random.default_rng(rank).laplace(size=_TILE_VALUES).astype(np.float32))
 
     def of(self, nbytes: int) -> Tensor:
+        """float32, 1-D, of `nbytes`."""
         count = nbytes // _ITEMSIZE
-        return self._tile.repeat(-(-count // _TILE))[:count]
+        return self._tile.repeat(-(-count // _TILE_VALUES))[:count]
 
 
 def _latency(subject: Subject, rounds: int, choose: Callable[[Sequence[float]], float]) -> float:
-    """Seconds of the smallest all-reduce: what `choose` takes from those of so many rounds.
+    """Seconds of the smallest all-reduce.
 
-    A round is two in a row. A rank that begins one a trip later than another finds that one's message there, and waits
-    twice as long in the next.
+    A round makes two all-reduces: a rank that starts one late finds the messages of others waiting, but then waits
+    twice as long in the next one.
+
+    Args:
+        rounds: number of rounds.
+        choose: picks this rank's time from those of all rounds.
     """
     seconds = []
     for _ in range(rounds):
@@ -302,128 +312,137 @@ def _latency(subject: Subject, rounds: int, choose: Callable[[Sequence[float]], 
         for _ in range(2):
             subject.highest([0.0])
         seconds.append((time.perf_counter() - started) / 2)
-    (joined,) = subject.highest([choose(seconds)])
-    return joined
+    (slowest,) = subject.highest([choose(seconds)])
+    return slowest
 
 
 def _link_gbps(
     subject: Subject, backend: Backend, seconds: float, trip: float, times: int = 1, expected: float = 0.0
 ) -> float:
-    """Gbit/s that every rank can send while all of them do, by exchanges that take about so many seconds each.
+    """Gbit/s that every rank can send while all ranks send.
+
+    First looks for a number of bytes whose exchange takes long enough, then times that. The first exchanges also use up
+    the burst that a link lets through after a pause (a token bucket).
 
     Args:
-        trip: seconds of a short message, which are no part of the others.
-        times: so many frames at once, which may take as many connections.
-        expected: Gbit/s, from which follows the size to begin with.
-
-    What passes at once after a pause, as through a token bucket, is spent by the exchanges that find the size.
+        seconds: length of one exchange, approximately.
+        trip: seconds of a short message, which are subtracted.
+        times: number of frames sent at once to each peer; they may use that many connections.
+        expected: expected Gbit/s, which gives the first size; 0 if unknown.
     """
     exchange = partial(subject.exchange, times=times)
-    most = _EXCHANGED_BYTES // times
-    codes = torch.full((most // _ITEMSIZE,), 2**30, dtype=torch.int32, device="cpu")  # as wide in the frame
+    max_bytes = _MAX_EXCHANGED_BYTES // times
+    codes = torch.full((max_bytes // _ITEMSIZE,), 2**30, dtype=torch.int32, device="cpu")  # 32 bits in the frame, too
     buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8, device="cpu")
     sends = times * len(subject.peers)
 
-    nbytes = min(max(2 * _LEAST_BYTES, int(expected * 1e9 / 8 * seconds / sends)), most)
+    nbytes = min(max(2 * _MIN_BYTES, int(expected * 1e9 / 8 * seconds / sends)), max_bytes)
     while True:
         values = codes[: nbytes // _ITEMSIZE]
         frame = buffer[: backend.encode_codes(values, Coding(Coder.RAW, Predictor.NONE), buffer)]
         (taken,) = _interleaved(subject, [exchange], frame, seconds=0, least=1)
-        carrying = max(taken - 2 * trip, _LEAST_SECONDS)  # some ranks begin a trip later than others
-        if carrying >= _ENOUGH * seconds or nbytes == most:
+        carrying = max(taken - 2 * trip, _MIN_EXCHANGE_SECONDS)  # some ranks start one message later than others
+        if carrying >= _MIN_SHARE_OF_LINK_SECONDS * seconds or nbytes == max_bytes:
             break
-        nbytes = min(int(nbytes * min(seconds / carrying, _GROWTH)), most)
+        nbytes = min(int(nbytes * min(seconds / carrying, _GROWTH)), max_bytes)
     (taken,) = _interleaved(subject, [exchange], frame, seconds=0)
-    gbps = 8e-9 * frame.numel() * sends / max(taken - trip, _LEAST_SECONDS)
-    return min(max(gbps, 1e-3), 1e4)  # what a configuration allows
+    gbps = 8e-9 * frame.numel() * sends / max(taken - trip, _MIN_EXCHANGE_SECONDS)
+    return min(max(gbps, 1e-3), 1e4)  # the range of transport.link_gbps
 
 
 def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Sequence[Sequence[int]]) -> list[float]:
-    """How many cores each rank has while all of them code in two threads, [ranks]; more than 0.
+    """Cores that each rank gets while all ranks code in two threads, [ranks], each above 0.
 
-    What the ranks of a machine had is taken from a time in which all of them coded, by its clock: in times of their
-    own, each may happen to look when it has a core. No message travels meanwhile: on busy cores one may take seconds.
+    All ranks of a machine are measured in the same interval of its clock: in an interval of its own, a rank might find
+    cores that the others use a moment later. No message travels in that interval: on busy cores one may take seconds.
 
     Args:
         trip: seconds of a short message.
-        machines: see `measure_link`.
+        machines: ranks of each machine.
     """
     machine = next(ranks for ranks in machines if subject.rank in ranks)
 
     def latest(seconds: float) -> float:
-        """Of what the ranks of this machine say."""
-        said = [-math.inf] * subject.world_size
-        said[subject.rank] = seconds
-        said = subject.highest(said)
-        return max(said[rank] for rank in machine)
+        """The maximum over the ranks of this machine."""
+        times = [-math.inf] * subject.world_size
+        times[subject.rank] = seconds
+        times = subject.highest(times)
+        return max(times[rank] for rank in machine)
 
+    # Agree on the interval [begin, end] of the machine's clock, and code in two threads until its end.
     begin = latest(time.monotonic()) + 2 * trip + _READY_SECONDS
     end = begin + _BURST_SECONDS
     wait = begin - time.monotonic()
     both, started = [], math.inf
-    if wait < 4 * trip + _OTHER_CLOCK_SECONDS:  # else it is not one machine: a copy of a virtual one, say
+    if (
+        wait < 4 * trip + _OTHER_CLOCK_SECONDS
+    ):  # else the ranks have different clocks, as copies of a virtual machine do
         time.sleep(max(0.0, wait))
         started = time.monotonic()
         with ThreadPoolExecutor(2) as threads:
             both = list(threads.map(partial(_code, backend), [end, end]))
+    # Count the CPU time that this rank got from the moment when all ranks of the machine were coding.
     start = latest(started)
     cores = [0.0] * subject.world_size
-    cores[subject.rank] = _ENOUGH_CORES
-    if start < end:  # else a rank began too late, or not at all, and nothing is known
+    cores[subject.rank] = _MAX_CORES
+    if start < end:  # else a rank started too late or not at all: assume enough cores
         worked = sum(np.diff(np.interp((start, end), *zip(*each))).item() for each in both)
         cores[subject.rank] = max(worked / (end - start), 1e-9)
     return subject.highest(cores)
 
 
 def _code(backend: Backend, end: float) -> list[tuple[float, float]]:
-    """Code until `end`. Returns at which times this thread had worked for how many seconds."""
+    """Quantize until `end`. Returns pairs (time, CPU seconds of this thread until then)."""
     worked = [(time.monotonic(), time.thread_time())]
-    x = torch.linspace(-1, 1, _TILE, dtype=torch.float32, device="cpu")
-    steps = torch.ones(blocks_of(_TILE), dtype=torch.float32, device="cpu")
-    codes = torch.empty(_TILE, dtype=torch.int32, device="cpu")
+    x = torch.linspace(-1, 1, _TILE_VALUES, dtype=torch.float32, device="cpu")
+    steps = torch.ones(blocks_of(_TILE_VALUES), dtype=torch.float32, device="cpu")
+    codes = torch.empty(_TILE_VALUES, dtype=torch.int32, device="cpu")
     while worked[-1][0] < end:
         backend.quantize(x, steps, codes)
         worked.append((time.monotonic(), time.thread_time()))
     return worked
 
 
-def _costs_of(subject: Subject, backend: Backend, times: float) -> CoderCosts:
-    """What coders cost where they take so many times as long, with the slowest kernels that a rank has."""
+def _known_costs(subject: Subject, backend: Backend, times: float) -> CoderCosts:
+    """Costs of the coders as known from the kernels, multiplied by `times`; of all ranks the highest."""
     names, known = list(CoderCosts.model_fields), backend.costs._asdict()
     return CoderCosts(**dict(zip(names, map(round, subject.highest([times * known[name] for name in names])))))
 
 
-def _costs(subject: Subject, backend: Backend) -> CoderCosts:
-    """What coding a value costs while all ranks code, encoding and decoding together."""
-    x = torch.from_numpy(np.random.default_rng(subject.rank).laplace(size=_TILE).astype(np.float32))
-    out, codes = torch.empty_like(x), torch.empty(_TILE, dtype=torch.int32, device="cpu")
-    frame = torch.empty(max_frame_bytes(_TILE), dtype=torch.uint8, device="cpu")
+def _measured_costs(subject: Subject, backend: Backend) -> CoderCosts:
+    """Costs of the coders while all ranks code: picoseconds per value, encoding and decoding together."""
+    x = torch.from_numpy(np.random.default_rng(subject.rank).laplace(size=_TILE_VALUES).astype(np.float32))
+    out, codes = torch.empty_like(x), torch.empty(_TILE_VALUES, dtype=torch.int32, device="cpu")
+    frame = torch.empty(max_frame_bytes(_TILE_VALUES), dtype=torch.uint8, device="cpu")
 
     def code(coder: Coder, step: float) -> None:
-        scales = torch.full((blocks_of(_TILE),), step, dtype=torch.float32, device="cpu")
+        scales = torch.full((blocks_of(_TILE_VALUES),), step, dtype=torch.float32, device="cpu")
         size = backend.encode(x, 1 / scales, Coding(coder, Predictor.NONE), frame)
         backend.decode(frame[:size], scales, out)
 
     def rest(step: float) -> float:
-        backend.quantize(x, torch.full((blocks_of(_TILE),), 1 / step, dtype=torch.float32, device="cpu"), codes)
+        """Share of codes other than 0, the most frequent one."""
+        backend.quantize(x, torch.full((blocks_of(_TILE_VALUES),), 1 / step, dtype=torch.float32, device="cpu"), codes)
         return (codes != 0).double().mean().item()
 
-    wide, narrow = _STEPS
+    wide, narrow = _WIDE_STEP, _NARROW_STEP
     cases = [(Coder.RAW, wide), (Coder.FIXED, wide), (Coder.HUFFMAN, wide), (Coder.RANS, wide), (Coder.RANS, narrow)]
     rounds = [sorted(_timed(subject, partial(code, *case)) for _ in range(_CODING_ROUNDS)) for case in cases]
-    # Not the median: a round is so short that others' turns on the CPU would fill many of them.
-    picoseconds = [1e12 * each / _TILE for each in subject.highest([taken[_CODING_ROUNDS // 4] for taken in rounds])]
+    # The lower quartile, not the median: a round is so short that other processes fill many of them.
+    picoseconds = [
+        1e12 * each / _TILE_VALUES for each in subject.highest([taken[_CODING_ROUNDS // 4] for taken in rounds])
+    ]
     rans = rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
     return CoderCosts(**dict(zip(CoderCosts.model_fields, map(round, [*picoseconds[:3], *rans]))))
 
 
 def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: Callable[[str], None]) -> list[Trial]:
-    """Compressed all-reduces with each schedule and frame size that is left to be chosen."""
+    """Time compressed all-reduces with each schedule and frame size to choose from."""
     own = subject.config.transport
-    frames = _FRAMES if clock.seconds > OPENING_SECONDS else _FRAMES[:_FRAMES_AT_OPENING]
+    sizes = _FRAME_BYTES if clock.seconds > OPENING_SECONDS else _FRAME_BYTES[:_FRAME_SIZES_AT_OPENING]
     configs = [
         config.with_transport(schedule=schedule, frame_bytes=frame_bytes)
-        for frame_bytes in (frames if own.frame_bytes == "auto" else [config.transport.frame_bytes_in_effect()])
+        for frame_bytes in (sizes if own.frame_bytes == "auto" else [config.transport.frame_bytes_in_effect()])
         for schedule in (subject.schedules if own.schedule == "auto" else [own.schedule])
     ]
     runs = [partial(subject.compressed, config=each) for each in configs]
@@ -431,11 +450,11 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
     tell("schedules and frame sizes")
     nbytes = _affordable(subject, runs, data, len(runs) * _compressed_seconds_per_byte(config), allowed)
     source = data.of(nbytes)
-    # Of those that do the same with a tensor of this size only the first: nothing but noise would tell them apart.
+    # Configurations that cut a tensor of this size alike differ by noise only: time the first of them.
     different = {}
     for each, run in zip(configs, runs):
-        does = each.transport.schedule, layout_of_sum(source, subject.world_size, each)
-        different.setdefault(does, (each.transport, run))
+        way = each.transport.schedule, layout_of_sum(source, subject.world_size, each)
+        different.setdefault(way, (each.transport, run))
     seconds = _interleaved(subject, [run for _, run in different.values()], source, allowed)
     return [
         Trial(schedule=transport.schedule, frame_bytes=transport.frame_bytes, nbytes=nbytes, seconds=taken)
@@ -446,13 +465,13 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
 def _comparisons(
     subject: Subject, config: Config, data: _Data, clock: _Clock, tell: Callable[[str], None]
 ) -> list[SpeedComparison]:
-    """Plain beside compressed, from a small size to the largest that there is time for."""
+    """Time plain and compressed all-reduces, from the largest size that there is time for down to 16 KiB."""
     runs = [subject.plain, partial(subject.compressed, config=config)]
     tell("plain and compressed")
     per_byte = _plain_seconds_per_byte(config) + _compressed_seconds_per_byte(config)
     nbytes = _affordable(subject, runs, data, per_byte, clock.left() * 2 / 3)
     comparisons = []
-    while nbytes >= _LEAST_BYTES:
+    while nbytes >= _MIN_BYTES:
         tell(f"plain and compressed, {format_size(nbytes)}")
         plain, compressed = _interleaved(subject, runs, data.of(nbytes), clock.left() / 2)
         comparisons.append(SpeedComparison(nbytes=nbytes, plain_seconds=plain, compressed_seconds=compressed))
@@ -463,25 +482,25 @@ def _comparisons(
 def _affordable(
     subject: Subject, runs: Sequence[Callable[[Tensor], None]], data: _Data, seconds_per_byte: float, seconds: float
 ) -> int:
-    """The largest size of which all of `runs` can have the least number of rounds in so many seconds.
+    """The largest size in bytes for which the minimum number of rounds of all `runs` fits into `seconds`.
 
     Args:
-        seconds_per_byte: what a size takes, in all of `runs`, beyond what the smallest one does.
+        seconds_per_byte: time of all `runs` together for each byte beyond the smallest size.
     """
-    once = sum(_interleaved(subject, runs, data.of(_LEAST_BYTES), seconds=0))
-    nbytes = _LEAST_BYTES
-    while nbytes < _LARGEST_BYTES and _LEAST_ROUNDS * (once + _GROWTH * nbytes * seconds_per_byte) < seconds:
+    once = sum(_interleaved(subject, runs, data.of(_MIN_BYTES), seconds=0))
+    nbytes = _MIN_BYTES
+    while nbytes < _MAX_BYTES and _MIN_ROUNDS * (once + _GROWTH * nbytes * seconds_per_byte) < seconds:
         nbytes *= _GROWTH
     return nbytes
 
 
 def _plain_seconds_per_byte(config: Config) -> float:
-    """A guess from above: all of a tensor is sent twice."""
+    """Upper estimate: every byte is sent twice."""
     return 2 * 8e-9 / config.transport.link_gbps
 
 
 def _compressed_seconds_per_byte(config: Config) -> float:
-    """A guess from above: it is sent at an eighth of its size, and coded twice as slowly as was measured."""
+    """Upper estimate: an eighth of the bytes is sent, and coding takes twice as long as measured."""
     costs = config.entropy.costs
     return _plain_seconds_per_byte(config) / 8 + 2e-12 * (costs.rans + costs.rans_rest) / _ITEMSIZE
 
@@ -491,18 +510,19 @@ def _interleaved(
     runs: Sequence[Callable[[Tensor], None]],
     source: Tensor,
     seconds: float,
-    least: int = _LEAST_ROUNDS,
+    least: int = _MIN_ROUNDS,
 ) -> list[float]:
-    """Seconds that each of `runs` takes on a copy of `source`: medians over rounds in which they take turns.
+    """Seconds of each of `runs` on a copy of `source`: medians over rounds, in which the runs take turns.
 
     Args:
-        seconds: for all rounds, of which there are `least` in any case.
+        seconds: time for all rounds.
+        least: number of rounds that are made in any case.
     """
     work = torch.empty_like(source)
     rounds: list[list[float]] = []
     spent = 0.0
-    # One more, if it fits by what those before it took.
-    while len(rounds) < least or (len(rounds) < _MOST_ROUNDS and spent * (1 + 1 / len(rounds)) < seconds):
+    # Make one more round if it fits, judging by the mean of the rounds so far.
+    while len(rounds) < least or (len(rounds) < _MAX_ROUNDS and spent * (1 + 1 / len(rounds)) < seconds):
         taken = []
         for run in runs:
             work.copy_(source)
@@ -513,7 +533,7 @@ def _interleaved(
 
 
 def _timed(subject: Subject, run: Callable[[], None]) -> float:
-    """Seconds on this rank, begun with the others."""
+    """Seconds of `run` on this rank. All ranks start at the same time."""
     subject.highest([0.0])
     started = time.perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""The tuning file, which `ncz tune` writes and `transport.tuning` names: what was measured, and what was chosen.
+"""Tuning file, written by `ncz tune` and named by `transport.tuning`: measurements and the settings chosen from them.
 
 `measure` measures, `decisions` chooses. Nothing here imports torch.
 """
@@ -37,7 +37,7 @@ Count = Annotated[Integer, Field(ge=1), Allowed("an integer, 1 or more")]
 
 
 class SpeedComparison(Section):
-    """How long an all-reduce of `nbytes` takes plain and compressed: medians of the slowest rank's times."""
+    """Seconds of an all-reduce of `nbytes`, plain and compressed: medians over rounds of the slowest rank's time."""
 
     nbytes: Count
     plain_seconds: Seconds
@@ -45,11 +45,12 @@ class SpeedComparison(Section):
 
     @property
     def speed_up(self) -> float:
+        """Plain time over compressed time."""
         return self.plain_seconds / self.compressed_seconds
 
 
 class Trial(Section):
-    """How long a compressed all-reduce of `nbytes` takes with a schedule and a frame size: a median, likewise."""
+    """Seconds of a compressed all-reduce of `nbytes` with one schedule and frame size: median as in SpeedComparison."""
 
     schedule: Literal["ring", "direct"]
     frame_bytes: FrameBytes
@@ -58,7 +59,7 @@ class Trial(Section):
 
 
 class Tuning(Section):
-    """The contents of the tuning file: first what was chosen, then what was measured."""
+    """Contents of the tuning file: first the choices, then the measurements."""
 
     format: Literal[1]
     world_size: Annotated[Integer, Field(ge=2), Allowed("an integer, 2 or more")]
@@ -77,7 +78,7 @@ class Tuning(Section):
     version: Annotated[str, Field(strict=True), Allowed("text")]
 
     def describe(self) -> str:
-        """One line for people: what was chosen, and why."""
+        """One line: what was chosen, and why."""
         largest = self.comparisons[-1]
         size, slower = format_size(largest.nbytes), f"would take {1 / largest.speed_up:.2f} times as long"
         if self.min_bytes == "never":
@@ -95,7 +96,11 @@ class Tuning(Section):
         )
 
     def fill_in(self, config: Config, with_schedule: bool = True) -> Config:
-        """`config`, with these values for the settings that it leaves open."""
+        """A copy of `config` in which the settings left open have the values of this file.
+
+        Args:
+            with_schedule: whether to fill in the schedule, too.
+        """
         return config.resolved(
             schedule=self.schedule if with_schedule else "auto",
             frame_bytes=self.frame_bytes,
@@ -111,7 +116,7 @@ class Tuning(Section):
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> Tuning:
-        """What a file holds. Raises ConfigError that names the file, what is wrong, and how to make a new one."""
+        """Read a file. Raises ConfigError, naming the file, the problem, and the command that writes a new file."""
         try:
             document = read_document(path)
             try:
@@ -123,11 +128,11 @@ class Tuning(Section):
 
 
 def apply_tuning_file(config: Config, world_size: int | None = None) -> Config:
-    """`config` with the values of its tuning file for the settings that it leaves open, if it names a file.
+    """A copy of `config` in which settings left open have the values of the tuning file that `config` names, if any.
 
     Args:
-        world_size: number of ranks, if it is known. A file that was measured with another number still applies, with a
-            warning, except for the schedule, which depends on the number of ranks most.
+        world_size: number of ranks; None if unknown. A file that was measured with another number of ranks is applied
+            with a warning and without its schedule, which depends on the number of ranks most.
 
     Raises ConfigError if the file is missing or damaged.
     """
