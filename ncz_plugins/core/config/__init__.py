@@ -1,15 +1,15 @@
-"""The configuration: what may be set, what it means, and how it is read.
+"""Configuration: the settings, their meaning, and how they are read.
 
-fields          types of the settings, and sizes in bytes
-section         what all sections have in common: checks, error messages, the list of settings
-sections        the sections: quantizer, entropy, transport, ...
-model           `Config`, which holds them, and how it is loaded
-presets         configurations by name
+model           `Config`, all settings in one object, and how it is loaded
+sections        the sections of the configuration: quantizer, entropy, transport, ...
+section         base class of all sections: validation, error messages, the list of settings
+fields          types and allowed values of settings, and sizes in bytes
+presets         configurations by name, such as "ncclz:small"
+documents       strict reading of YAML and JSON files
 deepspeed_file  our key in a DeepSpeed configuration
-documents       YAML and JSON files, read strictly
 paths           paths in settings, with ~ and $NAME
 
-Others import from this package, not from its modules. Nothing here imports torch, so that checking a file is quick.
+Import from this package, not from its modules. Nothing here imports torch, so that checking a file is quick.
 """
 
 from .deepspeed_file import DEEPSPEED_KEY, find_in_deepspeed, is_deepspeed

@@ -1,4 +1,4 @@
-"""Finding our key in a DeepSpeed configuration."""
+"""Our key in a DeepSpeed configuration, and how it is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 DEEPSPEED_KEY = "communication_compression"  # our key at the top level of a DeepSpeed configuration
 
-# Top-level keys that only a DeepSpeed configuration has: enough to tell one from ours.
+# Top-level keys that DeepSpeed configurations have and ours don't.
 _DEEPSPEED_KEYS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -29,11 +29,10 @@ def is_deepspeed(document: Mapping[Any, Any]) -> bool:
 
 
 def find_in_deepspeed(document: Mapping[Any, Any]) -> Any:
-    """What a DeepSpeed configuration says about compression: a source for `Config.load`, or None if off.
+    """Value of the top-level key "communication_compression": a source for `Config.load`. None for null and false.
 
-    That is the value of its top-level key "communication_compression"; null and false mean off.
-    Raises `ConfigError` if the key is misspelt or stands anywhere else, where DeepSpeed would
-    ignore it and train uncompressed without a sign.
+    Raises ConfigError if the key is misspelt or not at the top level, where DeepSpeed would silently ignore it and
+    train uncompressed.
     """
     for path in _paths_of_our_key(document):
         if len(path) > 1:
@@ -45,7 +44,7 @@ def find_in_deepspeed(document: Mapping[Any, Any]) -> Any:
 
 
 def _means_our_key(key: object) -> bool:
-    """Whether `key` is ours or a misspelling. DeepSpeed's own communication_data_type is neither."""
+    """Whether `key` is our key or a misspelling of it. DeepSpeed's communication_data_type is neither."""
     letters = re.sub("[^a-z]", "", str(key).lower())
     return SequenceMatcher(None, letters, DEEPSPEED_KEY.replace("_", "")).ratio() > 0.7
 

@@ -1,4 +1,4 @@
-"""Reading YAML and JSON files strictly: no repeated keys, and every error names the file and the line."""
+"""Strict reader of YAML and JSON files: no repeated keys, and every error names file and line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError
 
-_MOST_NODES = 10_000  # values of a file, each counted as often as the file refers to it
+_MAX_VALUES = 10_000  # values in one file, counting each alias as the values that it stands for
 
 
 def read_document(path: str | os.PathLike) -> dict[Any, Any]:
-    """The mapping that a .yaml, .yml or .json file holds, not yet checked any further.
+    """The mapping in a .yaml, .yml or .json file. Keys and values are not validated.
 
-    Raises `ConfigError`, naming the file and where possible the line, if the file cannot be read,
-    is not valid YAML or JSON, repeats a key, refers to itself, holds half of a surrogate pair, or does not hold a
-    mapping.
+    Raises ConfigError, naming the file and if possible the line, if the file can't be read, is not valid YAML or JSON,
+    is not a mapping, repeats a key, refers to itself, or contains half of a surrogate pair.
     """
     path = Path(os.fsdecode(path))
     try:
@@ -30,7 +29,7 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text: {error}") from None
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # a path that no file can have, such as one with a zero byte
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     parse = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json}.get(path.suffix.lower())
     if parse is None:
@@ -39,13 +38,13 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         document = parse(text, path)
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:  # the date 2026-13-01, or brackets nested too deeply
+    except (ValueError, RecursionError) as error:  # for example the date 2026-13-01, or brackets nested too deeply
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds {shorten(document)}, not a mapping of settings")
     try:
         text = json.dumps(document, ensure_ascii=False, default=str)
-    except (TypeError, ValueError) as error:  # a date as a key, or a number of thousands of digits
+    except (TypeError, ValueError) as error:  # for example a date as a key, or a number with thousands of digits
         raise ConfigError(f"{path}: {error}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{path}: holds half of a surrogate pair, \\ud800 to \\udfff, which is no character")
@@ -68,9 +67,9 @@ def _parse_json(text: str, path: Path) -> Any:
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
-        if _expanded(yaml.compose(text, _YamlLoader), path, {}) > _MOST_NODES:
+        if _count_values(yaml.compose(text, _YamlLoader), path, {}) > _MAX_VALUES:
             raise ConfigError(
-                f"{path}: has more than {_MOST_NODES:,} values, counting each alias as what it stands for"
+                f"{path}: has more than {_MAX_VALUES:,} values, counting each alias as what it stands for"
             )
         return yaml.load(text, _YamlLoader)
     except yaml.MarkedYAMLError as error:
@@ -80,11 +79,11 @@ def _parse_yaml(text: str, path: Path) -> Any:
         raise ConfigError(f"{path}: invalid YAML: {error}") from None
 
 
-def _expanded(node: yaml.Node | None, path: Path, known: dict[int, int]) -> int:
-    """How many values a node stands for. Raises ConfigError if it is part of itself.
+def _count_values(node: yaml.Node | None, path: Path, known: dict[int, int]) -> int:
+    """Number of values that a node stands for. Raises ConfigError if the node contains itself.
 
     Args:
-        known: the nodes that were counted before, by id; 0 for those that are being counted.
+        known: id of a node -> its number of values; 0 while the node is being counted.
     """
     if id(node) in known:
         if known[id(node)] == 0:
@@ -96,12 +95,12 @@ def _expanded(node: yaml.Node | None, path: Path, known: dict[int, int]) -> int:
         children = [child for pair in node.value for child in pair]
     elif isinstance(node, yaml.SequenceNode):
         children = node.value
-    known[id(node)] = 1 + sum(_expanded(child, path, known) for child in children)
+    known[id(node)] = 1 + sum(_count_values(child, path, known) for child in children)
     return known[id(node)]
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """The safe loader, made to refuse repeated keys and to read 1e-3 as the number it is."""
+    """Safe loader that refuses repeated keys and reads 1e-3 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -122,13 +121,13 @@ _YamlLoader.add_implicit_resolver(
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that pydantic found wrong: where it is, the value if there is one, and what pydantic says."""
+    """The first problem of a ValidationError: location, value if there is one, and pydantic's message."""
     problem = error.errors()[0]
     value = [] if problem["type"] == "missing" else [shorten(problem["input"])]
     return ": ".join([".".join(map(str, problem["loc"])), *value, problem["msg"]])
 
 
 def shorten(value: object) -> str:
-    """`repr`, cut to a length that fits a message."""
+    """`repr`, cut to 80 characters for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

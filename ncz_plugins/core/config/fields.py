@@ -1,4 +1,4 @@
-"""The types of the settings, what each of them allows, and sizes in bytes. Nothing here imports torch."""
+"""Types and allowed values of the settings, and sizes in bytes. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,38 +11,44 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from .paths import path_setting
 
-# As in kernels.format, repeated here because importing that imports torch.
+# Copied from kernels.format, which imports torch.
 CHUNK, SCALE_BLOCK, RATE_BLOCK = 4096, 128, 256
 
 KiB, MiB = 1 << 10, 1 << 20
-FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # where nothing else is said or measured
-# MiB for each Gbit/s of the link from which on compression pays. On two cores, calls break even at less than this
-# (docs/results/performance.md). On a GPU a call costs 2 to 3 ms, one at a fixed rate 1 (docs/results/gpus.md).
+FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # defaults
+# Smallest size that gains, in MiB per Gbit/s of the link. On two cores, calls break even below this size
+# (docs/results/performance.md). On a GPU a call costs 2 to 3 ms, at a fixed rate 1 ms (docs/results/gpus.md).
 HOST_MIB, GPU_MIB, GPU_FIXED_RATE_MIB = 1.0, 0.3, 0.1
-TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB  # of 2 ranks, in host memory, on a link slower than FAST_GBPS
-FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores rather than for the link: docs/results/performance.md
-FAST_FRAME_BYTES = 8 * MiB  # there, where little is gained by coding a frame while another one travels
-GPU_FRAME_BYTES = 64 * MiB  # there, 256 MiB took a quarter of the time that they take in frames of 4 MiB, on an H100
+TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB  # for 2 ranks, in host memory, on a link slower than FAST_GBPS
+FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores, not for the link (docs/results/performance.md)
+FAST_FRAME_BYTES = 8 * MiB  # frames on such a link, where overlapping coding with sending gains little
+GPU_FRAME_BYTES = 64 * MiB  # frames on a GPU: on an H100, 256 MiB took a quarter of the time of 4 MiB frames
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}
 _SIZE = re.compile(rf"^([0-9]+) ?({'|'.join(_UNITS)})$")
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a field accepts, in the words that error messages and the documentation use."""
+    """Text that error messages and documentation show as the allowed values of a field."""
 
     text: str
 
 
 def size_type(minimum: int, maximum: int, words: tuple[str, ...], allowed: str) -> Any:
-    """The type of a number of bytes, which may be written as a string such as "64KiB", or of one of `words`."""
+    """Field type for a number of bytes: an integer, a string such as "64KiB", or one of `words`.
+
+    Args:
+        minimum, maximum: range in bytes, both ends included.
+        words: further allowed values, such as "auto".
+        allowed: text for error messages and documentation.
+    """
 
     def parse(value: object) -> int | str:
         if value in words:
             return value
         match = _SIZE.match(value) if isinstance(value, str) else None
         size = int(match[1]) * _UNITS[match[2]] if match else value
-        if type(size) is not int or not minimum <= size <= maximum:  # a bool is an int, but not a size
+        if type(size) is not int or not minimum <= size <= maximum:  # type() is int: excludes bool
             raise ValueError(allowed)
         return size
 
@@ -57,15 +63,15 @@ _HIERARCHY = "auto, off, or an integer from 2 to 2^20"
 
 
 def _parse_hierarchy(value: object) -> int | str:
-    if value is False:  # what YAML makes of a bare off
+    if value is False:  # YAML reads a bare `off` as False
         return "off"
     if value in ("auto", "off") or (type(value) is int and 2 <= value <= _MOST_RANKS):
         return value
     raise ValueError(_HIERARCHY)
 
 
-# Strict: a boolean or a string is not a number. An integer does pass for a float, and 256.0 for an integer: `Section`
-# has made one of it.
+# Strict: booleans and strings are refused. A float accepts an integer, and an integer accepts 256.0, which `Section`
+# converts to 256 first.
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _FRAME_BYTES = "auto, or 16 KiB to 64 MiB: bytes, or a string such as '1MiB'"
@@ -95,7 +101,7 @@ Role = Literal["gradient", "parameter", "activation"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 StepNumber = Annotated[Integer, Field(ge=0, le=1 << 50), Allowed("an integer from 0 to 2^50")]
 
-# Of the quantizer, for which policies can change them.
+# Settings of the quantizer, which policies can override.
 Kind = Literal["auto", "error_bound", "stochastic", "lossless"]
 Mode = Literal["abs", "rel", "rms", "range", "bits"]
 BoundValue = Annotated[Number, Field(gt=0)]
@@ -110,13 +116,14 @@ FLAG = Allowed("true, false")
 
 
 def min_bytes_for(link_gbps: float | None, each: float = HOST_MIB, least: int = MIN_BYTES) -> int:
-    """From how many bytes on compression pays on a link of so many Gbit/s, or on one that nobody knows.
+    """Smallest size in bytes for which compression gains on a link.
 
-    There are few different sizes, so that what is measured of a link leads to the same calls the next time.
+    Rounded up to a power of two, so that small changes of the measured speed don't change which calls are compressed.
 
     Args:
-        each: MiB for each Gbit/s.
-        least: of a link that somebody knows.
+        link_gbps: speed of the link in Gbit/s; None if unknown: the default is returned.
+        each: MiB per Gbit/s.
+        least: smallest value returned for a known link, in bytes.
     """
     if link_gbps is None:
         return MIN_BYTES

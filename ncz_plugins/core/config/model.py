@@ -1,4 +1,4 @@
-"""`Config`, all settings in one immutable object, and how it is read. Nothing here imports torch."""
+"""`Config`: all settings in one immutable object, and how it is loaded. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from .sections import (
 
 
 class Config(Section):
-    """All settings. `Config()` holds the defaults; `Config.load` reads every other form.
+    """All settings, immutable and hashable. `Config()` has the defaults; `Config.load` reads every other form.
 
-    Immutable and hashable. Raises `ConfigError` for any invalid, unknown or mistyped setting.
+    Raises ConfigError for invalid, unknown or mistyped settings.
     """
 
     quantizer: QuantizerConfig = QuantizerConfig()
@@ -95,7 +95,7 @@ class Config(Section):
         return self
 
     def _quantizers(self) -> Iterator[tuple[str, QuantizerConfig]]:
-        """All that tensors may get, with where they stand."""
+        """All quantizers that tensors may get, each with the key of its value."""
         yield "quantizer.value", self.quantizer
         for at, policy in enumerate(self.policies):
             try:
@@ -105,12 +105,14 @@ class Config(Section):
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Config:
-        """The configuration that `source` describes.
+        """Load a configuration.
 
-        source: None or "ncclz" (all defaults), the name of a preset such as "ncclz:small", a mapping, the path of a
-        .yaml, .yml or .json file, or a `Config`, which is returned as it is. A key "$schema", which editors use, is
-        ignored.
-        Raises `ConfigError` that names the file, where there is one, and every problem in it.
+        Args:
+            source: None or "ncclz" for the defaults; the name of a preset, such as "ncclz:small"; a mapping; the path
+                of a .yaml, .yml or .json file; or a `Config`, which is returned unchanged. The key "$schema", used by
+                editors, is ignored.
+
+        Raises ConfigError, naming the file if there is one, and every problem in it.
         """
         if isinstance(source, Config):
             return source
@@ -122,7 +124,7 @@ class Config(Section):
             return _from_mapping(source)
         if isinstance(source, (str, os.PathLike)):
             path = os.fsdecode(source)
-            if not os.path.exists(path):  # no file has this very name
+            if not os.path.exists(path):  # a file with ~ or $ in its name is taken literally
                 path = expanded_path(path)
             if isinstance(source, str) and not os.path.exists(path):
                 raise ConfigError(_explain_missing(path))
@@ -134,31 +136,32 @@ class Config(Section):
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], path: str) -> Config:
-        """The configuration in the mapping that the file `path` holds. Raises ConfigError that names the file."""
+        """The configuration in `document`, the contents of the file `path`. Raises ConfigError, naming the file."""
         try:
             return _from_mapping(document)._seen_from(os.path.dirname(path))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
     def with_transport(self, **values: Any) -> Config:
-        """A copy with these settings of `transport` in place of its own."""
+        """A copy with these settings of `transport` replaced."""
         return type(self)(**dict(self) | {"transport": self.transport.model_dump() | values})
 
     @property
     def needs_measuring(self) -> bool:
-        """Whether it leaves sizes open that are measured when a communicator opens."""
+        """Whether sizes are `auto`, and so measured when a communicator opens."""
         return "auto" in (self.transport.frame_bytes, self.transport.min_bytes)
 
     @property
     def leaves_link_open(self) -> bool:
-        """Whether the least size of what is compressed is to follow from a link whose speed nobody says or measures."""
+        """Whether `min_bytes` depends on the speed of a link that is neither given nor measured."""
         return self.transport.link_gbps is None and self.transport.min_bytes is None and not self.needs_measuring
 
     def min_bytes_in_effect(self, on_gpu: bool = False, ranks: int | None = None) -> int | str:
-        """`transport.min_bytes`, or what follows from `transport.link_gbps` where it is null.
+        """`transport.min_bytes`, or if it is null the value that follows from `transport.link_gbps`; bytes or "never".
 
         Args:
-            ranks: how many there are; None: more than two, or nobody knows.
+            on_gpu: whether tensors are on a GPU.
+            ranks: number of ranks; None: more than two, or unknown.
         """
         if self.transport.min_bytes is not None:
             return self.transport.min_bytes
@@ -178,29 +181,31 @@ class Config(Section):
         link_gbps: float | None = None,
         costs: CoderCosts | None = None,
     ) -> Config:
-        """A copy with these values for the settings left open: those that are auto, and those that are null.
-
-        The copy names no tuning file, as it leaves nothing open that a file could fill in.
+        """A copy in which settings left open (`auto` or null) have these values. Names no tuning file.
 
         Args:
-            frame_bytes: None: what it stands for by default.
-            min_bytes: None: for auto what follows from the link; null stays null, which is another size on GPUs.
+            schedule: replaces `auto`.
+            frame_bytes: replaces `auto`; None for the default, which differs on GPUs.
+            min_bytes: replaces `auto` and null. None: `auto` becomes what follows from the link, null stays null, which
+                means another size on GPUs.
+            link_gbps: replaces null.
+            costs: replaces null.
         """
         if min_bytes is None and self.transport.min_bytes == "auto":
             min_bytes = min_bytes_for(self.transport.link_gbps or link_gbps)
         given = {"schedule": schedule, "min_bytes": min_bytes, "link_gbps": link_gbps}
         taken = {key: value for key, value in given.items() if getattr(self.transport, key) in ("auto", None)}
-        if self.transport.frame_bytes == "auto":  # null is no open setting, as it means other sizes on GPUs
+        if self.transport.frame_bytes == "auto":  # null stays: it means different sizes on CPUs and GPUs
             taken["frame_bytes"] = frame_bytes
         entropy = self.entropy.model_copy(update={"costs": self.entropy.costs or costs})
         return self.with_transport(**taken, tuning=None).model_copy(update={"entropy": entropy})
 
     def canonical(self) -> str:
-        """Compact JSON with sorted keys: equal text means equal settings. Ranks compare this."""
+        """Compact JSON with sorted keys. Ranks compare this text: equal text means equal settings."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     def describe(self) -> str:
-        """One short line for people."""
+        """The settings in one short line."""
         frames = self.transport.frame_bytes
         frames = "" if frames is None else f", frames {frames if frames == 'auto' else format_size(frames)}"
         predictor = "" if self.entropy.predictor == "auto" else f", predictor {self.entropy.predictor}"
@@ -216,7 +221,7 @@ class Config(Section):
         )
 
     def _seen_from(self, folder: str) -> Config:
-        """A copy whose paths, if relative, start at `folder`."""
+        """A copy whose relative paths start at `folder`."""
         tuning = self.transport.tuning
         if tuning is None or os.path.isabs(expanded_path(tuning)):
             return self
@@ -226,38 +231,39 @@ class Config(Section):
 def _from_mapping(document: Mapping[str, Any]) -> Config:
     if is_deepspeed(document):
         raise ConfigError(
-            f"this is a DeepSpeed configuration; allowed: one of ncz_plugins, "
-            f"such as the value of its key '{DEEPSPEED_KEY}'"
+            f"this is a DeepSpeed configuration; allowed: a configuration of ncz_plugins, such as the value of its key "
+            f"'{DEEPSPEED_KEY}'"
         )
     return Config(**{key: value for key, value in _with_text_keys(document).items() if key != "$schema"})
 
 
 def _with_text_keys(document: Mapping[Any, Any]) -> dict[str, Any]:
-    """YAML allows any key (`on` is True); as text, a strange one is reported like any unknown key."""
+    """`document` with all keys as text. YAML allows any key (`on` is True); as text it is reported as unknown."""
     return {str(k): _with_text_keys(v) if isinstance(v, Mapping) else v for k, v in document.items()}
 
 
 def _explain_missing(source: str) -> str:
-    """Why a string that is neither the short form nor a file is no configuration."""
+    """Error message for a string that names neither a preset nor a file."""
     allowed = f"allowed: {NAMES}, or the path of a .yaml, .yml or .json file"
     if get_close_matches(source.lower(), [SHORT_FORM, "ncz", "nccl"], n=1):
         return f"{source!r} is not a configuration; did you mean '{SHORT_FORM}'? {allowed}"
     return f"{source}: no such file (looked in {os.getcwd()}); {allowed}"
 
 
-# ------------------------------------------------------------------ what the documentation is made of
+# ------------------------------------------------------------------ for documentation and editors
 
 
 def settings(of_elements: bool = False) -> Iterator[tuple[str, Any, str, str]]:
-    """(dotted key, default, what is allowed, description) of every setting of `Config`, in order.
+    """(dotted key, default, allowed values, description) of every setting of `Config`, in order.
 
-    of_elements: after a list, also the settings of its elements, as "policies[].name".
+    Args:
+        of_elements: whether a list is followed by the settings of its elements, such as "policies[].name".
     """
     return settings_of(Config, of_elements=of_elements)
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of our files, for editors."""
+    """JSON Schema of configuration files, for editors."""
     schema = Config.model_json_schema()
     schema |= {"title": "Configuration of ncz_plugins", "description": "Every key may be left out."}
     schema["properties"] = {"$schema": {"type": "string", "description": "For editors."}} | schema["properties"]

@@ -1,7 +1,7 @@
-"""Paths in settings: `~` and `$NAME` stand for folders of whoever uses the path.
+"""Paths in settings, in which `~` and `$NAME` are expanded when the path is used.
 
-A configuration keeps a path as it was written, as the folders of ranks may differ and their settings may not. Nothing
-here imports torch.
+A configuration stores the path as written: expanded paths may differ between ranks, settings must not. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ _VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([^{}]*)\})")
 
 
 def expanded_path(path: str | os.PathLike) -> str:
-    """A path of a setting, with ~, ~user, $NAME and ${NAME} replaced, and $$ for a dollar sign.
+    """A path from a setting with ~, ~user, $NAME and ${NAME} expanded, and $$ replaced by a dollar sign.
 
-    Raises ConfigError, which names the path, for a user or a variable that this process does not know.
+    Raises ConfigError, naming the path, for an unknown user or an undefined variable.
     """
     path = os.fsdecode(path)
-    # A home folder may have a dollar sign in its own name.
+    # Expand ~ first and separately, as a home folder may have a dollar sign in its name.
     first, rest = "", path
     if path.startswith("~"):
         user, slash, rest = path.partition(os.sep)
         first = os.path.expanduser(user) + slash
         if first == user + slash:
-            raise ConfigError(f"{path}: {user} is no user with a home here; a file of that name is ./{user}")
+            raise ConfigError(
+                f"{path}: {user} is not a user with a home folder; for a file of that name, write ./{user}"
+            )
     try:
         return first + _VARIABLE.sub(_value, rest)
     except KeyError as error:
@@ -37,13 +39,13 @@ def expanded_path(path: str | os.PathLike) -> str:
 
 
 def _value(found: re.Match[str]) -> str:
-    """What a match of _VARIABLE stands for. Raises KeyError."""
+    """The text that replaces a match of _VARIABLE. Raises KeyError for an undefined variable."""
     dollar, name, name_in_braces = found.groups()
     return dollar or os.environ[name_in_braces if name is None else name]
 
 
 def path_setting(value: object) -> str:
-    """The text that a setting holds for a path. Raises ConfigError for one that can't be expanded, else ValueError."""
+    """Validate a path in a setting and return its text. Raises ConfigError if it can't be expanded, else ValueError."""
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError("no path")
@@ -51,12 +53,12 @@ def path_setting(value: object) -> str:
         os.fsencode(expanded_path(text))
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{text!a}: names of files are {sys.getfilesystemencoding()} here, which lacks some of these characters; "
-            "use another name, or set PYTHONUTF8=1"
+            f"{text!a}: file names are encoded in {sys.getfilesystemencoding()} here, which lacks some of these "
+            "characters; use another name, or set PYTHONUTF8=1"
         ) from None
     return str(text)
 
 
 def escaped(folder: str) -> str:
-    """`folder` as a path that stands for itself where paths are expanded."""
+    """`folder`, escaped so that `expanded_path` returns it unchanged."""
     return ("./" if folder.startswith("~") else "") + folder.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""Configurations by name: "ncclz", or "ncclz:small" for one that is not the default."""
+"""Configurations by name: "ncclz" for the defaults, "ncclz:small" and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import ConfigError
 
 SHORT_FORM = "ncclz"  # stands for all defaults, wherever a configuration is expected
 
-# What differs from the defaults. docs/guides/choosing-a-bound.md says what each costs and saves.
+# Settings that differ from the defaults. docs/guides/choosing-a-bound.md says what each preset costs and saves.
 PRESETS: dict[str, dict[str, Any]] = {
     "accurate": {"quantizer": {"value": 0.25}},
     "balanced": {},
@@ -19,12 +19,12 @@ NAMES = ", ".join(f"'{name}'" for name in (SHORT_FORM, *(f"{SHORT_FORM}:{each}" 
 
 
 def is_preset(source: str) -> bool:
-    """Whether a string means one of these, and no file."""
+    """Whether a string names a preset, known or unknown, rather than a file."""
     return source == SHORT_FORM or source.startswith(f"{SHORT_FORM}:")
 
 
 def preset(source: str) -> dict[str, Any]:
-    """The settings that a name stands for. Raises ConfigError if there is no such preset."""
+    """Settings of a preset that differ from the defaults. Raises ConfigError if there is no such preset."""
     name = source.removeprefix(f"{SHORT_FORM}:") if source != SHORT_FORM else "balanced"
     if name not in PRESETS:
         close = get_close_matches(name.lower(), PRESETS, n=1)

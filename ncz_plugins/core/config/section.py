@@ -1,4 +1,4 @@
-"""What all sections of the configuration have in common: how they are checked, listed and explained."""
+"""Base class of the sections of the configuration: validation, list of settings, error messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..errors import ConfigError
 from .documents import shorten
 from .fields import Allowed
 
-_MOST_INTEGER = 1 << 64  # of those that settings hold
+_MAX_INTEGER = 1 << 64  # larger floats stay floats
 
 
 class Section(BaseModel):
-    """Immutable, refuses unknown keys, and reports every problem in one `ConfigError`.
+    """Immutable group of settings. Refuses unknown keys, and reports all problems in one ConfigError.
 
-    Numbers of numpy and torch are taken for Python's own, and 256.0 for 256.
+    Accepts numbers of numpy and torch, and 256.0 for 256.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,7 +29,7 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigError(_explain(error, type(self))) from None
 
-    # pydantic then builds nested sections without calling __init__, and its errors keep their full path.
+    # Lets pydantic build nested sections without calling __init__, so that errors keep their full path.
     __init__.__pydantic_base_init__ = True
 
     @model_validator(mode="before")
@@ -41,9 +41,9 @@ class Section(BaseModel):
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own, and a float without a fraction as an integer. All else as it is."""
+    """A numpy or torch number as a Python number, a float without a fraction as an int, anything else unchanged."""
     value = value.item() if getattr(value, "shape", None) == () else value
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_INTEGER:
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_INTEGER:
         return int(value)
     return value
 
@@ -51,9 +51,12 @@ def _plain(value: Any) -> Any:
 def settings_of(
     section: type[BaseModel], prefix: str = "", of_elements: bool = False
 ) -> Iterator[tuple[str, Any, str, str]]:
-    """(dotted key, default, what is allowed, description) of every setting, in order.
+    """(dotted key, default, allowed values, description) of every setting, in order.
 
-    of_elements: after a list, also the settings of its elements, as "policies[].name".
+    Args:
+        section: the section to list.
+        prefix: text before each key.
+        of_elements: whether a list is followed by the settings of its elements, such as "policies[].name".
     """
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):
@@ -66,12 +69,12 @@ def settings_of(
 
 
 def _is_section(annotation: object) -> bool:
-    # To Python 3.10 tuple[int, ...] is a type as well.
+    # In Python 3.10, isinstance(tuple[int, ...], type) is True.
     return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _element(annotation: object) -> type[BaseModel] | None:
-    """The section that each element of a list is, if that is what they are."""
+    """The section class of the elements of a list; None if the elements are no sections."""
     element = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
     return element if _is_section(element) else None
 
@@ -85,15 +88,15 @@ def _allowed(section: type[BaseModel], name: str) -> str:
     return next(note.text for note in field.metadata if isinstance(note, Allowed))
 
 
-# ------------------------------------------------------------------ explaining what is wrong
+# ------------------------------------------------------------------ error messages
 
 
 def _explain(error: ValidationError, section: type[BaseModel]) -> str:
-    """Every problem that pydantic found, in our words: one line if there is one, else a list."""
-    lines = {}  # by key, as several elements of one list may be wrong
+    """All problems that pydantic found, in our words: one line, or a list if there are several."""
+    lines = {}  # by key: one line for a setting, even if pydantic reports several problems of it
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError) and not problem["loc"]:  # it says all
+        if isinstance(cause, ConfigError) and not problem["loc"]:  # the message is complete
             lines.setdefault(str(cause), str(cause))
             continue
         owner, path, key = _locate(section, problem["loc"])
@@ -116,7 +119,7 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
 
 
 def _locate(section: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str], str]:
-    """The section that owns the setting at `location`, the setting's path, and its key with indices for people."""
+    """Section that owns the setting at `location`, path of the setting, and its key as messages show it."""
     owner, path, key = section, [str(location[0])], str(location[0])
     for step in location[1:]:
         field = owner.model_fields.get(path[-1])
@@ -135,7 +138,7 @@ def _locate(section: type[BaseModel], location: tuple[int | str, ...]) -> tuple[
 
 
 def _closest_key(key: str, root: type[BaseModel], owner: type[BaseModel]) -> str | None:
-    """The dotted key most likely meant: the same name elsewhere, else a similar one, here or elsewhere."""
+    """The key most likely meant: the same name in another section, else a similar name here or elsewhere."""
     section, _, name = key.rpartition(".")
     elsewhere = {key.rpartition(".")[2]: key for key, *_ in settings_of(root)}
     if name in elsewhere:

@@ -378,7 +378,7 @@ def test_a_path_that_means_nothing_is_named(monkeypatch, section, name):
         text = message({section: {name: path}})
         assert text.startswith(f"{section}.{name}: {path}: the environment variable NO_SUCH is not defined"), text
     text = message({section: {name: "~no-such-user/f"}})
-    assert text.startswith(f"{section}.{name}: ~no-such-user/f: ~no-such-user is no user with a home here"), text
+    assert text.startswith(f"{section}.{name}: ~no-such-user/f: ~no-such-user is not a user with a home folder"), text
     for path in ("", "a\0b", 3, b"f"):
         assert f"{section}.{name}: {path!r} is not allowed" in message({section: {name: path}})
     assert "which lacks some of these characters" in message({section: {name: "\ud800"}})
