@@ -1,7 +1,14 @@
-"""`ncz plan`: would compression pay? Predicts a training step, plain, in bfloat16 and compressed.
+"""`ncz plan`: predicts a training step, plain, in bfloat16 and compressed, and whether compression pays.
 
-`workload` says what is trained, `strategy` what it sends, `catalogue` what machines there are, `simulation` how long a
-collective takes, `step` how long a step takes, `verdict` what follows.
+command      the options, and the run from start to output
+workload     the training: parameters, and seconds of computing
+strategy     the collectives of a step, by strategy (DDP, ZeRO, FSDP ...)
+catalogue    instances and costs, from catalogue.yaml and from users' files
+step         the predicted time of a step
+verdict      whether compression pays, what limits the step, and where that changes
+show         the printed output, and JSON
+plot         the picture
+simulation/  the predicted time of one collective
 """
 
 from .command import add_parser, run

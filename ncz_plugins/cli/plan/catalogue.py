@@ -1,4 +1,4 @@
-"""The instances and costs that `ncz plan` knows, and those that users add."""
+"""Catalogue of instances and costs: those that come with `ncz plan`, and those that users add."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Entry(BaseModel):
-    """What stands in the file."""
+    """Part of a catalogue file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Instance(Entry):
-    """A machine that can be rented.
+    """Machine that can be rented.
 
     Attributes:
-        gpus: in one machine.
-        gpu: their name.
-        tflops: of one of them, in 10^12 operations per second; None where no source says it.
-        gbps: what a machine can send while it receives as much, in Gbit/s.
-        flow_gbps: what one TCP connection can carry; None where nothing limits it.
-        price: dollars per hour; None where no source says it.
-        source: a key of `Catalogue.sources`.
+        gpus: number of GPUs in the machine.
+        gpu: name of the GPU.
+        tflops: peak of one GPU in 10^12 operations per second; None if no source states it.
+        gbps: rate at which the machine can send and receive at the same time, in Gbit/s.
+        flow_gbps: limit of one TCP connection in Gbit/s; None for no limit.
+        price: dollars per hour; None if no source states it.
+        source: key in `Catalogue.sources`.
     """
 
     gpus: Annotated[int, Field(ge=1)]
@@ -46,25 +46,25 @@ class Instance(Entry):
 
 
 class Source(Entry):
-    """Where figures come from."""
+    """Source of numbers."""
 
     date: date
     text: str
 
 
 class Catalogue(Entry):
-    """All that is known, by name."""
+    """Instances, costs and sources, each by name."""
 
     instances: dict[str, Instance] = {}
     costs: dict[str, Costs] = {}
     sources: dict[str, Source] = {}
 
     def instance(self, name: str, option: str) -> Instance:
-        """Raises ConfigError for an unknown name, which stands in `option`."""
+        """The instance of this name. Raises ConfigError for an unknown name, which `option` gave."""
         return _named(self.instances, name, option)
 
     def cost(self, name: str) -> Costs:
-        """Raises ConfigError for an unknown name."""
+        """The costs of this name. Raises ConfigError for an unknown name."""
         return _named(self.costs, name, "--costs")
 
 
@@ -75,9 +75,9 @@ def _named(entries: dict, name: str, option: str):
 
 
 def load(file: str | None = None) -> Catalogue:
-    """What the package knows, and what a YAML file of the user's adds to it or replaces.
+    """The catalogue of the package, extended by a YAML file of the user, whose entries replace those of the same name.
 
-    Raises ConfigError that names the file and what is wrong, also where an instance names a source that is not there.
+    Raises ConfigError, naming the file and the problem, also if an instance names a source that does not exist.
     """
     known = _own()
     if file is None:
@@ -110,7 +110,7 @@ def _with_sources(catalogue: Catalogue, file: str) -> Catalogue:
     for name, instance in catalogue.instances.items():
         if instance.source not in catalogue.sources:
             raise ConfigError(
-                f"{file}: instances.{name}.source: {instance.source} is not among sources: a figure without a source "
-                "is not taken; add it there with date and text"
+                f"{file}: instances.{name}.source: {instance.source} is not in sources: every number needs a source; "
+                "add it there with date and text"
             )
     return catalogue

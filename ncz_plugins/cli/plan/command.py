@@ -35,56 +35,65 @@ _POSITIVE = (
     "efficiency",
     "every",
 )
-_LATENCY_US = 50.0  # from one machine of a data centre to another: a guess
-_NCCL_CONNECTIONS = 16  # of NCCL on AWS: NCCL_SOCKET_NTHREADS 2 times NCCL_NSOCKS_PERTHREAD 8, by its documentation
+_LATENCY_US = 50.0  # between two machines of a data centre: a guess
+_NCCL_CONNECTIONS = 16  # on AWS: NCCL_SOCKET_NTHREADS 2 times NCCL_NSOCKS_PERTHREAD 8, by the documentation of NCCL
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser(
-        "plan", help="would compression pay: a training step predicted, plain, in bfloat16 and compressed"
+        "plan", help="predict whether compression pays: a training step plain, in bfloat16 and compressed"
     )
     what = parser.add_argument_group("what is trained (one of the first three)")
-    what.add_argument("--parameters", metavar="N", help="how many: 124M, 7B, 1e9")
+    what.add_argument("--parameters", metavar="N", help="number of parameters: 124M, 7B, 1e9")
     what.add_argument("--model", metavar="SPEC", help="FILE.py:NAME or package.module:NAME, as `ncz check` takes it")
     what.add_argument("--run", dest="recorded", metavar="RUN.jsonl", help="a run that statistics.jsonl recorded")
     add_training(what)
-    what.add_argument("--dtype", choices=tuple(ITEMSIZES), help="of gradients as they are sent; float32 by default")
-    what.add_argument("--compute-seconds", metavar="S", help="that a step computes; or LOW:HIGH")
-    what.add_argument("--tokens", metavar="N", help="per rank and step, in place of --compute-seconds")
-    what.add_argument("--tflops", metavar="F", type=float, help="of a rank's device, where the instance says none")
-    what.add_argument("--efficiency", metavar="E", type=float, help="the share of it that is reached, such as 0.4")
+    what.add_argument("--dtype", choices=tuple(ITEMSIZES), help="dtype of gradients as sent; float32 by default")
+    what.add_argument("--compute-seconds", metavar="S", help="seconds of computing per step, or LOW:HIGH")
+    what.add_argument("--tokens", metavar="N", help="tokens per rank and step, instead of --compute-seconds")
+    what.add_argument("--tflops", metavar="F", type=float, help="peak of a rank's device, if the instance states none")
+    what.add_argument("--efficiency", metavar="E", type=float, help="share of the peak that is reached, such as 0.4")
     where = parser.add_argument_group("where")
-    where.add_argument("--instance", metavar="NAME", help="a machine of the catalogue")
-    where.add_argument("--link-gbps", metavar="G", type=float, help="of each node, in place of --instance")
-    where.add_argument("--nodes", metavar="N", type=int, default=2, help="2 by default")
-    where.add_argument("--ranks-per-node", metavar="K", type=int, help="the instance's GPUs, or 1, by default")
-    where.add_argument("--latency-us", metavar="L", type=float, help=f"one way; {_LATENCY_US:g}, a guess, by default")
-    where.add_argument("--flow-gbps", metavar="F", type=float, help="that one TCP connection carries")
-    where.add_argument("--cores", metavar="C", type=float, help="of a node, where ranks compute on CPUs; 2 per rank")
-    where.add_argument("--costs", metavar="NAME", help="of a rank, in the catalogue: gpu with --instance, else cpu")
-    where.add_argument("--price", metavar="D", type=float, help="dollars per hour of a node")
-    where.add_argument("--catalogue", metavar="FILE.yaml", help="adds instances, costs and sources to the known ones")
-    where.add_argument("--compare", metavar="A,B", help="several instances, side by side")
+    where.add_argument("--instance", metavar="NAME", help="machine in the catalogue")
+    where.add_argument("--link-gbps", metavar="G", type=float, help="link of each node, instead of --instance")
+    where.add_argument("--nodes", metavar="N", type=int, default=2, help="nodes, 2 by default")
+    where.add_argument("--ranks-per-node", metavar="K", type=int, help="GPUs of the instance, or 1, by default")
+    where.add_argument(
+        "--latency-us", metavar="L", type=float, help=f"one-way latency; {_LATENCY_US:g} by default, a guess"
+    )
+    where.add_argument("--flow-gbps", metavar="F", type=float, help="limit of one TCP connection")
+    where.add_argument(
+        "--cores", metavar="C", type=float, help="cores of a node, if ranks compute on CPUs; 2 per rank by default"
+    )
+    where.add_argument("--costs", metavar="NAME", help="costs in the catalogue; gpu with --instance, else cpu")
+    where.add_argument("--price", metavar="D", type=float, help="dollars per hour and node")
+    where.add_argument("--catalogue", metavar="FILE.yaml", help="add instances, costs and sources from a file")
+    where.add_argument("--compare", metavar="A,B", help="several instances to compare")
     how = parser.add_argument_group("how")
     how.add_argument("--strategy", choices=tuple(STRATEGIES), default="ddp", help="ddp by default")
-    how.add_argument("--every", metavar="H", type=int, default=500, help="with diloco: steps between synchronizations")
-    how.add_argument("--config", metavar="FILE", help="our settings; without it those of --run, or the default ones")
-    how.add_argument("--bound", metavar="MODE:VALUE", help="error bound, in place of that of the file")
-    how.add_argument("--ratio", metavar="R", type=float, help="what codes of one rank compress to, to fp32")
-    parser.add_argument("--json", action="store_true", help="everything as JSON, which `ncz report --plan` reads")
+    how.add_argument(
+        "--every", metavar="H", type=int, default=500, help="with diloco: steps from one synchronization to the next"
+    )
+    how.add_argument("--config", metavar="FILE", help="our settings; else those of --run, or the defaults")
+    how.add_argument("--bound", metavar="MODE:VALUE", help="error bound; overrides the file")
+    how.add_argument("--ratio", metavar="R", type=float, help="compression ratio of one rank's codes, relative to fp32")
+    parser.add_argument("--json", action="store_true", help="everything as JSON, for `ncz report --plan`")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw the steps, and calls against the number of ranks")
     parser.set_defaults(run=run, outputs={"--plot": "plot"})
 
 
 class Place(NamedTuple):
-    """Where a training may run.
+    """Machines on which a training may run.
 
     Attributes:
-        name: for people.
-        gbps: of a node's link.
-        price: dollars per hour of a node, if known.
-        source: of these figures.
+        name: name of the machines.
+        ranks_per_node: ranks on each node.
+        gbps: speed of a node's link in Gbit/s.
+        flow_gbps: limit of one TCP connection in Gbit/s; None for no limit.
+        tflops: peak of a rank's device in 10^12 operations per second; None if unknown.
+        price: dollars per hour and node; None if unknown.
+        source: source of these numbers.
     """
 
     name: str
@@ -97,18 +106,18 @@ class Place(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Predict, and show it. Raises ConfigError and UnsupportedError."""
+    """Predict steps, and print the plan. Raises ConfigError and UnsupportedError."""
     if options.plot:
         require_picture("--plot", options.plot)
     if options.training is not None and not options.recorded:
-        raise ConfigError(f"--training {options.training}: is one of the file that --run names, and --run is missing")
+        raise ConfigError(f"--training {options.training}: needs --run, the file that contains this training")
     recorded = read(options.recorded, options.training) if options.recorded else None
     otherwise = settings_of(recorded) if recorded else None
     config = config_with(options.config, {"quantizer": parse_bound(options.bound)}, otherwise)
     if options.ratio is not None and config.quantizer.bits is not None:
         raise ConfigError(
-            f"--ratio {options.ratio:g}: quantizer.mode: bits sends {config.quantizer.bits} bits per value, whatever "
-            "the data: leave it out"
+            f"--ratio {options.ratio:g}: has no effect, as quantizer.mode: bits always sends {config.quantizer.bits} "
+            "bits per value: omit it"
         )
     catalogue = load(options.catalogue)
     places = _places(options, catalogue)
@@ -132,10 +141,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _places(options: argparse.Namespace, catalogue: Catalogue) -> list[Place]:
-    """Raises ConfigError unless the options name one place, or several to compare."""
+    """The machines that the options name. Raises ConfigError for missing, excess or invalid options."""
     given = [each for each in ("instance", "link_gbps", "compare") if getattr(options, each) is not None]
     if len(given) != 1:
-        raise ConfigError("name one of --instance, --link-gbps and --compare: what connects the nodes decides most")
+        raise ConfigError("give one of --instance, --link-gbps and --compare: the link between nodes matters most")
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -194,11 +203,11 @@ def _setup(options: argparse.Namespace, catalogue: Catalogue, place: Place, conf
 
 
 def _workload(options: argparse.Namespace, place: Place, recorded: Run | None, config: Config) -> Workload:
-    """What is trained. Raises ConfigError where the options don't tell, or tell of nothing to train."""
+    """The training that the options describe. Raises ConfigError if they don't, or if it has no parameters."""
     workload = _trained(options, place, recorded, config)
     if not workload.parameters:
         raise ConfigError(
-            f"{workload.name}: trains no parameter, so no gradient is sent: name a model or a run that trains some"
+            f"{workload.name}: trains no parameter, so no gradient is sent: give a model or a run that trains some"
         )
     return workload
 
@@ -206,12 +215,12 @@ def _workload(options: argparse.Namespace, place: Place, recorded: Run | None, c
 def _trained(options: argparse.Namespace, place: Place, recorded: Run | None, config: Config) -> Workload:
     given = [each for each in ("parameters", "model", "recorded") if getattr(options, each)]
     if len(given) != 1:
-        raise ConfigError("name one of --parameters, --model and --run: what is trained decides what is sent")
+        raise ConfigError("give one of --parameters, --model and --run: they decide what is sent")
     itemsize = ITEMSIZES[options.dtype or "float32"]
     if recorded:
         for name in ("tokens", "tflops", "efficiency"):
             if getattr(options, name) is not None:
-                raise ConfigError(f"--{name}: how long a step computes follows from --run: leave one of them out")
+                raise ConfigError(f"--{name}: --run already states how long a step computes: omit one of them")
         workload = from_run(options.recorded, recorded, itemsize, config.quantizer)
         if options.compute_seconds:
             workload = replace(workload, compute=_seconds(options.compute_seconds), how="--compute-seconds")
@@ -229,7 +238,7 @@ def _trained(options: argparse.Namespace, place: Place, recorded: Run | None, co
         itemsize = itemsize if options.dtype else max(2, min(4, max(sizes, default=4)))
     if bool(options.compute_seconds) == bool(options.tokens):
         raise ConfigError(
-            "name one of --compute-seconds and --tokens: what is hidden depends on how long a step computes"
+            "give one of --compute-seconds and --tokens: how much is hidden depends on how long a step computes"
         )
     if options.compute_seconds:
         compute, how = _seconds(options.compute_seconds), "--compute-seconds"

@@ -1,4 +1,4 @@
-"""The picture of `ncz plan --plot`: steps, and the time of a call against the number of ranks."""
+"""Picture of `ncz plan --plot`: the steps, and the time of a call against the number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_RANKS = 4096
 
 
 def draw(file: str | os.PathLike, plans: list[Plan]) -> None:
-    """Write the picture of some plans."""
+    """Write the picture of all plans, two panels each."""
     figure, panels = new_figure(2 * len(plans))
     for at, (place, setup, steps, _) in enumerate(plans):
         _steps(panels[2 * at], place.name, steps)
@@ -52,7 +52,7 @@ def _steps(axes, name: str, steps) -> None:
 
 
 def _ranks(axes, setup, name: str) -> None:
-    """The largest call of gradients, by schedule."""
+    """Draw the time of the largest call of gradients, by schedule, against the number of ranks."""
     sending = max((each for each in setup.sendings if each.role == "gradient"), key=lambda each: each.nbytes)
     group, workload = setup.group, setup.workload
     itemsize, ratio = sending.itemsize or workload.itemsize, (workload.ratio, workload.ratio_ranks)

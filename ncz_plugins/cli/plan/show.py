@@ -1,4 +1,4 @@
-"""A plan as people read it, and as JSON."""
+"""Printed output of `ncz plan`, and its JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Plan = tuple[Any, Setup, list[Step], Verdict]  # a Place first
 
 
 def document(command: str, strategy: str, plans: list[Plan]) -> dict[str, Any]:
-    """What --json prints."""
+    """The document that --json prints."""
     return {
         "ncz_plugins": __version__,
         "command": command,
@@ -48,7 +48,7 @@ def _step_document(step: Step) -> dict[str, Any]:
 
 
 def show(console: Console, strategy: str, plans: list[Plan]) -> None:
-    """Print the plans, one after the other, and what each says."""
+    """Print each plan: its steps, and the verdict."""
     for index, (place, setup, steps, verdict) in enumerate(plans):
         if index:
             console.print()
@@ -111,7 +111,7 @@ def _answer(setup: Setup, verdict: Verdict) -> str:
     if verdict.pays == "yes":
         return f"yes: {times}"
     if verdict.pays == "perhaps":
-        return f"perhaps: {times}, which is within what the prediction may be off by: measure with `ncz perf`"
+        return f"perhaps: {times}, which is within the error of the prediction: measure with `ncz perf`"
     if verdict.break_even_gbps is None:
         change = "more would have to be sent for each second of computing"
     else:

@@ -1,4 +1,4 @@
-"""How long a training step takes: what computes, what travels beside it, and what the step waits for."""
+"""Predicted time of a training step: computing, and communication that overlaps it or that the step waits for."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .workload import Interval, Workload
 
 Kind = Literal["plain", "bfloat16", "compressed"]
 
-_FORWARD = 1 / 3  # of computing: the backward pass takes twice as long as the forward pass
-_GUESSED_ERROR = 0.25  # of predictions that nobody has compared with measurements
-# How many times fewer bytes weights take as changes, by bytes of a weight: a GPT at a learning rate of 1e-3 after 20
-# steps, docs/results/weights.md. Where weights are gathered and freed, all of them are sent, in that many fewer bytes.
-_CHANGES, _WHOLE = {2: 3.4, 4: 1.5}, {2: 1.5, 4: 1.2}
+_FORWARD_SHARE = 1 / 3  # share of computing; the backward pass takes twice as long as the forward pass
+_GUESSED_ERROR = 0.25  # relative error of predictions that were not compared with measurements
+# Ratio of weights by bytes of a weight, from docs/results/weights.md: a GPT at a learning rate of 1e-3 after 20 steps.
+# Kept weights are sent as changes; weights that are gathered and freed (ZeRO 3, FSDP) are sent whole.
+_RATIO_OF_CHANGES, _RATIO_OF_WHOLE = {2: 3.4, 4: 1.5}, {2: 1.5, 4: 1.2}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A training on some machines.
+    """Training on certain machines.
 
     Attributes:
-        workload: what is trained.
-        sendings: what each step sends.
-        group: the ranks, and what connects them.
-        config: of ours.
-        price: dollars per hour of all machines; None if it is not known.
+        workload: the training.
+        sendings: collectives of each step.
+        group: the ranks and their link.
+        config: our settings.
+        price: dollars per hour of all machines; None if unknown.
     """
 
     workload: Workload
@@ -40,35 +40,35 @@ class Setup:
 
     @property
     def kinds(self) -> list[Kind]:
-        """What can be sent: bfloat16 is plain where gradients have 16 bits already."""
+        """Kinds of steps to predict. bfloat16 is left out if gradients have 16 bits already."""
         return ["plain", "bfloat16", "compressed"] if self.workload.itemsize == 4 else ["plain", "compressed"]
 
     def with_link(self, gbps: float) -> Setup:
-        """The same with links of another speed, and flows that are not limited more than they were."""
+        """A copy with another speed of the link. The limit of one connection grows if it would limit the link."""
         link = self.group.link
         if link.flow_gbps is not None:
             link = replace(link, flow_gbps=max(link.flow_gbps, gbps / link.connections))
         return replace(self, group=replace(self.group, link=replace(link, gbps=gbps)))
 
     def with_nodes(self, nodes: int) -> Setup:
-        """The same on another number of nodes."""
+        """A copy with another number of nodes."""
         price = None if self.price is None else self.price * nodes / self.group.nodes
         return replace(self, group=replace(self.group, nodes=nodes), price=price)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """Predicted step.
 
     Attributes:
-        kind: how gradients travel.
-        seconds: of all of it.
-        compute: seconds of computing, with what coding takes from it on the same cores.
-        communication: seconds in which something travels or is coded.
-        exposed: seconds in which the step waits for that.
-        wire_bytes: that a rank sends.
-        compressed_calls: share of the calls that go compressed.
-        dollars: of 1,000 steps; None if no price is known.
+        kind: how gradients are sent.
+        seconds: seconds of the whole step.
+        compute: seconds of computing, including coding that takes the same cores.
+        communication: seconds of all collectives, coding included.
+        exposed: seconds in which the step waits for collectives.
+        wire_bytes: bytes that a rank sends.
+        compressed_calls: share of gradient calls that are compressed.
+        dollars: price of 1,000 steps; None if unknown.
     """
 
     kind: Kind
@@ -82,13 +82,13 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication that run beside computing."""
+        """Seconds of communication that overlap with computing."""
         return max(0.0, self.communication - self.exposed)
 
 
 @dataclass
 class _Calls:
-    """What the calls of a step take, by one kind; each is timed once."""
+    """Times of the calls of a step of one kind. Each call is simulated once."""
 
     setup: Setup
     kind: Kind
@@ -120,7 +120,7 @@ class _Calls:
         if self.kind != "compressed" or "parameter" not in self.setup.config.roles:
             return calls.plain(group, sending.collective, nbytes)
         itemsize = self.setup.workload.itemsize
-        ratio = (_CHANGES if sending.phase == "after" else _WHOLE)[itemsize]
+        ratio = (_RATIO_OF_CHANGES if sending.phase == "after" else _RATIO_OF_WHOLE)[itemsize]
         sent = calls.plain(group, sending.collective, round(nbytes / ratio))
         costs = group.costs.coders["huffman"]
         values = nbytes / itemsize
@@ -129,16 +129,16 @@ class _Calls:
 
 
 def resolved(config: Config, group: Group) -> Config:
-    """As ranks of several hosts would resolve it, which measure their link."""
-    # GPUs measure uncompressed calls, whose rings have a node's whole link.
+    """`config` as ranks on several hosts resolve it after measuring their link."""
+    # On GPUs the link is measured with uncompressed calls, whose rings get the whole link of a node.
     gbps = group.link.gbps / (1 if group.costs.kind == "gpu" else group.ranks_per_node)
     return config.resolved(
-        link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # what a configuration allows
+        link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # the range of transport.link_gbps
     )
 
 
 def predict(setup: Setup, kind: Kind) -> Step:
-    """A step, with gradients sent in one way."""
+    """Predict a step of one kind."""
     known = _Calls(setup, kind)
     error = _GUESSED_ERROR if setup.group.costs.error is None else setup.group.costs.error
     ends = [
@@ -166,20 +166,22 @@ def _share_compressed(setup: Setup, known: _Calls) -> float:
 
 
 def _timeline(setup: Setup, known: _Calls, compute: float, factor: float) -> tuple[float, float, float]:
-    """Seconds of a step, of its computing, and of its communication, one collective after the other.
+    """Seconds of a step, of its computing, and of its communication. Collectives run one after another.
 
     Args:
-        compute: seconds that would be computed if nothing travelled.
-        factor: on what collectives take.
+        setup: the training.
+        known: times of the calls.
+        compute: seconds of computing without communication.
+        factor: factor on the times of collectives.
     """
     group = setup.group
     taken = {each: factor * known.of(each).seconds / each.steps for each in setup.sendings}
     if group.costs.kind == "cpu" and group.cores is not None and group.cores < 2 * group.ranks_per_node:
-        # What codes and sends beside computing takes its cores.
+        # Coding and sending take cores from computing.
         beside = [each for each in setup.sendings if each.phase != "after"]
         compute += factor * sum(known.of(each).busy_seconds * each.count for each in beside)
-    computed = link = 0.0  # until when the ranks have computed, and their links are busy
-    for phase, share in (("forward", _FORWARD), ("backward", 1 - _FORWARD)):
+    computed = link = 0.0  # times until which the ranks compute, and their links are busy
+    for phase, share in (("forward", _FORWARD_SHARE), ("backward", 1 - _FORWARD_SHARE)):
         sent = [each for each in setup.sendings if each.phase == phase]
         parts = max((each.count for each in sent), default=1)
         for part in range(parts):

@@ -1,4 +1,4 @@
-"""What follows from a prediction: whether it pays, what limits the step, and where that would change."""
+"""Verdict on a prediction: whether compression pays, what limits the step, and where that changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .simulation.fleet import Link
 from .step import Setup, Step, predict, resolved
 from .workload import Interval
 
-_MOST_RANKS = 512  # that are looked at for the break-even
+_MAX_RANKS = 512  # tried for the break-even
 _SLOWEST_GBPS, _FASTEST_GBPS = 0.01, 10_000.0
 _HALVINGS = 12
 _NOTHING = Interval(0.0, 0.0, 0.0)
@@ -21,16 +21,16 @@ _NOTHING = Interval(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows.
+    """Verdict on one plan.
 
     Attributes:
-        pays: "yes", "no", or "perhaps", where the intervals overlap.
-        against: the kind that ours was compared with: the fastest of the others.
-        speed_up: against that.
-        limits: seconds of the compressed step that would go if something cost nothing: the largest first.
-        break_even_gbps: the fastest link of a node at which it pays; None: at none.
-        paying_ranks: the lowest and the highest number of ranks that were tried and for which it pays; None: none.
-        loss: what the bound is known to do to the loss.
+        pays: whether compression pays: "yes", "no", or "perhaps" if the intervals overlap.
+        against: kind of step that the compressed one is compared with: the fastest of the others.
+        speed_up: speed-up against that kind.
+        limits: cost -> seconds by which the compressed step would be shorter without it, the largest first.
+        break_even_gbps: fastest link of a node for which compression pays; None if it pays for no link.
+        paying_ranks: lowest and highest number of ranks, of those tried, for which it pays; None if there is none.
+        loss: known effect of the bound on the loss.
     """
 
     pays: Literal["yes", "no", "perhaps"]
@@ -43,7 +43,7 @@ class Verdict:
 
 
 def judge(setup: Setup, steps: list[Step]) -> Verdict:
-    """What follows from the predicted steps of all kinds."""
+    """Verdict from the predicted steps of all kinds."""
     ours = next(each for each in steps if each.kind == "compressed")
     best = min((each for each in steps if each is not ours), key=lambda each: each.seconds.middle)
     return Verdict(
@@ -60,7 +60,7 @@ def judge(setup: Setup, steps: list[Step]) -> Verdict:
 def _pays(ours: Step, best: Step) -> Literal["yes", "no", "perhaps"]:
     if not ours.compressed_calls or ours.seconds.middle > WORTH * best.seconds.middle:
         return "no"
-    # Both have the same computing, so its ends belong together.
+    # Both steps contain the same computing: compare low with low, and high with high.
     surely = all(mine < other for mine, other in zip(ours.seconds, best.seconds))
     apart = ours.seconds.middle + (ours.seconds.high - ours.seconds.middle) / 2 < best.seconds.middle
     return "yes" if surely and apart else "perhaps"
@@ -73,7 +73,10 @@ def _gains(setup: Setup) -> bool:
 
 
 def _break_even_link(setup: Setup) -> float | None:
-    """By bisection, as it pays below some speed only: above the link that there is if it pays there, else below."""
+    """The fastest link for which compression pays, found by bisection; None if there is none.
+
+    Compression pays below some speed only. Look above the given speed if it pays there, else below.
+    """
     given = setup.group.link.gbps
     if _gains(setup):
         low, high = given, max(given, _FASTEST_GBPS)
@@ -91,7 +94,7 @@ def _break_even_link(setup: Setup) -> float | None:
 
 def _paying_ranks(setup: Setup) -> tuple[int, int] | None:
     size = setup.group.ranks_per_node
-    tried = [2**power for power in range(1, 21) if 2**power * size <= _MOST_RANKS] or [2]
+    tried = [2**power for power in range(1, 21) if 2**power * size <= _MAX_RANKS] or [2]
     paying = [nodes * size for nodes in tried if _gains(setup.with_nodes(nodes))]
     return (min(paying), max(paying)) if paying else None
 
@@ -115,7 +118,7 @@ def _limits(setup: Setup, ours: Step) -> dict[str, float]:
 
 
 def _decided(setup: Setup) -> Config:
-    """The settings with what follows from the link, so that it does not change where the link costs nothing."""
+    """Settings with fixed sizes: those that follow from the link must not change for a link that costs nothing."""
     group = setup.group
     config, on_gpu = resolved(setup.config, group), group.costs.kind == "gpu"
     decided = {

@@ -1,4 +1,4 @@
-"""What is trained, and how long a step computes."""
+"""Training to plan for: number of parameters, and seconds of computing per step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..report.summary import summarize
 from ..report.verdict import UNTIMED
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-EFFICIENCY = (0.3, 0.4, 0.5)  # of a GPU's peak that a training reaches: a guess where nobody says it
-_FLOPS_PER_PARAMETER = 6  # for each token: 2 in the forward pass, 4 in the backward pass (Kaplan et al., 2020)
+EFFICIENCY = (0.3, 0.4, 0.5)  # share of a GPU's peak that a training reaches: low, middle, high of a guess
+_FLOPS_PER_PARAMETER = 6  # per token: 2 in the forward pass, 4 in the backward pass (Kaplan et al., 2020)
 
 
 class Interval(NamedTuple):
-    """A figure, and what it lies between."""
+    """Estimate with lower and upper end."""
 
     low: float
     middle: float
@@ -30,7 +30,7 @@ class Interval(NamedTuple):
         return cls(value, value, value)
 
     def times(self, other: Interval) -> Interval:
-        """The product of two that are positive."""
+        """Product with another interval; both must be positive."""
         return Interval(self.low * other.low, self.middle * other.middle, self.high * other.high)
 
 
@@ -39,13 +39,13 @@ class Workload:
     """One training.
 
     Attributes:
-        name: for people.
-        parameters: how many numbers are trained.
-        itemsize: bytes of one gradient, as the framework sends it.
-        compute: seconds that a rank computes in a step, forward and backward pass and optimizer.
-        how: where `compute` comes from.
-        ratio: what gradients were measured to compress to, to fp32; None: as a sample does.
-        ratio_ranks: of how many ranks' all-reduces that was measured; 1: of the codes of one rank.
+        name: name of the training.
+        parameters: number of trained parameters.
+        itemsize: bytes of one gradient value, as the framework sends it.
+        compute: seconds that a rank computes per step: forward pass, backward pass and optimizer.
+        how: source of `compute`.
+        ratio: measured compression ratio of gradients relative to fp32; None: that of a sample.
+        ratio_ranks: number of ranks of the all-reduces in which it was measured; 1 for the codes of one rank.
     """
 
     name: str
@@ -64,16 +64,18 @@ class Workload:
 def compute_from_tokens(
     parameters: int, tokens: int, tflops: float | None, efficiency: float | None
 ) -> tuple[Interval, str]:
-    """Seconds of a step in which a rank trains on so many tokens, and how they were found.
+    """Seconds of a step in which each rank trains on `tokens` tokens, and the formula in words.
 
     Args:
-        tflops: of a rank's device, in 10^12 operations per second.
-        efficiency: the share of it that is reached; None: a guess.
+        parameters: number of parameters.
+        tokens: tokens per rank and step.
+        tflops: peak of a rank's device, in 10^12 operations per second; None if unknown.
+        efficiency: share of the peak that is reached; None: a guess.
 
-    Raises ConfigError where `tflops` is not known.
+    Raises ConfigError if `tflops` is unknown.
     """
     if tflops is None:
-        raise ConfigError("--tokens: how fast a GPU computes is not known: add --tflops, or give --compute-seconds")
+        raise ConfigError("--tokens: the speed of the GPU is unknown: add --tflops, or give --compute-seconds instead")
     operations = _FLOPS_PER_PARAMETER * parameters * tokens
     shares = EFFICIENCY if efficiency is None else (efficiency,) * 3
     low, middle, high = (operations / (1e12 * tflops * share) for share in reversed(shares))
@@ -84,9 +86,9 @@ def compute_from_tokens(
 
 
 def settings_of(run: Run) -> Config:
-    """The settings that a run was made with; the default ones where it has none, or those of another version.
+    """Settings of a run; the defaults if it has none, or if this version does not accept them.
 
-    Its tuning file is left out, as it was measured on the machines of the run, and so are the paths of its records.
+    Without its tuning file, which was measured on the machines of the run, and without the paths of its records.
     """
     document = run.header.config.model_dump(exclude_unset=True) if run.header else {}
     document.pop("statistics", None)
@@ -99,14 +101,17 @@ def settings_of(run: Run) -> Config:
 
 
 def from_run(file: str, run: Run, itemsize: int, quantizer: QuantizerConfig) -> Workload:
-    """The training that `run` is, which was read from a file of `statistics.jsonl`.
+    """The training recorded in a file that `statistics.jsonl` named.
 
-    How much of a step is computing is only known between two ends: collectives may have run beside it, or not.
+    Seconds of computing have two ends, as the records don't say how much of the collectives overlapped with computing.
 
     Args:
-        quantizer: of the plan. What the run compressed to says nothing about any other than its own.
+        file: path of the file.
+        run: its contents.
+        itemsize: bytes of one gradient value.
+        quantizer: quantizer of the plan. The ratio of the run is used only if its quantizer is the same.
 
-    Raises ConfigError where the file does not tell enough.
+    Raises ConfigError if the file does not say enough.
     """
     summary = summarize(run)
     ranks = run.header.ranks if run.header else None
@@ -116,7 +121,7 @@ def from_run(file: str, run: Run, itemsize: int, quantizer: QuantizerConfig) -> 
     sent = (gradients.plain_bytes if gradients else summary.plain_bytes) / summary.steps
     parameters = round(sent * ranks / (2 * (ranks - 1)) / itemsize)
     times = summary.times
-    timed = summary.untimed <= UNTIMED  # else a step may have waited for calls whose time nobody measured
+    timed = summary.untimed <= UNTIMED  # else steps may have waited for calls whose time is unknown
     least = max(0.0, times.step - times.collectives) if timed else 0.0
     compute = Interval(least, statistics.fmean((least, times.step)), times.step)
     how = f"the step of the run, {duration(times.step)}, with between all and none of its collectives beside computing"

@@ -1,4 +1,9 @@
-"""How long collectives take, found by running the schedules of `core.schedules` over a transport that keeps time only.
+"""Simulation of collectives: runs the schedules of `core.schedules` with a codec and a transport that only keep time.
 
-`fleet` holds the clocks, `transport` and `codec` take the places of real ones, `calls` puts a call together.
+calls      one collective from beginning to end
+fleet      clocks of all ranks and their links
+transport  a transport that sends nothing and keeps time
+codec      a codec that codes nothing and keeps time
+costs      what coding, messages and calls cost a rank
+sizes      bits per value, from coding a sample with the real kernels
 """

@@ -1,4 +1,4 @@
-"""One collective from beginning to end, compressed or plain, on a fleet of ranks."""
+"""Simulation of one collective from beginning to end, compressed or plain, on a fleet of ranks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .sizes import sizes_for
 from .transport import TimedTransport
 
 _SCHEDULES = {"ring": ring, "direct": direct}
-_COMPARED_BYTES = 256  # about: what ranks compare before a call
+_COMPARED_BYTES = 256  # about what ranks send to compare a call
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective, and what they run on.
+    """Ranks of a collective and their machines.
 
     Attributes:
-        nodes: machines.
-        ranks_per_node: of each of them.
-        link: of a node.
-        costs: of a rank.
-        cores: of a node that its ranks share, for costs of kind cpu, which may be a part of one; None: enough.
-        late: see `Fleet`; one for each node.
+        nodes: number of machines.
+        ranks_per_node: ranks on each machine.
+        link: link of a node.
+        costs: costs of a rank.
+        cores: cores of a node, for costs of kind cpu; may be a fraction; None: enough.
+        late: seconds by which the ranks of each node come late to the call, [nodes]; None: 0.
     """
 
     nodes: int
@@ -53,21 +53,22 @@ class Group:
 
     @property
     def sharing(self) -> float:
-        """Ranks for each core of a node."""
+        """Ranks per core, at least 1."""
         if self.costs.kind == "gpu" or self.cores is None:
             return 1.0
         return max(1.0, self.ranks_per_node / self.cores)
 
     def fleet(self, between_nodes: bool) -> Fleet:
-        """The ranks that send each other frames: one of each node, or all of them.
+        """Fleet of the ranks that exchange frames. All ranks of a node send at once, so each gets a share of its link.
 
-        All ranks of a node send at the same time, so each has a part of the node's link.
+        Args:
+            between_nodes: whether one rank of each node takes part, rather than all ranks.
         """
         each = 1 if between_nodes else self.ranks_per_node
         return self._fleet(self.nodes * each, each, 1 / self.ranks_per_node)
 
     def fleet_in_line(self) -> Fleet:
-        """All ranks, where each sends to the next one only: one of each node has the node's link for itself."""
+        """Fleet of all ranks in a ring: one rank of each node sends to another node, and has the whole link."""
         return self._fleet(self.ranks, self.ranks_per_node, 1.0)
 
     def _fleet(self, ranks: int, of_each_node: int, share: float) -> Fleet:
@@ -80,19 +81,19 @@ class Group:
 
 
 def _repeated(of_nodes: tuple[float, ...], times: int) -> tuple[float, ...]:
-    """What nodes have, for each of their ranks."""
+    """Numbers of nodes, repeated for each of their ranks."""
     return tuple(each for each in of_nodes for _ in range(times))
 
 
 @dataclass(frozen=True)
 class Timed:
-    """How a call went.
+    """Times of a call.
 
     Attributes:
-        seconds: until the last rank has its result.
-        busy_seconds: of work of a rank's cores.
-        wire_bytes: that a rank sent.
-        compressed: whether it was.
+        seconds: seconds until the last rank has its result.
+        busy_seconds: seconds in which a rank's cores work.
+        wire_bytes: bytes that a rank sends.
+        compressed: whether the call is compressed.
     """
 
     seconds: float
@@ -113,11 +114,14 @@ def compressed(
     ratio: float | None = None,
     ratio_ranks: int = 1,
 ) -> Timed:
-    """A call with the settings of `config`, plain where these say so.
+    """Simulate a call with the settings of `config`; a plain one if these say so.
 
     Args:
-        collective: all_reduce, reduce_scatter or all_gather.
-        nbytes: of the whole tensor.
+        group: the ranks.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: bytes of the whole tensor.
+        config: must be resolved.
+        itemsize: bytes of a value.
         ratio, ratio_ranks: see `sizes_for`.
     """
     if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu", group.ranks):
@@ -128,7 +132,7 @@ def compressed(
     fleet = group.fleet(between_nodes=hierarchical)
     sizes = sizes_for(config, ratio, ratio_ranks)
     counters = Counters()
-    name = "direct" if config.quantizer.bits else config.transport.schedule  # as a fixed rate exchanges its codes
+    name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
     name = schedule_for(fleet.world_size) if name == "auto" else name
     segments = group.ranks if hierarchical else fleet.world_size
     on_gpu, dtype = group.costs.kind == "gpu", torch.float32 if itemsize == 4 else torch.bfloat16
@@ -140,11 +144,11 @@ def compressed(
         layout = layout_of_sum(tensor, segments, config, on_gpu)
     else:
         layout = layout_of_parts(tensor[: -(-tensor.numel() // segments)], segments, config, on_gpu)
-    if hierarchical:  # each rank has one of as many pieces as a node has ranks
+    if hierarchical:  # each rank of a node exchanges an equal piece of the tensor
         layout = layout.for_segments(range(fleet.world_size))
         _inside(fleet, group, nbytes)
     fleet.work(1e-6 * group.costs.call_us)
-    compares_first = on_gpu or (hierarchical and collective != "all_gather")  # as nodes add up before they measure
+    compares_first = on_gpu or (hierarchical and collective != "all_gather")  # nodes add up before they measure
     counters.wire_bytes += _agree_on_scales(fleet, layout, config, dtype, compares_first)
     codec = TimedCodec(fleet, layout, sizes)
     getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
@@ -155,10 +159,10 @@ def compressed(
 
 
 def _agree_on_scales(fleet: Fleet, layout: Layout, config: Config, dtype: torch.dtype, compares_first: bool) -> int:
-    """Compare calls, measure, and agree on quantization steps. Returns the bytes of it that each rank sends.
+    """Compare calls, measure, and agree on quantization steps. Returns the bytes that each rank sends for this.
 
     Args:
-        compares_first: whether ranks compare their calls in a message of its own, however little they measure.
+        compares_first: whether ranks always compare their calls in a separate message before they measure.
     """
     n, nbytes = fleet.world_size, measured_bytes(layout, config.quantizer, dtype)
     together = not compares_first and nbytes <= most_with_comparison(n, n <= MOST_RANKS)
@@ -169,7 +173,7 @@ def _agree_on_scales(fleet: Fleet, layout: Layout, config: Config, dtype: torch.
 
 
 def _exchange(fleet: Fleet, nbytes: float) -> float:
-    """The element-wise maximum over ranks, as `Connections.start_max` finds it. Returns the bytes that a rank sends."""
+    """Element-wise maximum over ranks, as `Connections.start_max` does it. Returns the bytes that a rank sends."""
     n = fleet.world_size
     rounds = rounds_of(n)
     in_parts = 2 * nbytes * (n - 1) / n
@@ -193,7 +197,7 @@ def _exchange(fleet: Fleet, nbytes: float) -> float:
 
 
 def _inside(fleet: Fleet, group: Group, nbytes: float) -> None:
-    """What the ranks of a node exchange: all of them have parts for all others."""
+    """Exchange inside a node, in which each rank sends a part to every other rank."""
     size = group.ranks_per_node
     moved = nbytes * (size - 1) / size
     fleet.handle(1e-6 * group.costs.local_us)
@@ -204,10 +208,14 @@ def _inside(fleet: Fleet, group: Group, nbytes: float) -> None:
 
 
 def plain(group: Group, collective: str, nbytes: int, itemsize: int = 4, cast: bool = False) -> Timed:
-    """The uncompressed collective of the runtime beneath: gloo's ring, or NCCL's ring or trees.
+    """Simulate an uncompressed collective: the ring of gloo, or the faster of NCCL's ring and trees.
 
     Args:
-        cast: cast float32 to bfloat16 before, and back again after.
+        group: the ranks.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: bytes of the whole tensor.
+        itemsize: bytes of a value.
+        cast: whether float32 is cast to bfloat16 before, and back after.
     """
     if group.ranks == 1:
         return Timed(0.0, 0.0, 0.0, False)
@@ -231,9 +239,9 @@ def _plain_ring(group: Group, passes: int, nbytes: float, before: float) -> Time
 
 
 def _plain_tree(group: Group, nbytes: float, before: float) -> Timed:
-    """Up and down a tree of the nodes. What one node sends to the next follows in pieces, so bytes count once each way.
+    """Reduction up a tree of nodes and broadcast down. Data are pipelined in pieces, so bytes count once each way.
 
-    NCCL has two trees, each for a half of the data, in which every node sends and receives.
+    NCCL has two trees, each for half of the data, in which all nodes send and receive.
     """
     fleet, costs = group.fleet_in_line(), group.costs
     fleet.work(before)

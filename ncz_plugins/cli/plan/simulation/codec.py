@@ -1,4 +1,4 @@
-"""A codec that codes nothing and keeps time."""
+"""Codec that codes nothing and keeps time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from .transport import TimedFrame
 
 
 class TimedCodec:
-    """In place of `QuantizingCodec`: what schedules use of it.
+    """Stand-in for `QuantizingCodec`, with the methods that schedules use.
 
     Attributes:
-        layout: how the tensor is cut.
-        frame_capacity: bytes, which nobody allocates.
+        layout: how the tensor is cut into segments and frames.
+        frame_capacity: 0 bytes, as no frame is allocated.
 
     Args:
-        sizes: what codes take, and which coder writes them.
+        fleet: clocks of the ranks.
+        layout: see above.
+        sizes: bits per value, and the coder.
     """
 
     frame_capacity = 0
     sums_to_output = True
-    encodes_ahead = False  # a GPU's own way of two ranks is timed as that of others
+    encodes_ahead = False  # the special case of two ranks on GPUs is timed like other numbers of ranks
 
     def __init__(self, fleet: Fleet, layout: Layout, sizes: CodeSizes):
         self.layout = layout
@@ -49,7 +51,7 @@ class TimedCodec:
 
     def decode_sum(self, segment: Ranks | int, index: int, frames: list[TimedFrame]) -> None:
         """See `QuantizingCodec.decode_sum`."""
-        # Its own codes are made again, which takes no longer than writing them.
+        # The rank's own codes are made once more, which takes no longer than half of encoding.
         seconds = self._seconds("decode", 1) * len(frames) + self._seconds("encode", 1) / 2
         self._fleet.decode(seconds * self._values(segment, index))
 
@@ -58,9 +60,10 @@ class TimedCodec:
         self._fleet.wait_for_decoder()
 
     def _in_turn(self, wanted: Iterable[tuple[Ranks | int, int, list[TimedFrame]]]) -> Iterator[TimedFrame]:
-        """Frames of a segment and an index, each of the values in some frames plus the ranks' own.
+        """Frames that sum given frames and the rank's own values: one after another, or on a GPU all at once.
 
-        They come one after the other or, on a GPU, all at once.
+        Args:
+            wanted: (segment, index of the frame, frames to add) of each frame.
         """
         if self._in_batches:
             yield from [self._sum(*each) for each in list(wanted)]
@@ -78,7 +81,7 @@ class TimedCodec:
         return 1e-12 * costs.coding_times * getattr(costs.coders[self._sizes.coder(addends)], what)
 
     def _values(self, segment: Ranks | int, index: int) -> Times | float:
-        """How many a frame holds. Where one rank stands for all, its segments are as long as the longest one."""
+        """Number of values in a frame. If one rank stands for all, every segment counts as the longest one."""
         size = self.layout.frame_elements
         if isinstance(segment, int):
             length = self._lengths.max()

@@ -1,4 +1,4 @@
-"""What it costs a rank to code, to send and to call, apart from the time that bytes spend on a link."""
+"""Costs of a rank: coding, messages and calls, without the time that bytes spend on a link."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ....core.config import CoderCosts
 
-_OTHER_VALUES = 0.75  # of all values at the default bound: the share of those other than the most frequent one
+_OTHER_VALUES_SHARE = 0.75  # share of values other than the most frequent one, at the default bound
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class CodingCosts(BaseModel):
-    """Of one value, in picoseconds."""
+    """Costs of coding one value, in picoseconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,28 +23,29 @@ class CodingCosts(BaseModel):
 
 
 class Costs(BaseModel):
-    """What a rank spends, on a core that it has for itself; of a GPU, what passes before its next operation can begin.
+    """Costs of a rank that has a core of its own; on a GPU, time until the next operation can begin.
+
+    Names end in the unit: us for microseconds, ps for picoseconds.
 
     Attributes:
-        kind: where tensors live. GPUs code all frames of a call at once, CPUs one after the other.
-        source: where the figures come from, with the date.
-        call_us: of each compressed call, whatever its size, in microseconds.
-        fixed_rate_call_us: of each call at a fixed rate on a GPU, whose messages cost what those of plain calls do;
-            None: as others.
-        message_us: to send one message and to receive one.
-        socket_ps: to send one byte and to receive one, in picoseconds.
-        measure_ps: to find the scale of one value.
-        coders: by the name of the coder, as kernels take it by themselves.
-        coding_times: what coding takes in a call, where it shares memory with the network, times that.
-        plain_call_us: of each uncompressed call of the runtime beneath.
-        plain_message_us: of each of its steps, in which it sends one message and receives one.
-        plain_ps: of each byte that it sends, beside `socket_ps`: to add it up, and to copy it.
-        cast_ps: to turn a value into bfloat16 and back.
-        local_gbps: at which the ranks of a node exchange what they add up among themselves, in Gbit/s.
-        local_us: of each of the two stages of a call in which they do.
-        link_share: of a link's nominal rate, what is left for payload beside headers.
-        error: how far predictions were off where they were compared with measurements, as a share; half of all were
-            closer. None where nothing was compared.
+        kind: where tensors live. GPUs code all frames of a call at once, CPUs one after another.
+        source: source of the numbers, with the date.
+        call_us: constant cost of a compressed call.
+        fixed_rate_call_us: constant cost of a call at a fixed rate on a GPU, whose messages cost as much as those of
+            plain calls; None: as other calls.
+        message_us: sending one message and receiving one.
+        socket_ps: sending one byte and receiving one.
+        measure_ps: finding the scale of one value.
+        coders: name of a coder -> costs, measured with the kernels alone.
+        coding_times: factor on these costs in a call, where coding shares memory with the network.
+        plain_call_us: constant cost of an uncompressed call.
+        plain_message_us: one step of an uncompressed call, which sends one message and receives one.
+        plain_ps: adding and copying one byte in an uncompressed call, in addition to `socket_ps`.
+        cast_ps: casting one value to bfloat16 and back.
+        local_gbps: rate of the exchange inside a node, in Gbit/s.
+        local_us: constant cost of each of the two stages of a call that exchange inside a node.
+        link_share: share of a link's nominal rate that remains for payload, without headers.
+        error: median relative error of predictions that were compared with measurements; None if none were.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,18 +70,19 @@ class Costs(BaseModel):
 
     @property
     def at_a_fixed_rate(self) -> Costs:
-        """Of calls at a fixed rate: on a GPU no host has a part in their messages."""
+        """Costs of calls at a fixed rate. On a GPU, the host takes no part in their messages."""
         if self.fixed_rate_call_us is None:
             return self
         return self.model_copy(update={"call_us": self.fixed_rate_call_us, "message_us": self.plain_message_us})
 
     def with_coders(self, measured: CoderCosts, source: str) -> Costs:
-        """The same with what `ncz tune` measured of coders: encoding and decoding together, which count half each.
+        """A copy with costs of coders that `ncz tune` measured, half for encoding and half for decoding.
 
         Args:
-            source: where that stands.
+            measured: costs of encoding and decoding together, in picoseconds per value.
+            source: file or setting with these costs.
         """
-        rans = measured.rans + _OTHER_VALUES * measured.rans_rest
+        rans = measured.rans + _OTHER_VALUES_SHARE * measured.rans_rest
         found = {"raw": measured.raw, "fixed": measured.fixed, "huffman": measured.huffman, "rans": rans}
         halves = {name: CodingCosts(encode=both / 2, decode=both / 2) for name, both in found.items()}
         source = f"{self.source.strip().removesuffix('.')}, coders from {source}"

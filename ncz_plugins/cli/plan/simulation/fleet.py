@@ -1,7 +1,7 @@
-"""The clocks of all ranks of a group and of their links.
+"""Clocks of all ranks of a group and of their links.
 
-All ranks run the same program, so it is run once, with one vector of times in place of a time: element r is rank r's.
-Where all ranks are alike, one element stands for all of them. That makes thousands of ranks cheap.
+All ranks run the same program. So it is run once, with vectors of times: element r belongs to rank r. If all ranks are
+alike, a single element stands for all of them, which makes thousands of ranks cheap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Times = np.ndarray  # seconds, [width]
 
 
 class Ranks(np.ndarray):
-    """One number of a rank for each rank, int64, [width], as rank r sees it: "the rank to my right", for example.
+    """A rank number for each rank, int64, [width]: element r is, for example, the right neighbour of rank r.
 
     Schedules calculate with it as with a number, and use it as the key of a mapping.
     """
@@ -26,15 +26,14 @@ class Ranks(np.ndarray):
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each rank with all others.
+    """Link from each rank to all others.
 
     Attributes:
-        gbps: that a rank can send while it receives as much, in Gbit/s; a sequence holds one rate for each rank.
+        gbps: rate at which a rank can send and receive at the same time, in Gbit/s; a tuple has one rate for each rank.
         latency: seconds from one rank to another.
-        flow_gbps: that one connection can carry; None: as much as the link.
-        connections: TCP connections with each other rank.
-        burst: bytes that a link which was idle lets through at once, as one behind a token bucket does. Connections
-            have none of their own.
+        flow_gbps: limit of one connection in Gbit/s; None for no limit.
+        connections: TCP connections to each other rank.
+        burst: bytes that an idle link lets through at once, as behind a token bucket. Connections have no burst.
     """
 
     gbps: float | tuple[float, ...]
@@ -45,22 +44,22 @@ class Link:
 
 
 class Fleet:
-    """The ranks of a group: when each is free, and when its link is.
+    """Ranks of a group: times at which each of them and its link are free.
 
     Args:
-        world_size: ranks that send each other frames.
-        link: what connects them.
-        costs: what they spend.
-        sharing: ranks for each core, where there are more ranks than cores; at least 1.
+        world_size: number of ranks that exchange frames.
+        link: link of a rank.
+        costs: costs of a rank.
+        sharing: ranks per core, at least 1.
         spare_core: whether a rank has a second core, which decodes.
-        late: seconds by which each rank comes late to the call, [world_size]; None: all come at the same time.
+        late: seconds by which each rank comes late to the call, [world_size]; None: 0.
 
     Attributes:
-        rank: each rank's number, for schedules; a plain 0 where one stands for all.
-        thread: when each rank's thread is free.
+        rank: number of each rank, for schedules; 0 if one element stands for all ranks.
+        thread: time at which the thread of each rank is free.
         busy: seconds of work of each rank so far.
-        bytes_per_second: of payload that each rank's link carries, each way.
-        latency: that of `link`.
+        bytes_per_second: payload that the link of each rank carries, each way.
+        latency: seconds from one rank to another.
     """
 
     def __init__(
@@ -93,66 +92,67 @@ class Fleet:
 
     @property
     def end(self) -> Times:
-        """When each rank's call is over."""
+        """Time at which the call of each rank is over."""
         return np.maximum(self.thread, self._decoder)
 
     def work(self, seconds: Times | float) -> None:
-        """Every rank's thread works for so long, by itself on a core."""
+        """Have the thread of every rank work for `seconds` of a core of its own."""
         self.busy = self.busy + seconds
         self.thread = self.thread + self._sharing * seconds
 
     def handle(self, seconds: float) -> None:
-        """Every rank handles a message of the runtime beneath: most of that is waiting for threads to wake up.
+        """Have every rank handle a message of the runtime beneath, which is mostly waiting for threads to wake up.
 
-        Where several ranks share a core, this takes longer as the root of how many there are, as was measured.
+        Measurements show that the time grows with the square root of the number of ranks that share a core.
         """
         self.busy = self.busy + seconds
         self.thread = self.thread + self._sharing**0.5 * seconds
 
     def decode(self, seconds: Times | float) -> None:
-        """Every rank decodes for so long, on its second core if there is one."""
+        """Have every rank decode for `seconds`, on its second core if there is one."""
         if not self.spare_core:
             return self.work(seconds)
         self.busy = self.busy + seconds
         self._decoder = np.maximum(self._decoder, self.thread) + seconds
 
     def wait_until(self, times: Times) -> None:
-        """Every rank waits until then."""
+        """Have every rank wait until the given times."""
         self.thread = np.maximum(self.thread, times)
 
     def wait_for_decoder(self) -> None:
-        """Every rank waits until all that it decodes is done."""
+        """Have every rank wait until its decoding is done."""
         self.wait_until(self._decoder)
 
     def transfer(self, to: Ranks | int, nbytes: Times | float, flow_free: Times) -> tuple[Times, Times, Times]:
-        """Every rank sends bytes to another one.
+        """Have every rank send bytes to another rank.
 
         Args:
-            to: the rank that they go to; no two ranks send to the same one.
-            flow_free: when the connections of each rank with that one are free.
+            to: receiver of each rank; no two ranks send to the same one.
+            nbytes: bytes that each rank sends.
+            flow_free: times at which the connections from each rank to its receiver are free.
 
-        Returns: when they have left each rank, when the connections are free again, and when they arrive, the latter
-        by the rank that receives them.
+        Returns three times: when the bytes have left each sender, when its connections are free again, and when the
+        bytes arrive; the last one is indexed by receiver.
         """
         left = self._leave(nbytes / self.bytes_per_second)
         flow_free = np.maximum(self.thread, flow_free) + nbytes / self._flow_bytes_per_second
         arrival = self.by_receiver(np.maximum(left, flow_free) + self.latency, to)
-        # What several ranks send to one at the same time queues in front of its link.
+        # Bytes from several ranks to one rank queue in front of its link.
         taken = self.by_receiver(nbytes, to) / self.bytes_per_second
         self._incoming = np.maximum(self._incoming, arrival - taken - self._most_gathered) + taken
         return left, flow_free, np.maximum(arrival, self._incoming)
 
     def _leave(self, seconds: Times | float) -> Times:
-        """When what every rank begins to send now has left it, if that takes its link so long.
+        """Times at which bytes that every rank starts to send now have left, if they take its link `seconds`.
 
-        `_outgoing` may fall behind the thread's clock by what a link gathers while it is idle: the "virtual scheduling
-        algorithm" of ITU-T I.371. No link has gathered anything at the beginning, as if a call had gone before.
+        `_outgoing` may lag behind the clock of the thread by the burst of an idle link: the "virtual scheduling
+        algorithm" of ITU-T I.371. Links start without a burst, as if another call had just ended.
         """
         self._outgoing = np.maximum(self.thread - self._most_gathered, self._outgoing) + seconds
         return np.maximum(self.thread, self._outgoing)
 
     def by_receiver(self, sent: Times | float, to: Ranks | int) -> Times:
-        """What each rank sends, as the rank sees it that it goes to."""
+        """Numbers by sender, reordered by receiver."""
         sent = np.broadcast_to(sent, self.thread.shape)
         if self.thread.size == 1:
             return sent
@@ -163,24 +163,25 @@ class Fleet:
     # ---------------------------------------------------------------- messages between all ranks
 
     def tell_all(self, nbytes: float) -> None:
-        """Every rank sends so many bytes to every other one, and waits for what these send."""
+        """Have every rank send `nbytes` to every other rank, and wait for theirs."""
         others = self.world_size - 1
         self.work(others * (1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes))
         left = self._leave(others * nbytes / self.bytes_per_second)
         self.thread = np.maximum(self.thread, left.max() + self.latency)
 
     def tell_neighbors(self, rounds: int, nbytes: float, distance: int = 1) -> None:
-        """In each round every rank sends so many bytes to one rank, and waits for what another one sends."""
+        """Have every rank send `nbytes` to the rank `distance` after it, and wait for its own, `rounds` times."""
         for _ in range(rounds):
             self.work(1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes)
             left = self._leave(nbytes / self._one_flow)
             self.wait_until(np.roll(left, distance) + self.latency)
 
     def pass_on(self, nbytes: float, message_seconds: float, seconds: float) -> None:
-        """Every rank sends so many bytes to its right neighbor in pieces, and works on what comes from the left.
+        """Have every rank send `nbytes` to its right neighbour in pieces, and work on those from its left neighbour.
 
         Args:
-            message_seconds, seconds: to handle the messages, and to work on what is in them.
+            message_seconds: seconds to handle the messages.
+            seconds: seconds to work on their contents.
         """
         left = self._leave(nbytes / self._one_flow)
         self.handle(message_seconds)

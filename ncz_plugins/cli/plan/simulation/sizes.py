@@ -1,6 +1,6 @@
-"""How many bits codes take, and which coder writes them: found by coding a sample with the real kernels.
+"""Bits per value and coder, found by coding a sample with the real kernels.
 
-The sample are Laplace values, other ones on every rank, which compress as the gradients of a small GPT do.
+The sample are Laplace-distributed values, different on each rank, which compress like the gradients of a small GPT.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from ....core.config import Config, QuantizerConfig
 from ....core.errors import ConfigError
 from ....kernels.format import HEADER, HEADER_BYTES, RATE_BLOCK, Coder, max_frame_bytes
 
-_VALUES = 1 << 17
-_MOST_ADDENDS = 32  # that are added up for real: from there on a sum takes half a bit more for each doubling
-_BITS = 32  # of a float
+_SAMPLE_VALUES = 1 << 17
+_MAX_ADDENDS = 32  # largest number of ranks whose codes are really added; each further doubling adds half a bit
+_FLOAT_BITS = 32
 
 
 class CodeSizes(Protocol):
-    """What codes take."""
+    """Sizes of codes."""
 
     def bits(self, addends: int) -> float:
-        """Of one value, on average, in a sum of so many ranks' codes."""
+        """Mean bits per value in a sum of the codes of `addends` ranks."""
 
     def coder(self, addends: int) -> str:
-        """The name of the coder that writes such sums."""
+        """Name of the coder that writes such sums."""
 
 
 def sizes_for(config: Config, ratio: float | None = None, ratio_ranks: int = 1) -> CodeSizes:
-    """What codes take with the settings of `config`, a resolved one.
+    """Sizes of codes with the settings of `config`.
 
     Args:
-        ratio: what codes are known to compress to, to fp32. None: as those of the sample do.
-        ratio_ranks: of how many ranks' all-reduces that is known; 1: of the codes of one rank.
+        config: must be resolved.
+        ratio: known compression ratio relative to fp32; None: that of the sample.
+        ratio_ranks: number of ranks of the all-reduces with that ratio; 1 for the codes of one rank.
 
-    Raises ConfigError where no sample can tell and `ratio` is None, and where nothing would be compressed.
+    Raises ConfigError if `ratio` is None and the sample does not apply (mode abs, kind lossless), or if nothing would
+    be compressed.
     """
     quantizer = config.quantizer
     if quantizer.bits is not None:
         return FixedRateSizes(quantizer.bits)
     if ratio is None and (quantizer.mode == "abs" or quantizer.kind == "lossless"):
-        raise ConfigError(
-            f"quantizer {quantizer.describe()}: what that compresses to depends on the values: give --ratio"
-        )
+        raise ConfigError(f"quantizer {quantizer.describe()}: its ratio depends on the values: give --ratio")
     if quantizer.kind == "lossless":
         return LosslessSizes(ratio)
-    if quantizer.mode == "abs":  # sums grow alike, whatever the bound is relative to
+    if quantizer.mode == "abs":  # sums grow alike in all modes
         config = config.model_copy(update={"quantizer": QuantizerConfig()})
     return SampledSizes(config, ratio, ratio_ranks)
 
 
 class SampledSizes:
-    """Those of a sample; see `sizes_for`."""
+    """Sizes of a coded sample; for the arguments see `sizes_for`."""
 
     def __init__(self, config: Config, ratio: float | None = None, ratio_ranks: int = 1):
         self._config = config
@@ -69,15 +69,15 @@ class SampledSizes:
         if ratio is not None:
             # Two ranks exchange codes of single ranks. More send as many values again as sums of all.
             ends = (1, ratio_ranks) if ratio_ranks > 2 else (1,)
-            self._more = _BITS / ratio - statistics.fmean(map(self.bits, ends))
+            self._more = _FLOAT_BITS / ratio - statistics.fmean(map(self.bits, ends))
 
     def bits(self, addends: int) -> float:
-        most = min(addends, _MOST_ADDENDS)
+        most = min(addends, _MAX_ADDENDS)
         grown = 0.5 * math.log2(addends / most)
         return max(0.05, self._sampled(most).bits + grown + self._more)
 
     def coder(self, addends: int) -> str:
-        return self._sampled(min(addends, _MOST_ADDENDS)).coder
+        return self._sampled(min(addends, _MAX_ADDENDS)).coder
 
     def _sampled(self, addends: int) -> Sampled:
         lower = 1 << (addends.bit_length() - 1)
@@ -89,10 +89,10 @@ class SampledSizes:
 
 
 class LosslessSizes:
-    """Those of floats, whose sums take as much as they do."""
+    """Sizes of floats compressed without loss. A sum takes as many bits as a single value."""
 
     def __init__(self, ratio: float):
-        self._bits = _BITS / ratio
+        self._bits = _FLOAT_BITS / ratio
 
     def bits(self, addends: int) -> float:
         return self._bits
@@ -102,20 +102,20 @@ class LosslessSizes:
 
 
 class FixedRateSizes:
-    """Those of a fixed rate of `bits` for each rank's code; sums take as many more as they can need."""
+    """Sizes at a fixed rate of `bits` per code. Sums take as many more bits as their largest value needs."""
 
     def __init__(self, bits: int):
         self._bits = bits
 
     def bits(self, addends: int) -> float:
-        return self._bits + math.ceil(math.log2(addends)) + 16 / RATE_BLOCK  # the magnitude of each block in bfloat16
+        return self._bits + math.ceil(math.log2(addends)) + 16 / RATE_BLOCK  # 16: the scale of each block in bfloat16
 
     def coder(self, addends: int) -> str:
         return "packed"
 
 
 class Sampled(NamedTuple):
-    """What one sum of codes came to."""
+    """Result of coding one sum: bits per value, and name of the coder."""
 
     bits: float
     coder: str
@@ -123,25 +123,25 @@ class Sampled(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _sampled(config: Config, addends: int) -> Sampled:
-    """What a sum of so many ranks' codes takes."""
+    """Code a sum of the sample codes of `addends` ranks."""
     quantizer, backend = config.quantizer, kernels.cpu_backend()
-    layout = Layout.split(_VALUES, 1, _VALUES, quantizer.block_in_effect)
+    layout = Layout.split(_SAMPLE_VALUES, 1, _SAMPLE_VALUES, quantizer.block_in_effect)
     ranks = [_values(rank) for rank in range(addends)]
     measured = [measure(backend, Window(x), layout, range(1), quantizer) for x in ranks]
     agreed = torch.stack([each.float() for each in measured]).amax(0).to(measured[0].dtype)
     scales = scales_or_bypass(agreed, layout, quantizer, torch.float32, addends)
     if isinstance(scales, Bypass):
         raise ConfigError(f"quantizer {quantizer.describe()}: nothing would be compressed: {scales.value}")
-    total = torch.zeros(_VALUES, dtype=torch.int32, device="cpu")
+    total = torch.zeros(_SAMPLE_VALUES, dtype=torch.int32, device="cpu")
     codes = torch.empty_like(total)
     for rank, x in enumerate(ranks):
         backend.quantize(x, scales.inverse_steps, codes, noise_for(config, 1, rank, addends))
         total += codes
-    frame = torch.empty(max_frame_bytes(_VALUES), dtype=torch.uint8, device="cpu")
+    frame = torch.empty(max_frame_bytes(_SAMPLE_VALUES), dtype=torch.uint8, device="cpu")
     nbytes = backend.encode_codes(total, coding_for(config, backend), frame)
     _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
-    return Sampled(8 * (nbytes - HEADER_BYTES) / _VALUES, Coder(coder).name.lower())
+    return Sampled(8 * (nbytes - HEADER_BYTES) / _SAMPLE_VALUES, Coder(coder).name.lower())
 
 
 def _values(rank: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(rank).laplace(size=_VALUES).astype(np.float32))
+    return torch.from_numpy(np.random.default_rng(rank).laplace(size=_SAMPLE_VALUES).astype(np.float32))

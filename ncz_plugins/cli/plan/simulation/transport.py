@@ -1,4 +1,4 @@
-"""A transport that sends nothing and keeps time."""
+"""Transport that sends nothing and keeps time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .fleet import Fleet, Ranks, Times
 
 @dataclass(frozen=True)
 class TimedFrame:
-    """In place of a frame.
+    """Stand-in for a frame.
 
     Attributes:
-        nbytes: of each rank's, [width] or one number.
-        addends: how many ranks' codes were added up in it.
+        nbytes: bytes of the frame of each rank, [width], or one number for all.
+        addends: number of ranks whose codes it adds up.
     """
 
     nbytes: Times | float
@@ -26,7 +26,7 @@ class TimedFrame:
 
 
 class TimedTransport(FrameTransport):
-    """The frames of one call between the ranks of a fleet."""
+    """Stand-in for a transport: frames of one call between the ranks of a fleet."""
 
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
@@ -38,7 +38,7 @@ class TimedTransport(FrameTransport):
 
 
 class TimedStream(FrameStream):
-    """The frames that every rank sends to one rank and receives from one rank."""
+    """Stream of frames from every rank to one rank, and to every rank from one rank."""
 
     def __init__(self, fleet: Fleet, to: Ranks | int, source: Ranks | int, counters: Counters):
         self._fleet = fleet
@@ -69,6 +69,6 @@ class TimedStream(FrameStream):
         self._fleet.wait_until(self._left)
 
     def _handle(self, nbytes: Times | float) -> None:
-        """Work to send a message, or to receive one: half of what both take."""
+        """Count the work to send a message or to receive one: half of the cost of both."""
         costs = self._fleet.costs
         self._fleet.work(0.5e-6 * costs.message_us + 0.5e-12 * costs.socket_ps * nbytes)
