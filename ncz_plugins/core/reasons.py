@@ -25,6 +25,7 @@ class Bypass(str, Enum):
 
 LARGER_CALLS = "make calls larger (DDP: bucket_cap_mb; DeepSpeed: zero_optimization.reduce_bucket_size)"
 BEST_MIN_BYTES = "`ncz tune` measures from which size on compression pays, for transport.min_bytes"
+SMALLER_BOUND = "set a smaller quantizer.value, for all tensors or by a policy for those named here"
 
 # The remedy for each reason. Messages, commands and the documentation all print these, so none contradicts another.
 REMEDIES = {

@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def add_training(parser: argparse._ActionsContainer) -> None:
-    """Add the option that chooses one training of a file."""
+    """Add the option that chooses one of several trainings in a file."""
     parser.add_argument("--training", metavar="N", type=int, help="of several that wrote the file at the same time")
 
 

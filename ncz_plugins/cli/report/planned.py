@@ -1,4 +1,4 @@
-"""How a finished run compares with what `ncz plan` said."""
+"""Comparison of a finished run with what `ncz plan` predicted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..output import duration, size
 from .read import Header
 from .summary import Summary
 
-_CLOSE = 0.1  # of the planned figure: a smaller difference is not named
+_CLOSE = 0.1  # a difference below this share of the planned number is not mentioned
 
 Seconds = Annotated[float, Field(ge=0)]
 
 
 class PlanPart(BaseModel):
-    """What is read of a plan. Further keys are welcome: other versions know more."""
+    """Part of a plan. Unknown keys are ignored: other versions may write more."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class PlannedInterval(PlanPart):
-    """Seconds, and what they lie between."""
+    """Predicted seconds with lower and upper end."""
 
     low: Seconds
     middle: Seconds
@@ -34,7 +34,7 @@ class PlannedInterval(PlanPart):
 
 
 class PlannedStep(PlanPart):
-    """See `cli.plan.step.Step`."""
+    """One predicted step; for the attributes see `cli.plan.step.Step`."""
 
     kind: str
     seconds: PlannedInterval
@@ -45,21 +45,21 @@ class PlannedStep(PlanPart):
 
 
 class PlannedPlace(PlanPart):
-    """A plan for one place."""
+    """Plan for one kind of machines."""
 
     ranks: int
     steps: Annotated[list[PlannedStep], Field(min_length=1)]
 
 
 class PlanFile(PlanPart):
-    """The file."""
+    """Contents of a file written by `ncz plan --json`."""
 
     plans: Annotated[list[PlannedPlace], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a step: what was planned, with its ends if it has some, and what was measured."""
+    """One number of a step: planned value, lower and upper end if the plan has them, and measured value."""
 
     planned: float
     measured: float
@@ -68,29 +68,29 @@ class Figure:
 
     @property
     def times(self) -> float:
-        """Measured over planned."""
+        """Measured value over planned value."""
         return self.measured / self.planned if self.planned else float("inf") if self.measured else 1.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside a plan.
+    """Comparison of a run with a plan.
 
     Attributes:
-        figures: by name.
-        words: what differs most.
+        figures: name -> number of a step.
+        words: what differs most, in a sentence.
     """
 
     figures: dict[str, Figure]
     words: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
+        """The comparison as JSON types."""
         return asdict(self)
 
 
 def read_plan(path: str | os.PathLike) -> PlannedPlace:
-    """The plan in a file that `ncz plan --json` wrote. Raises ConfigError, naming the file."""
+    """Read the plan in a file written by `ncz plan --json`. Raises ConfigError, naming the file."""
     path = os.fspath(path)
     try:
         found = PlanFile.model_validate(read_document(path))
@@ -98,19 +98,19 @@ def read_plan(path: str | os.PathLike) -> PlannedPlace:
         raise ConfigError(f"--plan {path}: {first_problem(error)}; `ncz plan --json` writes such files") from None
     if len(found.plans) > 1:
         raise ConfigError(
-            f"--plan {path}: holds {len(found.plans)} plans to compare: make one for the machines you used"
+            f"--plan {path}: holds {len(found.plans)} plans to compare: make a plan for the machines you used only"
         )
     return found.plans[0]
 
 
 def compare(plan: PlannedPlace, summary: Summary, header: Header | None) -> Comparison:
-    """A run beside the plan's compressed step, or its plain one where the run compressed nothing.
+    """Compare a run with the compressed step of a plan, or with its plain step if the run compressed nothing.
 
-    Raises ConfigError where the run had another number of ranks, or the length of its steps is not known.
+    Raises ConfigError if the run had another number of ranks, or no step whose length is known.
     """
     ranks = header.ranks if header else None
     if ranks is not None and ranks != plan.ranks:
-        raise ConfigError(f"--plan: is for {plan.ranks} ranks, and the run had {ranks}: plan with its number")
+        raise ConfigError(f"--plan: is for {plan.ranks} ranks, and the run had {ranks}: make a plan for {ranks} ranks")
     if not summary.times.steps:
         raise ConfigError("--plan: the run has no step whose length is known: it needs 2 steps or more")
     kind = "compressed" if summary.compressed_calls else "plain"
@@ -142,5 +142,5 @@ def _words(figures: dict[str, Figure], kind: str) -> str:
         more = "more" if sent.times > 1 else "less"
         words += f", with {size(abs(sent.measured - sent.planned))} {more} sent"
     elif name == "collectives":
-        words += ", with the bytes as planned: the link or the cores were not what the plan took them for"
+        words += ", with the bytes as planned: the link or the cores were slower or faster than the plan assumed"
     return words

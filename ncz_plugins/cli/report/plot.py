@@ -1,4 +1,4 @@
-"""The picture of `ncz report --plot`: ratio, bytes, the guard's errors and times, against the steps."""
+"""Picture of `ncz report --plot`: ratio, bytes, errors found by the guard, and times, for each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..picture import (
 )
 from .read import Run, Step
 
-_FEW = 50  # steps that are shown as points, too
+_MAX_STEPS_WITH_POINTS = 50  # with fewer steps, each is also drawn as a point
 
 
 def draw(file: str | os.PathLike, run: Run, title: str) -> None:
@@ -97,9 +97,9 @@ def _line(
     linewidth: float = 1.2,
     **style,
 ) -> None:
-    """A line over the steps, with a gap where `value` gives None. No line, if it gives None or 0 everywhere."""
+    """Draw `value` of each step, with a gap for None. Nothing is drawn if all values are None or 0."""
     values = [np.nan if (y := value(step)) is None else y for step in run.steps]
     if np.nansum(values):
-        marker = "." if len(values) < _FEW else None
+        marker = "." if len(values) < _MAX_STEPS_WITH_POINTS else None
         steps = [step.step for step in run.steps]
         axes.plot(steps, values, label=label, color=color, linewidth=linewidth, marker=marker, **style)

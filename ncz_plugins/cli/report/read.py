@@ -1,4 +1,4 @@
-"""Reading the JSON lines of a run, which may have been stopped, resumed and killed, or written beside another one."""
+"""Reader of a file of records. Its run may have been stopped, resumed or killed, and another run may share the file."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Number = Annotated[int, Field(ge=1, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0)]
 
-_MOST_NAMED = 5  # of a kind in a note
-_MOST_CHARACTERS = 40  # of a setting's value in a note
+_MAX_NAMED = 5  # settings, lines or notes of one kind that are listed; the rest is counted
+_MAX_CHARACTERS = 40  # of the value of a setting in a note
 
 
 class Line(BaseModel):
-    """What a line must hold for us. Further keys are welcome: other versions know more."""
+    """Line of the file. Unknown keys are ignored: other versions may write more."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Thresholds(Line, extra="allow"):
-    """Those of the guard."""
+    """Thresholds of the guard."""
 
     max_relative_error: float | None = None
     min_cosine: float | None = None
 
 
 class Settings(Line, extra="allow"):
-    """What matters here of a configuration."""
+    """Settings of a configuration that matter to the report."""
 
     quantizer: dict[str, Any] = {}
     guard: Thresholds = Thresholds()
 
 
 class Header(Line):
-    """What the steps that follow have in common."""
+    """Header: what the following steps have in common."""
 
     ncz_plugins: str
     run: str | None = None
@@ -53,7 +53,7 @@ class Header(Line):
 
 
 class GuardFinding(Line):
-    """What the guard found in one call; None stands for a figure that was not finite."""
+    """Finding of the guard in one call. None stands for a number that was not finite."""
 
     name: str | None = None
     relative_error: float | None = None
@@ -62,7 +62,7 @@ class GuardFinding(Line):
 
 
 class Step(Line):
-    """One step, as rank 0 saw it: see `core.runtime.statistics.Counters` for most of these."""
+    """Record of one step on rank 0. `core.runtime.statistics.Counters` explains most attributes."""
 
     step: Number
     run: str | None = None
@@ -91,21 +91,20 @@ class Step(Line):
 
     @property
     def ratio(self) -> float:
-        """1.0 where nothing was sent."""
+        """Plain bytes over bytes sent; 1.0 if nothing was sent."""
         return self.plain_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training, from its first step to its last.
+    """Records of one training, from its first step to its last.
 
     Attributes:
-        starts: the header in force from a step on, by that step, which is the first after the header; None if the file
-            has none there.
-        steps: by ascending number, each number once.
-        notes: what people should know about the file.
-        training: which one of the file's trainings this is, from 1.
-        trainings: how many the file holds that ran at the same time.
+        starts: first step after a start -> header of that start; None if it has no header.
+        steps: in ascending order, each step number once.
+        notes: remarks about the file, for the reader of the report.
+        training: number of this training among those in the file, from 1.
+        trainings: number of trainings that wrote the file at the same time.
     """
 
     starts: dict[int, Header | None]
@@ -116,11 +115,11 @@ class Run:
 
     @property
     def header(self) -> Header | None:
-        """Of the latest start."""
+        """Header of the last start."""
         return self.starts[max(self.starts)]
 
     def between(self, first: int | None, last: int | None) -> Run:
-        """The same with these steps only, both ends included; None is no limit."""
+        """A copy with the steps `first` to `last`, both included; None: no limit. Raises ConfigError if no step is left."""
         steps = [s for s in self.steps if (first is None or s.step >= first) and (last is None or s.step <= last)]
         if not steps:
             wanted = f"from {first or 1} to {last or 'the end'}"
@@ -133,7 +132,7 @@ class Run:
 
 
 def _changes(starts: dict[int, Header | None]) -> list[str]:
-    """A note for each start with other settings than the one before it."""
+    """A note for each start whose settings differ from those of the previous start."""
     headers = list(starts.items())
     return _last_of_many(
         [
@@ -145,21 +144,21 @@ def _changes(starts: dict[int, Header | None]) -> list[str]:
 
 
 def _differences(before: Header | None, after: Header | None, which: str = "now") -> str:
-    """The settings that differ, with both values; empty where none does, or one of the starts has no header.
+    """Settings that differ, with both values; empty if none differs, or one of the headers is missing.
 
     Args:
-        which: what the values of `after` are called.
+        which: word before the values of `after`.
     """
     if before is None or after is None or before is after:
         return ""
     old, new = _settings(before), _settings(after)
     names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-    words = [f"{name} {_value(old, name)}, {which} {_value(new, name)}" for name in names[:_MOST_NAMED]]
-    return "; ".join(words) + (f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+    words = [f"{name} {_value(old, name)}, {which} {_value(new, name)}" for name in names[:_MAX_NAMED]]
+    return "; ".join(words) + (f"; and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
 
 
 def _settings(header: Header) -> dict[str, Any]:
-    """The ranks and the settings of a start, by their dotted names."""
+    """Number of ranks and settings of a start, by dotted key."""
     found: dict[str, Any] = {"ranks": header.ranks}
     left = list(header.config.model_dump(exclude_unset=True).items())
     while left:
@@ -172,28 +171,30 @@ def _settings(header: Header) -> dict[str, Any]:
 
 
 def _value(settings: dict[str, Any], name: str) -> str:
-    return json.dumps(settings[name])[:_MOST_CHARACTERS] if name in settings else "not named"
+    return json.dumps(settings[name])[:_MAX_CHARACTERS] if name in settings else "not named"
 
 
 # ------------------------------------------------------------------ a file
 
 
-Entry = tuple[int, Header | Step]  # a line's number, and what it holds
+Entry = tuple[int, Header | Step]  # number of a line, and its contents
 
 
 def read(path: str | os.PathLike, training: int | None = None) -> Run:
-    """The run that a file of JSON lines tells of.
+    """Read the records of one training from a file of JSON lines.
 
-    A run that was resumed goes on in the same file after a header of its own; steps of the run before it that it makes
-    again, or that come after its first one, do not count. Runs that were written at the same time are different
-    trainings. A line that is torn, as whoever wrote it was killed, is left out and noted, if it is the last one or a
-    header follows. So are blank lines and zero bytes, which a file system leaves after a crash.
+    - A resumed run continues in the same file, with a header of its own. From its first step on, its steps replace
+      those of the run before it.
+    - Runs that wrote at the same time are different trainings.
+    - An incomplete line, left by a killed run, is skipped and noted if it is the last line or a header follows.
+    - Blank lines and zero bytes, left by a file system after a crash, are skipped and noted.
 
     Args:
-        training: which one, from 1, where there are several; by default the one that was started last.
+        path: path of the file.
+        training: number of the training, from 1, if there are several; None: the one that was started last.
 
-    Raises ConfigError, naming the file and the line, for anything else that is no record of a run, and for a training
-    that is not there.
+    Raises ConfigError, naming the file and the line, for any other line that is not a record, and for a training that
+    does not exist.
     """
     path = os.fspath(path)
     try:
@@ -220,10 +221,10 @@ def read(path: str | os.PathLike, training: int | None = None) -> Run:
 
 
 def _trainings(entries: list[Entry]) -> tuple[list[list[Entry]], int]:
-    """The entries of each training, and the number, from 1, of the one that was started last.
+    """Entries of each training, and the number, from 1, of the training that was started last.
 
-    Each start writes its `run` into its records. A start whose records come after those of another one continues that
-    training. Starts whose records are mixed belong to different ones.
+    All records of a start have the same `run`. A start whose records come after all records of an earlier start
+    continues its training. Starts whose records are interleaved belong to different trainings.
     """
     by_start: dict[str | None, list[Entry]] = {}
     for entry in entries:
@@ -234,7 +235,7 @@ def _trainings(entries: list[Entry]) -> tuple[list[list[Entry]], int]:
         if not any(isinstance(line, Step) for _, line in found):
             continue
         ended = [at for at, each in enumerate(trainings) if each[-1][0] < found[0][0]]
-        if ended:  # of several, the one with these settings or else the last to write
+        if ended:  # prefer a training with the same settings, then the one that wrote last
             latest = max(ended, key=lambda at: (_begins_like(trainings[at], found), trainings[at][-1][0]))
             trainings[latest] += found
         else:
@@ -244,25 +245,25 @@ def _trainings(entries: list[Entry]) -> tuple[list[list[Entry]], int]:
 
 
 def _header(entries: list[Entry]) -> Header | None:
-    """That of the first start."""
+    """Header of the first start; None if it has none."""
     return entries[0][1] if isinstance(entries[0][1], Header) else None
 
 
 def _begins_like(one: list[Entry], other: list[Entry]) -> bool:
-    """Whether both begin with a header, with the same settings."""
+    """Whether both begin with a header, and the settings are the same."""
     first, second = _header(one), _header(other)
     return first is not None and second is not None and first.config == second.config
 
 
 def _beside(shown: list[Entry], other: list[Entry], number: int) -> str:
-    """What another training of the file is known by."""
+    """Words that tell another training of the file from the one shown."""
     steps = [line.step for _, line in other if isinstance(line, Step)]
     differences = _differences(_header(other), _header(shown), "here")
     return f"number {number} has steps {min(steps)} to {max(steps)}" + (f" ({differences})" if differences else "")
 
 
 def _joined(entries: list[Entry], notes: list[str]) -> tuple[dict[int, Header | None], list[Step]]:
-    """The starts and the steps of one training that count, with notes on those that do not."""
+    """Starts and steps of one training that count. Adds notes on those that don't count."""
     steps: list[Step] = []
     starts: list[tuple[int, Header | None]] = []
     header, begins = None, True
@@ -276,7 +277,7 @@ def _joined(entries: list[Entry], notes: list[str]) -> tuple[dict[int, Header | 
             before, last = (starts[-1][1] if starts else None), (steps[-1].step if steps else 0)
             first = _drop_from(line.step, steps, starts)
             if first is not None:
-                is_gone = not starts or starts[-1][1] is not before  # else `_changes` compares both
+                is_gone = not starts or starts[-1][1] is not before  # if not, `_changes` compares the settings
                 changed = _differences(before, header) if is_gone else ""
                 changed = changed and f" with other settings ({changed})"
                 again.append(f"{_several(first, last)} made again{changed} from line {number} on: the later run counts")
@@ -284,7 +285,7 @@ def _joined(entries: list[Entry], notes: list[str]) -> tuple[dict[int, Header | 
         steps.append(line)
         begins = False
     notes += _last_of_many(again)
-    if backward > _MOST_NAMED:
+    if backward > _MAX_NAMED:
         notes.append(
             f"steps go back {backward:,} times without a header: if several trainings wrote this file at the same "
             "time, these figures are a mixture of theirs; give each training a file of its own"
@@ -293,7 +294,7 @@ def _joined(entries: list[Entry], notes: list[str]) -> tuple[dict[int, Header | 
 
 
 def _drop_from(step: int, steps: list[Step], starts: list[tuple[int, Header | None]]) -> int | None:
-    """Drop the steps and the starts from this step on. Returns the first step that was dropped, None if none was."""
+    """Drop steps and starts from this step on. Returns the first dropped step; None if there is none."""
     first = None
     while steps and steps[-1].step >= step:
         first = steps.pop().step
@@ -306,7 +307,7 @@ def _drop_from(step: int, steps: list[Step], starts: list[tuple[int, Header | No
 
 
 def _entries(path: str, texts: list[bytes], notes: list[str]) -> Iterator[Entry]:
-    """What stands on each line, by its number. What a crash leaves is left out and noted; for the rest no excuse."""
+    """Number and contents of each line. Skips and notes what a crash leaves; raises ConfigError for anything else."""
     empty: list[int] = []
     torn: list[int] = []
     documents: list[tuple[int, dict[str, Any] | None, bytes]] = []
@@ -315,9 +316,10 @@ def _entries(path: str, texts: list[bytes], notes: list[str]) -> Iterator[Entry]
         found = [_parse(piece) for piece in pieces]
         if b"\0" in text or not pieces:
             empty.append(number)
-            found = [each for each in found if each is not None]  # the rest was cut by the zero bytes
+            found = [each for each in found if each is not None]  # None: cut by the zero bytes
         documents += [(number, each, text) for each in found]
-    follows = True  # whether the next line that is whole is a header, or there is none
+    # A line may be incomplete if no complete line follows, or the next complete one is a header.
+    follows = True
     may_be_torn = []
     for _, document, _ in reversed(documents):
         may_be_torn.append(follows)
@@ -337,10 +339,10 @@ def _entries(path: str, texts: list[bytes], notes: list[str]) -> Iterator[Entry]
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
-    """The JSON object on a line, or None."""
+    """The JSON object on a line; None if there is none."""
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError):  # also brackets that are nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
         return None
     return document if isinstance(document, dict) else None
 
@@ -356,7 +358,7 @@ def _checked(kind: type[Line], document: dict[str, Any], path: str, number: int)
         raise ConfigError(
             f"{path}:{number}: {first_problem(error)}; is this a file that statistics.jsonl named?"
         ) from None
-    except TypeError as error:  # keys that are no names
+    except TypeError as error:  # a key that is no valid name
         raise ConfigError(f"{path}:{number}: {error}") from None
 
 
@@ -365,15 +367,15 @@ def _several(first: int, last: int) -> str:
 
 
 def _last_of_many(notes: list[str]) -> list[str]:
-    """Notes of one kind, of many the last ones."""
-    left_out = len(notes) - _MOST_NAMED
+    """Notes of one kind; of many, the last ones and how many are left out."""
+    left_out = len(notes) - _MAX_NAMED
     return notes if left_out <= 0 else [f"{left_out:,} notes like the next one are left out", *notes[left_out:]]
 
 
 def _lines(numbers: Sequence[int]) -> str:
-    """Lines by their numbers, the first few of many."""
+    """ "line 3 is", or "7 lines (1, 2, 3, 4, 5 and 2 more) are"."""
     if len(numbers) == 1:
         return f"line {numbers[0]} is"
-    named = ", ".join(map(str, numbers[:_MOST_NAMED]))
-    more = f" and {len(numbers) - _MOST_NAMED:,} more" if len(numbers) > _MOST_NAMED else ""
+    named = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    more = f" and {len(numbers) - _MAX_NAMED:,} more" if len(numbers) > _MAX_NAMED else ""
     return f"{len(numbers):,} lines ({named}{more}) are"

@@ -1,4 +1,4 @@
-"""A run's figures and verdict as people read them."""
+"""Printed output of `ncz report`: numbers, verdict, comparison with a plan. Also its JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TITLES = {
 def document(
     file: str, run: Run, summary: Summary, conclusions: list[Conclusion], comparison: Comparison | None = None
 ) -> dict[str, Any]:
-    """What --json prints."""
+    """The document that --json prints."""
     header = run.header.model_dump() if run.header else None
     verdicts = [conclusion._asdict() for conclusion in conclusions]
     which = {"training": run.training, "trainings": run.trainings}
@@ -43,7 +43,7 @@ def show(
     conclusions: list[Conclusion],
     comparison: Comparison | None = None,
 ) -> None:
-    """Print the figures, the verdict, and how far the run was from a plan."""
+    """Print the numbers, the verdict, and the comparison with a plan if there is one."""
     console.print(Text(f"{file}: {_described(run, summary)}"))
     for note in run.notes:
         console.print(Text(f"note: {note}"))
@@ -72,7 +72,7 @@ def _described(run: Run, summary: Summary) -> str:
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """The figures as (name, value) lines."""
+    """Lines (name, value)."""
     steps, times = summary.steps, summary.times
     partly = summary.bypassed_bytes and summary.compressed_ratio
     of_compressed = f", {summary.compressed_ratio:.2f} for what was compressed" if partly else ""

@@ -1,4 +1,4 @@
-"""The figures of a run: sums, medians and shares over its steps."""
+"""Numbers of a run: sums, medians and shares over its steps."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...core.reasons import Bypass
 from .read import Run, Step
+
+# Calls that go plain for these reasons have begun to be compressed, so their time is measured. Other plain calls are
+# made at once, and nobody measures their time.
+LATE = (Bypass.NON_FINITE.value, Bypass.CODE_OVERFLOW.value, Bypass.NOT_WORTH.value)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Where the time went on rank 0: medians over the steps whose length is known.
+    """Times on rank 0: medians over the steps whose length is known.
 
-    The first step after each start is not among them: it also opens connections and takes memory.
+    The first step after each start is left out, as it also opens connections and allocates memory.
 
     Attributes:
-        steps: how many these are; 0 makes all else 0.
+        steps: number of steps with a known length; if 0, all other attributes are 0.
         step: seconds of a step.
-        collectives: seconds in collectives per step. They may run beside the computation.
-        share: of a step, what collectives took.
-        agreeing, measuring, encoding, waiting, plain, inside_nodes: as shares of the time in collectives, what their
-            thread did: exchanged a few bytes with ranks that must all be there; looked for the largest values; encoded;
-            waited for frames; ran the plain collective after all; exchanged inside the node.
-        rest: what is left of that: sending, waiting for decoding, waiting for a CPU core.
-        decoding: as a share of the same time, though it has a thread of its own where a rank has two cores.
-        megabits_per_second: that rank 0 sent while it was in collectives.
-        slow_steps: those that took more than twice the median.
-        slow_verified: those of them in which the guard verified a call, which is then sent uncompressed as well.
-        slow_share: of all the time, what slow steps took.
-        slowest: the step that took longest, and `slowest_seconds`, how long.
+        collectives: seconds in collectives per step, which may overlap with computing.
+        share: share of collectives in the time of a step.
+        agreeing: share of the time in collectives spent on exchanging a few bytes, for which all ranks must be there.
+        measuring: share spent on looking for the largest values.
+        encoding: share spent on encoding.
+        waiting: share spent on waiting for frames.
+        plain: share spent on plain collectives of calls that went plain after measuring.
+        inside_nodes: share spent on exchange inside the node.
+        rest: remaining share: sending, waiting for decoding, waiting for a CPU core.
+        decoding: decoding time as a share of the time in collectives. It overlaps the others if a rank has two cores.
+        megabits_per_second: rate at which rank 0 sent while it was in collectives.
+        slow_steps: number of steps that took more than twice the median.
+        slow_verified: number of slow steps in which the guard verified a call, which is then sent plain as well.
+        slow_share: share of slow steps in the total time.
+        slowest: number of the slowest step.
+        slowest_seconds: seconds of the slowest step.
     """
 
     steps: int = 0
@@ -55,13 +64,13 @@ class Times:
 
     @property
     def coding(self) -> float:
-        """Measuring, encoding and decoding, as a share of the time in collectives; more than 1 if threads overlap."""
+        """Share of measuring, encoding and decoding in the time in collectives; may exceed 1 if threads overlap."""
         return self.measuring + self.encoding + self.decoding
 
 
 @dataclass(frozen=True)
 class Bypassed:
-    """Calls that went plain for one reason, and the bytes that they sent."""
+    """Calls that went plain for one reason: number, and bytes sent."""
 
     calls: int
     bytes: int
@@ -69,7 +78,7 @@ class Bypassed:
 
 @dataclass(frozen=True)
 class Sent:
-    """What calls for one kind of tensor would have sent plain, and what they sent, in bytes."""
+    """Bytes of all calls of one role: what plain calls would have sent, and what was sent."""
 
     plain_bytes: int
     wire_bytes: int
@@ -77,13 +86,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Guarded:
-    """What the guard found. None stands for a figure that was not finite.
+    """Findings of the guard. None stands for a number that was not finite.
 
     Attributes:
-        verified: calls.
-        alarms: how many of them.
-        relative_error, error_step, error_name: the largest, and where that was.
-        cosine, cosine_step, cosine_name: the lowest, and where that was.
+        verified: number of verified calls.
+        alarms: number of alarms.
+        relative_error, error_step, error_name: largest error, its step, and the name of its tensor.
+        cosine, cosine_step, cosine_name: lowest cosine, its step, and the name of its tensor.
     """
 
     verified: int
@@ -98,16 +107,17 @@ class Guarded:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. Bytes are what rank 0 sent, in all of the steps.
+    """Summary of a run. Bytes are those that rank 0 sent, in all steps together.
 
     Attributes:
-        runs: how often the training was started.
-        compressed_ratio: that of the calls that went compressed; None where there were none.
-        ratio: of all calls.
-        call_bytes: what a compressed call would have sent plain, on average; 0 where there were none.
-        roles: what was sent for gradients, parameters and activations, where calls said so.
-        sent_whole: reason -> gathers of weights in which changes would not do.
-        bounds: the lowest and the highest factor of the bounds, by schedule and guard.
+        runs: number of starts of the training.
+        steps, first, last: number of steps, and numbers of the first and the last one.
+        ratio: plain bytes over bytes sent, of all calls.
+        compressed_ratio: the same for compressed calls; None if there were none.
+        call_bytes: mean size of a compressed call, in bytes that a plain call would send; 0 if there were none.
+        roles: role -> bytes, for calls that named a role.
+        sent_whole: reason -> number of gathers of weights that sent everything rather than changes.
+        bounds: lowest and highest factor on the bounds, from `steps.bounds` and the guard.
     """
 
     runs: int
@@ -136,17 +146,17 @@ class Summary:
 
     @property
     def untimed(self) -> float:
-        """Of the bytes, the share that calls sent which went plain at once: nobody measures the time of these."""
+        """Share of bytes sent by calls that went plain at once, whose time is not measured."""
         sent = sum(bypassed.bytes for reason, bypassed in self.bypasses.items() if reason not in LATE)
         return sent / self.wire_bytes if self.wire_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
+        """The summary as JSON types."""
         return asdict(self)
 
 
 def summarize(run: Run) -> Summary:
-    """The figures of all steps of a run."""
+    """Summarize all steps of a run."""
     steps = run.steps
     plain, wire = sum(s.plain_bytes for s in steps), sum(s.wire_bytes for s in steps)
     bypassed_calls, bypassed_bytes = _added(s.bypasses for s in steps), _added(s.bypassed_bytes for s in steps)
@@ -177,7 +187,7 @@ def summarize(run: Run) -> Summary:
 
 
 def _runs(run: Run) -> int:
-    """How often the training was started: each start writes a header. Steps that go back have none."""
+    """Number of starts. Each start writes a header; steps that go back without a header are no start."""
     headers = list(run.starts.values())
     return 1 + sum(header is not before for before, header in zip(headers, headers[1:]))
 
@@ -204,7 +214,7 @@ def _times(steps: list[Step]) -> Times:
         return known
 
     def share(seconds: Callable[[Step], float]) -> float:
-        """Of a step's time in collectives, with what is a difference of measurements kept from being negative."""
+        """Median share in a step's time in collectives. Differences of measured times count as 0 if negative."""
         return statistics.median(max(0.0, seconds(s)) / s.seconds for s in inside)
 
     parts = {
@@ -225,16 +235,12 @@ def _times(steps: list[Step]) -> Times:
 
 
 def _agreeing(step: Step) -> float:
-    """Seconds of agreeing without what else is done meanwhile: nearly all of them are waiting."""
+    """Seconds of agreeing, without the work that is done meanwhile. Nearly all of it is waiting."""
     return max(0.0, step.agree_seconds - step.measure_seconds - step.local_seconds)
 
 
-# What goes plain for these reasons was under way already, and its time is known.
-LATE = ("non-finite", "code overflow", "not worth it")
-
-
 def _untimed_bytes(step: Step) -> int:
-    """Sent by calls that went plain at once, whose time nobody measures."""
+    """Bytes sent by calls that went plain at once, whose time is not measured."""
     return sum(nbytes for reason, nbytes in step.bypassed_bytes.items() if reason not in LATE)
 
 
@@ -247,7 +253,7 @@ def _guarded(steps: list[Step]) -> Guarded | None:
     found = [(finding, step.step) for step in steps for finding in step.guard]
     if not found:
         return None
-    # What is not finite is worse than anything that is.
+    # None stands for a number that is not finite, which is worse than any other.
     error, error_step = max(found, key=lambda at: math.inf if at[0].relative_error is None else at[0].relative_error)
     cosine, cosine_step = min(found, key=lambda at: -math.inf if at[0].cosine is None else at[0].cosine)
     return Guarded(
@@ -263,7 +269,7 @@ def _guarded(steps: list[Step]) -> Guarded | None:
 
 
 def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """One mapping in which the numbers of all are added up."""
+    """Sum of mappings from names to numbers."""
     total: dict[str, int] = {}
     for each in counts:
         for name, count in each.items():

@@ -1,6 +1,6 @@
-"""What limited a run, in words: docs/guides/metrics.md states the same rules for people.
+"""Verdict on a run: what limited it, in words. docs/guides/metrics.md states the rules.
 
-Every figure is rank 0's, and one that a sentence rests on stands in the sentence.
+All numbers are those of rank 0. Each sentence shows the numbers that it is based on.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from typing import NamedTuple
 
 from ...core.config import QuantizerConfig
 from ...core.errors import ConfigError
-from ...core.reasons import BEST_MIN_BYTES, LARGER_CALLS, REMEDIES, Bypass
+from ...core.reasons import BEST_MIN_BYTES, LARGER_CALLS, REMEDIES, SMALLER_BOUND, Bypass
 from .. import loss
 from ..output import bit_rate, counted, duration, rounded, size
 from .read import Header, Settings
 from .summary import LATE, Summary
 
-LITTLE_OF_STEP = 0.1  # collectives that take less than this of a step do not limit it
-MOST = 0.5  # what takes this much of something limits it
-LATENCY = 0.25  # small calls that spend this much of their time on agreeing are too many
-SMALL_CALL_BYTES = 1 << 20  # about a frame: within such a call nothing overlaps
-MANY_CALLS = 10  # compressed ones in a step
-TINY_CALL_BYTES = 4 << 10  # within such a call headers count
-BUSY_LINK = 0.6  # a link that carries this much of what it can, with pauses for coding, is what limits
-UNTIMED = 0.1  # if more bytes than this went plain at once, that is said
-SLOW_STEPS = 0.25  # if more time than this went into few slow steps, that is said
-LOW_RATIO = 4.0  # what shrinks less has a fine bound
-_ABOUT = 1.25  # errors of single buckets differ by so much from those of all gradients together
+LITTLE_OF_STEP = 0.1  # collectives below this share of a step do not limit it
+MOST = 0.5  # what takes this share of the time limits it
+LATENCY = 0.25  # share of agreeing in small calls from which latency limits
+SMALL_CALL_BYTES = 1 << 20  # about one frame: in smaller calls, coding and sending don't overlap
+MANY_CALLS = 10  # compressed calls per step
+TINY_CALL_BYTES = 4 << 10  # in smaller calls, the size of headers matters
+BUSY_LINK = 0.6  # share of the link's speed from which the link limits; it also pauses for coding
+UNTIMED = 0.1  # share of bytes that went plain at once from which the verdict says so
+SLOW_STEPS = 0.25  # share of time in slow steps from which the verdict says so
+LOW_RATIO = 4.0  # a lower ratio comes from a fine bound
+_ABOUT = 1.25  # factor by which errors of single buckets differ from those of all gradients together
 
 
 class Conclusion(NamedTuple):
-    """One thing that the figures show.
+    """One conclusion from the numbers.
 
     Attributes:
         about: "time", "ratio", "loss" or "guard".
-        limit: what limited it, in a word for programs.
-        words: the same for people.
+        limit: what limited it: a keyword for programs.
+        words: the conclusion in sentences.
     """
 
     about: str
@@ -44,11 +44,11 @@ class Conclusion(NamedTuple):
 
 
 def verdict(summary: Summary, header: Header | None) -> list[Conclusion]:
-    """What limited the time and the ratio, what the loss is known to suffer, and what the guard says, in this order."""
+    """Conclusions on time and ratio, then on loss and guard if there is anything to say about them."""
     config = header.config if header else Settings()
     of_loss = [_of_loss(summary, config)] if summary.compressed_calls else []
     of_guard = [_of_guard(summary, config)] if summary.guard else []
-    # Nobody is told to coarsen a bound that is too coarse already.
+    # Never advise a coarser bound if the bound is too coarse already.
     is_coarse = any(each.limit in ("harmful", "outside", "alarms") for each in (*of_loss, *of_guard))
     return [_of_time(summary, header, is_coarse), _of_ratio(summary, config, is_coarse), *of_loss, *of_guard]
 
@@ -99,7 +99,7 @@ def _of_time(summary: Summary, header: Header | None, is_coarse: bool) -> Conclu
 
 
 def _of_collectives(summary: Summary, header: Header | None, is_coarse: bool) -> tuple[str, str]:
-    """What limited the collectives, given that they matter."""
+    """Keyword and words for what limited the collectives."""
     times = summary.times
     link_gbps = header.link_gbps if header else None
     used = times.megabits_per_second / 1e3 / link_gbps if link_gbps else 0.0
@@ -162,11 +162,11 @@ def _of_collectives(summary: Summary, header: Header | None, is_coarse: bool) ->
 
 
 def _small_calls(summary: Summary) -> str:
-    """How small and how many they are, and what to do about that."""
+    """Sentences on size and number of calls, with the remedy."""
     calls = summary.compressed_calls / summary.steps
     many = " and many" if calls >= MANY_CALLS else ""
     words = f"Calls are small{many}: {size(summary.call_bytes)} each, {rounded(calls)} a step."
-    if calls < 2:  # nothing is left to join
+    if calls < 2:  # a single call can't be joined with others
         return f"{words} Fewer steps, each with more batches whose gradients are accumulated, make fewer calls."
     return f"{words} {_sentence(LARGER_CALLS)}; {BEST_MIN_BYTES}."
 
@@ -176,7 +176,7 @@ def _sentence(remedy: str) -> str:
 
 
 def _quickest_coder(summary: Summary) -> str | None:
-    """The coder that wrote most frames, if no other one is quicker."""
+    """The coder that wrote most frames if it is one of the two quickest; else None."""
     coder = max(summary.coders, key=summary.coders.get) if summary.coders else None
     return coder if coder in ("raw", "fixed") else None
 
@@ -231,7 +231,7 @@ def _of_ratio(summary: Summary, config: Settings, is_coarse: bool) -> Conclusion
 
 
 def _remedy(reason: str) -> str:
-    """What to do about calls that went plain, as a sentence; empty for a reason of another version."""
+    """The remedy for a reason, as a sentence; empty for a reason that this version does not know."""
     known = reason in {each.value for each in Bypass}
     return f"{_sentence(REMEDIES[Bypass(reason)])}." if known else ""
 
@@ -277,8 +277,7 @@ def _of_guard(summary: Summary, config: Settings) -> Conclusion:
     return Conclusion(
         "guard",
         "alarms",
-        f"{counted(guard.alarms, 'alarm')} in {verified}: {worst}. Set a smaller quantizer.value, in general or by a "
-        f"policy for these tensors{feedback}.",
+        f"{counted(guard.alarms, 'alarm')} in {verified}: {worst}. {_sentence(SMALLER_BOUND)}{feedback}.",
     )
 
 

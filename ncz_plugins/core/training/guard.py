@@ -14,11 +14,12 @@ from torch import Tensor
 from ..config import GuardConfig
 from ..errors import AccuracyError
 from ..messages import say
+from ..reasons import SMALLER_BOUND
 from ..runtime.statistics import Counters
 
 _PIECE_ELEMENTS = 1 << 17  # elements converted to float64 at a time
 _MIN_TIGHTENING = 2.0**-300  # keeps repeated halving from reaching zero; far below what float32 can hold
-_REMEDY = "Set a smaller quantizer.value, in general or by a policy for this tensor, or thresholds in guard that fit"
+_REMEDY = f"{SMALLER_BOUND[0].upper()}{SMALLER_BOUND[1:]}, or set other thresholds in guard"
 
 
 class Finding(NamedTuple):

@@ -140,7 +140,7 @@ def test_trainings_at_the_same_time_are_told_apart(tmp_path, ncz):
     code, out, _ = ncz("plan", "--run", path, "--training", 1, "--link-gbps", "1")
     assert code == 0 and "training 1 of the 2 in the file" in " ".join(out.split())
     code, _, err = ncz("plan", "--parameters", "1M", "--training", 1, *where)
-    assert code == 2 and "--training 1: is one of the file that --run names" in err
+    assert code == 2 and "--training 1: needs --run" in err
     code, _, err = ncz("report", path, "--training", 3)
     assert code == 2 and "--training 3: is not in" in err and "allowed: 1 to 2" in err
 

@@ -191,8 +191,8 @@ def test_warn_is_one_line_on_the_first_rank(capsys):
         assert own.end_step() == [] and own.tightening == 1
     assert capsys.readouterr().out == (
         "ncz_plugins: step 1: weight: relative error 2, cosine 1 to the uncompressed sum; allowed: at most 0.6, "
-        "at least 0.85. Set a smaller quantizer.value, in general or by a policy for this tensor, or thresholds in "
-        "guard that fit\n"
+        "at least 0.85. Set a smaller quantizer.value, for all tensors or by a policy for those named here, or set "
+        "other thresholds in guard\n"
     )
 
 
