@@ -133,7 +133,7 @@ def test_the_command_takes_the_ranks_of_a_launcher_and_a_configuration(tmp_path)
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--ranks", "1"], "a single rank sends nothing that could be tuned"),
+        (["--ranks", "1"], "a single rank sends nothing, so there is nothing to tune"),
         (["--ranks", "none"], "--ranks: 'none' is not a number above 0"),
         (["--link", "fast"], "fast"),
         (["--seconds", "0"], "--seconds: 0 is not a number above 0"),

@@ -1,4 +1,4 @@
-"""Whether DeepSpeed's buckets of gradients are large enough to be compressed."""
+"""Warning about DeepSpeed's gradient buckets that are too small to be compressed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 
 from ...core.config import Config
 
-_DEFAULT = 500_000_000  # elements; DeepSpeed's own
+_DEFAULT_ELEMENTS = 500_000_000  # DeepSpeed's default
 _KEY = "zero_optimization.reduce_bucket_size"
 
 
 def warning(document: Mapping[Any, Any], config: Config) -> str | None:
-    """What is to be said about the buckets of a DeepSpeed configuration; None if they are large enough.
+    """Warning about the buckets of a DeepSpeed configuration; None if they are large enough.
 
     Args:
-        config: what it asks for under our key.
+        document: the DeepSpeed configuration.
+        config: the settings under our key.
     """
     least = config.min_bytes_in_effect(on_gpu=True)
-    if not isinstance(least, int) or least == 0:  # measured at the start, or nothing is compressed
+    if not isinstance(least, int) or least == 0:  # auto: measured at the start; never: nothing is compressed
         return None
-    least = min(least, config.min_bytes_in_effect(ranks=2))  # which may compress even smaller ones in host memory
+    least = min(least, config.min_bytes_in_effect(ranks=2))  # in host memory, two ranks may compress smaller ones
     zero = document.get("zero_optimization") or {}
-    size = zero.get("reduce_bucket_size", _DEFAULT) if isinstance(zero, Mapping) else _DEFAULT
+    size = zero.get("reduce_bucket_size", _DEFAULT_ELEMENTS) if isinstance(zero, Mapping) else _DEFAULT_ELEMENTS
     itemsize = _itemsize(document)
     enough = -(-least // itemsize)
-    remedy = "Name 5e8 elements, DeepSpeed's own default"
+    remedy = "Set 5e8 elements, the default of DeepSpeed"
     if size == "auto":
         return (
             f"{_KEY}: auto: Hugging Face makes it the square of hidden_size. For a hidden_size below "
@@ -42,7 +43,7 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
 
 
 def _itemsize(document: Mapping[Any, Any]) -> int:
-    """Bytes of an element that is reduced, as far as the configuration tells."""
+    """Bytes of a gradient element, judging by the configuration."""
     kind = document.get("communication_data_type")
     if kind is None:
         halves = (document.get(name) for name in ("fp16", "bf16"))

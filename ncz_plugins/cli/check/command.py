@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check the file and show what it says. Raises ConfigError."""
+    """Validate the file, and print its settings or the treatment of a model. Raises ConfigError."""
     if options.step is not None and not options.model:
         raise ConfigError("--step says for which step --model shows the treatment: give both, or neither")
     config, deepspeed = load_config(options.file)

@@ -1,7 +1,6 @@
-"""The model that the user names, as FILE.py:NAME or package.module:NAME.
+"""Loader of the model that the user names, as FILE.py:NAME or package.module:NAME.
 
-NAME is a torch.nn.Module, or a class or function that makes one without arguments. Finding it runs the file, as an
-import does.
+NAME is a torch.nn.Module, or a class or function that returns one without arguments. The file is run, as by an import.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _NAME = "a torch.nn.Module, or a class or function that makes one without argume
 
 
 def load_model(spec: str) -> tuple[str, nn.Module]:
-    """The name of what `spec` means and the model, whose parameters are on the device meta where it can be built there.
+    """Name of the model, and the model itself, built on the meta device if possible.
 
-    NAME may be left out where there is only one candidate: a global variable that is a model, or, defined in the file
-    itself, a class of models or a function annotated to return one, which needs no arguments.
+    NAME may be left out if there is only one candidate. Candidates are global variables that are models, and classes of
+    models and functions annotated to return one, if the file itself defines them and they need no arguments.
 
-    Raises ConfigError if there is no such thing or it can't be built.
+    Raises ConfigError if there is no such model, or it can't be built.
     """
     where, separator, name = spec.rpartition(":")
     if not separator or not name.isidentifier():
@@ -47,12 +46,12 @@ def load_model(spec: str) -> tuple[str, nn.Module]:
         raise ConfigError(f"--model {spec}: {error}") from None
 
 
-# ------------------------------------------------------------------ finding it
+# ------------------------------------------------------------------ finding the model
 
 
 @contextmanager
 def _like_a_script(where: str) -> Iterator[None]:
-    """What stands beside a file, or in the working directory, can be imported."""
+    """Context manager in which modules beside the file, or else in the working directory, can be imported."""
     folder = Path(where).resolve().parent if _is_file(where) else Path.cwd()
     before = list(sys.path)
     sys.path.insert(0, str(folder))
@@ -77,10 +76,10 @@ def _imported(where: str) -> ModuleType:
 
 
 def _run(file: str) -> ModuleType:
-    """The module that a file makes, under a name of its own: the file may be called like a package it needs."""
+    """Run a file as a module, under a name of our own: the file may be called like a package that it imports."""
     found = importlib.util.spec_from_file_location(f"ncz_check_{Path(file).stem}", file)
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look there for what their annotations mean
+    sys.modules[found.name] = module  # dataclasses look up their annotations there
     found.loader.exec_module(module)
     return module
 
@@ -89,7 +88,7 @@ def _only_candidate(module: ModuleType) -> str:
     candidates = _candidates(module)
     if len(candidates) == 1:
         return candidates[0]
-    found = f"there are several models in it, {', '.join(candidates)}" if candidates else "found no model in it"
+    found = f"contains several models, {', '.join(candidates)}" if candidates else "contains no model"
     raise ConfigError(f"{found}: add :NAME, where NAME is {_NAME}")
 
 
@@ -100,7 +99,7 @@ def _candidates(module: ModuleType) -> list[str]:
 def _is_candidate(value: Any, module: ModuleType) -> bool:
     if isinstance(value, nn.Module):
         return True
-    if getattr(value, "__module__", None) != module.__name__:  # it was imported there
+    if getattr(value, "__module__", None) != module.__name__:  # imported from another module
         return False
     if _is_class(value):
         makes_a_model = issubclass(value, nn.Module)
@@ -112,13 +111,15 @@ def _is_candidate(value: Any, module: ModuleType) -> bool:
 def _returns_a_model(function: Callable) -> bool:
     try:
         returned = typing.get_type_hints(function).get("return")
-    except Exception:  # an annotation may be any expression, and only some can be evaluated
+    except Exception:  # an annotation may be any expression, and fail
         return False
     return _is_class(returned) and issubclass(returned, nn.Module)
 
 
 def _is_class(value: Any) -> bool:
-    return inspect.isclass(value) and typing.get_origin(value) is None  # to Python 3.10 list[int] is one as well
+    return (
+        inspect.isclass(value) and typing.get_origin(value) is None
+    )  # in Python 3.10, inspect.isclass(list[int]) is True
 
 
 def _required(make: Callable) -> list[str]:
@@ -126,7 +127,7 @@ def _required(make: Callable) -> list[str]:
     some = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
         parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # some built-in ones tell nothing
+    except ValueError:  # some built-in functions have no signature
         return []
     return [each.name for each in parameters if each.default is each.empty and each.kind not in some]
 
@@ -135,8 +136,8 @@ def _named(module: ModuleType, name: str) -> nn.Module | Callable[[], Any]:
     if not hasattr(module, name):
         near = get_close_matches(name, vars(module), n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        there = f"; models in it: {', '.join(_candidates(module)) or 'none'}"
-        raise ConfigError(f"there is no {name} in it{meant}{there}")
+        there = f"; its models: {', '.join(_candidates(module)) or 'none'}"
+        raise ConfigError(f"contains no {name}{meant}{there}")
     value = getattr(module, name)
     if not isinstance(value, nn.Module):
         if not callable(value):
@@ -148,7 +149,7 @@ def _named(module: ModuleType, name: str) -> nn.Module | Callable[[], Any]:
     return value
 
 
-# ------------------------------------------------------------------ building it
+# ------------------------------------------------------------------ building the model
 
 
 def _built(found: nn.Module | Callable[[], Any], name: str) -> nn.Module:
@@ -165,7 +166,7 @@ def _built(found: nn.Module | Callable[[], Any], name: str) -> nn.Module:
 
 
 def _without_memory(make: Callable[[], Any]) -> Any:
-    """What `make` makes, on the device meta if possible: some constructors need values."""
+    """Call `make`, on the meta device if possible: some constructors need values."""
     try:
         with torch.device("meta"):
             return make()
@@ -174,7 +175,7 @@ def _without_memory(make: Callable[[], Any]) -> Any:
 
 
 def _reported(action: Callable[[], Any], doing: str) -> Any:
-    """What `action` returns; what the user's own code raises becomes a ConfigError."""
+    """Call `action`, which runs the user's code. Raises ConfigError for any error in it."""
     try:
         return action()
     except (Exception, SystemExit) as error:

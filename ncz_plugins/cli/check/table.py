@@ -1,4 +1,4 @@
-"""What `ncz check --model` prints."""
+"""Printed output of `ncz check --model`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show(console: Console, rows: Sequence[Row], matches: Sequence[Match], config
 
 
 def _quantizers(rows: Sequence[Row]) -> list[QuantizerConfig]:
-    """What compressed parameters get, each once."""
+    """Quantizers of compressed parameters, each once."""
     treatments = [row.treatment for row in rows if row.treatment and not row.treatment.bypass]
     return list(dict.fromkeys(treatment.quantizer for treatment in treatments))
 
@@ -78,13 +78,13 @@ def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Ite
         elif not fits:
             yield f"Warning: policies[{at}] fits no parameter. Is something in it misspelt?"
         elif not decides:
-            yield f"Warning: policies[{at}] decides nothing, as those before it take all that it fits."
+            yield f"Warning: policies[{at}] decides nothing: earlier policies take all parameters that it fits."
     bypasses = {row.treatment.bypass for row in rows if row.treatment}
     if Bypass.TOO_SMALL in bypasses:
         least, of_two = (format_size(config.min_bytes_in_effect(ranks=ranks)) for ranks in (None, 2))
         yield (
-            "Too small: parameters that are treated alike are reduced together, and all of these come to less than "
-            f"transport.min_bytes, {least}" + (f" (two ranks: {of_two})." if of_two != least else ".")
+            "Too small: parameters with the same treatment are reduced together, and these have less than "
+            f"transport.min_bytes in all, {least}" + (f" (two ranks: {of_two})." if of_two != least else ".")
         )
     if Bypass.FAST_LINK in bypasses:
         yield "Link too fast: transport.min_bytes is never, so nothing is compressed."

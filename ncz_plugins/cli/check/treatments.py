@@ -1,4 +1,4 @@
-"""What each parameter of a model gets under a configuration, in one step of a training."""
+"""Treatment of each parameter of a model under a configuration, in one step of a training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROLE = "gradient"
 
 
 class Row(NamedTuple):
-    """One parameter.
+    """One parameter and its treatment.
 
     Attributes:
-        name: as `named_parameters` has it.
-        shape: its sizes.
-        dtype: of the parameter, and of its gradient unless a framework reduces it in another.
-        numel: elements.
-        treatment: of its gradient; None where it has none.
+        name: name in `named_parameters`.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter. Its gradient has the same, unless a framework reduces in another.
+        numel: number of elements.
+        treatment: treatment of its gradient; None if it has no gradient.
     """
 
     name: str
@@ -33,24 +33,24 @@ class Row(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the gradient."""
+        """Bytes of the gradient."""
         return self.numel * self.dtype.itemsize
 
     @property
     def residual_bytes(self) -> int:
-        """What error feedback takes on every rank."""
+        """Memory that error feedback takes on every rank, in bytes."""
         if self.treatment is None or self.treatment.bypass or not self.treatment.quantizer.feeds_back:
             return 0
         return self.numel * torch.promote_types(self.dtype, torch.float32).itemsize
 
 
 class Match(NamedTuple):
-    """What a policy does with a model.
+    """Effect of one policy on a model.
 
     Attributes:
-        policy: itself.
-        fits: parameters that have what it asks for.
-        decides: those of them that no earlier policy takes.
+        policy: the policy.
+        fits: number of parameters that it matches.
+        decides: number of these that no earlier policy matches.
     """
 
     policy: Policy
@@ -59,18 +59,22 @@ class Match(NamedTuple):
 
 
 def rows(model: nn.Module, config: Config, step: int) -> list[Row]:
-    """What every parameter of `model` gets in a step, counted from 0, in the order of `named_parameters`."""
+    """A row for each parameter of `model`, in the order of `named_parameters`.
+
+    Args:
+        step: number of the step, from 0.
+    """
     policies = Policies(config)
     found = []
     for name, value in model.named_parameters():
         treatment = _treatment(policies, config, ParameterSlice(name, value.numel()), value.dtype, step)
         shape = tuple(value.shape)
         found.append(Row(name, shape, value.dtype, value.numel(), treatment if value.requires_grad else None))
-    return _with_what_is_too_small(found, config)
+    return _with_small_ones_plain(found, config)
 
 
 def matches(model: nn.Module, config: Config) -> list[Match]:
-    """What each policy does with the gradients of `model`."""
+    """Effect of each policy on the gradients of `model`."""
     parts = [
         (ParameterSlice(name, value.numel()), value.dtype)
         for name, value in model.named_parameters()
@@ -92,10 +96,11 @@ def _treatment(policies: Policies, config: Config, part: ParameterSlice, dtype: 
     return policies.treatment(part, dtype, ROLE, step)
 
 
-def _with_what_is_too_small(found: list[Row], config: Config) -> list[Row]:
-    """Parameters that are treated alike are reduced together; what is too small even so goes plain."""
+def _with_small_ones_plain(found: list[Row], config: Config) -> list[Row]:
+    """Rows in which parameters go plain if all those with the same treatment are too small together."""
     if config.transport.min_bytes == "auto":  # measured when a training starts
         return found
+    # Parameters with the same treatment and dtype are reduced together: add up their bytes.
     together: dict[tuple, int] = {}
     for row in found:
         together[row.treatment, row.dtype] = together.get((row.treatment, row.dtype), 0) + row.nbytes

@@ -1,13 +1,14 @@
-"""`ncz codec`: what an array would compress to, and how fast.
+"""`ncz codec`: what an array compresses to, and how fast.
 
-command       the options
-array_file    the array, from an .npy file
+command       the options, and the run from start to output
+array_file    reader of .npy files
 round_trip    the array compressed and decompressed: ratio, errors, coders
 block_errors  errors and bounds of blocks
-entropy       of the codes
-speed         how fast frames are made and read, beside memcpy
+entropy       entropy of codes
+speed         speed of encoding and decoding, compared with memcpy
 libraries     other compressors, for --compare
-show plot     what people see
+show          the printed output, and JSON
+plot          the picture of ratio against bound
 """
 
 from .command import add_parser, run

@@ -1,4 +1,4 @@
-"""Reading arrays of floats from .npy files."""
+"""Reader of arrays of floats from .npy files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAGIC = b"\x93NUMPY"
 
 
 def read_array(file: str | os.PathLike) -> np.ndarray:
-    """The floats of an .npy file, memory-mapped if they lie there as they are needed. Raises UnsupportedError."""
+    """Read float16, float32 or float64 from an .npy file, memory-mapped if possible. Raises UnsupportedError."""
     try:
         with open(file, "rb") as opened:
             is_plain = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
-            data = opened.read(len(_MAGIC) if is_plain else -1)  # a FIFO can't be mapped, nor opened again
+            data = opened.read(len(_MAGIC) if is_plain else -1)  # a FIFO can be neither mapped nor reopened
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
     if not data.startswith(_MAGIC):
@@ -29,7 +29,7 @@ def read_array(file: str | os.PathLike) -> np.ndarray:
             array = np.load(file, mmap_mode="c", allow_pickle=False)  # copy on write: torch wants writable memory
         else:
             array = np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # whatever a damaged header leads numpy to
+    except Exception as error:  # a damaged header makes numpy raise many kinds of errors
         raise UnsupportedError(f"{file}: is not a whole .npy file of numbers: {error}") from None
     native = array.dtype.newbyteorder("=")
     if native.name not in DTYPES:

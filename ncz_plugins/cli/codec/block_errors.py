@@ -1,4 +1,4 @@
-"""Errors and error bounds of blocks, the elements that share a bound."""
+"""Errors and error bounds of blocks. A block is a group of elements that share a bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...kernels.format import SCALE_BLOCK
 
 
 def step_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """The largest of each SCALE_BLOCK elements, [steps], float64. What is the same has none, be it infinite."""
+    """Largest error of each SCALE_BLOCK elements, [steps], float64. Equal elements have error 0, even if infinite."""
     same = (x == decoded) | (np.isnan(x) & np.isnan(decoded))
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.where(same, 0.0, np.abs(x.astype(np.float64) - decoded))
@@ -19,13 +19,17 @@ def step_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
 
 
 def largest_of_blocks(of_steps: np.ndarray, layout: Layout, block: int) -> np.ndarray:
-    """From one number per step to one per block."""
+    """Maximum of each block, [blocks], of numbers for each step, [steps].
+
+    Args:
+        block: elements of a block; 0: the whole tensor.
+    """
     counts = layout.steps_per_block(block)
     return np.maximum.reduceat(of_steps, np.cumsum(counts) - counts) if layout.steps else np.zeros(1)
 
 
 def block_bounds(codec: TensorCodec, quantizer: QuantizerConfig) -> np.ndarray:
-    """The bound of each block, [blocks], float64, computed from the values, so without the rounding of scales."""
+    """Bound of each block, [blocks], float64. Computed from the values, before scales are rounded."""
     if quantizer.mode == "abs":
         return np.array([quantizer.value])
     lengths = codec.layout.block_lengths(quantizer.block_in_effect)
@@ -38,12 +42,12 @@ def block_bounds(codec: TensorCodec, quantizer: QuantizerConfig) -> np.ndarray:
         return quantizer.value * largest
     if quantizer.mode == "range":
         return quantizer.value * (high - low)
-    # The square of a float64 may overflow, or vanish; the root mean square is the second of these at least.
+    # Squares of float64 may overflow or underflow. `largest / sqrt(lengths)` is a lower bound of the root mean square.
     mean = np.add.reduceat(squares, first) / lengths
     return quantizer.value * np.maximum(np.sqrt(np.where(np.isinf(mean), 0, mean)), largest / np.sqrt(lengths))
 
 
 def largest_share(errors: np.ndarray, bounds: np.ndarray) -> float:
-    """The largest error as a share of the bound of its block, both [blocks]."""
+    """Largest error as a share of the bound of its block; inf for an error in a block of bound 0. Both [blocks]."""
     none_allowed = np.where(errors > 0, np.inf, 0.0)
     return float(np.divide(errors, bounds, out=none_allowed, where=bounds > 0).max())

@@ -34,10 +34,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compress the array, and show what came out. Raises NczError."""
+    """Compress the array, and print the result. Raises NczError."""
     config = _config(options)
     if options.json and options.compare:
-        raise ConfigError("--json has the keys of one measurement, it does not go with --compare: leave one out")
+        raise ConfigError(
+            "--json and --compare can't be combined, as --json has no keys for other compressors: omit one"
+        )
     from . import show  # these modules import torch
     from .array_file import read_array
     from .libraries import compare, missing
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     array = read_array(options.file)
     trip = round_trip(array, config)
     if options.plot and trip.entropy_bits is None:
-        raise UnsupportedError("--plot draws codes, and there are none: the array is empty or held without loss")
+        raise UnsupportedError("--plot draws codes, and there are none: the array is empty or compressed without loss")
     beside = options.compare and array.size > 0
     own, others = compare(trip) if beside else (speeds(trip)[0], [])
     if options.json:
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """The settings of --config, or the default ones, with those of the other options in their place."""
+    """Settings of --config, or the defaults, overridden by the other options."""
     given = {
         "quantizer": {"kind": options.quantizer, **parse_bound(options.bound), "block": parse_number(options.block)},
         "entropy": {"coder": options.coder, "predictor": options.predictor},
@@ -81,5 +83,5 @@ def _config(options: argparse.Namespace) -> Config:
     }
     config = config_with(options.config, given)
     if config.quantizer.kind == "lossless" and (options.bound or options.block):
-        raise ConfigError("--bound and --block have no meaning with a quantizer that keeps every bit: lossless")
+        raise ConfigError("--bound and --block have no effect with the quantizer lossless, which keeps every bit")
     return config

@@ -1,7 +1,7 @@
-"""Other compressors beside ours: `ncz codec --compare` and benchmarks/codec_table.py.
+"""Other compressors, compared with ours by `ncz codec --compare` and benchmarks/codec_table.py.
 
-Lossless libraries get our codes (or the floats, if there are no codes); lossy ones get the floats and the bound. All
-run on one thread, with the settings that their users normally take. Each is imported when it is used;
+Lossless libraries compress our codes (the floats if there are no codes); lossy ones compress the floats within the
+bound. All run on one thread with common settings. Each is imported when it is used.
 `pip install 'ncz_plugins[compare]'` installs all of them.
 """
 
@@ -20,7 +20,7 @@ from .block_errors import largest_of_blocks, largest_share, step_errors
 from .round_trip import RoundTrip, codes_of
 from .speed import Speeds, speeds
 
-# () -> compressed, and compressed -> array; both on one thread.
+# Compress: () -> bytes. Decompress: bytes -> array. Both run on one thread.
 Pair = tuple[Callable[[], Any], Callable[[Any], np.ndarray]]
 
 
@@ -29,11 +29,11 @@ class Library:
     """Another compressor.
 
     Attributes:
-        name: as its users call it.
-        module: what is imported.
-        settings: how it is used here, in a few words.
-        lossy: whether it takes floats and an absolute error bound, where 0 means lossless.
-        start: takes a C-contiguous array and, if lossy, the bound.
+        name: name of the compressor.
+        module: Python module to import.
+        settings: settings used here, in a few words.
+        lossy: whether it compresses floats within an absolute error bound (0 means lossless), rather than our codes.
+        start: takes a C-contiguous array and, if lossy, the bound; returns the functions to compress and decompress.
     """
 
     name: str
@@ -45,10 +45,15 @@ class Library:
 
 @dataclass(frozen=True)
 class LibraryResult:
-    """What a library did to an array. Its speed is in GB/s of the array's own bytes.
+    """Result of a library on one array.
 
     Attributes:
-        of_bound: the largest error as a share of the bound of its block.
+        library: the library.
+        ratio: bytes of the array over compressed bytes.
+        bits_per_value: compressed bits per value.
+        encode, decode: speed in GB/s of the array's bytes.
+        max_abs_error: largest absolute error.
+        of_bound: largest error as a share of the bound of its block.
     """
 
     library: Library
@@ -66,7 +71,10 @@ def missing() -> list[Library]:
 
 
 def compare(trip: RoundTrip) -> tuple[Speeds, list[LibraryResult]]:
-    """Our own speed on the array of `trip`, which must not be empty, and that of all libraries installed, in turns."""
+    """Our speed on the array of `trip`, which must not be empty, and results of all installed libraries.
+
+    Our codec and the libraries take turns.
+    """
     absent = missing()
     kept, runs = {}, {}
     for library in LIBRARIES:
@@ -101,9 +109,9 @@ def _codes(trip: RoundTrip) -> np.ndarray:
 
 
 def _floats(trip: RoundTrip) -> tuple[np.ndarray, float]:
-    """What the lossy ones get, float32 or float64, and their bound.
+    """Input of lossy libraries, float32 or float64, and its absolute bound.
 
-    Where blocks have bounds of their own, it is the values in units of their bound, and 1.
+    If blocks have different bounds, values are divided by the bound of their block, and the absolute bound is 1.
     """
     x = np.atleast_1d(trip.array).astype(_at_least_float32(trip), copy=False)
     if not np.isfinite(trip.bounds).all():
@@ -112,7 +120,7 @@ def _floats(trip: RoundTrip) -> tuple[np.ndarray, float]:
 
 
 def _errors(trip: RoundTrip, decoded: np.ndarray) -> np.ndarray:
-    """The largest of each block, of what was made of `_floats`."""
+    """Largest error of each block, [blocks], of the decompressed result of `_floats`."""
     decoded = decoded.reshape(-1)
     if trip.bounds.size > 1 and np.isfinite(trip.bounds).all():
         decoded = decoded * _unit(trip)
@@ -120,7 +128,7 @@ def _errors(trip: RoundTrip, decoded: np.ndarray) -> np.ndarray:
 
 
 def _unit(trip: RoundTrip) -> np.ndarray:
-    """The bound of each element, or 1 where that is 0."""
+    """Bound of each element; 1 where the bound is 0."""
     bounds = trip.bounds.astype(_at_least_float32(trip))
     lengths = trip.codec.layout.block_lengths(trip.block)
     return np.repeat(np.where(bounds > 0, bounds, 1), lengths)
@@ -186,5 +194,5 @@ def _array(data: bytes, like: np.ndarray) -> np.ndarray:
 
 
 def _up_to_4d(x: np.ndarray) -> np.ndarray:
-    """What zfp and SZ3 take; leading axes become one."""
+    """`x` with at most 4 dimensions, as zfp and SZ3 require: leading axes are merged."""
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x

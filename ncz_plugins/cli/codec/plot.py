@@ -1,4 +1,4 @@
-"""Ratio against bound, as a picture: `ncz codec --plot`."""
+"""Picture of `ncz codec --plot`: ratio against bound."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from ..picture import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, finish, logarithmic
 from .round_trip import round_trip
 
 _CODERS = {"raw": BLUE, "fixed": ORANGE, "huffman": GREEN, "rans": RED}
-_FACTORS = 2.0 ** np.arange(-6, 7)  # so far to both sides of the bound that is asked for
-_LARGEST = {"rel": 0.5, "range": 0.5, "rms": 10.0}  # what a mode allows, and still makes sense
+_FACTORS = 2.0 ** np.arange(-6, 7)  # bounds to draw, relative to the one asked for
+_MAX_BOUND = {"rel": 0.5, "range": 0.5, "rms": 10.0}  # by mode
 _SAMPLE_BYTES = 16 * MiB
-_SLOW_SAMPLE_BYTES = MiB  # for the numpy kernels
+_SLOW_SAMPLE_BYTES = MiB  # with the numpy kernels
 
 
 def draw(file: str | os.PathLike, array: np.ndarray, config: Config) -> None:
-    """Write the picture of an array with finite elements, for bounds around that of `config`. Raises
-    UnsupportedError."""
+    """Write the picture of an array of finite values, for bounds around that of `config`. Raises UnsupportedError."""
     mode, value = config.quantizer.mode, config.quantizer.value
     bounds = value * _FACTORS
-    bounds = bounds[bounds <= _LARGEST.get(mode, np.inf)]
+    bounds = bounds[bounds <= _MAX_BOUND.get(mode, np.inf)]
     part = _sample(array, config)
     ratios, limits = zip(*(_at_bound(part, config, float(bound)) for bound in bounds))
 
     figure, [axes] = new_figure(1, height=4)
     if not np.isnan(limits).all():
-        # No limit of ours: a predictor looks at neighbours, and each frame has a table of its own.
+        # Our coders can exceed this entropy: a predictor uses neighbours, and each frame has its own table.
         axes.plot(bounds, limits, color=GRAY, linestyle="--", linewidth=2, label="entropy of single codes")
     for coder, color in _CODERS.items():
         axes.plot(bounds, [at_bound.get(coder, np.nan) for at_bound in ratios], label=coder, color=color)
@@ -42,7 +41,7 @@ def draw(file: str | os.PathLike, array: np.ndarray, config: Config) -> None:
     axes.axvline(value, color=BLACK, linestyle=":", zorder=0, label="asked for")
     axes.set(xlabel=f"error bound ({mode})", ylabel="ratio")
     highest = np.nanmax([list(at_bound.values()) for at_bound in ratios if at_bound], initial=1)
-    axes.set_ylim(axes.dataLim.y0 / 1.2, 2 * highest)  # the entropy of a few equal codes is next to nothing
+    axes.set_ylim(axes.dataLim.y0 / 1.2, 2 * highest)  # the limit is huge if most codes are equal
     for axis in (axes.xaxis, axes.yaxis):
         logarithmic(axis)
     sample = f", by a sample of {part.size:,}" if part.size < array.size else ""
@@ -51,7 +50,7 @@ def draw(file: str | os.PathLike, array: np.ndarray, config: Config) -> None:
 
 
 def _sample(array: np.ndarray, config: Config) -> np.ndarray:
-    """The array itself, flat, or frames at even distances."""
+    """The flat array if it is small; else frames at equal distances."""
     flat = array.reshape(-1)
     most = _SLOW_SAMPLE_BYTES if kernels.cpu_backend().name == "reference" else _SAMPLE_BYTES
     if flat.nbytes <= most:
@@ -63,7 +62,7 @@ def _sample(array: np.ndarray, config: Config) -> np.ndarray:
 
 
 def _at_bound(array: np.ndarray, config: Config, bound: float) -> tuple[dict[str, float], float]:
-    """The ratio with each coder, and that of single codes at their entropy; none where the bound is too fine."""
+    """Ratio of each coder, and ratio at the entropy of single codes; ({}, nan) if the bound is too fine."""
     quantizer = config.quantizer.model_copy(update={"value": bound})
 
     def with_coder(coder: str) -> Config:

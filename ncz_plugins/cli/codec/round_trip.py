@@ -1,6 +1,6 @@
-"""What an array would compress to: its ratio, its errors and how its frames were coded.
+"""Round trip of an array through the codec: ratio, errors, and how its frames were coded.
 
-The frames are those of `compress`, looked at one by one, so that the array may be a memory-mapped file.
+Frames are those of `compress`, decoded one by one, so that the array may be a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from .block_errors import block_bounds, largest_of_blocks, largest_share, step_e
 from .entropy import Occurrences
 
 _WHY_LOSSLESS = {
-    Bypass.NON_FINITE: "it holds NaN or infinity, or values so large that the bound would lead there",
+    Bypass.NON_FINITE: "it contains NaN or infinity, or values so large that the bound would lead to infinity",
     Bypass.NOT_WORTH: "at this bound codes would take about as many bits as the floats",
-    Bypass.CODE_OVERFLOW: "where its values vary so little, no bound of this mode is wide enough for 32-bit codes",
+    Bypass.CODE_OVERFLOW: "its values vary so little in places that no bound of this mode fits 32-bit codes",
 }
 
 
 @dataclass(frozen=True, repr=False)
 class RoundTrip:
-    """An array, compressed and decompressed.
+    """Array, compressed and decompressed.
 
     Attributes:
-        array: C-contiguous, of one of DTYPES.
-        codec, frames: the frames, and the codec that makes and reads them.
-        bytes_out: of `compress(array)`: all frames with their headers, the scales, and a head.
-        entropy_bits: order-0 entropy of the codes of the whole array, per code; None if there are no codes.
+        array: the array, C-contiguous, with a dtype of DTYPES.
+        codec: the codec that encodes and decodes the frames.
+        frames: the frames.
+        bytes_out: bytes of `compress(array)`: frames with headers, scales, and a head.
+        entropy_bits: order-0 entropy of all codes in bits per code; None if there are no codes.
         block: elements that share a bound; 0: all of them.
         bounds: error bound of each block, [blocks], float64; 0 if the quantizer is lossless, not finite if the block
-            isn't.
-        errors: the largest error of each block, [blocks], float64.
-        coders, predictors: number of frames by coder and by predictor, the most frequent first.
+            is not finite.
+        errors: largest error of each block, [blocks], float64.
+        coders, predictors: name -> number of frames, the most frequent first.
         lossless_because: why the array was not quantized although the configuration asks for it; else None.
     """
 
@@ -77,24 +78,24 @@ class RoundTrip:
 
     @property
     def bound_abs(self) -> float:
-        """The largest over the blocks."""
+        """Largest bound of a block."""
         return float(self.bounds.max())
 
     @property
     def of_bound(self) -> float:
-        """The largest error as a share of the bound of its block."""
+        """Largest error as a share of the bound of its block."""
         return largest_share(self.errors, self.bounds)
 
     @property
     def blocks_over(self) -> int:
-        """How many blocks have an element outside their own bound."""
+        """Number of blocks with an error above their bound."""
         smallest = smallest_bound(self.codec.source.data.dtype)
         allowed = np.where(self.bounds > 0, np.maximum(self.bounds, smallest), 0)
         return int((self.errors > allowed).sum())
 
 
 def round_trip(array: np.ndarray, config: Config) -> RoundTrip:
-    """Compress and decompress `array`, as `read_array` returns it. Raises BoundError."""
+    """Compress and decompress `array`, an array that `read_array` returned. Raises BoundError."""
     tensor = torch.from_numpy(array)
     data = container.compress(tensor, config)
     found = container.contents_of(data)
@@ -130,7 +131,7 @@ def round_trip(array: np.ndarray, config: Config) -> RoundTrip:
 
 
 def codes_of(codec: QuantizingCodec, index: int) -> Tensor:
-    """The codes of one frame, int32."""
+    """Codes of one frame, int32, 1-D."""
     elements = codec.layout.frame(0, index)
     codes = torch.empty(elements.stop - elements.start, dtype=torch.int32, device="cpu")
     inverse_steps = codec.scales.inverse_steps[codec.layout.frame_steps(0, index)]

@@ -1,4 +1,4 @@
-"""What `ncz codec` prints: JSON, or the figures as people read them, beside those of other compressors."""
+"""Printed output of `ncz codec`, and its JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .speed import Speeds
 
 
 def document(trip: RoundTrip, speeds: Speeds) -> dict[str, Any]:
-    """What --json prints."""
+    """The document that --json prints."""
     return {
         "ratio": trip.ratio,
         "bits_per_value": trip.bits_per_value,
@@ -32,7 +32,7 @@ def document(trip: RoundTrip, speeds: Speeds) -> dict[str, Any]:
 
 
 def rows(trip: RoundTrip, speeds: Speeds) -> Iterator[tuple[str, str]]:
-    """The figures as (name, value) lines for people."""
+    """Lines (name, value)."""
     if not trip.array.size:
         yield "bytes", f"{trip.bytes_out}, for an array without elements"
         return
@@ -62,7 +62,7 @@ def rows(trip: RoundTrip, speeds: Speeds) -> Iterator[tuple[str, str]]:
 
 
 def comparison(trip: RoundTrip, speeds: Speeds, others: list[LibraryResult]) -> Table:
-    """A line for ours, and one for each of the other compressors."""
+    """Table with a line for our codec and one for each other compressor."""
     notes = [f"{r.library.name}: {r.library.settings}" for r in others]
     numbers = ("ratio", "bits/value", "encode", "decode", "max error", "of bound")
     found = table("", *numbers, numbers=numbers, no_wrap=True)

@@ -1,4 +1,4 @@
-"""How fast an array is coded, beside memcpy and other compressors: on one core, in turns, medians of CPU time."""
+"""Speed of coding an array, of memcpy and of other compressors: medians of CPU time on one core, in turns."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ...kernels.addresses import host_address
 from .round_trip import RoundTrip
 
 SECONDS = 1.0
-_BYTES = 64 * MiB  # of input that speed is measured on: more than caches hold
-_SLOW_BYTES = MiB  # the same for the numpy kernels, which are hundreds of times slower
+_INPUT_BYTES = 64 * MiB  # more than fits into caches
+_SLOW_INPUT_BYTES = MiB  # with the numpy kernels, which are hundreds of times slower
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """GB/s of the array's own bytes.
+    """Speeds in GB/s of the array's bytes.
 
     Attributes:
         memcpy: copying the array.
-        measuring: the pass before encoding, which finds the quantization steps.
+        measuring: the pass before encoding that finds the quantization steps.
         encode: floats to frames, with known quantization steps.
         decode: frames to floats.
     """
@@ -41,7 +41,7 @@ class Speeds:
 
 
 def speeds(trip: RoundTrip, others: dict[str, Callable[[], Any]] | None = None) -> tuple[Speeds, dict[str, float]]:
-    """How fast the frames of `trip` are made and read, and GB/s of `others`, which work on the whole array."""
+    """Speeds of encoding and decoding `trip`, and GB/s of `others`, which work on the whole array."""
     ours, nbytes = _runs(trip)
     seconds = interleaved(ours | (others or {}))
     own = Speeds(**{name: 1e-9 * nbytes / seconds[name] for name in ours})
@@ -49,13 +49,13 @@ def speeds(trip: RoundTrip, others: dict[str, Callable[[], Any]] | None = None) 
 
 
 def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
-    """What is to be timed, and how many bytes of input that works on.
+    """Functions to time, by name, and the bytes of input that they work on.
 
-    Frames at even distances stand for the whole of a large array.
+    Of a large array, only frames at equal distances are used.
     """
     codec = trip.codec
     layout, source, itemsize = codec.layout, codec.source, trip.array.itemsize
-    budget = _SLOW_BYTES if codec.backend.name == "reference" else _BYTES
+    budget = _SLOW_INPUT_BYTES if codec.backend.name == "reference" else _INPUT_BYTES
     count = min(layout.frames, max(1, budget // (layout.frame_elements * itemsize)))
     picked = [i * layout.frames // count for i in range(count)]
     outputs = [Window(torch.empty_like(source[e]), e.start) for e in (layout.frame(0, i) for i in picked)]
@@ -84,10 +84,10 @@ def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
 
 
 def interleaved(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of CPU time of each of `runs`, on one core.
+    """Median CPU seconds of each of `runs`, on one core.
 
-    They take turns, so that a machine that slows down slows all alike: once to warm up, and then 5 to 100 times, about
-    SECONDS in all. The time in which other processes have the core does not count.
+    The runs take turns, so that a machine that slows down slows all of them: one round to warm up, then 5 to 100
+    rounds, which take about SECONDS in all. CPU time excludes time in which other processes have the core.
     """
 
     def one_round() -> dict[str, float]:
@@ -106,7 +106,7 @@ def interleaved(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Keep this thread on one core, and torch to one thread."""
+    """Context manager that keeps this thread on one core, and torch on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else None

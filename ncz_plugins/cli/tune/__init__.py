@@ -1,9 +1,9 @@
-"""`ncz tune`: measures thoroughly on the ranks that there are, or on new ones, and writes the tuning file.
+"""`ncz tune`: measures link and coders on a launcher's ranks or on new ones, and writes the tuning file.
 
 command  the options, and the run from start to output
-run_job  the job, on all ranks
-rank     what one rank does
-show     the output
+run_job  starts the job on all ranks
+rank     the part of one rank
+show     the printed output
 """
 
 from .command import add_parser, run

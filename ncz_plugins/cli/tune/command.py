@@ -10,7 +10,7 @@ from ..output import is_plain, naming, require_writable
 from ..perf.ranks import ranks_of
 from ..settings import config_with
 
-_SECONDS = 40.0  # for measuring; what begins within them may end a little later
+_SECONDS = 40.0  # default time for measuring; the last measurement may end a little later
 _MOST_SECONDS = 3600
 
 
@@ -29,11 +29,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, write the file, and show what it says and why. Raises NczError."""
+    """Measure, write the file, and print the choices and the reasons. Raises NczError."""
     config = config_with(options.config, {})
     require_writable("--output", options.output)
     if is_plain(options.output) and Path(options.output).suffix.lower() != ".json":
-        raise ConfigError(f"--output {options.output}: transport.tuning reads JSON by its name: name it FILE.json")
+        raise ConfigError(f"--output {options.output}: transport.tuning needs the ending .json: name it FILE.json")
     ranks = ranks_of(options)
     seconds = _SECONDS if options.seconds is None else options.seconds
     if not 0 < seconds <= _MOST_SECONDS:

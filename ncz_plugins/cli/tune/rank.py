@@ -1,4 +1,4 @@
-"""What one rank does: join the others, measure, and tell what came out if it is rank 0.
+"""One rank of `ncz tune`: joins the others and measures. Rank 0 reports the result.
 
     python -m ncz_plugins.cli.tune.rank    # started by `ncz tune`, with the job as JSON on its standard input
 
@@ -30,10 +30,10 @@ JOIN_SECONDS = 120  # more than starting the ranks takes
 
 @dataclass(frozen=True)
 class TuningJob:
-    """What all ranks measure. It travels to them as JSON.
+    """Job of all ranks, sent to them as JSON.
 
     Attributes:
-        config: the configuration to tune, as a mapping.
+        config: configuration to tune, as a mapping.
         seconds: time for measuring.
     """
 
@@ -42,7 +42,7 @@ class TuningJob:
 
 
 def main() -> int:
-    """Run one rank of the job on standard input; the exit code."""
+    """Run one rank of the job on standard input. Returns the exit code."""
     job = TuningJob(**json.load(sys.stdin))
     try:
         take_part(job, emitter())
@@ -53,9 +53,13 @@ def main() -> int:
 
 
 def take_part(job: TuningJob, emit: Callable[[dict[str, Any]], None]) -> None:
-    """Measure as the rank that a launcher's environment says; `emit` is called on rank 0 only.
+    """Measure as one rank; which one follows from the environment that a launcher has set.
 
-    Raises UnsupportedError where there is but one rank, PeerError and MismatchError.
+    Args:
+        job: the job.
+        emit: called on rank 0 with {"measuring": name} and finally {"tuning": result}.
+
+    Raises UnsupportedError if there is only one rank, PeerError and MismatchError.
     """
     ranks = _of_horovod if started_by() == "horovodrun" else _of_torch
     with ranks(Config(**job.config)) as subject:
@@ -71,7 +75,7 @@ def _of_torch(config: Config) -> Iterator[Subject]:
         _require_several(dist.get_world_size())
         with Communicator(config.resolved()) as communicator:
             yield communicator.measured_ranks(config)
-        dist.barrier()  # so that nobody's connections go while another still ends
+        dist.barrier()  # so that no rank closes its connections while another one still uses them
     finally:
         dist.destroy_process_group()
 
@@ -92,7 +96,7 @@ def _of_horovod(config: Config) -> Iterator[Subject]:
 
 def _require_several(ranks: int) -> None:
     if ranks == 1:
-        raise UnsupportedError("a single rank sends nothing that could be tuned: start several")
+        raise UnsupportedError("a single rank sends nothing, so there is nothing to tune: start 2 ranks or more")
 
 
 if __name__ == "__main__":

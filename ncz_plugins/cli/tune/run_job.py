@@ -1,4 +1,4 @@
-"""Runs the job on a launcher's ranks, or on ranks that are started for it."""
+"""Runner of the job of `ncz tune`: on a launcher's ranks, or on new ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from .rank import JOIN_SECONDS, TuningJob, take_part
 
 
 def run_job(config: Config, seconds: float, ranks: Ranks, rate: str | None) -> Tuning | None:
-    """Measure for about so many seconds what fits `config` best.
+    """Measure, and choose the best settings for `config`.
 
     Args:
-        rate: of a link between the ranks that are started; None for the network as it is.
+        config: configuration to tune.
+        seconds: time for measuring, approximately.
+        ranks: the ranks that take part.
+        rate: rate of the link between new ranks, such as "1gbit"; None for no limit.
 
-    Returns what was chosen; None on a launcher's ranks other than 0. Raises NczError.
+    Returns the choices; None on a launcher's ranks other than 0. Raises NczError.
     """
     job = TuningJob(_left_open(config).model_dump(mode="json"), seconds)
     found: list[Tuning] = []
@@ -47,7 +50,7 @@ def run_job(config: Config, seconds: float, ranks: Ranks, rate: str | None) -> T
 
 
 def _left_open(config: Config) -> Config:
-    """The configuration with everything left open that the tuning file fills in."""
+    """A copy of `config` with all settings open that a tuning file fills in."""
     open_ones = {"schedule": "auto", "frame_bytes": "auto", "min_bytes": "auto", "link_gbps": None, "tuning": None}
     entropy = config.entropy.model_copy(update={"costs": None})
     return config.with_transport(**open_ones).model_copy(update={"entropy": entropy})

@@ -1,4 +1,4 @@
-"""What `ncz tune` prints."""
+"""Printed output of `ncz tune`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from ..output import add_row, milliseconds, table, unbroken_console
 
 
 def show(tuning: Tuning, file: str, notes: list[str]) -> None:
-    """Print what was chosen and why, and how a configuration names the file.
+    """Print the choices and the measurements behind them, and how a configuration uses the file.
 
     Args:
-        notes: what people should know beside the times.
+        tuning: contents of the tuning file.
+        file: path of the tuning file.
+        notes: remarks to print after the tables.
     """
     console = unbroken_console()
     console.print(Text(tuning.describe()), soft_wrap=True)
@@ -44,6 +46,6 @@ def show(tuning: Tuning, file: str, notes: list[str]) -> None:
     costs = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in tuning.costs.model_dump().items())
     console.print(Text(f"picoseconds per value, kernels {tuning.kernels}: {costs}"))
     written = f"""
-{file} is written. A configuration takes from it what it leaves open:
+{file} is written. A configuration takes from it the settings that it leaves open:
 transport: {{tuning: {file}, frame_bytes: auto, min_bytes: auto}}"""
     console.print(Text(written), soft_wrap=True)

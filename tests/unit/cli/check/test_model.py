@@ -142,7 +142,7 @@ def test_a_name_may_be_left_out_where_there_is_one_model_only(models):
     )
     assert load_model("odd.py")[0] == "One"
     Path("none.py").write_text("from zoo import Net, small\n")
-    for spec, found in (("zoo.py", "several models in it, Net, small, ready"), ("none.py", "found no model in it")):
+    for spec, found in (("zoo.py", "contains several models, Net, small, ready"), ("none.py", "contains no model")):
         with pytest.raises(ConfigError, match=f"--model {spec}: .*{found}: add :NAME"):
             load_model(spec)
 
@@ -162,7 +162,7 @@ def test_a_model_too_large_for_any_memory_costs_nothing(models):
         ("nowhere:Net", "importing nowhere failed with ModuleNotFoundError: No module named 'nowhere'"),
         ("zoo.nothing:Net", "'zoo' is not a package"),
         ("no such/thing", "neither a .py file nor a module"),
-        ("zoo.py:net", "there is no net in it; did you mean Net.; models in it: Net, small, ready"),
+        ("zoo.py:net", "contains no net; did you mean Net.; its models: Net, small, ready"),
         ("zoo.py:ANSWER", "ANSWER is int; allowed: a torch.nn.Module, or a class or function"),
         ("zoo.py:Needy", "Needy needs arguments .width, depth.: name a function"),
         ("zoo.py:broken", "building broken failed with RuntimeError: no weights here"),

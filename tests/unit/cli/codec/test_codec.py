@@ -186,7 +186,7 @@ def test_what_is_not_finite_is_held_without_loss_and_said_to_be(ncz, report, sav
     assert (found["max_abs_error"], found["bound_ok"], found["coders"]) == (0, True, {"split": 1})
     assert found["entropy_bits"] is found["bound_abs"] is None
     _, out, _ = ncz(file, *quantizer)
-    assert "not quantized, as it holds NaN or infinity" in out
+    assert "not quantized, as it contains NaN or infinity" in out
     _, out, _ = ncz(file, *quantizer, "--compare")
     assert "zstd" in out
 
@@ -322,9 +322,9 @@ def test_a_file_that_is_cut_off_or_missing(ncz, saved):
         (["--link", "fast"], "transport.link_gbps: 'fast' is not allowed"),
         (["--frame", "1"], "transport.frame_bytes: 1 is not allowed"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["--quantizer", "lossless", "--bound", "rms:1"], "--bound and --block have no meaning with"),
-        (["--json", "--compare"], "--json has the keys of one measurement, it does not go with --compare"),
-        (["--plot", "x.text"], "--plot x.text: allowed are names in "),
+        (["--quantizer", "lossless", "--bound", "rms:1"], "--bound and --block have no effect with"),
+        (["--json", "--compare"], "--json and --compare can't be combined"),
+        (["--plot", "x.text"], "--plot x.text: the name must end in one of "),
         (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: no file can be made there"),
         (["--plot", "x.png", "--quantizer", "lossless"], "--plot draws codes, and there are none"),
     ],
@@ -463,8 +463,8 @@ def test_measuring_leaves_threads_and_cores_as_they_were():
 
 
 def test_speed_is_measured_on_frames_from_everywhere(monkeypatch):
-    monkeypatch.setattr(speed, "_BYTES", 64 << 10)
-    monkeypatch.setattr(speed, "_SLOW_BYTES", 64 << 10)
+    monkeypatch.setattr(speed, "_INPUT_BYTES", 64 << 10)
+    monkeypatch.setattr(speed, "_SLOW_INPUT_BYTES", 64 << 10)
     outcome = round_trip(gaussian(200_000), Config(transport={"frame_bytes": "16KiB"}))
     encoded = []
     monkeypatch.setattr(outcome.codec, "encode", lambda segment, index: encoded.append(index), raising=False)
