@@ -1,10 +1,10 @@
-"""`ncz enable` and `ncz disable`: whether scripts of this Python environment that don't import us know us.
+"""`ncz enable` and `ncz disable`: whether scripts that don't import ncz_plugins know it, in this Python environment.
 
-They then honour our key in DeepSpeed's configuration, and know the backend `ncz` by its name.
+When enabled, all scripts honour our key in a DeepSpeed configuration and know the backend "ncz" by its name.
 
-Python runs the lines of a .pth file in site-packages whenever it starts. Ours imports a small module beside it, which
-waits for DeepSpeed or torch.distributed to be imported: on_import.py. The module is a copy, so that Python still starts
-without a complaint once ncz_plugins is uninstalled.
+Python runs the lines of .pth files in site-packages at every start. Our .pth file imports a small module beside it, a
+copy of on_import.py, which waits until DeepSpeed or torch.distributed is imported. It is a copy so that Python still
+starts without an error after ncz_plugins has been uninstalled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add both commands to the parser of `ncz`."""
     parser = commands.add_parser("enable", help=f'have all scripts of this Python know "{DEEPSPEED_KEY}"')
     parser.set_defaults(run=enable)
-    parser = commands.add_parser("disable", help="take `ncz enable` back")
+    parser = commands.add_parser("disable", help="undo `ncz enable`")
     parser.set_defaults(run=disable)
 
 
@@ -46,17 +46,17 @@ def enable(options: argparse.Namespace) -> None:
         )
     module = folder / f"{MODULE}.py"
     write_whole(module, HOOK.read_bytes())
-    py_compile.compile(module)  # not every user of this Python may be able to write it, or wants to
-    write_whole(folder / PTH, f"import {MODULE}\n")  # last: from here on Python imports the other file
+    py_compile.compile(module)  # now, as other users of this Python may not be able to write here
+    write_whole(folder / PTH, f"import {MODULE}\n")  # last, as from now on every Python imports the module
     print(f"Every script that {sys.executable} runs now knows")
     print(f'- "{DEEPSPEED_KEY}" in a DeepSpeed configuration,')
     print('- torch.distributed.init_process_group("ncz").')
-    print(f"That is the work of {folder / PTH}.")
-    print("Do the same on every machine of a training. `ncz disable` takes it back.")
+    print(f"This is done by {folder / PTH}.")
+    print("Run `ncz enable` on every machine of a training. `ncz disable` undoes it.")
 
 
 def disable(options: argparse.Namespace) -> None:
-    """Remove the files wherever they are."""
+    """Remove the files from all folders."""
     found = enabled()
     for file in found:
         file.unlink()
@@ -69,18 +69,18 @@ def disable(options: argparse.Namespace) -> None:
 
 
 def enabled() -> list[Path]:
-    """The .pth files that are there."""
+    """Paths of our .pth files that exist."""
     return [folder / PTH for folder in _folders() if (folder / PTH).exists()]
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether files can be written to `folder`, which is made if it is not there: a user's own may not be."""
+    """Whether files can be written to `folder`. Creates the folder, as a user's own may not exist yet."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return os.access(folder, os.W_OK)
 
 
 def _folders() -> list[Path]:
-    """Where this Python looks for .pth files."""
+    """Folders in which this Python looks for .pth files."""
     own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [Path(each) for each in (sysconfig.get_path("purelib"), *own)]

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The facts that `machine.report` found, as (name, value) lines for people."""
+    """Lines (name, value) from what `machine.report` returned."""
     yield "ncz_plugins", report["ncz_plugins"]
     yield "Python", f"{report['python']['version']} ({report['python']['executable']})"
     yield "platform", report["platform"]

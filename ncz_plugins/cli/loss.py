@@ -1,4 +1,4 @@
-"""What a bound is known to do to the loss of a training, by optimizer: docs/results/convergence.md in a few words."""
+"""Effect of a bound on the training loss, by optimizer, as measured in docs/results/convergence.md."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 from ..core.config import QuantizerConfig
 
-HARMLESS, VISIBLE = 0.0015, 0.01  # of the loss: what adds at most this much is called so, and anything else harmful
+HARMLESS, VISIBLE = 0.0015, 0.01  # largest share of the loss that is called so; more is "harmful"
 SOURCE = "docs/results/convergence.md"
 LIMITS = f"small models, short runs: {SOURCE}"
 
 
 class Measured(NamedTuple):
-    """What a setting with mode rms added to the training loss.
+    """Measurement of one setting with mode rms.
 
     Attributes:
+        optimizer: name of the optimizer.
         kind, block, value: settings of `quantizer`.
-        added: to the loss of a plain run, as a share of it: the mean over seeds.
-        gradient_error: the L2 norm of what quantizing changed in an average, as a share of the average's.
+        added: increase of the training loss, as a share of that of a plain run; mean over seeds.
+        gradient_error: relative L2 error of averaged gradients.
     """
 
     optimizer: str
@@ -68,7 +69,7 @@ MEASURED = (
 
 
 def expected(quantizer: QuantizerConfig) -> list[Measured]:
-    """For each optimizer, the finest setting measured that is not finer than `quantizer`; none where there is none."""
+    """For each optimizer, the finest measured setting that is at least as coarse as `quantizer`, if there is one."""
     coarser = [
         each
         for each in MEASURED
@@ -85,7 +86,7 @@ def expected(quantizer: QuantizerConfig) -> list[Measured]:
 
 
 def worst_class(quantizer: QuantizerConfig) -> str:
-    """The worst of what was found: harmful, visible or harmless; unknown where nothing was measured."""
+    """The worst class over all optimizers: "harmful", "visible" or "harmless"; "unknown" if nothing was measured."""
     if quantizer.kind == "lossless":
         return "harmless"
     classes = {each.loss_class for each in expected(quantizer)}
@@ -93,12 +94,12 @@ def worst_class(quantizer: QuantizerConfig) -> str:
 
 
 def describe(quantizer: QuantizerConfig) -> str:
-    """A line for people."""
+    """One line about the loss."""
     if quantizer.kind == "lossless":
         return "harmless: nothing is lost"
     found = expected(quantizer)
     if not found:
-        return "not measured for such settings: compare with a plain run of some hundred steps"
+        return "not measured for such settings: compare with a plain run of a few hundred steps"
     return f"{'; '.join(map(_said, found))} ({LIMITS})"
 
 
@@ -108,7 +109,7 @@ def _said(measured: Measured) -> str:
 
 
 def largest_harmless_error(quantizer: QuantizerConfig) -> float | None:
-    """The largest gradient error that was harmless under AdamW with this kind of rounding; None: none was."""
+    """Largest gradient error that was harmless under AdamW with this kind of quantizer; None if none was."""
     errors = [
         each.gradient_error
         for each in MEASURED

@@ -1,7 +1,7 @@
-"""What this machine has that matters here: the facts behind `ncz info`.
+"""Facts about this machine, for `ncz info`: versions, CPU, GPUs, kernels, backends, compilers.
 
-Nothing is assumed to exist, and neither DeepSpeed nor Horovod is imported, CuPy only where there is a GPU: their
-versions come from the installed metadata.
+Any of them may be missing. DeepSpeed and Horovod are not imported, and CuPy only if there is a GPU: their versions come
+from package metadata.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from ..version import __version__
 from .enable import enabled
 
-# CPU features that the kernels use now or may use, by the names of x86 and of Arm.
+# CPU features that the kernels use or may use in future, as /proc/cpuinfo names them on x86 and Arm.
 _FEATURES = ("avx2", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512_vbmi", "asimd", "sve", "sve2")
-# One framework, several distributions: CuPy's name tells the CUDA version it was built for.
+# Package -> distributions. CuPy has one distribution for each version of CUDA.
 _PACKAGES = {
     "deepspeed": ("deepspeed",),
     "horovod": ("horovod",),
@@ -30,7 +30,7 @@ _PACKAGES = {
 
 
 def report() -> dict[str, Any]:
-    """The whole report, made of JSON types only. None stands for what is not there."""
+    """All facts, of JSON types only. None stands for what is missing."""
     return {
         "ncz_plugins": __version__,
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -46,7 +46,7 @@ def report() -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """Model name, cores of the machine, cores this process may use, and features the kernels care about."""
+    """Model name, cores of the machine, cores that this process may use, and features that matter to the kernels."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -65,12 +65,12 @@ def cpu() -> dict[str, Any]:
 
 
 def cpu_kernels() -> dict[str, Any]:
-    """Which kernels for host tensors load, or why not, and which of them is used."""
+    """Status of each kind of CPU kernels (loaded, or the reason why not), and the one in use."""
     from .. import kernels
 
     found = {"status": kernels.statuses(), "requested": os.environ.get(kernels.ENVIRONMENT, "auto")}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that only the reference loads stands in the status
+        warnings.simplefilter("ignore")  # the status says it if only the reference loads
         try:
             return found | {"in_use": kernels.cpu_backend().name}
         except ImportError as error:
@@ -78,14 +78,14 @@ def cpu_kernels() -> dict[str, Any]:
 
 
 def cuda_kernels() -> str:
-    """ "ok", or the reason why there are no kernels for CUDA tensors."""
+    """ "ok", or the reason why there are no CUDA kernels."""
     from .. import kernels
 
     return kernels.cuda_status()
 
 
 def torch_facts() -> dict[str, Any]:
-    """Versions of torch and numpy, the backends of torch.distributed, and the GPUs torch sees."""
+    """Versions of torch and numpy, backends of torch.distributed, and GPUs that torch sees."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -120,7 +120,7 @@ def installed_version(*distributions: str) -> str | None:
 
 
 def compiler(command: str) -> dict[str, str] | None:
-    """Path of a compiler and the line of its --version output that tells the version."""
+    """Path of a compiler, and the line of its --version output with the version; None if it is not installed."""
     path = shutil.which(command)
     if path is None:
         return None
@@ -129,6 +129,6 @@ def compiler(command: str) -> dict[str, str] | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"path": path, "version": f"does not run: {error}"}
     lines = [line for line in output.splitlines() if line.strip()]
-    # nvcc opens with its name and copyright; its version stands in the line that says "release".
+    # nvcc prints its name and copyright first; the line with "release" has the version.
     version = next((line for line in lines if "release" in line), lines[0] if lines else "unknown")
     return {"path": path, "version": version.strip()}

@@ -1,10 +1,9 @@
-"""The `ncz` command: what this machine has, whether a configuration is valid, its JSON Schema, what data would
-compress to, how fast collectives are, patches of weights, and whether scripts that don't know of us honour our key.
+"""Entry point of the `ncz` command: the parser of all commands, and exit codes.
 
-Every command is a module or a package of `cli` that has `add_parser(commands)` and `run(options)`. To keep the start
-quick, none of them imports torch before its `run`.
+Every command is a module or package of `cli` with `add_parser(commands)` and `run(options)`. None imports torch before
+its `run`, so that the start is quick.
 
-Exit codes: 0 success, 2 a mistake of the user (the message is on stderr), 130 interrupted.
+Exit codes: 0 success, 2 a mistake of the user (message on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ COMMANDS = (info, check, enable, codec, plan, perf, tune, report, patch, schema)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command with `arguments` (default: the process's own) and return the exit code."""
-    for stream in (sys.stdout, sys.stderr):  # None if whoever started this has closed it
+    """Run the command with `arguments` (default: those of this process) and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # None if the parent process has closed it
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not fit the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")  # for file names that the terminal's encoding lacks
     options = build_parser().parse_args(arguments)
     options.command = shlex.join(["ncz", *(sys.argv[1:] if arguments is None else arguments)])
     try:
@@ -36,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.run(options)
         if sys.stdout:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         _drop_output()
     except (NczError, OSError) as error:
         print(f"ncz: error: {error}", file=sys.stderr)
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Drop what was printed and can't be written, as Python would try again at exit, with a message of its own."""
+    """Drop buffered output that can't be written: Python would try again at exit, and print a message of its own."""
     try:
         if sys.stdout:
             sys.stdout.flush()
@@ -57,7 +56,7 @@ def _drop_output() -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. What it parses has the command's function in `run`."""
+    """The parser of all commands. Its result has the function of the command in `run`."""
     parser = argparse.ArgumentParser(
         prog="ncz", description="Compressed collectives for DeepSpeed, Horovod and PyTorch."
     )

@@ -1,7 +1,7 @@
-"""Makes scripts that don't import ncz_plugins know it: see enable.py, which copies this file into site-packages.
+"""Module that `ncz enable` copies into site-packages, so that scripts that don't import ncz_plugins know it.
 
-There a .pth file imports the copy whenever Python starts. So it must import nothing that takes time, and do no harm
-once ncz_plugins is uninstalled.
+A .pth file imports the copy at every start of Python. So it must import nothing that takes time, and do no harm after
+ncz_plugins has been uninstalled.
 """
 
 import sys
@@ -10,10 +10,10 @@ KEY = "communication_compression"
 
 
 class AfterImport:
-    """A finder for sys.meta_path that has something done right after some modules are imported.
+    """Finder for sys.meta_path that calls a function right after a module has been imported.
 
     Args:
-        actions: functions by names of modules.
+        actions: name of a module -> function without arguments.
     """
 
     def __init__(self, actions):
@@ -24,7 +24,7 @@ class AfterImport:
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:  # a folder of that name has none
+        if spec is not None and spec.loader is not None:  # None for a folder without __init__.py
             execute = spec.loader.exec_module
 
             def exec_module(module):
@@ -36,17 +36,17 @@ class AfterImport:
 
 
 def import_plugin():
-    """Import the plugin for DeepSpeed. Where that fails, only configurations with our key are refused."""
+    """Import the plugin for DeepSpeed. If that fails, refuse configurations with our key, and only these."""
     try:
         from ncz_plugins.deepspeed import engine
 
-        engine.warns_if_none_compresses = False  # most scripts of an environment need not
+        engine.warns_if_none_compresses = False  # most scripts of an environment use no compression
     except Exception as error:
         refuse_key(error)
 
 
 def refuse_key(error):
-    """Raise an error where a configuration has our key, which would do nothing."""
+    """Have DeepSpeed raise RuntimeError for a configuration with our key, which would have no effect."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     original = DeepSpeedConfig.__init__
@@ -55,15 +55,15 @@ def refuse_key(error):
         original(self, *args, **kwargs)
         if KEY in self._param_dict:
             raise RuntimeError(
-                f'"{KEY}" can\'t be honoured: {error}. Install ncz_plugins anew and run `ncz enable`; or take the key '
-                f"out of the configuration, which nothing honours once {__file__} and the .pth file beside it are gone"
+                f'"{KEY}" can\'t be honoured: {error}. Reinstall ncz_plugins and run `ncz enable`; or remove the key '
+                f"from the configuration; or delete {__file__} and the .pth file beside it, and the key is ignored"
             ) from error
 
     DeepSpeedConfig.__init__ = __init__
 
 
 def name_backend():
-    """Make the name of our backend known to torch. The backend itself is imported by whoever uses it."""
+    """Register the name of our backend with torch. The backend itself is imported when it is used."""
     from torch.distributed.distributed_c10d import Backend
 
     def create(*arguments):
@@ -71,8 +71,8 @@ def name_backend():
             from ncz_plugins.torch.backend import CompressedBackend
         except ImportError as error:
             raise ImportError(
-                f'the backend "ncz" can\'t be made: {error}. Install ncz_plugins anew and run `ncz enable`; or take '
-                f"{__file__} and the .pth file beside it away"
+                f'the backend "ncz" can\'t be made: {error}. Reinstall ncz_plugins and run `ncz enable`; or delete '
+                f"{__file__} and the .pth file beside it"
             ) from error
         return CompressedBackend(*arguments)
 

@@ -1,6 +1,6 @@
-"""What all commands share for their output: sizes, durations, tables, JSON and files. Pictures: `picture`.
+"""Output of all commands: numbers, tables, JSON and files. Pictures are in `picture`.
 
-Nothing here imports torch, and matplotlib only where a picture is asked for.
+Nothing here imports torch. matplotlib is imported only to check the name of a picture.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..core.errors import ConfigError, UnsupportedError
 from ..core.json_numbers import finite
 from ..core.whole_files import target_of, write_whole
 
-_NO_BREAKS = 10_000  # columns, where no screen is looked at
-_PICTURE = "png"  # the kind of picture where no name says it
-_READABLE = 92  # columns of a sentence beside its name
+_UNBROKEN_COLUMNS = 10_000  # width of output that goes to no terminal
+_DEFAULT_FORMAT = "png"  # of a picture whose name has no ending
+_SENTENCE_COLUMNS = 92  # width of the values in a grid
 
 # ------------------------------------------------------------------ numbers
 
@@ -47,27 +47,27 @@ def bit_rate(bits_per_second: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 is "1 alarm", 1234 is "1,234 alarms"."""
+    """counted(1, "alarm") is "1 alarm", counted(1234, "alarm") is "1,234 alarms"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def milliseconds(seconds: float) -> str:
-    """0.0123 is "12.30 ms": for columns of times, which all have the same unit."""
+    """0.0123 is "12.30 ms": for columns of times in one unit."""
     return f"{1e3 * seconds:.2f} ms"
 
 
 def significant(number: float) -> str:
-    """With at least three significant digits, and never as a power of ten."""
+    """Three significant digits or more, never an exponent: 0.01234 is "0.0123", 1234.5 is "1234"."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.3g}"
 
 
 def rounded(number: float) -> str:
-    """With two digits behind the point at most: 3 is "3", 12345.678 is "12,345.68"."""
+    """At most two decimals: 3 is "3", 12345.678 is "12,345.68"."""
     return f"{round(number, 2):,.15g}"
 
 
 def shares(counts: dict[str, int] | None) -> str:
-    """Each name's share of the total: "rans", or "rans 75% fixed 25%"."""
+    """Share of each name: {"rans": 3, "fixed": 1} is "rans 75% fixed 25%", {"rans": 3} is "rans"."""
     if not counts:
         return ""
     if len(counts) == 1:
@@ -77,7 +77,7 @@ def shares(counts: dict[str, int] | None) -> str:
 
 
 def yaml_value(value: object) -> str:
-    """A value of a setting as it would stand in a YAML file; policies and the like in a few words."""
+    """The value of a setting as YAML has it; policies in a few words."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, tuple):
@@ -86,21 +86,25 @@ def yaml_value(value: object) -> str:
 
 
 def scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
-    """`value` with three digits, in the largest unit of which there is at least one; 0 below 0.001 of the smallest."""
-    value = float(f"{value:.3g}")  # so that 0.9999 s are 1 s, and not a thousand milliseconds
+    """`value` with three digits, in the largest unit that makes it 1 or more; 0 below 0.001 of the smallest unit.
+
+    Args:
+        units: names and sizes, the largest first.
+    """
+    value = float(f"{value:.3g}")  # so that 0.9999 s becomes "1 s", not "1000 ms"
     name, unit = next(((name, unit) for name, unit in units if value >= unit), units[-1])
     digits = float(f"{value / unit:.3g}")
-    return f"{digits if digits >= 1e-3 else 0:.15g} {name}"  # of which none is written as a power of ten
+    return f"{digits if digits >= 1e-3 else 0:.15g} {name}"  # 15 digits: never an exponent
 
 
 # ------------------------------------------------------------------ tables
 
 
 class OutputConsole(Console):
-    """A console for stdout.
+    """Console for stdout.
 
-    Rich pads each line of a table to the width of the longest one. Without a terminal these blanks are left out. A
-    reader may go: BrokenPipeError is then for `main`, where rich's own console would end the process with 1.
+    Rich pads all lines of a table to the same width; without a terminal this console removes the padding. If the reader
+    closes the pipe, it raises BrokenPipeError for `main` to handle, where rich would end the process with exit code 1.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -111,13 +115,13 @@ class OutputConsole(Console):
         print("\n".join(line.rstrip() for line in captured.get().split("\n")), end="", file=self.file, flush=True)
 
     def on_broken_pipe(self) -> None:
-        raise  # what rich has just caught
+        raise  # the BrokenPipeError that rich has just caught
 
 
 def unbroken_console() -> Console:
-    """A console that breaks lines at the edge of a terminal only: what a pipe or a file takes need not fit a screen."""
+    """A console that breaks lines at the width of the terminal, and not at all in a pipe or file."""
     on_terminal = sys.stdout is not None and sys.stdout.isatty()
-    return OutputConsole(width=None if on_terminal else _NO_BREAKS)
+    return OutputConsole(width=None if on_terminal else _UNBROKEN_COLUMNS)
 
 
 def table(
@@ -130,10 +134,11 @@ def table(
     """A table without lines.
 
     Args:
-        numbers: which of the headings are above numbers; these columns are aligned to the right.
+        headings: heading of each column.
+        numbers: headings of columns of numbers, which are right-aligned.
         gap: spaces between columns.
         no_wrap: whether cells stay on one line.
-        vertical: where the shorter ones of the headings stand.
+        vertical: alignment of headings that have fewer lines than others.
     """
     found = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0) if gap > 1 else (0, 1))
     for heading in headings:
@@ -142,27 +147,27 @@ def table(
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Add a row of plain text. A bare string would not do: rich takes "[...]" in it for markup."""
+    """Add a row of plain text. Rich would read "[...]" in a bare string as markup."""
     table.add_row(*map(Text, cells))
 
 
 def grid(rows: Iterable[tuple[str, str]]) -> Table:
-    """(name, value) lines, with the names in bold. Long values take several lines, but no word is broken."""
+    """Lines (name, value), names in bold. Long values are wrapped, but no word is broken."""
     rows = list(rows)
     longest_word = max((len(word) for _, value in rows for word in value.split()), default=0)
     found = Table.grid(padding=(0, 2))
     found.add_column(no_wrap=True)
-    found.add_column(max_width=max(_READABLE, longest_word))
+    found.add_column(max_width=max(_SENTENCE_COLUMNS, longest_word))
     for name, value in rows:
         found.add_row(Text(name, style="bold"), Text(value))
     return found
 
 
-# ------------------------------------------------------------------ commands of commands
+# ------------------------------------------------------------------ commands with subcommands
 
 
 def list_commands(parser: argparse.ArgumentParser) -> None:
-    """Have a parser whose commands are other parsers' show them, and end with 2, where none is given."""
+    """Have `parser` print its help and exit with 2 if none of its subcommands is given."""
 
     def run(options: argparse.Namespace) -> None:
         parser.print_help(sys.stderr)
@@ -175,18 +180,18 @@ def list_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print `document`, of JSON types, with null in place of NaN and infinity."""
+    """Print `document`, made of JSON types, with null in place of NaN and infinity."""
     print(json.dumps(finite(document), indent=2, allow_nan=False))
 
 
 def write_file(option: str, file: str | os.PathLike, data: bytes | str) -> None:
-    """Write the file that an option of the command line names. Raises UnsupportedError, which names both."""
+    """Write the file that an option names. Raises UnsupportedError, naming option and file."""
     with naming(option, file):
         write_whole(file, data)
 
 
 def is_plain(file: str | os.PathLike) -> bool:
-    """Whether a plain file is meant, or a folder: standard output, FIFOs and devices have names without a meaning."""
+    """Whether `file` is a regular file or a folder. Only then does the ending of its name mean anything."""
     try:
         return target_of(file).is_plain
     except OSError:
@@ -194,7 +199,7 @@ def is_plain(file: str | os.PathLike) -> bool:
 
 
 def require_writable(option: str, file: str | os.PathLike) -> None:
-    """Raise UnsupportedError, before any work, if what an option names is a folder, or no file can be made there."""
+    """Raise UnsupportedError if the file that an option names can't be written. For use before any work is done."""
     try:
         whole_files.require_writable(file)
     except OSError as error:
@@ -202,48 +207,48 @@ def require_writable(option: str, file: str | os.PathLike) -> None:
 
 
 def require_picture(option: str, file: str | os.PathLike) -> None:
-    """Raise UnsupportedError, before any work, if matplotlib can't write the picture that an option names.
+    """Raise UnsupportedError if matplotlib can't write the picture that an option names. For use before any work.
 
-    The ending of a plain file's name says which kind of picture it is. Elsewhere a name without an ending is a PNG.
+    The ending of the name is the format, and regular files must have one. Other files without an ending get a PNG.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UnsupportedError(f"{option} needs matplotlib: pip install 'ncz_plugins[plot]'") from None
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
     ending = _ending(file)
-    if ending not in kinds and (ending or is_plain(file)):
-        endings = ", ".join(f".{kind}" for kind in kinds)
-        raise UnsupportedError(f"{option} {os.fspath(file)}: allowed are names in {endings}")
+    if ending not in formats and (ending or is_plain(file)):
+        endings = ", ".join(f".{each}" for each in formats)
+        raise UnsupportedError(f"{option} {os.fspath(file)}: the name must end in one of {endings}")
     require_writable(option, file)
 
 
 def picture_format(file: str | os.PathLike) -> str:
-    """The kind of picture that a file's name asks for, such as "png"."""
-    return _ending(file) or _PICTURE
+    """Format of a picture by the name of its file, such as "png"."""
+    return _ending(file) or _DEFAULT_FORMAT
 
 
 def _ending(file: str | os.PathLike) -> str:
-    """The ending of a file's name without its dot, in lower case."""
+    """Ending of a file name in lower case, without the dot."""
     return Path(file).suffix.lower().removeprefix(".")
 
 
 @contextmanager
 def messages_apart(outputs: dict[str, str | None], has_json: bool) -> Iterator[None]:
-    """Print on standard error what is printed, if one of the outputs goes to standard output.
+    """Context manager that sends printed text to stderr if an output file is standard output.
 
     Args:
-        outputs: the files to write, by what names them on the command line.
-        has_json: whether `--json` has the command print JSON.
+        outputs: option -> file to write; None if the option is not given.
+        has_json: whether the command prints JSON.
 
-    Raises ConfigError if several things would go to standard output.
+    Raises ConfigError if several outputs would go to standard output.
     """
-    there = [f"{name} {file}" for name, file in outputs.items() if file is not None and _is_standard_output(file)]
-    if there and has_json:
-        there.append("--json")
-    if len(there) > 1:
-        raise ConfigError(f"{' and '.join(there)} would all go to standard output: name a file instead of all but one")
-    with redirect_stdout(sys.stderr) if there else nullcontext():
+    on_stdout = [f"{name} {file}" for name, file in outputs.items() if file is not None and _is_standard_output(file)]
+    if on_stdout and has_json:
+        on_stdout.append("--json")
+    if len(on_stdout) > 1:
+        raise ConfigError(f"{' and '.join(on_stdout)} would all go to standard output: give files for all but one")
+    with redirect_stdout(sys.stderr) if on_stdout else nullcontext():
         yield
 
 
@@ -256,7 +261,7 @@ def _is_standard_output(file: str) -> bool:
 
 @contextmanager
 def naming(option: str, file: str | os.PathLike) -> Iterator[None]:
-    """In place of an OSError from writing the file that an option names, raise UnsupportedError, which names both."""
+    """Context manager that turns OSError into UnsupportedError, which names the option and its file."""
     try:
         yield
     except OSError as error:

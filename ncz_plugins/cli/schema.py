@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the schema or the table, or write it to a file. Raises UnsupportedError if that can't be written."""
+    """Print the schema or the table, or write it to a file. Raises UnsupportedError if the file can't be written."""
     text = settings_table() if options.markdown else json.dumps(json_schema(), indent=2)
     if options.output:
         write_file("--output", options.output, text + "\n")

@@ -1,4 +1,4 @@
-"""From files and options of the command line to a `Config`. Nothing here imports torch."""
+"""Configuration from files and options of the command line. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..core.errors import ConfigError
 
 
 def load_config(file: str) -> tuple[Config, dict[str, Any] | None]:
-    """The configuration in a file, and the DeepSpeed configuration that it is part of; None if it is of its own.
+    """The configuration in a file, and the DeepSpeed configuration around it; None for a file of ours.
 
-    Raises ConfigError that names the file, also if it is a DeepSpeed configuration that leaves compression off.
+    Raises ConfigError, naming the file, also for a DeepSpeed configuration without compression.
     """
     document = read_document(file)
     if is_deepspeed(document):
@@ -20,11 +20,12 @@ def load_config(file: str) -> tuple[Config, dict[str, Any] | None]:
 
 
 def config_with(file: str | None, given: dict[str, dict[str, Any]], otherwise: Config | None = None) -> Config:
-    """The configuration in a file, or the default one, with the values that options gave in place of its own.
+    """The configuration in a file, overridden by options.
 
     Args:
-        given: values by section and setting; None for what no option gave.
-        otherwise: what is taken without a file, in place of the default one.
+        file: path of the file; None: `otherwise`.
+        given: section -> setting -> value; None for a value keeps that of the file.
+        otherwise: configuration if there is no file; None: the defaults.
 
     Raises ConfigError.
     """
@@ -35,7 +36,7 @@ def config_with(file: str | None, given: dict[str, dict[str, Any]], otherwise: C
 
 
 def parse_bound(text: str | None) -> dict[str, Any]:
-    """The settings of the quantizer that MODE:VALUE stands for; none for None. Raises ConfigError."""
+    """Settings `mode` and `value` of the quantizer from MODE:VALUE; empty for None. Raises ConfigError."""
     if text is None:
         return {}
     mode, colon, value = text.partition(":")
@@ -45,7 +46,7 @@ def parse_bound(text: str | None) -> dict[str, Any]:
 
 
 def parse_number(text: str | None) -> int | float | str | None:
-    """The number that a YAML file would hold. What is no number comes back as it is, and `Config` explains it."""
+    """The number in `text`. Other text is returned unchanged, and `Config` then reports it."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -55,7 +56,7 @@ def parse_number(text: str | None) -> int | float | str | None:
 
 
 def _from_deepspeed(document: dict[str, Any], file: str) -> Config:
-    """What a DeepSpeed configuration says about compression."""
+    """The configuration under our key. Raises ConfigError if the key is missing, null or false."""
     try:
         source = find_in_deepspeed(document)
         if source is None:

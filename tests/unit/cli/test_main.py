@@ -258,7 +258,7 @@ def test_a_tuning_file_has_a_name_that_a_configuration_can_read(ncz, tmp_path, m
     for name in ("tuned", "tuned.txt", "tuned.json.bak", "tuned.yaml"):
         code, _, err = ncz("tune", "--output", tmp_path / name)
         assert code == 2 and err == (
-            f"ncz: error: --output {tmp_path}/{name}: transport.tuning reads JSON by its name: name it FILE.json\n"
+            f"ncz: error: --output {tmp_path}/{name}: transport.tuning needs the ending .json: name it FILE.json\n"
         )
 
 
@@ -347,7 +347,7 @@ def test_a_full_disk_is_named_in_one_line(writer, full_device, capfd, command):
 @pytest.mark.parametrize("options", [["--json", "--plot", "-"], ["--plot", "-", "--trace", "/dev/stdout"]])
 def test_two_things_do_not_go_to_standard_output(ncz, options):
     code, out, err = ncz("perf", "all_reduce", *options)
-    assert (code, out) == (2, "") and "would all go to standard output: name a file instead of all but one" in err
+    assert (code, out) == (2, "") and "would all go to standard output: give files for all but one" in err
 
 
 def test_what_is_read_may_be_a_fifo(ncz, files):

@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_is_named_with_its_option(tmp_path):
 def test_a_picture_is_refused_before_any_work(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     output.require_picture("--plot", tmp_path / "x.png")
-    with pytest.raises(UnsupportedError, match="--plot x.foo: allowed are names in .*[.]png"):
+    with pytest.raises(UnsupportedError, match="--plot x.foo: the name must end in one of .*[.]png"):
         output.require_picture("--plot", "x.foo")
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     with pytest.raises(UnsupportedError, match="--plot needs matplotlib"):

@@ -254,7 +254,7 @@ def test_where_there_is_no_link_that_is_said(read, monkeypatch, environment, wit
         (["--bound", "rms"], "--bound: 'rms' is not MODE:VALUE"),
         (["--bound", "rms:wide"], "quantizer.value: 'wide' is not allowed"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["--plot", "x.foo"], "--plot x.foo: allowed are names in"),
+        (["--plot", "x.foo"], "--plot x.foo: the name must end in one of"),
         (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: no file can be made there"),
         (["--trace", "/nowhere/x.json"], "--trace /nowhere/x.json: no file can be made there"),
         (["--trace", "/"], "--trace /: is a folder: name a file in it"),
