@@ -253,7 +253,10 @@ def test_computing_from_tokens():
             ["--parameters", "1M", "--tokens", "10", "--efficiency", "40", *SLOW[5:]],
             "--efficiency 40: allowed: a share",
         ),
-        ([*SLOW[1:], "--bound", "bits:4", "--ratio", "8"], "--ratio 8: quantizer.mode: bits sends 4 bits per value"),
+        (
+            [*SLOW[1:], "--bound", "bits:4", "--ratio", "8"],
+            "--ratio 8: has no effect, as quantizer.mode: bits always sends 4",
+        ),
         (["--parameters", "1M", "--tokens", "10", "--compare", "x1,"], "--compare x1: unknown; known are"),
         ([*SLOW[1:], "--costs", "tpu"], "--costs tpu: unknown; known are cpu, gpu"),
         ([*SLOW[1:], "--bound", "abs:0.1"], "give --ratio"),
@@ -295,7 +298,7 @@ def test_users_add_machines(tmp_path, capsys):
     [found] = plan(capsys, *options)["plans"]
     assert found["ranks"] == 4
     file.write_text(yaml.safe_dump({"instances": {"box": entry}}))
-    assert "a figure without a source is not taken" in refusal(capsys, *options)
+    assert "every number needs a source" in refusal(capsys, *options)
     file.write_text(yaml.safe_dump({"instances": {"box": entry | {"gbps": -1}}}))
     assert "instances.box.gbps: -1" in refusal(capsys, *options)
 
@@ -410,7 +413,7 @@ def test_what_follows_from_a_run_is_not_given_beside_it(tmp_path, capsys):
     run = str(recorded(tmp_path / "run.jsonl", 1.0, 12_500_000, 0.4))
     for option, value in (("--tokens", "10"), ("--tflops", "100"), ("--efficiency", "0.5")):
         words = refusal(capsys, "plan", "--run", run, "--link-gbps", "1", option, value)
-        assert f"{option}: how long a step computes follows from --run" in words
+        assert f"{option}: --run already states how long a step computes" in words
 
 
 def test_settings_of_another_version_are_not_taken(tmp_path, capsys):
