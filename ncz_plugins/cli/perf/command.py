@@ -15,7 +15,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser(
         "perf",
-        help="how fast a collective is: compressed, plain and by other ways, over slow links too",
+        help="speed of a collective: compressed, plain and by other means, also over slow links",
         epilog="data: " + "; ".join(f"{name}: {what}" for name, what in DATA.items()),
     )
     parser.add_argument("collective", choices=COLLECTIVES)
@@ -41,10 +41,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and show what the options ask for. Raises NczError."""
+    """Measure what the options ask for, and print the results. Raises NczError."""
     config = config_with(options.config, {"quantizer": parse_bound(options.bound)})
     if config.quantizer.kind == "lossless" and options.bound:
-        raise ConfigError("--bound has no meaning with a quantizer that keeps every bit: lossless")
+        raise ConfigError("--bound has no effect with the quantizer lossless, which keeps every bit")
     if options.plot:
         require_picture("--plot", options.plot)
     if options.trace:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
 
     request = read(options, config)
     records, trace = run_jobs(request)
-    if not records:  # rank 0 has them, and shows them
+    if not records:  # only rank 0 has records
         return
     if options.json:
         print_json(show.document(options.command, request, records))

@@ -1,7 +1,7 @@
-"""What `ncz perf` sends: real gradients, a smooth field, noise, or a file, different on every rank.
+"""Data that `ncz perf` sends: real gradients, a smooth field, noise, weights or a file, different on each rank.
 
-A source yields pieces, which stand end to end until a tensor is full. A piece follows from (rank, index) alone, so that
-the same rank gets the same values again, and a small tensor is the beginning of a large one.
+A source makes pieces, which are concatenated until a tensor is full. A piece depends on (rank, index) only. So a rank
+gets the same values in every run, and a small tensor is the beginning of a large one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ...core.errors import UnsupportedError
 from ...kernels.cache import private_folder, write_private
 from ..codec.array_file import read_array
 
-# (rank, index) -> a piece, 1-D, float32; bfloat16 of weights
+# (rank, index of the piece) -> piece, 1-D, float32; bfloat16 for weights
 Source = Callable[[int, int], Tensor]
 
-_NOISE_PIECE = 1 << 20
-_FIELD_SIDE = 128
+_NOISE_PIECE_VALUES = 1 << 20
+_FIELD_SIDE_VALUES = 128
 
 
 def values(source: Source, rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The first `count` values of `rank`, [count]."""
+    """First `count` values of `rank`, [count]."""
     filled, out = 0, torch.empty(count, dtype=dtype, device="cpu")
     for index in count_from():
         if filled == count:
@@ -40,7 +40,7 @@ def values(source: Source, rank: int, count: int, dtype: torch.dtype = torch.flo
 
 
 def from_file(file: str) -> Source:
-    """The floats of an .npy file, from another place in it for every rank and piece. Raises UnsupportedError."""
+    """Source of the floats of an .npy file, from another position for each rank and piece. Raises UnsupportedError."""
     if os.path.exists(file) and not os.path.isfile(file):
         raise UnsupportedError(f"--data {file}: every rank reads it, so it must be a plain file")
     array = torch.from_numpy(read_array(file)).reshape(-1).float()
@@ -50,18 +50,20 @@ def from_file(file: str) -> Source:
 
 
 def noise(rank: int, index: int) -> Tensor:
-    """White, Gaussian, of variance 1."""
-    return torch.randn(_NOISE_PIECE, generator=_generator("noise", rank, index), dtype=torch.float32, device="cpu")
+    """Source of white Gaussian noise of variance 1."""
+    return torch.randn(
+        _NOISE_PIECE_VALUES, generator=_generator("noise", rank, index), dtype=torch.float32, device="cpu"
+    )
 
 
 def field(rank: int, index: int) -> Tensor:
-    """A periodic field in three dimensions whose energy at wave number k falls as k^(-5/3), of variance 1."""
-    side = _FIELD_SIDE
+    """Source of periodic three-dimensional fields of variance 1, whose energy at wave number k falls as k^(-5/3)."""
+    side = _FIELD_SIDE_VALUES
     white = torch.randn(side, side, side, generator=_generator("field", rank, index), dtype=torch.float32, device="cpu")
     full = torch.fft.fftfreq(side, 1 / side, dtype=torch.float32, device="cpu")
     half = torch.fft.rfftfreq(side, 1 / side, dtype=torch.float32, device="cpu")
     squared = full[:, None, None] ** 2 + full[:, None] ** 2 + half**2
-    # The energy is that of a shell, whose area grows with k^2: an amplitude of k^(-5/6 - 1).
+    # Energy counts a whole shell, whose area grows with k^2. So the amplitude falls as k^(-5/6 - 1).
     amplitude = squared.clamp(min=1) ** (-11 / 12) * (squared > 0)
     smooth = torch.fft.irfftn(torch.fft.rfftn(white) * amplitude, s=white.shape)
     return (smooth / smooth.std()).reshape(-1)
@@ -70,11 +72,11 @@ def field(rank: int, index: int) -> Tensor:
 # ------------------------------------------------------------------ gradients
 
 _CONTEXT, _BATCH, _STEPS = 128, 12, 100
-_VERSION = 1  # of the weights below; to be raised when the training changes
+_VERSION = 1  # of the cached weights; increase it when the training changes
 
 
 class GPT(nn.Module):
-    """A byte-level GPT-2 with the sizes of the one in the examples, of torch's own layers."""
+    """Byte-level GPT-2 of torch's layers, with the sizes of the GPT in the examples."""
 
     def __init__(self, layers: int = 4, heads: int = 6, width: int = 192):
         super().__init__()
@@ -90,7 +92,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss in nats per byte; both int64, [batch, _CONTEXT]."""
+        """Mean loss in nats per byte. Both arguments are int64, [batch, _CONTEXT]."""
         mask = nn.Transformer.generate_square_subsequent_mask(_CONTEXT)
         x = self.tokens(tokens) + self.positions.weight
         for block in self.blocks:
@@ -99,7 +101,7 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def gradient(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """All gradients end to end, the last parameter's first: in the order in which they are ready to be sent."""
+        """All gradients, concatenated in the order in which they become ready: that of the last parameter first."""
         self.zero_grad()
         with _one_thread():
             self(tokens, targets).backward()
@@ -107,7 +109,7 @@ class GPT(nn.Module):
 
 
 class Gradients:
-    """A source of gradients at the given weights, as `trained` returns them."""
+    """Source of gradients at given weights, which `trained` returned."""
 
     def __init__(self, weights: Tensor):
         self._model = GPT()
@@ -119,28 +121,28 @@ class Gradients:
 
 
 def parameter_count() -> int:
-    """How many weights `trained` returns."""
+    """Number of weights that `trained` returns."""
     return sum(p.numel() for p in GPT().parameters())
 
 
 def weights(version: Tensor) -> Source:
-    """A source of the given weights, from another place for every rank and piece, in bfloat16."""
+    """Source of the given weights in bfloat16, from another position for each rank and piece."""
     rounded = version.bfloat16()
     return lambda rank, index: rounded.roll(-_seed("weights", rank, index) % rounded.numel())
 
 
 def trained(more: int = 0) -> Tensor:
-    """The weights after training, float32, 1-D: kept from an earlier run, or made now, which takes most of a minute.
+    """Weights after training, float32, 1-D: cached by an earlier run, or trained now in most of a minute.
 
     Args:
-        more: steps beyond those of other data.
+        more: number of further training steps.
     """
     steps = _STEPS + more
     try:
         file = private_folder("perf") / f"gpt-v{_VERSION}{f'-{more}' if more else ''}.npy"
-    except OSError:  # where nothing can be kept, they are made again
+    except OSError:  # no folder for a cache
         return train(steps)
-    with contextlib.suppress(UnsupportedError):  # not there, or damaged
+    with contextlib.suppress(UnsupportedError):  # missing or damaged
         kept = read_array(file)
         if kept.shape == (parameter_count(),) and kept.dtype == np.float32 and np.isfinite(kept).all():
             return torch.from_numpy(kept)
@@ -153,7 +155,7 @@ def trained(more: int = 0) -> Tensor:
 
 
 def train(steps: int) -> Tensor:
-    """The weights after so many steps, float32, 1-D."""
+    """Weights after `steps` training steps, float32, 1-D."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = GPT()
@@ -169,7 +171,7 @@ def train(steps: int) -> Tensor:
 
 
 def _batch(text: Tensor, *which: object) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, one byte further on, both int64, [_BATCH, _CONTEXT]."""
+    """Tokens, and targets one byte later, both int64, [_BATCH, _CONTEXT]."""
     places = torch.randint(
         text.numel() - _CONTEXT, (_BATCH,), generator=_generator(*which), dtype=torch.int64, device="cpu"
     )
@@ -178,19 +180,19 @@ def _batch(text: Tensor, *which: object) -> tuple[Tensor, Tensor]:
 
 
 def _text() -> Tensor:
-    """English and code that comes with every Python, uint8, 1-D."""
+    """Text to train on, uint8, 1-D: English and code that come with Python."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise UnsupportedError(
-            "--data gradient: this Python lacks pydoc_data, the text to train on; take --data field, noise or FILE.npy"
+            "--data gradient: this Python lacks pydoc_data, the text to train on; use --data field, noise or FILE.npy"
         ) from None
     return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for torch: sums then have one order, whoever makes the gradients."""
+    """Context manager that limits torch to one thread, so that sums have the same order on every rank."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -207,5 +209,5 @@ def _generator(*which: object) -> torch.Generator:
 
 
 def _seed(*which: object) -> int:
-    """The same for the same arguments, in every process, and well spread."""
+    """Seed that depends on the arguments only, and is the same in every process."""
     return crc32(repr(which).encode())

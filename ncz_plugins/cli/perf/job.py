@@ -1,4 +1,4 @@
-"""What `ncz perf` measures: collectives, data, and the job that all ranks get. Nothing here imports torch."""
+"""Job that all ranks of `ncz perf` get, and the collectives and data to choose from. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-# What there is to send beside files. Every rank has values of its own, the same ones in every run.
+# Data to send, besides files. Each rank has different values, which are the same in every run.
 DATA = {
     "gradient": "gradients of a 1.9 M-parameter GPT after 100 steps of training on Python's own documentation, batch "
     "after batch at the same weights",
@@ -20,18 +20,18 @@ DATA = {
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks measure. It travels to them as JSON.
+    """Job of all ranks, sent to them as JSON.
 
     Attributes:
         collective: one of COLLECTIVES.
         sizes: bytes of the whole tensor, ascending.
-        peers: names in `contenders.CONTENDERS`, in the order of their turns; "plain" and "ncz" are among them.
-        data: one of DATA, or an .npy file.
-        config: of the contender "ncz", as a mapping.
-        link: the rate of the link as --link has it; None for the network as it is.
-        repeat: rounds that are timed; None for as many as fit into a few seconds.
-        trace: whether to record what happens inside one call of the largest size.
-        timeout: seconds that no single exchange may take.
+        peers: keys of `contenders.CONTENDERS` in the order of their turns, including "plain" and "ncz".
+        data: key of DATA, or path of an .npy file.
+        config: settings of the contender "ncz", as a mapping.
+        link: rate of the link as in --link; None for no limit.
+        repeat: number of timed rounds; None for as many as fit into 2 seconds.
+        trace: whether to record one call of the largest size.
+        timeout: time limit of one exchange, in seconds.
     """
 
     collective: str
@@ -46,14 +46,15 @@ class Job:
 
     @property
     def sends_weights(self) -> bool:
-        """Whether two versions of bfloat16 weights take turns; all other data is float32, and always the same."""
+        """Whether the data are two versions of bfloat16 weights in turns. Other data are float32 and never change."""
         return self.data == "weights"
 
     @property
     def dtype(self) -> str:
-        """That of the data, by its name in torch."""
+        """dtype of the data, by its name in torch."""
         return "bfloat16" if self.sends_weights else "float32"
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a value."""
         return 2 if self.sends_weights else 4

@@ -1,7 +1,7 @@
-"""Starts the ranks of a job on this machine, as a launcher would on several, and never waits for ever.
+"""Launcher of the ranks of a job on this machine, with a time-out.
 
-Each rank gets the environment variables of torchrun and, if asked for, of horovodrun. All ranks are gone when a
-function of this module returns or raises, and the kernel ends them if this process itself is killed.
+Each rank gets the environment variables of torchrun and, on request, of horovodrun. When a function of this module
+returns or raises, all its ranks have ended. If this process is killed, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import IO, Any
 from ...core.errors import NczError, UnsupportedError
 from .link import Node
 
-RECORDS = "NCZ_PERF_OUT"  # rank 0 finds the number of a file descriptor here, to write JSON lines to
+RECORDS = "NCZ_PERF_OUT"  # environment variable of rank 0: descriptor to which it writes JSON lines
 
 _POLL_SECONDS = 0.1
-_ENDING_SECONDS = 2
-_LOG_LINES = 20  # of a failed rank's log, shown in the error
+_ENDING_SECONDS = 2  # for a process to end by itself before it is killed
+_LOG_LINES = 20  # last lines of a failed rank's log that the error shows
 _RENDEZVOUS_SECONDS = 60
-_PORT = 29500  # for ranks with nodes of their own, where every port is free
-_FIRST_PORT = 10_000  # below are those of well-known services
+_PORT = 29500  # for ranks in network namespaces, where every port is free
+_FIRST_PORT = 10_000  # lower ports belong to well-known services
 
 
 def run_ranks(
@@ -44,9 +44,13 @@ def run_ranks(
     on_record: Callable[[dict[str, Any]], None],
     timeout: float,
 ) -> None:
-    """Run `ncz_plugins.cli.perf.rank` once per rank, each with the specification as JSON on its standard input.
+    """Run `ncz_plugins.cli.perf.rank` once per rank.
 
-    For the rest, and for what is raised, see `run`.
+    Args:
+        ranks: number of ranks.
+        specification: JSON document on the standard input of every rank.
+
+    For the other arguments and for errors see `run`.
     """
     command = [sys.executable, "-m", "ncz_plugins.cli.perf.rank"]
     with tempfile.NamedTemporaryFile() as records:
@@ -76,19 +80,24 @@ def run(
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     timeout: float,
 ) -> None:
-    """Run `command` once per rank to its end.
+    """Run `command` once per rank, and wait until all have ended.
 
     Args:
-        records: file that is emptied, then followed: `on_record` is called with each line of JSON that rank 0 writes,
-            to this path or to the descriptor that NCZ_PERF_OUT names, as soon as it is there.
-        standard_input: what every rank reads there.
-        nodes: where the ranks run, `ranks_per_node` on each; by default all here, connected by the loopback.
-        horovod: also let Horovod's ranks meet, so that `hvd.init()` works without horovodrun.
+        command: the command and its arguments.
+        ranks: number of ranks.
+        records: file that rank 0 writes JSON lines to, by this path or by the descriptor in NCZ_PERF_OUT. Emptied at
+            the start.
+        standard_input: standard input of every rank.
+        nodes: nodes on which the ranks run; None: on this machine, over the loopback.
+        ranks_per_node: number of ranks on each node.
+        horovod: whether to start the server at which Horovod's ranks meet, so that `hvd.init()` works without
+            horovodrun.
         environment: variables in addition to those of this process and of the launchers.
-        timeout: seconds for all of it.
+        on_record: called with each line of `records` as soon as it is written.
+        timeout: time limit in seconds.
 
-    Raises NczError if a rank fails or the time is over; the message ends with the last lines that the rank printed.
-    Raises UnsupportedError where setpriv is missing.
+    Raises NczError if a rank fails or the time is over; the message ends with the last lines of the rank's log.
+    Raises UnsupportedError if setpriv is missing.
     """
     if which("setpriv") is None:
         raise UnsupportedError("ranks are started by setpriv, which is not here: install util-linux, or use a launcher")
@@ -115,7 +124,7 @@ def run(
                 stdout=log,
                 stderr=log,
                 pass_fds=[output.fileno()] if rank == 0 else [],
-                start_new_session=True,  # Ctrl-C is for this process, which then ends them
+                start_new_session=True,  # Ctrl-C interrupts this process only, which then ends the ranks
             )
             stack.callback(_end, process)
             started.append((process, log))
@@ -123,7 +132,7 @@ def run(
 
 
 def emitter() -> Callable[[dict[str, Any]], None]:
-    """The function with which a rank that `run` started emits records. It does nothing on ranks other than 0."""
+    """Function with which a rank that `run` started writes records. It does nothing on ranks other than 0."""
     descriptor = os.environ.get(RECORDS)
     records = open(int(descriptor), "w", buffering=1, closefd=False) if descriptor else None
 
@@ -138,7 +147,7 @@ def emitter() -> Callable[[dict[str, Any]], None]:
 
 
 def _meeting_point(nodes: list[Node] | None) -> dict[str, str]:
-    """The environment variables that are the same for all ranks, as torchrun sets them."""
+    """Environment variables that are the same on all ranks, as torchrun sets them."""
     if nodes:
         address, port, interface = nodes[0].address, _PORT, nodes[0].interface
     else:
@@ -159,7 +168,7 @@ def _torchrun(rank: int, ranks: int, per_node: int) -> dict[str, str]:
 
 @contextmanager
 def _horovodrun(ranks: int, nodes: list[Node] | None, per_node: int) -> Iterator[list[dict[str, str]]]:
-    """Each rank's variables, while the server is up at which Horovod's ranks meet."""
+    """Context manager that runs the server at which Horovod's ranks meet, and yields the variables of each rank."""
     hosts = ",".join(f"{node.name}:{per_node}" for node in nodes) if nodes else f"localhost:{ranks}"
     command = [sys.executable, "-m", "ncz_plugins.cli.perf.rendezvous", hosts, str(ranks)]
     with ExitStack() as stack:
@@ -187,19 +196,19 @@ def _horovodrun(ranks: int, nodes: list[Node] | None, per_node: int) -> Iterator
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listens here, for ranks to meet at.
+    """A free TCP port at which ranks can meet.
 
-    The system hands out ports from a range of its own to every connection and every listener that names none, and
-    seconds pass before the first rank listens. So the port is from below that range, where there is room.
+    Seconds pass before the first rank listens. Meanwhile the system may assign any port of its ephemeral range to other
+    connections. So the port is chosen below that range if possible.
     """
     try:
-        first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:  # not Linux
-        first_handed_out = 32768
-    candidates = range(_FIRST_PORT, first_handed_out)
+        first_ephemeral = 32768
+    candidates = range(_FIRST_PORT, first_ephemeral)
     for port in [*random.SystemRandom().sample(candidates, min(100, len(candidates))), 0]:
         with socket.socket() as probe:
-            with suppress(OSError):  # it is taken
+            with suppress(OSError):  # the port is in use
                 probe.bind(("127.0.0.1", port))
                 return probe.getsockname()[1]
     raise NczError("no TCP port is free on 127.0.0.1 for the ranks to meet at")
@@ -209,7 +218,7 @@ def free_port() -> int:
 
 
 def _ending_with_this_process(command: list[str]) -> list[str]:
-    """The command, killed by the kernel when the thread that starts it ends (prctl(2), PR_SET_PDEATHSIG)."""
+    """The command, wrapped so that the kernel kills it when this thread ends (prctl(2), PR_SET_PDEATHSIG)."""
     return ["setpriv", "--pdeathsig", "KILL", "--", *command]
 
 
@@ -220,10 +229,10 @@ def _follow(
     deadline: float,
     timeout: float,
 ) -> None:
-    """Hand on the records until all ranks have ended well; NczError if that does not come to pass."""
+    """Pass on records until all ranks have ended. Raises NczError if one fails or the time is over."""
     partial = ""
     while True:
-        codes = [process.poll() for process, _ in started]  # asked before reading, so that no last line is missed
+        codes = [process.poll() for process, _ in started]  # polled before reading, so that no last line is missed
         *lines, partial = (partial + records.read()).split("\n")
         for line in lines:
             on_record(json.loads(line))
@@ -242,20 +251,20 @@ def _follow(
 
 
 def _how(code: int) -> str:
-    """How a process ended, for people."""
+    """Words for the exit code of a process."""
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
     return f"{ended}; the end of its log:"
 
 
 def _let_end(process: subprocess.Popen) -> None:
-    """Let a process that reads its standard input to the end come to its own."""
+    """Close the standard input of a process, and wait briefly for it to end."""
     process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_ENDING_SECONDS)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kill a process and all that it started."""
+    """Kill a process and all its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

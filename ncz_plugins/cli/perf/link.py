@@ -1,11 +1,11 @@
-"""A slow network on one machine: nodes in network namespaces, joined by a switch, each behind a link of a given rate.
+"""Slow network on one machine: nodes in network namespaces, joined by a switch, each behind a link of a given rate.
 
     with link(nodes=2, rate="1gbit") as nodes:
         subprocess.run(nodes[0].command(["ping", "-c1", nodes[1].address]))
 
-Every namespace lives exactly as long as a process that waits for the end of its standard input. The other end of that
-pipe is here, so the kernel takes all namespaces, interfaces and limits away when this process ends, however it ends.
-Nothing has a name in the root namespace, so there is nothing to collide with and nothing to leave behind.
+Each namespace lives as long as a process that waits for the end of its standard input, a pipe from this process. So
+the kernel removes all namespaces, interfaces and limits when this process ends, even if it is killed. Nothing gets a
+name in the root namespace, so nothing can collide or be left behind.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from pathlib import Path
 
 from ...core.errors import ConfigError, UnsupportedError
 
-UNLIMITED = "unlimited"  # the rate of a link as fast as the machine moves memory
-INTERFACE = "ncz0"  # the node's end of its link; the same name in every node, since each has its own namespace
+UNLIMITED = "unlimited"  # rate of a link without a limit: as fast as the machine moves memory
+INTERFACE = "ncz0"  # the node's end of its link, in the namespace of the node
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # as tc has them
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", re.ASCII)
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-_SECONDS = 20  # for one of those tools: far more than it needs, so that nothing hangs
+_TOOL_SECONDS = 20  # time limit of one of these tools, far above what it needs
 
-# A token bucket lets through at once what has gathered in it while the link was idle, and that much of each message
-# travels free. So it is as small as keeps the rate: a millisecond's worth, and no less than two of the 64 KiB packets
-# that Linux hands down to an interface.
+# An idle link lets a burst through at once (a token bucket), and that much of each message travels in no time. So the
+# burst is the smallest one that still keeps the rate: one millisecond, and at least two of the 64 KiB packets that
+# Linux passes to an interface.
 _BURST_SECONDS, _BURST_BYTES = 1e-3, 128 << 10
-_QUEUE = "20ms"  # what the link buffers, as a switch does; more is dropped, and TCP slows down
+_QUEUE = "20ms"  # buffer of the link, as in a switch; if it overflows, packets are dropped and TCP slows down
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the laboratory: a network namespace with one interface, and its own host name.
+    """Simulated machine: a network namespace with one interface and its own host name.
 
-    The host name is its address, so that whoever looks up the host name, as Horovod's gloo does, gets that address.
+    The host name is the address, because Horovod's gloo looks up the host name to get the address.
 
     Attributes:
-        name: of the switch's port that it is connected to.
-        address: IPv4 address of its interface.
-        interface: name of its interface, for GLOO_SOCKET_IFNAME.
-        pid: the process whose network namespace it is.
+        name: name of the switch's port that the node is connected to.
+        address: IPv4 address of the interface.
+        interface: name of the interface, for GLOO_SOCKET_IFNAME.
+        pid: id of the process that keeps the namespace alive.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Node:
     pid: int
 
     def command(self, argv: list[str]) -> list[str]:
-        """The command that runs `argv` in this node; it keeps its process id, as no process stands in between."""
+        """The command that runs `argv` in this node, without a process in between: the process id stays the same."""
         return _inside(self.pid, argv)
 
     def bytes_received(self) -> int:
-        """Bytes that came in over the link since it came up, headers included, as the kernel counted them."""
+        """Bytes received over the link so far, headers included, as counted by the kernel."""
         return self._counters()[0]
 
     def bytes_sent(self) -> int:
-        """Bytes that went out over the link since it came up, headers included, as the kernel counted them."""
-        return self._counters()[8]  # eight counters of received packets come first
+        """Bytes sent over the link so far, headers included, as counted by the kernel."""
+        return self._counters()[8]  # after eight counters for receiving
 
     def _counters(self) -> list[int]:
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
@@ -76,10 +76,15 @@ class Node:
 
 @contextmanager
 def link(nodes: int, rate: str | None = None) -> Iterator[list[Node]]:
-    """A network of `nodes` machines, each with a link of `rate` (see `bits_per_second`) in both directions.
+    """Context manager that yields a network of nodes, each with a link of `rate` in both directions.
 
-    Whoever started processes in the nodes ends them before leaving the context. Raises ConfigError for a rate that
-    is none, UnsupportedError where no namespaces or limits can be made.
+    End all processes in the nodes before leaving the context.
+
+    Args:
+        nodes: number of nodes.
+        rate: see `bits_per_second`.
+
+    Raises ConfigError for an invalid rate, UnsupportedError if namespaces or limits can't be made.
     """
     limit = bits_per_second(rate)
     _check_tools()
@@ -98,7 +103,10 @@ def link(nodes: int, rate: str | None = None) -> Iterator[list[Node]]:
 
 
 def bits_per_second(rate: str | None) -> float | None:
-    """A rate as tc has it, such as "1gbit", "2.5gbit" or "100mbit"; None for None or "unlimited"."""
+    """Bits per second of a rate such as "1gbit", "2.5gbit" or "100mbit"; None for None or "unlimited".
+
+    Raises ConfigError for an invalid rate.
+    """
     if rate is None or rate == UNLIMITED:
         return None
     match = _RATE.fullmatch(rate)
@@ -108,7 +116,7 @@ def bits_per_second(rate: str | None) -> float | None:
 
 
 def _check_tools() -> None:
-    """UnsupportedError, with the remedy, if this process can't make a network."""
+    """Raise UnsupportedError if a tool is missing or this process is not run by root."""
     for tool, package in _TOOLS.items():
         if not shutil.which(tool):
             raise UnsupportedError(f"a link needs the command '{tool}' of Linux: install the package {package}")
@@ -118,14 +126,17 @@ def _check_tools() -> None:
 
 @contextmanager
 def _namespace(hostname: str) -> Iterator[int]:
-    """The id of a process in namespaces of its own for network and host name, gone with the context or this process."""
-    # In a session of its own, so that Ctrl-C doesn't take the network from under those who are being ended in order.
+    """Context manager that yields the id of a process in its own namespaces for network and host name.
+
+    The namespaces end with the context, or with this process.
+    """
+    # A session of its own, so that Ctrl-C does not remove the network while ranks are still being ended.
     script = f"echo {hostname} >/proc/sys/kernel/hostname && echo && exec cat"
     command = ["unshare", "--net", "--uts", "sh", "-c", script]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **streams, start_new_session=True) as process:
         try:
-            if not process.stdout.readline():  # the empty line tells that the namespace is there
+            if not process.stdout.readline():  # an empty line says that the namespace exists
                 words = process.stderr.read().decode().strip()
                 raise UnsupportedError(f"a link can't be made here: '{' '.join(command[:3])}' says: {words}")
             yield process.pid
@@ -134,7 +145,7 @@ def _namespace(hostname: str) -> Iterator[int]:
 
 
 def _connect(switch: int, node: Node) -> None:
-    """A pair of interfaces from the node to the switch, without IPv6, whose announcements would be counted too."""
+    """Connect a node to the switch, without IPv6, whose announcements would be counted as traffic."""
     port = f"{node.name} type veth peer name {node.interface} netns {node.pid}"
     _ip(switch, [f"link add {port}", f"link set {node.name} master switch addrgenmode none up"])
     own = [f"link set {node.interface} addrgenmode none up", f"addr add {node.address}/16 dev {node.interface}"]
@@ -142,12 +153,12 @@ def _connect(switch: int, node: Node) -> None:
 
 
 def burst_bytes(limit: float) -> int:
-    """What a link of so many bits a second lets through at once after it was idle."""
+    """Bytes that an idle link of `limit` bits per second lets through at once."""
     return max(_BURST_BYTES, round(_BURST_SECONDS * limit / 8))
 
 
 def _limit(pid: int, interface: str, limit: float) -> None:
-    """Let out at most `limit` bits a second."""
+    """Limit an interface to sending `limit` bits per second."""
     bucket = ["tbf", "rate", f"{limit:.0f}bit", "burst", f"{burst_bytes(limit)}b", "latency", _QUEUE]
     _run(pid, ["tc", "qdisc", "add", "dev", interface, "root", *bucket])
 
@@ -157,11 +168,13 @@ def _ip(pid: int, lines: list[str]) -> None:
 
 
 def _run(pid: int, argv: list[str], lines: str = "") -> None:
-    """Run a tool in the namespaces of a process; UnsupportedError with the tool's words if the kernel refuses."""
+    """Run a tool in the namespaces of a process. Raises UnsupportedError, with the tool's message, if it fails."""
     try:
-        done = subprocess.run(_inside(pid, argv), input=lines, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(_inside(pid, argv), input=lines, capture_output=True, text=True, timeout=_TOOL_SECONDS)
     except subprocess.TimeoutExpired:
-        raise UnsupportedError(f"a link can't be made here: '{' '.join(argv)}' did not end in {_SECONDS} s") from None
+        raise UnsupportedError(
+            f"a link can't be made here: '{' '.join(argv)}' did not end in {_TOOL_SECONDS} s"
+        ) from None
     if done.returncode:
         words = done.stderr.strip() or f"exit status {done.returncode}"
         raise UnsupportedError(f"a link can't be made here: '{' '.join(argv)}' says: {words}")

@@ -1,4 +1,4 @@
-"""Contenders in turns, A B A B, on the same data in the same run: time, bytes and error of each."""
+"""Measurement of contenders in turns (A B A B) on the same data: seconds, bytes and error of each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .gather import gathered
 from .job import Job
 from .network import namespace, require_crossing, sent_bytes
 
-SECONDS = 2.0  # for every contender and size, unless the least number of rounds takes longer
-_ROUNDS = range(5, 101)  # how many that may be
-# Sent before every call over a limited link, as such a link lets through at once what it saved up while it was idle,
-# 128 KiB: all that a small compressed tensor needs.
+SECONDS = 2.0  # for each contender and size, unless the minimum number of rounds takes longer
+_ROUNDS = range(5, 101)  # allowed numbers of rounds
+# Sent before every call over a limited link. An idle link lets a burst of 128 KiB through at once, which would be all
+# of a small compressed tensor.
 _DRAIN_BYTES = 256 << 10
 
-# Shares of the data that a bandwidth-optimal collective over n ranks moves through each of them: what nccl-tests
-# multiplies algbw by to get busbw.
+# Share of the data that a bandwidth-optimal collective over n ranks moves through each rank. As in nccl-tests, busbw is
+# algbw times this.
 _BUS_SHARES = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -41,9 +41,9 @@ _BUS_SHARES = {
 
 
 def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple[int, int]:
-    """Of a tensor of about `size` bytes: how many it has, and how many nccl-tests would count.
+    """Elements of a tensor of about `size` bytes, and elements that nccl-tests would count.
 
-    The tensor is the larger one of input and output. With a part for every rank it is the parts that count.
+    The tensor is the larger one of input and output. nccl-tests counts elements of one rank's part if there are parts.
     """
     if collective in ("all_reduce", "broadcast"):
         count = max(1, size // itemsize)
@@ -53,21 +53,21 @@ def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple
 
 
 def bandwidths(collective: str, nbytes: int, ranks: int, seconds: float) -> tuple[float, float]:
-    """algbw and busbw of nccl-tests, in GB/s."""
+    """algbw and busbw as in nccl-tests, in GB/s."""
     algbw = 1e-9 * nbytes / seconds
     return algbw, algbw * _BUS_SHARES[collective](ranks)
 
 
 @dataclass
 class Turns:
-    """What one rank saw of one contender at one size.
+    """Measurements of one contender at one size, on one rank.
 
     Attributes:
-        seconds: of each timed round.
-        sent: bytes sent in each timed round; nan where nothing is counted.
-        details: of the last round's call.
-        error: of its result: relative L2, and the largest of an element.
-        over: the largest error as a share of the bound; None where there is no bound.
+        seconds: seconds of each timed round.
+        sent: bytes sent in each timed round; nan if nothing is counted.
+        details: `Exchange.details` of the last round.
+        error: relative L2 error and largest absolute error of the last result.
+        over: largest error as a share of the bound; None if there is no bound.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -78,12 +78,12 @@ class Turns:
 
 
 class Measurement:
-    """One job on one rank. All ranks make the same calls.
+    """Run of one job on one rank. All ranks make the same calls.
 
     Args:
-        sources: of the data; if there are several, they take turns.
-        emit: takes what there is to tell, of JSON types: {"progress": share of the work}, {"result": record} and
-            {"trace": what Perfetto opens}.
+        job: the job.
+        sources: sources of the data; several take turns.
+        emit: called with {"progress": share of the work}, {"result": record} and {"trace": document for Perfetto}.
     """
 
     def __init__(self, job: Job, sources: list[Source], emit: Callable[[dict[str, Any]], None]):
@@ -91,15 +91,15 @@ class Measurement:
         self._sources = sources
         self._emit = emit
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        # Nobody's connections are in use just before a call. Those of plain calls would be faster if they were.
+        # A group of its own for barriers: with the default group they would warm up the connections of plain calls.
         self._between = dist.new_group()
         self.config = Config.load(job.config)
         where = gathered(namespace())
-        self._counts_bytes = where.index(where[self.rank]) == self.rank  # one rank for each network namespace
+        self._counts_bytes = where.index(where[self.rank]) == self.rank  # the first rank of each network namespace
         self._own_links = len(set(where)) == self.ranks
 
     def run(self) -> None:
-        """Emit a record for every size and contender. Raises NczError where a result is wrong."""
+        """Emit a record for each size and contender. Raises NczError if a result is wrong."""
         job = self.job
         context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective, job.sends_weights)
         whole, _ = elements(job.collective, job.sizes[-1], self.ranks, job.itemsize)
@@ -118,7 +118,7 @@ class Measurement:
         versions = [each[: count if collective == "all_gather" else numel] for each in data]
         warm_up = [self._turn(exchange, versions[-1])[0] for exchange in exchanges.values()]
         for exchange in exchanges.values():
-            exchange.details()  # of the warm-up: not to be counted
+            exchange.details()  # drops the counters of the warm-up
         rounds = self.job.repeat or self._rounds(warm_up)
         answer = verify.exact(collective, versions[(rounds - 1) % len(versions)], self.config.quantizer)
         turns = {name: Turns() for name in exchanges}
@@ -129,7 +129,7 @@ class Measurement:
                 turn.seconds.append(seconds)
                 turn.sent.append(sent)
                 turn.details = exchange.details()
-                if number == rounds - 1:  # at once, as the next contender may write over it
+                if number == rounds - 1:  # now, as the next contender may overwrite the result
                     self._check(turn, exchange, result.cpu(), answer)
             before = sum(other for other in self.job.sizes if other < size)
             self._emit({"progress": (before + size * (number + 1) / rounds) / sum(self.job.sizes)})
@@ -143,17 +143,17 @@ class Measurement:
         """Record one more call of the largest size on all ranks."""
         exchange.load(data)
         dist.barrier()
-        origin = 1e6 * time.perf_counter()  # ranks on several machines have no clock in common but this moment
+        origin = 1e6 * time.perf_counter()  # clocks of machines differ: this moment is the common origin
         with trace.recording() as events:
             exchange.run()
-        joined = []
+        merged = []
         for rank, (start, own) in enumerate(gathered((origin, events))):
-            joined.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-            joined += [event | {"pid": rank} | ({"ts": event["ts"] - start} if "ts" in event else {}) for event in own]
-        self._emit({"trace": {"traceEvents": joined, "displayTimeUnit": "ms"}})
+            merged.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            merged += [event | {"pid": rank} | ({"ts": event["ts"] - start} if "ts" in event else {}) for event in own]
+        self._emit({"trace": {"traceEvents": merged, "displayTimeUnit": "ms"}})
 
     def _turn(self, exchange: Exchange, x: Tensor) -> tuple[float, float, Tensor]:
-        """One call: seconds on this rank, bytes that its network namespace sent, and the result."""
+        """Run one call. Returns seconds on this rank, bytes sent by its network namespace, and the result."""
         exchange.load(x)
         if self.job.link:
             dist.all_reduce(torch.zeros(_DRAIN_BYTES, dtype=torch.uint8, device="cpu"), group=self._between)
@@ -162,12 +162,12 @@ class Measurement:
         begun = time.perf_counter()
         result = exchange.run()
         seconds = time.perf_counter() - begun
-        dist.barrier(self._between)  # now what was sent has arrived everywhere
+        dist.barrier(self._between)  # now all bytes have arrived
         after = sent_bytes()
         return seconds, float("nan") if before is None or after is None else float(after - before), result
 
     def _rounds(self, seconds: list[float]) -> int:
-        """How many rounds to time, the same on all ranks."""
+        """Number of rounds to time, the same on all ranks."""
         slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         fitting = int(SECONDS * len(seconds) / slowest.sum().item())
@@ -180,7 +180,7 @@ class Measurement:
             turn.over = answer.over(result, divisor)
 
     def _record(self, turn: Turns, nbytes: int, count: int, name: str, op: str) -> dict[str, Any]:
-        """What all ranks saw together."""
+        """The record of one contender at one size, from the measurements of all ranks."""
         seconds = torch.tensor(turn.seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         sent = torch.tensor(
@@ -190,13 +190,15 @@ class Measurement:
         details, shares = zip(*gathered((turn.details, turn.over)))
         over = None if None in shares else max(shares)
         if over is not None and over > 1:
-            raise NczError(f"{name}: {self.job.collective} of {nbytes} bytes is {over:.6g} times its bound off")
+            raise NczError(
+                f"{name}: {self.job.collective} of {nbytes} bytes has an error of {over:.6g} times its bound"
+            )
         wire = plain_wire = None
         if "wire_bytes" in turn.details:
             wire, plain_wire = (sum(each[key] for each in details) for key in ("wire_bytes", "plain_bytes"))
         network = None if sent.isnan().any() else statistics.median(sent.tolist())
         least = self._least_plain_bytes(nbytes) if name == "plain" else wire
-        if self.job.link and self._own_links and least:  # ranks of one node exchange some bytes inside it
+        if self.job.link and self._own_links and least:  # ranks that share a node also exchange bytes inside it
             require_crossing(f"{name}, {self.job.collective} of {nbytes:,} bytes", self.job.link, least, network)
         median = statistics.median(seconds.tolist())
         algbw, busbw = bandwidths(self.job.collective, nbytes, self.ranks, median)
@@ -224,13 +226,13 @@ class Measurement:
         }
 
     def _least_plain_bytes(self, nbytes: int) -> int:
-        """What all ranks together must send at least, uncompressed."""
+        """Bytes that all ranks together must send at least, uncompressed."""
         passes = 2 if self.job.collective == "all_reduce" else 1
         return passes * (self.ranks - 1) * nbytes
 
 
 def _added(details: tuple[dict[str, Any], ...], key: str) -> dict[str, int] | None:
-    """Counts by name, over ranks, the most frequent first; None for contenders that count nothing."""
+    """Counts by name, added over ranks, the most frequent first; None for contenders that count nothing."""
     if not all(key in each for each in details):
         return None
     return dict(sum((Counter(each[key]) for each in details), Counter()).most_common())

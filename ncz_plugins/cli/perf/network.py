@@ -1,4 +1,4 @@
-"""Bytes that really left through a network interface, as Linux counted them."""
+"""Bytes that left through a network interface, as counted by Linux."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from ...core.errors import NczError
 
 _COUNTERS = Path("/proc/net/dev")
-_ABOUT = 0.95  # of the bytes that are expected: fewer are too few
+_MIN_SHARE = 0.95  # smallest accepted share of the expected bytes
 
 
 def sent_bytes() -> int | None:
-    """Bytes sent since the start, headers included, by every process in this network namespace.
+    """Bytes sent so far by all processes of this network namespace, headers included.
 
-    Counts the interface that GLOO_SOCKET_IFNAME names for gloo, or else all interfaces with the loopback. None if Linux
-    does not count, or if there is no such interface.
+    Counts the interfaces that GLOO_SOCKET_IFNAME names, or else all interfaces including the loopback. None if the
+    system does not count, or there is no such interface.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     wanted = set(names.split(",")) if names else None
@@ -30,7 +30,7 @@ def sent_bytes() -> int | None:
 
 
 def namespace() -> str:
-    """The same for all processes whose traffic is counted together."""
+    """Name of this network namespace. Processes with the same name are counted together."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -38,16 +38,19 @@ def namespace() -> str:
 
 
 def require_crossing(what: str, link: str, least: int, seen: float | None) -> None:
-    """Raise NczError if the counters saw clearly less than `least` bytes go through links of that rate.
+    """Raise NczError if clearly less than `least` bytes went through the links.
 
-    Bytes that the kernel has taken may be counted with the next call, and calls differ a little in size.
+    Some tolerance is needed: the kernel may count bytes with the next call, and calls differ a little in size.
 
     Args:
-        seen: bytes that were counted; None where nothing is.
+        what: what was sent, for the message.
+        link: rate of the links, for the message.
+        least: bytes that must go through the links.
+        seen: bytes that were counted; None if nothing is counted.
     """
-    if seen is None or seen < _ABOUT * least:
-        counted = "none that are counted" if seen is None else f"{seen:,.0f}"
+    if seen is None or seen < _MIN_SHARE * least:
+        counted = "no bytes are counted" if seen is None else f"only {seen:,.0f} did"
         raise NczError(
-            f"{what}: {least:,} bytes must go through the links of {link}, and {counted} did: the traffic takes "
-            "another way, so its time means nothing; is GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE set to something else?"
+            f"{what}: {least:,} bytes must go through the links of {link}, but {counted}: the traffic takes another "
+            "way, so its time means nothing; is GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE set to something else?"
         )

@@ -1,4 +1,4 @@
-"""The picture of `ncz perf --plot`: how much faster than plain, against the size and against the link's rate."""
+"""Picture of `ncz perf --plot`: speed-up over plain, against size and against the rate of the link."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ...core.config import format_size
 from ..picture import BLACK, GRAY, finish, in_a_picture, logarithmic, new_figure, save_figure
 from .link import bits_per_second
 
-_LOWEST = 1 / 16  # the picture ends here: nobody would use what is slower
-_MOST_TICKS = 6
-_ROOM = 1.3  # above and below the lines
+_MIN_SPEED_UP = 1 / 16  # lower end of the picture
+_MAX_TICKS = 6
+_ROOM = 1.3  # factor from the lines to the ends of the axis
 
 
 def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> None:
-    """Write the picture of the records of one run, whose contenders and sizes are the same on every link."""
+    """Write the picture of the records of one run. Contenders and sizes are the same on all links."""
     links = list(dict.fromkeys(record["link"] for record in records))
     figure, panels = new_figure(min(2, len(links)), height=4)
     slowest = min(links, key=_gbps)
@@ -32,7 +32,7 @@ def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> 
 
 
 def _of_one_size(axes, records: list[dict[str, Any]], link: str) -> None:
-    """A bar for each contender."""
+    """Draw a bar for each contender."""
     for place, record in enumerate(records):
         axes.barh(place, record["speedup"], color=BLACK if record["peer"] == "ncz" else GRAY)
         axes.annotate(
@@ -49,14 +49,14 @@ def _against_size(axes, records: list[dict[str, Any]], link: str) -> None:
     sizes = list(dict.fromkeys(record["size"] for record in records))
     logarithmic(axes.xaxis, base=2)
     _lines(axes, records, lambda record: record["size"])
-    ticks = sizes[:: -(-len(sizes) // _MOST_TICKS)]
+    ticks = sizes[:: -(-len(sizes) // _MAX_TICKS)]
     axes.set_xticks(ticks, [format_size(size) for size in ticks])
     axes.set_xlabel("size")
     finish(axes, f"speed-up over plain, {link}")
 
 
 def _against_link(axes, records: list[dict[str, Any]], links: list[str]) -> None:
-    """Rates are spread evenly, in ascending order, as "unlimited" has no place on a scale."""
+    """Draw lines over the rates, at equal distances in ascending order, as "unlimited" is no number."""
     ascending = sorted(links, key=_gbps)
     _lines(axes, sorted(records, key=lambda r: _gbps(r["link"])), lambda record: ascending.index(record["link"]))
     axes.set_xticks(range(len(ascending)), ascending)
@@ -65,9 +65,10 @@ def _against_link(axes, records: list[dict[str, Any]], links: list[str]) -> None
 
 
 def _lines(axes, records: list[dict[str, Any]], place) -> None:
-    """A line for each contender, and for ours how many times fewer bytes it sends.
+    """Draw a line for each contender, and a dashed line with the compression ratio of ours.
 
-    That is no bound of the speed-up: plain may not fill its link, and small tensors go plain by messages of our own.
+    The speed-up may exceed the ratio: plain calls may not fill the link, and our messages for small plain tensors are
+    faster.
     """
     for name, style in _styles(dict.fromkeys(record["peer"] for record in records)).items():
         own = [record for record in records if record["peer"] == name]
@@ -76,15 +77,15 @@ def _lines(axes, records: list[dict[str, Any]], place) -> None:
             fewer = [r["ratio"] for r in own]
             axes.plot([place(r) for r in own], fewer, color=BLACK, linestyle="--", label=f"times fewer bytes, {name}")
     drawn = [value for record in records for value in (record["speedup"], record["ratio"]) if value]
-    axes.set_ylim(max(_LOWEST, min(0.5, min(drawn) / _ROOM)), _ROOM * max(2, *drawn))
+    axes.set_ylim(max(_MIN_SPEED_UP, min(0.5, min(drawn) / _ROOM)), _ROOM * max(2, *drawn))
     logarithmic(axes.yaxis, base=2)
 
 
 def _styles(names) -> dict[str, dict[str, Any]]:
-    """How each contender is drawn: colours come again, with other markers."""
+    """Style of each contender. Colours repeat with other markers."""
     from matplotlib import colormaps
 
-    colors = [color for at, color in enumerate(colormaps["tab10"].colors) if at != 7]  # which is gray
+    colors = [color for at, color in enumerate(colormaps["tab10"].colors) if at != 7]  # 7 is gray
     styles = {"plain": {"color": GRAY, "marker": "o"}, "ncz": {"color": BLACK, "marker": "o", "linewidth": 2.5}}
     others = [name for name in names if name not in styles]
     for at, name in enumerate(others):

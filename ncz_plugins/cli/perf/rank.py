@@ -1,4 +1,4 @@
-"""What one rank does: join the others, measure, and tell what came out if it is rank 0.
+"""One rank of `ncz perf`: joins the others and measures. Rank 0 reports the results.
 
     python -m ncz_plugins.cli.perf.rank    # started by `launch`, with the job as JSON on its standard input
 
@@ -28,11 +28,11 @@ from .job import Job
 from .launch import emitter
 from .measure import Measurement
 
-_TRAINING = timedelta(minutes=10)  # rank 0 may first make the weights whose gradients are sent
+_TRAINING = timedelta(minutes=10)  # extra time, as rank 0 may first train the model whose gradients are sent
 
 
 def main() -> int:
-    """Run one rank of the job on standard input; the exit code."""
+    """Run one rank of the job on standard input. Returns the exit code."""
     job = Job(**json.load(sys.stdin))
     try:
         take_part(job, emitter())
@@ -43,29 +43,33 @@ def main() -> int:
 
 
 def take_part(job: Job, emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run `job` as the rank that a launcher's environment says; `emit` is called on rank 0 only.
+    """Run a job as one rank; which one follows from the environment that a launcher has set.
 
-    Raises MismatchError where ranks were started with different options, and whatever goes wrong in measuring.
+    Args:
+        job: the job.
+        emit: called with records, on rank 0 only; see `Measurement`.
+
+    Raises MismatchError if ranks were started with different options, and the errors of measuring.
     """
     join(timedelta(seconds=job.timeout) + _TRAINING)
     try:
         _require_same(job)
         measurement = Measurement(job, _sources(job), emit if dist.get_rank() == 0 else lambda record: None)
         measurement.run()
-        dist.barrier()  # so that nobody's connections go while another still ends
+        dist.barrier()  # so that no rank closes its connections while another one still uses them
     finally:
         dist.destroy_process_group()
 
 
 def join(timeout: timedelta) -> None:
-    """Make the default process group from torchrun's variables, or through Horovod."""
+    """Make the default process group, from the variables of torchrun or else through Horovod."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
         return
     import horovod.torch as hvd
 
     hvd.init()
-    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # horovodrun sets it
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # set by horovodrun
     broadcast = partial(hvd.broadcast, root_rank=0, name="ncz.perf")
     store = open_store(hvd.rank(), hvd.size(), timeout, host, broadcast)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size(), timeout=timeout)
@@ -82,7 +86,7 @@ def _require_same(job: Job) -> None:
 
 
 def _sources(job: Job) -> list[data.Source]:
-    """Where this rank's values come from, in turns; gradients are of the same weights everywhere."""
+    """Sources of this rank's values; several take turns. All ranks compute gradients at the same weights."""
     if job.sends_weights:
         return [data.weights(_trained(more)) for more in (0, 1)]
     if job.data == "gradient":
@@ -91,7 +95,7 @@ def _sources(job: Job) -> list[data.Source]:
 
 
 def _trained(more: int = 0) -> torch.Tensor:
-    """The weights that rank 0 has kept or makes."""
+    """Weights that rank 0 loads or trains, on all ranks."""
     if dist.get_rank() == 0:
         weights = data.trained(more)
     else:

@@ -1,4 +1,4 @@
-"""Which ranks take part: those of a launcher, or new ones on this machine."""
+"""Ranks that take part: those of a launcher, or new ones on this machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Ranks(NamedTuple):
     """The ranks that take part.
 
     Attributes:
-        launcher: what started this process as one of several ranks, "torchrun" or "horovodrun"; None if nothing did.
-        count: how many ranks there are, or are to be started.
-        per_node: how many of them share a link. Without meaning under a launcher.
-        on_one_machine: whether all of them run on this one.
+        launcher: "torchrun" or "horovodrun" if it started this process as one of several ranks; else None.
+        count: number of ranks, existing or to be started.
+        per_node: number of ranks that share a link. Ignored under a launcher.
+        on_one_machine: whether all ranks run on this machine.
     """
 
     launcher: str | None
@@ -25,7 +25,7 @@ class Ranks(NamedTuple):
     on_one_machine: bool = True
 
     def without_link(self, command: str) -> list[str]:
-        """A note on figures for which no link was limited: what `command` measured, and what to type instead."""
+        """Note for measurements without a limited link, with the command to run instead of `command`."""
         if not self.on_one_machine:
             return []
         without = f", without {self.launcher}" if self.launcher else ""
@@ -37,13 +37,15 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(options: argparse.Namespace) -> Ranks:
-    """The ranks that the options and the environment ask for. Raises ConfigError."""
+    """Ranks from the options and the environment. Raises ConfigError."""
     launcher = started_by()
     if launcher:
         for name in ("link", "ranks", "ranks_per_node"):
             if getattr(options, name) is not None:
                 option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option}: the ranks are those that {launcher} started, on the network as it is")
+                raise ConfigError(
+                    f"{option}: can't be used under {launcher}, which has started the ranks on its own network"
+                )
         size, local = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if launcher == "horovodrun":
             size, local = ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE")
@@ -52,21 +54,21 @@ def ranks_of(options: argparse.Namespace) -> Ranks:
     ranks = parse_count("--ranks", options.ranks, 2)
     per_node = parse_count("--ranks-per-node", options.ranks_per_node, 1)
     if per_node > 1 and options.link is None:
-        raise ConfigError("--ranks-per-node: nodes are those of --link RATE, which is missing")
+        raise ConfigError("--ranks-per-node: needs --link RATE, which makes the nodes")
     if ranks % per_node:
         raise ConfigError(f"--ranks-per-node: {per_node} does not divide --ranks {ranks}")
     return Ranks(None, ranks, per_node)
 
 
 def started_by() -> str | None:
-    """The launcher that started this process as one of several ranks, if one did."""
+    """The launcher that started this process as one of several ranks; None if there is none."""
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         return "torchrun"
     return "horovodrun" if "HOROVOD_RANK" in os.environ else None
 
 
 def parse_count(option: str, text: str | None, default: int | None) -> int | None:
-    """The number above 0 that an option gives, or `default` where it gives none. Raises ConfigError."""
+    """The number above 0 in `text`, or `default` if it is None. Raises ConfigError, naming the option."""
     if text is None:
         return default
     if not text.isdecimal() or not int(text):

@@ -1,8 +1,8 @@
-"""The server at which Horovod's ranks meet, started by `launch` where horovodrun can't be (it wants ssh between hosts).
+"""Server at which Horovod's ranks meet. `launch` starts it instead of horovodrun, which needs ssh between hosts.
 
     python -m ncz_plugins.cli.perf.rendezvous HOST:SLOTS,HOST:SLOTS RANKS
 
-Prints one line of JSON: the port, and the variables of each rank. Serves until its standard input ends.
+Prints one line of JSON with the port and the variables of each rank. Runs until its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the options of `ncz perf` ask for."""
+"""Request of a user of `ncz perf`: from options to jobs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .job import DATA, Job
 from .link import bits_per_second
 from .ranks import Ranks, parse_count, ranks_of
 
-_ALWAYS = ["plain", "ncz"]  # what others are compared with, and what this is all about
+_ALWAYS = ["plain", "ncz"]  # contenders that always take part
 _SIZE = re.compile(r"([0-9]+)([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SLOWEST_GBPS = 0.1  # what a network of unknown speed is taken to reach at least
+_MIN_GBPS = 0.1  # assumed speed of an unknown network
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Request:
     """One run of `ncz perf`.
 
     Attributes:
-        jobs: one per link.
-        ranks: who takes part.
-        notes: what people should know beside the records.
+        jobs: one job for each link.
+        ranks: ranks that take part.
+        notes: remarks to print after the results.
     """
 
     jobs: list[Job]
@@ -37,20 +37,20 @@ class Request:
 
     @property
     def needs_horovod(self) -> bool:
-        """Whether one of the contenders needs ranks that were started as horovodrun does."""
+        """Whether one of the contenders needs Horovod's ranks."""
         return any(CONTENDERS[name].needs_horovod for name in self.jobs[0].peers)
 
 
 def read(options: argparse.Namespace, config: Config) -> Request:
-    """What the options ask for. Raises ConfigError or UnsupportedError for what can't be done; starts nothing."""
+    """The request in the options. Starts nothing. Raises ConfigError or UnsupportedError for what can't be done."""
     ranks = ranks_of(options)
     rates = [None] if options.link is None else list(dict.fromkeys(options.link.split(",")))
     if options.trace and len(rates) > 1:
-        raise ConfigError(f"--trace: it records one call, and --link {options.link} has {len(rates)} rates: give one")
+        raise ConfigError(f"--trace: records one call, and --link {options.link} has {len(rates)} rates: give one rate")
     if options.data not in DATA:
         data.from_file(options.data)
     if options.data == "weights" and (options.collective, options.peers) != ("all_gather", "none"):
-        raise ConfigError("--data weights is for all_gather and --peers none: the others know no versions of a tensor")
+        raise ConfigError("--data weights needs all_gather and --peers none: only ncz sends changes of a tensor")
     peers, notes = choose(options.peers, options.collective, horovod=ranks.launcher != "torchrun")
     jobs = []
     for rate in rates:
@@ -75,7 +75,10 @@ def read(options: argparse.Namespace, config: Config) -> Request:
 
 
 def sizes(text: str) -> list[int]:
-    """Bytes, ascending: of "64K,1M" these two, of "64K:1M" twice as many each time, of "64K:16M:4" four times."""
+    """Sizes in bytes, ascending: "64K,1M" lists two, "64K:1M" doubles each time, "64K:16M:4" multiplies by 4.
+
+    Raises ConfigError.
+    """
     if ":" not in text:
         return sorted({_size(part, text) for part in text.split(",")})
     first, last, *factor = text.split(":")
@@ -92,10 +95,12 @@ def sizes(text: str) -> list[int]:
 
 
 def choose(text: str, collective: str, horovod: bool) -> tuple[list[str], list[str]]:
-    """The names of the contenders in the order of their turns, and notes on those of "all" that can't take part.
+    """Names of the contenders in the order of their turns, and notes on those of "all" that can't take part.
 
     Args:
-        horovod: whether Horovod's ranks can meet here.
+        text: value of --peers.
+        collective: the collective to measure.
+        horovod: whether Horovod's ranks can meet.
 
     Raises ConfigError for an unknown name, UnsupportedError for a named contender that can't take part.
     """
@@ -119,7 +124,7 @@ def choose(text: str, collective: str, horovod: bool) -> tuple[list[str], list[s
 
 
 def _why_not(name: str, collective: str, horovod: bool) -> str | None:
-    """Why a contender can't take part, None if it can."""
+    """Reason why a contender can't take part; None if it can."""
     contender = CONTENDERS[name]
     if collective not in contender.collectives:
         return f"has no {collective}"
@@ -144,5 +149,5 @@ def _not_sizes(text: str) -> ConfigError:
 
 
 def _seconds_for(size: int, ranks: int, gbps: float) -> float:
-    """What no exchange takes, even one in which every rank sends all it has to every other."""
-    return 60 + 4 * ranks * 8e-9 * size / (gbps or _SLOWEST_GBPS)
+    """Time limit of one exchange in seconds, long enough for every rank to send everything to every other rank."""
+    return 60 + 4 * ranks * 8e-9 * size / (gbps or _MIN_GBPS)

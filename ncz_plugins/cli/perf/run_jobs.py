@@ -1,4 +1,4 @@
-"""Runs the jobs of a request, on a launcher's ranks or on ranks that are started for it."""
+"""Runner of the jobs of a request: on a launcher's ranks, or on new ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from .job import Job
 from .link import link
 from .request import Request
 
-_START_SECONDS = 900  # more than starting the ranks and making the data takes
+_START_SECONDS = 900  # time limit for starting the ranks and making the data
 
 
 def run_jobs(request: Request) -> tuple[list[dict[str, Any]], Any]:
-    """Measure all jobs.
-
-    Returns all records, and the trace if one was asked for; no records on ranks other than 0. Raises NczError.
-    """
+    """Run all jobs. Returns records, on rank 0 only, and the trace if it was requested. Raises NczError."""
     records, traces = [], []
     silent = not sys.stderr.isatty()
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()

@@ -1,4 +1,4 @@
-"""What `ncz perf` prints."""
+"""Printed output of `ncz perf`, and its JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .job import DATA
 from .request import Request
 from .table import records_table
 
-_PACKAGES = ("horovod", "hivemind", "zstandard", "lz4")  # whose versions matter to the contenders
+_PACKAGES = ("horovod", "hivemind", "zstandard", "lz4")  # used by contenders: their versions are reported
 
 
 def document(command: str, request: Request, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """What --json prints.
+    """The document that --json prints.
 
     Args:
-        command: what was typed, to be kept with the results.
+        command: the command line, to keep with the results.
     """
     return {
         "command": command,
@@ -39,8 +39,8 @@ def document(command: str, request: Request, records: list[dict[str, Any]]) -> d
 
 
 def show(request: Request, config: Config, records: list[dict[str, Any]]) -> None:
-    """Print the records as people read them."""
-    console = OutputConsole(width=200)  # a narrower terminal breaks the lines, which is better than cut numbers
+    """Print the records as tables."""
+    console = OutputConsole(width=200)  # a narrower terminal breaks lines, rather than cutting numbers
     job = request.jobs[0]
     console.print(Text(f"{title(request, records)}: {DATA.get(job.data, 'from the file')}"))
     console.print(Text(f"ncz: {config.describe()}"))
@@ -57,7 +57,7 @@ def show(request: Request, config: Config, records: list[dict[str, Any]]) -> Non
 
 
 def title(request: Request, records: list[dict[str, Any]]) -> str:
-    """What was measured, in a few words."""
+    """Title: collective, ranks and data."""
     job, per_node = request.jobs[0], request.ranks.per_node
     per_node = f", {per_node} to a node" if per_node > 1 else ""
     return f"{job.collective}, {records[0]['ranks']} ranks{per_node}, data {job.data}"

@@ -1,4 +1,4 @@
-"""The records of `ncz perf` as people read them."""
+"""Printed table of the records of `ncz perf`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..output import shares, significant, table
 
-# Heading, and what stands there. The first of them are those of nccl-tests.
+# Heading -> text of a cell. The first columns are those of nccl-tests.
 _COLUMNS = {
     "size": lambda r: f"{r['size']}",
     "count": lambda r: f"{r['count']}",
@@ -28,13 +28,12 @@ _COLUMNS = {
 
 
 def records_table(records: list[dict[str, Any]]) -> Table:
-    """All records of one link: a line for each contender at each size."""
+    """Table of the records of one link, with a line for each contender at each size."""
     words = ("", "type", "op", "coder", "bypass")
     numbers = [heading for heading in _COLUMNS if heading not in words]
     found = table("", *_COLUMNS, numbers=numbers, gap=2, no_wrap=True, vertical="bottom")
     sizes = [record["size"] for record in records] + [None]
     for record, next_size in zip(records, sizes[1:]):
-        # The lines of one size stand together.
         cells = [column(record) for column in _COLUMNS.values()]
         found.add_row(record["peer"], *cells, end_section=record["size"] != next_size)
     return found

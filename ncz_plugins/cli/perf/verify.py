@@ -1,4 +1,4 @@
-"""What a collective should have given, how far off the result is, and whether that is within the bound."""
+"""Exact results of collectives, errors against them, and whether errors are within the bound."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Answer:
-    """The exact result on this rank, and how far off an element of ours may be.
+    """Exact result on this rank, and the allowed errors.
 
     Attributes:
-        values: float64, 1-D, of all ranks' inputs before they were rounded by anything.
-        allowed: the bound of each block, [blocks], float64; None if the quantizer is lossless.
-        starts: the first element of each of these blocks, [blocks].
+        values: exact result, float64, 1-D.
+        allowed: bound of each block, [blocks], float64; None if the quantizer is lossless.
+        starts: first element of each block, [blocks].
     """
 
     values: Tensor
@@ -33,17 +33,21 @@ class Answer:
     starts: np.ndarray
 
     def over(self, result: Tensor, divisor: float = 1) -> float:
-        """The largest error of `result` as a share of its block's bound."""
+        """Largest error of `result` as a share of the bound of its block.
+
+        Args:
+            divisor: number by which `result` is smaller than the sum: the number of ranks for averages.
+        """
         errors = np.maximum.reduceat((result.double() - self.values / divisor).abs().numpy(), self.starts)
         allowed = np.maximum(self.allowed / divisor, smallest_bound(torch.float32, divisor))
         return float((errors / allowed).max())
 
 
 def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
-    """The answer for this rank, whose input is `x`, 1-D. All ranks must call this."""
+    """Exact result on this rank, whose input is `x`, 1-D. A collective: all ranks must call it."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = _exchanged(collective, x)
-    # A part of its own for every rank begins blocks of its own.
+    # If each rank has a part, each part starts new blocks.
     lengths = [x.numel()] if collective in ("all_reduce", "broadcast") else [values.numel() // ranks] * ranks
     if collective == "reduce_scatter":
         lengths = [x.numel() // ranks] * ranks
@@ -66,7 +70,7 @@ def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
 
 
 def errors(result: Tensor, answer: Answer, divisor: float) -> tuple[float, float]:
-    """Of a result on all ranks, which must all call this: the relative L2 error, and the largest of an element."""
+    """Relative L2 error and largest absolute error over all ranks. A collective: all ranks must call it."""
     difference = result.double() - answer.values / divisor
     squares = torch.stack([difference.square().sum(), (answer.values / divisor).square().sum()])
     largest = difference.abs().max()
@@ -77,7 +81,7 @@ def errors(result: Tensor, answer: Answer, divisor: float) -> tuple[float, float
 
 
 def _bound(quantizer: QuantizerConfig) -> float:
-    """The bound in units of what `_measured` returns."""
+    """Bound in the unit of what `_measured` returns."""
     if quantizer.bits is None:
         return quantizer.value
     step = (1 + 2.0**-7) / levels_of(quantizer.bits)  # magnitudes are rounded up to bfloat16
@@ -85,7 +89,7 @@ def _bound(quantizer: QuantizerConfig) -> float:
 
 
 def _exchanged(collective: str, x: Tensor) -> Tensor:
-    """What all ranks hold together, float64."""
+    """Exact result of the collective before a reduce-scatter cuts it into parts, float64."""
     if collective in SUMS:
         values = x.double()
         dist.all_reduce(values)
@@ -101,7 +105,10 @@ def _exchanged(collective: str, x: Tensor) -> Tensor:
 
 
 def _measured(x: np.ndarray, starts: np.ndarray, sizes: np.ndarray, quantizer: QuantizerConfig) -> Tensor:
-    """What the bound of each block is relative to, [numbers to be added, blocks]; over ranks their maximum counts."""
+    """Numbers that the bound of each block is relative to, [numbers, blocks].
+
+    Take their maximum over ranks first, then add up the numbers of each block.
+    """
     if quantizer.mode == "abs":
         found = [np.ones(len(starts))]
     elif quantizer.mode in ("rel", "bits"):

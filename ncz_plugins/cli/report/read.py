@@ -119,7 +119,7 @@ class Run:
         return self.starts[max(self.starts)]
 
     def between(self, first: int | None, last: int | None) -> Run:
-        """A copy with the steps `first` to `last`, both included; None: no limit. Raises ConfigError if no step is left."""
+        """A copy with steps `first` to `last`, both included; None: no limit. Raises ConfigError if none is left."""
         steps = [s for s in self.steps if (first is None or s.step >= first) and (last is None or s.step <= last)]
         if not steps:
             wanted = f"from {first or 1} to {last or 'the end'}"

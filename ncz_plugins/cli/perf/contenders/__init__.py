@@ -1,15 +1,15 @@
-"""The ways to exchange a tensor that `ncz perf` compares, ours among them, on the same data in the same run.
+"""Contenders: ways to exchange a tensor, ours among them, that `ncz perf` compares on the same data.
 
-    exchange       what a contender is, and what it offers once it is open: one collective, run as often as wanted
-    collectives    one call each: plain, NCCL, half the bytes by a cast, and ours
-    hooks          the communication hooks that torch ships for DistributedDataParallel
-    horovod        Horovod, with and without its compression
-    hivemind       8-bit quantization around a butterfly all-reduce
-    lossless       zstd and lz4 around an all-gather
+exchange     base classes: a contender, and one collective that it runs again and again
+collectives  one call of a collective: plain, NCCL, cast to 16 bits, and ours
+hooks        communication hooks of torch for DistributedDataParallel
+horovod      Horovod, with and without its compression
+hivemind     8-bit quantization of hivemind around a butterfly all-reduce
+lossless     zstd and lz4 around an all-gather
 
-Each is used the way that is fast in practice: buffers are kept, and nothing is copied that need not be. Where the
-result takes the place of the input in practice (all-reduce, broadcast), every contender first copies or casts its
-input, and that counts as its time. Libraries are imported when a contender is opened.
+Each contender is used in the way that is fast in practice: buffers are reused, and nothing is copied without need. If
+the result replaces the input (all-reduce, broadcast), the contender copies or casts its input first; a cast counts as
+its time. Libraries are imported when a contender is opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call of a collective: plain, on halves of the bytes by a cast, over NCCL, and compressed by us."""
+"""Contenders that make one call of a collective: plain, cast to 16 bits, over NCCL, and compressed by us."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .exchange import Contender, Context, Exchange
 
 
 class Call(Exchange):
-    """One call, with torch.distributed's signatures.
+    """Exchange by one call with the signature of torch.distributed.
 
     Args:
-        calls: where to find all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast.
-        dtype: what the tensor is cast to, and its result from; None for its own.
+        calls: object with all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast.
+        dtype: dtype that the tensor is cast to before the call, and its result from; None for no cast.
     """
 
     def __init__(self, context: Context, calls, dtype: torch.dtype | None = None):
@@ -66,7 +66,7 @@ class Call(Exchange):
         return whole
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor itself where it has the right type."""
+        """A copy in the dtype to send; the tensor itself if it has that dtype."""
         if self._dtype in (None, tensor.dtype):
             return tensor
         return self._buffer(name, tensor.numel(), tensor).copy_(tensor)
@@ -76,7 +76,7 @@ class Call(Exchange):
 
 
 class Ours(Call):
-    """The collectives of a Communicator, and what it counts."""
+    """Exchange by a Communicator, with its counters as details."""
 
     def __init__(self, context: Context):
         self._communicator = Communicator(context.config, context.group)
@@ -86,7 +86,7 @@ class Ours(Call):
     def _all_gather(self, tensor: Tensor) -> Tensor:
         if not self.context.sends_weights:
             return super()._all_gather(tensor)
-        # Memory of its own, as it must still hold the last version.
+        # A buffer that no other contender uses, as it must still contain the last version.
         whole = self._buffer("weights", tensor.numel() * self.context.world_size, tensor)
         self._communicator.all_gather_into_tensor(whole, tensor, role="parameter", baseline=self._baseline)
         return whole
@@ -99,7 +99,7 @@ class Ours(Call):
 
 
 class OverNccl(Call):
-    """Plain, on this rank's GPU."""
+    """Exchange by a plain call over NCCL, on this rank's GPU."""
 
     def __init__(self, context: Context):
         self._group = dist.new_group(dist.get_process_group_ranks(context.group), backend="nccl")
@@ -127,9 +127,7 @@ def _torch(context: Context, dtype: torch.dtype | None = None) -> Call:
 
 
 def _no_nccl() -> str | None:
-    return (
-        None if torch.cuda.is_available() and dist.is_nccl_available() else "it needs a GPU, and a torch that sees it"
-    )
+    return None if torch.cuda.is_available() and dist.is_nccl_available() else "needs a GPU, and a torch that sees it"
 
 
 CONTENDERS = (

@@ -1,4 +1,4 @@
-"""What a contender is: something that can be opened on every rank, and then runs one collective."""
+"""Base classes of contenders: a contender is opened on all ranks, and then runs one collective."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 @dataclass
 class Context:
-    """What the contenders of one rank share. One run after another, they can share their buffers, too.
+    """Context that all contenders of one rank share, buffers included, as they run one after another.
 
     Attributes:
-        config: for ours.
-        group: the process group that takes part; None is the default group.
-        world_size, rank: of this group.
+        config: settings of our contender.
+        group: process group that takes part; None for the default group.
+        world_size: number of ranks of the group.
+        rank: rank in the group.
         collective: one of COLLECTIVES.
-        sends_weights: whether what is gathered are versions of weights.
+        sends_weights: whether the tensors are versions of weights.
     """
 
     config: Config
@@ -45,59 +46,60 @@ class Context:
     def __post_init__(self):
         self.group = dist.group.WORLD if self.group is None else self.group
 
-    def keep(self, name: str, kind: Hashable, make: Callable[[], T]) -> T:
-        """What was made under this name, or what `make` makes now if there was nothing or something of another kind."""
-        if name not in self._kept or self._kept[name][0] != kind:
-            self._kept.pop(name, None)  # free the old one first
-            self._kept[name] = kind, make()
+    def keep(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
+        """The object kept under this name; `make` makes a new one if there is none, or one with another key."""
+        if name not in self._kept or self._kept[name][0] != key:
+            self._kept.pop(name, None)  # free the old object first
+            self._kept[name] = key, make()
         return self._kept[name][1]
 
     def buffer(self, name: str, numel: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer, [numel], on the device of `like`. Whoever asks for the same name next may write over it."""
-        kind = numel, dtype, like.device
-        return self.keep(f"{name} {dtype}", kind, lambda: torch.empty(numel, dtype=dtype, device=like.device))
+        """Buffer of this name, [numel], on the device of `like`. The next user of the same name may overwrite it."""
+        key = numel, dtype, like.device
+        return self.keep(f"{name} {dtype}", key, lambda: torch.empty(numel, dtype=dtype, device=like.device))
 
 
 class Exchange(ABC):
-    """A contender at work on one rank: one collective, as often as wanted. Closes what it opened when its context ends.
+    """Open contender on one rank, which runs one collective any number of times. A context manager that closes it.
 
     Attributes:
-        tensor: what `load` was given, or a copy that `run` may write over.
+        tensor: tensor passed to `load`, or a copy that `run` may overwrite.
     """
 
-    summed = "sum"  # what the result of an all-reduce or a reduce-scatter holds: this, or "avg"
+    summed = "sum"  # result of all_reduce and reduce_scatter: "sum" or "avg"
 
     def __init__(self, context: Context):
         self.context = context
 
     @property
     def op(self) -> str:
-        """What the result holds: "sum" or "avg" over ranks, or "none" where nothing is added."""
+        """Reduction of the result: "sum" or "avg" over ranks, "none" if nothing is added."""
         return self.summed if self.context.collective in _SUMS else "none"
 
     def load(self, tensor: Tensor) -> None:
-        """Put the input of the next run where this contender wants it. Not timed: a training step leaves it there.
+        """Copy the input of the next run to where this contender needs it. Not timed: a training step leaves it there.
 
         Args:
-            tensor: float32, or bfloat16 of weights, [n], the same n on all ranks; it isn't changed. For an all-gather a
-                rank's part, for a reduce-scatter the whole, which consists of one part for each rank. A broadcast
-                starts from the group's rank 0; on all others, only the size counts.
+            tensor: float32, or bfloat16 for weights, [n], the same n on all ranks; not changed. For all_gather, the
+                part of the rank; for reduce_scatter, the whole with one part for each rank. broadcast sends from rank 0
+                of the group; on other ranks only the size matters.
         """
         self.tensor = tensor
 
     @abstractmethod
     def run(self) -> Tensor:
-        """The collective, on all ranks at once. The first run of a size makes buffers, and should not be timed.
+        """Run the collective; all ranks must call this. The first run of a size allocates buffers: don't time it.
 
-        Returns: of the same dtype, 1-D, valid until the next `load` or `run` of any exchange of this context.
+        Returns the result, 1-D, with the dtype of the input; valid until the next `load` or `run` of any exchange of
+        this context.
         """
 
     def details(self) -> dict[str, Any]:
-        """What the runs since the last time were found to do, of JSON types; empty where a contender counts nothing."""
+        """Counters of the runs since the last call of this method, of JSON types; empty if nothing is counted."""
         return {}
 
     def close(self) -> None:  # noqa: B027 (most have nothing to close)
-        """Free what is not freed by itself."""
+        """Free resources that are not freed automatically."""
 
     def __enter__(self) -> Exchange:
         return self
@@ -107,11 +109,11 @@ class Exchange(ABC):
 
 
 def _nothing() -> None:
-    """For contenders that need nothing but torch."""
+    """`missing` of contenders that need nothing but torch."""
 
 
 def needs(module: str, extra: str) -> Callable[[], str | None]:
-    """Says what to install if a module is not there."""
+    """A function that says how to install a module; it returns None if the module is installed."""
 
     def missing() -> str | None:
         return None if find_spec(module) else f"{module} is not installed: pip install 'ncz_plugins[{extra}]'"
@@ -124,12 +126,12 @@ class Contender:
     """One way to exchange a tensor.
 
     Attributes:
-        name: as on the command line.
+        name: name on the command line.
         description: one line, with the settings.
-        start: opens it; see `open`.
-        collectives: those that it has.
-        missing: what has to be installed before it runs; None if it can run.
-        needs_horovod: whether the ranks must have been started as horovodrun does.
+        start: opens the contender; see `open`.
+        collectives: collectives that it supports.
+        missing: returns the reason why it can't run, such as what to install; None if it can run.
+        needs_horovod: whether it needs Horovod's ranks.
     """
 
     name: str
@@ -140,7 +142,7 @@ class Contender:
     needs_horovod: bool = False
 
     def open(self, context: Context) -> Exchange:
-        """Get ready, on all ranks at once: a collective. Raises UnsupportedError where it can't run."""
+        """Open the contender. A collective: all ranks must call it. Raises UnsupportedError if it can't run."""
         if context.collective not in self.collectives:
             raise UnsupportedError(
                 f"{self.name} has no {context.collective}; it has {', '.join(sorted(self.collectives))}"

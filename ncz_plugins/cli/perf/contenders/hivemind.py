@@ -1,9 +1,9 @@
-"""hivemind's 8-bit quantization around an all-reduce like its own, over the process group instead of its network.
+"""8-bit quantization of hivemind around an all-reduce like its own, over the process group instead of its network.
 
-Each rank owns a segment. It gets the quantized values of all others, averages them with its own as they are, and
-returns to each the quantized difference between the average and what that one sent, which is added there to the
-exact values. So the results of two ranks differ by what quantization loses. As in hivemind, segments travel in
-parts, so that coding and transfer overlap; other than there, a part is a segment's and never larger than it.
+Each rank owns a segment. It receives the quantized values of all other ranks, and averages them with its own exact
+values. To each rank it returns the quantized difference between the average and what that rank sent; the rank adds the
+difference to its exact values. So results differ between ranks by what quantization loses. As in hivemind, segments
+are sent in parts, so that coding and sending overlap. Unlike in hivemind, a part never spans two segments.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from .exchange import Contender, Context, Exchange, needs
 
-_PART = 1 << 19  # elements, as many as in hivemind: 512 KiB of 8 bits each
+_PART_ELEMENTS = 1 << 19  # as in hivemind: 512 KiB of 8-bit codes
 _CODEBOOK_BYTES = 256 * 4
 _VALUES_TAG, _DIFFERENCES_TAG = 1, 2
 
 
 class Butterfly(Exchange):
-    """An average over ranks.
+    """Average over ranks, by a butterfly all-reduce.
 
     Args:
-        quantization: the name of a class in hivemind.compression that makes a codebook of 256 values for each part.
+        quantization: name of a class in hivemind.compression that makes a codebook of 256 values for each part.
     """
 
     summed = "avg"
@@ -43,10 +43,12 @@ class Butterfly(Exchange):
         tensor = self.tensor
         own = list(self._parts(tensor.numel(), self.context.rank))
         foreign = [(rank, part) for rank in self._others for part in self._parts(tensor.numel(), rank)]
+        # Start to receive, then send the parts of all other segments to their owners.
         values = [[self._receive(rank, _VALUES_TAG, part) for rank in self._others] for part in own]
         differences = [self._receive(rank, _DIFFERENCES_TAG, part) for rank, part in foreign]
         result = self.context.buffer("whole", tensor.numel(), tensor)
         sending = [self._send(rank, _VALUES_TAG, tensor[part]) for rank, part in foreign]
+        # Average the own segment, and return to each rank what it has to add.
         for part, messages in zip(own, values):
             received = [_values(*message) for message in messages]
             average = result[part].copy_(tensor[part])
@@ -55,6 +57,7 @@ class Butterfly(Exchange):
             average /= self.context.world_size
             for rank, value in zip(self._others, received):
                 sending.append(self._send(rank, _DIFFERENCES_TAG, average - value))
+        # Add the differences that the other owners return.
         for (_, part), message in zip(foreign, differences):
             torch.add(tensor[part], _values(*message), out=result[part])
         for work, _ in sending:
@@ -62,10 +65,10 @@ class Butterfly(Exchange):
         return result
 
     def _parts(self, numel: int, rank: int) -> Iterator[slice]:
-        """The parts of a rank's segment."""
+        """Parts of the segment of a rank."""
         first, end = (numel * i // self.context.world_size for i in (rank, rank + 1))
-        for start in range(first, end, _PART):
-            yield slice(start, min(start + _PART, end))
+        for start in range(first, end, _PART_ELEMENTS):
+            yield slice(start, min(start + _PART_ELEMENTS, end))
 
     def _receive(self, rank: int, tag: int, part: slice) -> tuple[dist.Work, Tensor]:
         message = torch.empty(_CODEBOOK_BYTES + part.stop - part.start, dtype=torch.uint8, device="cpu")
@@ -78,7 +81,7 @@ class Butterfly(Exchange):
 
 
 def _values(work: dist.Work, message: Tensor) -> Tensor:
-    """What arrives. As in hivemind's `extract`, which fails with NumPy 2.4."""
+    """Values of a received message. Replaces hivemind's `extract`, which fails with NumPy 2.4."""
     work.wait()
     codebook = message[:_CODEBOOK_BYTES].numpy().view(np.float32)
     return torch.from_numpy(codebook.take(message[_CODEBOOK_BYTES:].numpy()))

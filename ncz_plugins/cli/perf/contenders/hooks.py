@@ -1,8 +1,8 @@
-"""torch's communication hooks for DistributedDataParallel, called as it calls them: on a bucket of gradients.
+"""Communication hooks of torch for DistributedDataParallel, called as DDP calls them: with a bucket of gradients.
 
-A hook gets a GradBucket, which only DDP's reducer can make. So one backward pass of a model with a single parameter
-makes it, and its hook keeps it; afterwards the bucket is filled and the hook of the contender is called, by what
-DDP does with a bucket that is full. Of DDP itself, nothing is in the time.
+Only the reducer of DDP can make a GradBucket. So a backward pass of a model with a single parameter makes one, and its
+hook keeps it. Afterwards the bucket is filled with the data, and the hook to measure is called. The time of DDP itself
+is not included.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .exchange import Contender, Context, Exchange
 
-_FIRST_STEP = 2  # PowerSGD leaves at least two steps of a training uncompressed
+_FIRST_STEP = 2  # PowerSGD sends at least the first two steps of a training uncompressed
 
 
 class Hook(Exchange):
-    """A hook on a bucket that holds one parameter.
+    """Exchange by a hook on a bucket with one parameter.
 
     Args:
-        hook: takes its state and the bucket, and returns the future of a tensor.
-        state: makes that state, anew for each size. A tensor of n elements is a parameter of about sqrt(n) rows then,
-            with zeros behind the last element; without it, it is a vector, and the state the process group.
+        hook: takes a state and the bucket, and returns the future of a tensor.
+        state: makes the state, once for each size; the parameter is then a matrix of about sqrt(n) rows, padded with
+            zeros. None: the state is the process group, and the parameter is a vector.
     """
 
     summed = "avg"
@@ -69,10 +69,10 @@ class _OneParameter(torch.nn.Module):
 
 
 def grad_bucket(shape: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> dist.GradBucket:
-    """The bucket that DDP makes for a model with one parameter of this shape; nothing is sent for it."""
+    """Bucket that DDP makes for a model with one parameter of this shape. Nothing is sent."""
     buckets = []
 
-    def keep(_, bucket):  # DDP refuses annotations that are strings, as they are in this file
+    def keep(_, bucket):  # without annotations: DDP refuses strings, which they are in this file
         buckets.append(bucket)
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -88,15 +88,15 @@ def grad_bucket(shape: tuple[int, ...], device: torch.device, group: dist.Proces
 
 def _power_sgd(rank: int, context: Context) -> powerSGD_hook.PowerSGDState:
     state = powerSGD_hook.PowerSGDState(context.group, matrix_approximation_rank=rank, start_powerSGD_iter=_FIRST_STEP)
-    state.iter = _FIRST_STEP  # as if those steps were over
+    state.iter = _FIRST_STEP  # as after these steps
     return state
 
 
 def _for_gloo(hook: Callable) -> Callable:
-    """The same code, such that it works with gloo.
+    """A copy of a hook that works with gloo.
 
-    torch's quantization hooks expect that the future of an all-gather holds one tensor with a row for each rank. With
-    gloo it holds the tensors of the list that was passed, and they fail. So the code gets an all-gather that they like.
+    torch's quantization hooks expect the future of an all-gather to hold one tensor with a row for each rank. With gloo
+    it holds a list of tensors, and the hooks fail. So the copy calls an all-gather that stacks them.
     """
 
     def all_gather(outputs: list[Tensor], tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Horovod, as its users call it: in place where it can be, with its own compression or none."""
+"""Horovod as its users call it: in place if possible, with or without its own compression."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .exchange import ALL, Contender, Context, Exchange, needs
 
 
 class Horovod(Exchange):
-    """One call of Horovod's over all ranks, which must have been started as horovodrun starts them.
+    """Exchange by one call of Horovod over all ranks, which must have been started as by horovodrun.
 
     Args:
-        compression: the name of one in horovod.torch.Compression. Gathers and broadcasts take none.
+        compression: name of a class in horovod.torch.Compression. Ignored by all_gather and broadcast.
     """
 
     def __init__(self, context: Context, compression: str = "none"):
@@ -42,7 +42,7 @@ class Horovod(Exchange):
         return self._collective(self.tensor, name)
 
     def _all_reduce(self, tensor: Tensor, name: str) -> Tensor:
-        """As Horovod's DistributedOptimizer does it."""
+        """Same calls as in Horovod's DistributedOptimizer."""
         compressed, original = self._compression.compress(tensor)
         summed = self._hvd.allreduce_(compressed, op=self._hvd.Sum, name=name)
         return self._compression.decompress(summed, original)

@@ -1,4 +1,4 @@
-"""General compressors around an all-gather of bytes; an all-reduce adds what was gathered."""
+"""Lossless compressors around an all-gather of bytes. An all-reduce gathers and adds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from ....core.errors import NczError
 from .exchange import Contender, Context, Exchange, needs
 
-_HEAD_BYTES = 4096  # more than a compressor adds to a small tensor
+_MAX_OVERHEAD_BYTES = 4096  # that a compressor may add to a small tensor
 
 
 class Gather(Exchange):
-    """Compresses the floats, gathers the sizes and the bytes, and decompresses those of all ranks.
+    """Exchange that compresses floats, gathers sizes and bytes, and decompresses those of all ranks.
 
     Args:
-        compress: takes a float32 array, [n].
-        decompress: takes what `compress` returned, and returns the bytes of the array.
+        compress: takes a float32 array, [n], and returns bytes.
+        decompress: takes these bytes, and returns the bytes of the array.
     """
 
     def __init__(self, context: Context, compress: Callable, decompress: Callable):
@@ -41,13 +41,15 @@ class Gather(Exchange):
         return total
 
     def _gathered(self, tensor: Tensor) -> Iterator[np.ndarray]:
-        """Every rank's floats, in rank order. All send as many bytes as the one that has most, as gloo wants it."""
+        """Floats of all ranks, in rank order. Data are padded to the same size on all ranks, as gloo requires."""
         group, ranks = self.context.group, self.context.world_size
         data = self._compress(tensor.numpy())
         sizes = torch.empty(ranks, dtype=torch.int64, device="cpu")
         dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group=group)
         most = int(sizes.max())
-        if not 0 < int(sizes.min()) <= most <= 2 * tensor.nbytes + _HEAD_BYTES:  # before memory is taken
+        if (
+            not 0 < int(sizes.min()) <= most <= 2 * tensor.nbytes + _MAX_OVERHEAD_BYTES
+        ):  # checked before memory is allocated
             raise NczError(f"ranks announced {sizes.tolist()} bytes for tensors of {tensor.nbytes} each")
         sent = self.context.buffer("sent", most, tensor, torch.uint8)
         sent.numpy()[: len(data)] = np.frombuffer(data, np.uint8)

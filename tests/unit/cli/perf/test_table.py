@@ -186,7 +186,7 @@ def test_there_is_one_job_for_each_link(read):
 
 def test_weights_are_for_all_gather_and_plain_alone(read, monkeypatch):
     for arguments in (("--data", "weights"), ("--data", "weights", "--peers", "fp16")):
-        with pytest.raises(ConfigError, match="--data weights is for all_gather and --peers none"):
+        with pytest.raises(ConfigError, match="--data weights needs all_gather and --peers none"):
             read(*arguments)
     options = build_parser().parse_args(["perf", "all_gather", "--data", "weights"])
     [job] = request.read(options, Config()).jobs
@@ -247,9 +247,9 @@ def test_where_there_is_no_link_that_is_said(read, monkeypatch, environment, wit
         (["--ranks", "0"], "--ranks: '0' is not a number above 0"),
         (["--ranks", "two"], "--ranks: 'two' is not a number above 0"),
         (["--repeat", "-1"], "--repeat: '-1' is not a number above 0"),
-        (["--ranks-per-node", "2"], "--ranks-per-node: nodes are those of --link RATE, which is missing"),
+        (["--ranks-per-node", "2"], "--ranks-per-node: needs --link RATE, which makes the nodes"),
         (["--link", "1gbit", "--ranks", "3", "--ranks-per-node", "2"], "--ranks-per-node: 2 does not divide --ranks 3"),
-        (["--link", "1gbit,2gbit", "--trace", "x.json"], "--trace: it records one call, and --link 1gbit,2gbit has 2"),
+        (["--link", "1gbit,2gbit", "--trace", "x.json"], "--trace: records one call, and --link 1gbit,2gbit has 2"),
         (["--data", "nowhere.npy"], "nowhere.npy: cannot be read: No such file or directory"),
         (["--bound", "rms"], "--bound: 'rms' is not MODE:VALUE"),
         (["--bound", "rms:wide"], "quantizer.value: 'wide' is not allowed"),
