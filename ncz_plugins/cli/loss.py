@@ -100,12 +100,11 @@ def describe(quantizer: QuantizerConfig) -> str:
     found = expected(quantizer)
     if not found:
         return "not measured for such settings: compare with a plain run of a few hundred steps"
-    return f"{'; '.join(map(_said, found))} ({LIMITS})"
-
-
-def _said(measured: Measured) -> str:
-    added = f"{measured.added:+.2%}" if measured.added > 0 else "none"
-    return f"{measured.optimizer}: {measured.loss_class}, {added} at rms:{measured.value:g}"
+    words = []
+    for each in found:
+        added = f"{each.added:+.2%}" if each.added > 0 else "none"
+        words.append(f"{each.optimizer}: {each.loss_class}, {added} at rms:{each.value:g}")
+    return f"{'; '.join(words)} ({LIMITS})"
 
 
 def largest_harmless_error(quantizer: QuantizerConfig) -> float | None:

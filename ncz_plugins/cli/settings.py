@@ -47,9 +47,9 @@ def parse_bound(text: str | None) -> dict[str, Any]:
 
 def parse_number(text: str | None) -> int | float | str | None:
     """The number in `text`. Other text is returned unchanged, and `Config` then reports it."""
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except (TypeError, ValueError):
             pass
     return text

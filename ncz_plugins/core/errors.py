@@ -126,7 +126,7 @@ class ErrorTranslation:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+    def __exit__(self, error_type, error: BaseException | None, traceback) -> None:
         if error is not None and (translated := self.translated(error)) is not None:
             try:
                 raise translated from error

@@ -44,8 +44,8 @@ def warning(document: Mapping[Any, Any], config: Config) -> str | None:
 
 def _itemsize(document: Mapping[Any, Any]) -> int:
     """Bytes of a gradient element, judging by the configuration."""
-    kind = document.get("communication_data_type")
-    if kind is None:
+    dtype = document.get("communication_data_type")
+    if dtype is None:
         halves = (document.get(name) for name in ("fp16", "bf16"))
         return 2 if any(isinstance(each, Mapping) and each.get("enabled") is not False for each in halves) else 4
-    return 4 if kind in ("fp32", "float32") else 2
+    return 4 if dtype in ("fp32", "float32") else 2

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.config import Config, QuantizerConfig, format_size
+from ...core.config import Config, format_size
 from ...core.reasons import Bypass
 from .. import loss
 from ..output import add_row, table
@@ -27,17 +27,12 @@ def show(console: Console, rows: Sequence[Row], matches: Sequence[Match], config
         console.print()
         console.print(_policies(matches))
     console.print()
-    for quantizer in _quantizers(rows):
+    compressed = [row.treatment for row in rows if row.treatment and not row.treatment.bypass]
+    for quantizer in dict.fromkeys(treatment.quantizer for treatment in compressed):
         console.print(Text(f"{quantizer.describe()}: {loss.describe(quantizer)}"))
     if notes := list(_notes(rows, matches, config)):
         console.print()
         console.print(Text("\n".join(notes)))
-
-
-def _quantizers(rows: Sequence[Row]) -> list[QuantizerConfig]:
-    """Quantizers of compressed parameters, each once."""
-    treatments = [row.treatment for row in rows if row.treatment and not row.treatment.bypass]
-    return list(dict.fromkeys(treatment.quantizer for treatment in treatments))
 
 
 def _parameters(rows: Sequence[Row]) -> Table:

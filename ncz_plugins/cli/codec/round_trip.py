@@ -96,6 +96,7 @@ class RoundTrip:
 
 def round_trip(array: np.ndarray, config: Config) -> RoundTrip:
     """Compress and decompress `array`, an array that `read_array` returned. Raises BoundError."""
+    # Compress the array, and open what was written.
     tensor = torch.from_numpy(array)
     data = container.compress(tensor, config)
     found = container.contents_of(data)
@@ -104,6 +105,8 @@ def round_trip(array: np.ndarray, config: Config) -> RoundTrip:
     quantized = isinstance(codec, QuantizingCodec)
     bounded = quantizer.kind != "lossless" and array.size > 0
     block = quantizer.block_in_effect if bounded else 0
+
+    # Decode each frame, and compare it with the array.
     errors = np.zeros(layout.steps)
     codes = Occurrences()
     for index, frame in enumerate(frames):

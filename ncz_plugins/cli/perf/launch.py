@@ -103,6 +103,7 @@ def run(
         raise UnsupportedError("ranks are started by setpriv, which is not here: install util-linux, or use a launcher")
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
+        # The environment of each rank.
         output = stack.enter_context(records.open("w"))
         followed = stack.enter_context(records.open())
         shared = os.environ | _meeting_point(nodes) | (environment or {})
@@ -111,6 +112,7 @@ def run(
             each = stack.enter_context(_horovodrun(ranks, nodes, ranks_per_node))
             own = [a | b for a, b in zip(own, each)]
         own[0][RECORDS] = str(output.fileno())
+        # Start the ranks, each with a log of its own.
         started = []
         for rank in range(ranks):
             placed = nodes[rank // ranks_per_node].command(command) if nodes else command

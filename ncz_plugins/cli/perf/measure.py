@@ -113,13 +113,18 @@ class Measurement:
                 self._trace(exchanges["ncz"], data[0])
 
     def _size(self, size: int, data: list[Tensor], exchanges: dict[str, Exchange]) -> None:
+        """Time all contenders at one size, and emit a record for each."""
         collective = self.job.collective
         numel, count = elements(collective, size, self.ranks, self.job.itemsize)
         versions = [each[: count if collective == "all_gather" else numel] for each in data]
+
+        # Warm up, which also tells how many rounds fit.
         warm_up = [self._turn(exchange, versions[-1])[0] for exchange in exchanges.values()]
         for exchange in exchanges.values():
             exchange.details()  # drops the counters of the warm-up
         rounds = self.job.repeat or self._rounds(warm_up)
+
+        # Let the contenders take turns, and verify the results of the last round.
         answer = verify.exact(collective, versions[(rounds - 1) % len(versions)], self.config.quantizer)
         turns = {name: Turns() for name in exchanges}
         for number in range(rounds):
@@ -133,6 +138,8 @@ class Measurement:
                     self._check(turn, exchange, result.cpu(), answer)
             before = sum(other for other in self.job.sizes if other < size)
             self._emit({"progress": (before + size * (number + 1) / rounds) / sum(self.job.sizes)})
+
+        # Emit a record for each. Plain comes first, and the others are compared with it.
         plain = None
         for name, turn in turns.items():
             record = self._record(turn, numel * self.job.itemsize, count, name, exchanges[name].op)
@@ -180,7 +187,8 @@ class Measurement:
             turn.over = answer.over(result, divisor)
 
     def _record(self, turn: Turns, nbytes: int, count: int, name: str, op: str) -> dict[str, Any]:
-        """The record of one contender at one size, from the measurements of all ranks."""
+        """The record of one contender at one size, from the measurements of all ranks. Raises NczError."""
+        # Join the ranks: the slowest one's seconds, bytes of all network namespaces, counters, errors.
         seconds = torch.tensor(turn.seconds, dtype=torch.float64, device="cpu")
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         sent = torch.tensor(
@@ -188,6 +196,8 @@ class Measurement:
         )
         dist.all_reduce(sent)
         details, shares = zip(*gathered((turn.details, turn.over)))
+
+        # A record of a wrong result, or of traffic that took another way, would mean nothing.
         over = None if None in shares else max(shares)
         if over is not None and over > 1:
             raise NczError(
@@ -197,9 +207,13 @@ class Measurement:
         if "wire_bytes" in turn.details:
             wire, plain_wire = (sum(each[key] for each in details) for key in ("wire_bytes", "plain_bytes"))
         network = None if sent.isnan().any() else statistics.median(sent.tolist())
-        least = self._least_plain_bytes(nbytes) if name == "plain" else wire
+        least = wire
+        if name == "plain":  # bytes that all ranks together must send at least, uncompressed
+            passes = 2 if self.job.collective == "all_reduce" else 1
+            least = passes * (self.ranks - 1) * nbytes
         if self.job.link and self._own_links and least:  # ranks that share a node also exchange bytes inside it
             require_crossing(f"{name}, {self.job.collective} of {nbytes:,} bytes", self.job.link, least, network)
+
         median = statistics.median(seconds.tolist())
         algbw, busbw = bandwidths(self.job.collective, nbytes, self.ranks, median)
         error, largest = turn.error
@@ -224,11 +238,6 @@ class Measurement:
             "max_error": largest,
             "of_bound": over,
         }
-
-    def _least_plain_bytes(self, nbytes: int) -> int:
-        """Bytes that all ranks together must send at least, uncompressed."""
-        passes = 2 if self.job.collective == "all_reduce" else 1
-        return passes * (self.ranks - 1) * nbytes
 
 
 def _added(details: tuple[dict[str, Any], ...], key: str) -> dict[str, int] | None:

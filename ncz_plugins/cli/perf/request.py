@@ -54,6 +54,8 @@ def read(options: argparse.Namespace, config: Config) -> Request:
     peers, notes = choose(options.peers, options.collective, horovod=ranks.launcher != "torchrun")
     jobs = []
     for rate in rates:
+        # Long enough for every rank to send everything to every other rank.
+        gbps = (bits_per_second(rate) or 0) / 1e9 or _MIN_GBPS
         settings = config.model_dump(mode="json")
         if options.data == "weights":
             settings["roles"], settings["quantizer"]["kind"] = ["parameter"], "lossless"
@@ -67,7 +69,7 @@ def read(options: argparse.Namespace, config: Config) -> Request:
                 link=rate,
                 repeat=parse_count("--repeat", options.repeat, None),
                 trace=bool(options.trace),
-                timeout=_seconds_for(found[-1], ranks.count, (bits_per_second(rate) or 0) / 1e9),
+                timeout=60 + 4 * ranks.count * 8e-9 * found[-1] / gbps,
             )
         )
     on_loopback = ranks.without_link(f"ncz perf {options.collective}") if options.link is None else []
@@ -146,8 +148,3 @@ def _not_sizes(text: str) -> ConfigError:
         f"--sizes: '{text}' is neither FROM:TO (64K:256M, doubling) nor FROM:TO:FACTOR (64K:64M:4) nor a list "
         "(64K,1M), each of 8 bytes or more"
     )
-
-
-def _seconds_for(size: int, ranks: int, gbps: float) -> float:
-    """Time limit of one exchange in seconds, long enough for every rank to send everything to every other rank."""
-    return 60 + 4 * ranks * 8e-9 * size / (gbps or _MIN_GBPS)

@@ -54,12 +54,14 @@ def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
     layout = Layout.of(lengths, max(lengths))
     sizes = layout.block_lengths(quantizer.block_in_effect if quantizer.bits is None else RATE_BLOCK)
     starts = np.cumsum(sizes) - sizes
+    # The allowed error: the bound of each block, of a sum once for each rank.
     allowed = None
     if quantizer.kind != "lossless":
         measured = _measured((x if collective in SUMS else values).double().numpy(), starts, sizes, quantizer)
         if collective in SUMS:
             dist.all_reduce(measured, dist.ReduceOp.MAX)
         allowed = _bound(quantizer) * measured.sum(0).numpy() * (ranks if collective in SUMS else 1)
+    # A rank of a reduce-scatter gets one part: cut values and blocks to it.
     if collective == "reduce_scatter":
         own = layout.segment(rank)
         values = values[own]

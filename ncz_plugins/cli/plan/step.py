@@ -139,6 +139,7 @@ def resolved(config: Config, group: Group) -> Config:
 
 def predict(setup: Setup, kind: Kind) -> Step:
     """Predict a step of one kind."""
+    # Low end, middle and high end: of the given computing time, and of the error of simulated collectives.
     known = _Calls(setup, kind)
     error = _GUESSED_ERROR if setup.group.costs.error is None else setup.group.costs.error
     ends = [
@@ -147,7 +148,9 @@ def predict(setup: Setup, kind: Kind) -> Step:
     ]
     seconds = Interval(*(total for total, _, _ in ends))
     total, compute, communication = ends[1]
-    hourly = None if setup.price is None else setup.price / 3600
+    gradients = [each for each in setup.sendings if each.role == "gradient"]
+    compressed = sum(each.count * known.of(each).compressed for each in gradients)
+    price_per_second = None if setup.price is None else setup.price / 3600
     return Step(
         kind=kind,
         seconds=seconds,
@@ -155,14 +158,9 @@ def predict(setup: Setup, kind: Kind) -> Step:
         communication=communication,
         exposed=max(0.0, total - compute),
         wire_bytes=sum(known.of(each).wire_bytes * each.count / each.steps for each in setup.sendings),
-        compressed_calls=_share_compressed(setup, known),
-        dollars=None if hourly is None else seconds.times(Interval.exactly(1000 * hourly)),
+        compressed_calls=compressed / sum(each.count for each in gradients),
+        dollars=None if price_per_second is None else seconds.times(Interval.exactly(1000 * price_per_second)),
     )
-
-
-def _share_compressed(setup: Setup, known: _Calls) -> float:
-    gradients = [each for each in setup.sendings if each.role == "gradient"]
-    return sum(each.count * known.of(each).compressed for each in gradients) / sum(each.count for each in gradients)
 
 
 def _timeline(setup: Setup, known: _Calls, compute: float, factor: float) -> tuple[float, float, float]:

@@ -266,12 +266,14 @@ def _joined(entries: list[Entry], notes: list[str]) -> tuple[dict[int, Header | 
     """Starts and steps of one training that count. Adds notes on those that don't count."""
     steps: list[Step] = []
     starts: list[tuple[int, Header | None]] = []
+    # `header` is the last one read; `begins` says that the next step is the first one after it.
     header, begins = None, True
     again, backward = [], 0
     for number, line in entries:
         if isinstance(line, Header):
             header, begins = line, True
             continue
+        # A start, or a step that goes back: later steps of earlier runs don't count.
         if begins or line.step <= steps[-1].step:
             backward += not begins
             before, last = (starts[-1][1] if starts else None), (steps[-1].step if steps else 0)
@@ -351,9 +353,9 @@ def _is_header(document: dict[str, Any] | None) -> bool:
     return document is not None and "ncz_plugins" in document
 
 
-def _checked(kind: type[Line], document: dict[str, Any], path: str, number: int) -> Any:
+def _checked(line_type: type[Line], document: dict[str, Any], path: str, number: int) -> Any:
     try:
-        return kind(**document)
+        return line_type(**document)
     except ValidationError as error:
         raise ConfigError(
             f"{path}:{number}: {first_problem(error)}; is this a file that statistics.jsonl named?"

@@ -163,8 +163,15 @@ def summarize(run: Run) -> Summary:
     bypasses = {reason: Bypassed(calls, bypassed_bytes.get(reason, 0)) for reason, calls in bypassed_calls.items()}
     bypassed, compressed_calls = sum(bypassed_bytes.values()), sum(s.compressed_calls for s in steps)
     sent = wire - bypassed
+    plain_by_role, wire_by_role = (
+        _added(s.plain_bytes_by_role for s in steps),
+        _added(s.wire_bytes_by_role for s in steps),
+    )
+    # Each start writes a header. Steps that go back without a header are no start.
+    headers = list(run.starts.values())
+    restarts = sum(header is not before for before, header in zip(headers, headers[1:]))
     return Summary(
-        runs=_runs(run),
+        runs=1 + restarts,
         steps=len(steps),
         first=steps[0].step,
         last=steps[-1].step,
@@ -179,20 +186,15 @@ def summarize(run: Run) -> Summary:
         times=_times([s for s in steps if s.step_seconds and s.step not in run.starts]),
         coders=_added(s.coders for s in steps),
         bypasses=dict(sorted(bypasses.items(), key=lambda item: -item[1].bytes)),
-        roles=_roles(steps),
+        roles={role: Sent(nbytes, wire_by_role.get(role, 0)) for role, nbytes in plain_by_role.items()},
         sent_whole=_added(s.sent_whole for s in steps),
         guard=_guarded(steps),
         bounds=(min(s.bound_times for s in steps), max(s.bound_times for s in steps)),
     )
 
 
-def _runs(run: Run) -> int:
-    """Number of starts. Each start writes a header; steps that go back without a header are no start."""
-    headers = list(run.starts.values())
-    return 1 + sum(header is not before for before, header in zip(headers, headers[1:]))
-
-
 def _times(steps: list[Step]) -> Times:
+    """Times over steps whose length is known."""
     if not steps:
         return Times()
     median = statistics.median(s.step_seconds for s in steps)
@@ -212,6 +214,8 @@ def _times(steps: list[Step]) -> Times:
     inside = [s for s in steps if s.seconds]
     if not inside:
         return known
+
+    # Shares of what happens in collectives. What no counter covers is the rest.
 
     def share(seconds: Callable[[Step], float]) -> float:
         """Median share in a step's time in collectives. Differences of measured times count as 0 if negative."""
@@ -242,11 +246,6 @@ def _agreeing(step: Step) -> float:
 def _untimed_bytes(step: Step) -> int:
     """Bytes sent by calls that went plain at once, whose time is not measured."""
     return sum(nbytes for reason, nbytes in step.bypassed_bytes.items() if reason not in LATE)
-
-
-def _roles(steps: list[Step]) -> dict[str, Sent]:
-    plain, wire = _added(s.plain_bytes_by_role for s in steps), _added(s.wire_bytes_by_role for s in steps)
-    return {role: Sent(nbytes, wire.get(role, 0)) for role, nbytes in plain.items()}
 
 
 def _guarded(steps: list[Step]) -> Guarded | None:

@@ -96,8 +96,9 @@ class Guard:
         Raises PeerError.
         """
         self._prints = transport.rank == 0
-        if whole:
-            share = _share(result.numel(), transport)
+        if whole:  # each element must count once: take this rank's share
+            rank, world_size, numel = transport.rank, transport.world_size, result.numel()
+            share = slice(numel * rank // world_size, numel * (rank + 1) // world_size)
             result, exact = result[share], exact[share]
         figures = _figures(*_over_ranks(_sums(result, exact), transport))
         if figures is None:
@@ -142,12 +143,6 @@ class Guard:
             advice = _REMEDY
         if self._prints:
             say(f"ncz_plugins: {alarm} to the uncompressed sum; {allowed}. {advice}")
-
-
-def _share(numel: int, transport) -> slice:
-    """This rank's share of `numel` elements that all ranks hold: each element counts on one rank only."""
-    rank, world_size = transport.rank, transport.world_size
-    return slice(numel * rank // world_size, numel * (rank + 1) // world_size)
 
 
 def _sums(compressed: Tensor, uncompressed: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Metrics:
         """
         if not self._files:
             wanted = (JsonLines, self._statistics.jsonl), (TensorBoard, self._statistics.tensorboard)
-            self._files = [kind(path) for kind, path in wanted if path is not None]
+            self._files = [sink_type(path) for sink_type, path in wanted if path is not None]
             self.sinks[:0] = self._files
         for sink in self._files:
             self._attempt(sink, sink.begin, header)

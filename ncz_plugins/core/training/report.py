@@ -39,7 +39,8 @@ class CompressionReport:
             return None
         seen, steps = self._seen, self._steps
         self._seen, self._steps = Counters(), 0
-        share = _share(seen)
+        # Compressed bytes as a share of all, counted as a plain collective would send them.
+        share = 1 - sum(seen.bypassed_bytes.values()) / seen.plain_bytes if seen.plain_bytes else 0.0
         if self._reported and abs(share - self._reported[0]) < _MIN_CHANGE_OF_SHARE:
             return None
         self._reported.append(share)
@@ -58,10 +59,3 @@ class CompressionReport:
         reason = max(seen.bypassed_bytes or seen.bypasses, key=(seen.bypassed_bytes or seen.bypasses).get)
         remedy = REMEDIES[Bypass(reason)]
         return f"{words}; {plain} of {seen.calls} calls went plain, most of their bytes as {reason}: {remedy}"
-
-
-def _share(seen: Counters) -> float:
-    """Share of compressed bytes. All bytes are counted as a plain collective would send them."""
-    if not seen.plain_bytes:
-        return 0.0
-    return 1 - sum(seen.bypassed_bytes.values()) / seen.plain_bytes

@@ -268,6 +268,7 @@ class Training:
                 f"state of ncz_plugins: format {found!r} is not one that {__version__} reads; "
                 f"allowed: {_FORMAT}, what Training.state_dict returns"
             )
+        # Choose the part of this rank, or else that of another one.
         parts = require_saved(state)
         rank, ranks = self._my_rank(), self._ranks()
         saved_by = rank if rank in parts else min(parts)
@@ -275,6 +276,8 @@ class Training:
         residuals = parts[saved_by]["residuals"]
         if is_own:
             self._require_another(parts[rank])
+
+        # Restore what all ranks have in common: step, tightening, and groups if there are the same ranks.
         self.step = state["step"]
         self._tightening = state["tightening"]
         self._returned = None
@@ -282,6 +285,8 @@ class Training:
         self._loaded = {}
         if state["world_size"] == ranks:  # all ranks of a group have the same state of it
             self._loaded = {tuple(map(int, key.split())): each for key, each in parts[saved_by]["groups"].items()}
+
+        # Restore residuals if they are this rank's; else say what is lost.
         self.residuals = Residuals()
         if is_own:
             with outside_of_inference_mode():

@@ -184,6 +184,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     Args:
         machines: ranks of each machine, which share its cores.
     """
+    # Measure the link, with as many connections as it takes.
     backend, transport = subject.host.backend, subject.transport
     trip = transport.trip_seconds = _latency(subject, 3, min)
     gbps = 0.0
@@ -198,7 +199,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         transport.channels, gbps = connections_to_use(carried)
     else:
         gbps = carried(transport.channels)
-    # Above 1: coding takes this many times as long as on a free core.
+    # Measure the cores. Above 1: coding takes this many times as long as on a free core.
     times = ranks_on_a_core(_cores_of_each(subject, backend, trip, machines), machines)
     if 1 / times < SPARE:
         subject.host.use_one_thread()
@@ -241,6 +242,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
             are always made.
         tell: called with the name of each measurement when it starts.
     """
+    # Measure the parts: link and coders.
     clock = _Clock(subject, seconds)
     tell("link")
     latency = _latency(subject, 21, median_low)
@@ -249,6 +251,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     tell("coders")
     costs = _measured_costs(subject, backend)
     config = subject.config.resolved(link_gbps=link_gbps, costs=costs).with_transport(min_bytes=0)
+    # Measure all-reduces: choose schedule and frame size, then the smallest size that gains.
     data = _Data(subject.rank)
     trials = _trials(subject, config, data, clock, tell)
     chosen = best(trials)

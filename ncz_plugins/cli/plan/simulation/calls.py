@@ -128,12 +128,14 @@ def compressed(
         return plain(group, collective, nbytes, itemsize)
     if config.quantizer.bits:
         group = replace(group, costs=group.costs.at_a_fixed_rate)
+    # Which ranks exchange frames, and by which schedule.
     hierarchical = group.ranks_per_node > 1 and group.nodes > 1 and config.transport.hierarchy != "off"
     fleet = group.fleet(between_nodes=hierarchical)
     sizes = sizes_for(config, ratio, ratio_ranks)
     counters = Counters()
     name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
     name = schedule_for(fleet.world_size) if name == "auto" else name
+    # How the tensor is cut into segments and frames.
     segments = group.ranks if hierarchical else fleet.world_size
     on_gpu, dtype = group.costs.kind == "gpu", torch.float32 if itemsize == 4 else torch.bfloat16
     tensor = torch.empty(nbytes // itemsize, dtype=dtype, device="meta")
@@ -147,6 +149,7 @@ def compressed(
     if hierarchical:  # each rank of a node exchanges an equal piece of the tensor
         layout = layout.for_segments(range(fleet.world_size))
         _inside(fleet, group, nbytes)
+    # Agree on scales, exchange frames, and pass results on inside nodes.
     fleet.work(1e-6 * group.costs.call_us)
     compares_first = on_gpu or (hierarchical and collective != "all_gather")  # nodes add up before they measure
     counters.wire_bytes += _agree_on_scales(fleet, layout, config, dtype, compares_first)

@@ -126,12 +126,17 @@ def _sampled(config: Config, addends: int) -> Sampled:
     """Code a sum of the sample codes of `addends` ranks."""
     quantizer, backend = config.quantizer, kernels.cpu_backend()
     layout = Layout.split(_SAMPLE_VALUES, 1, _SAMPLE_VALUES, quantizer.block_in_effect)
-    ranks = [_values(rank) for rank in range(addends)]
+    ranks = [
+        torch.from_numpy(np.random.default_rng(rank).laplace(size=_SAMPLE_VALUES).astype(np.float32))
+        for rank in range(addends)
+    ]
+    # Agree on scales, as ranks do.
     measured = [measure(backend, Window(x), layout, range(1), quantizer) for x in ranks]
     agreed = torch.stack([each.float() for each in measured]).amax(0).to(measured[0].dtype)
     scales = scales_or_bypass(agreed, layout, quantizer, torch.float32, addends)
     if isinstance(scales, Bypass):
         raise ConfigError(f"quantizer {quantizer.describe()}: nothing would be compressed: {scales.value}")
+    # Add the codes of all ranks, and encode the sum.
     total = torch.zeros(_SAMPLE_VALUES, dtype=torch.int32, device="cpu")
     codes = torch.empty_like(total)
     for rank, x in enumerate(ranks):
@@ -141,7 +146,3 @@ def _sampled(config: Config, addends: int) -> Sampled:
     nbytes = backend.encode_codes(total, coding_for(config, backend), frame)
     _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
     return Sampled(8 * (nbytes - HEADER_BYTES) / _SAMPLE_VALUES, Coder(coder).name.lower())
-
-
-def _values(rank: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(rank).laplace(size=_SAMPLE_VALUES).astype(np.float32))
