@@ -706,7 +706,9 @@ def configs(draw):
             "frame_bytes": draw(st.integers(16 << 10, 64 << 20)),
             "min_bytes": draw(st.sampled_from(["auto", "never"]) | st.integers(0, 1 << 40)),
             "hierarchy": draw(st.sampled_from(["auto", "off"]) | st.integers(2, 1 << 20)),
-            "tuning": draw(st.none() | st.text(min_size=1)),
+            "tuning": draw(
+                st.none() | st.text(min_size=1).filter(lambda path: path[0] != "~" and not set(path) & set("$\0"))
+            ),
             "link_gbps": draw(st.none() | st.floats(1e-3, 1e4)),
             "timeout_seconds": draw(st.none() | st.floats(1e-3, 1e6)),
         },
