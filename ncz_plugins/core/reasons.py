@@ -29,21 +29,21 @@ SMALLER_BOUND = "set a smaller quantizer.value, for all tensors or by a policy f
 
 # The remedy for each reason. Messages, commands and the documentation all print these, so none contradicts another.
 REMEDIES = {
-    Bypass.ONE_RANK: "a group of one rank has nothing to send: more ranks must hold the same parameters",
-    Bypass.ROLE: "tensors of this role are compressed if the setting roles lists it",
-    Bypass.POLICY: "a policy with action: skip chose these: `ncz check FILE --model SPEC` shows what policies match",
+    Bypass.ONE_RANK: "a group of one rank has nothing to send: compression needs 2 or more with the same parameters",
+    Bypass.ROLE: "to compress tensors of this role, add the role to the setting roles",
+    Bypass.POLICY: "a policy with action: skip matches these: `ncz check FILE --model SPEC` shows what policies match",
     Bypass.WARM_UP: "the first steps.warmup steps go plain; `ncz report --from` leaves them out",
-    Bypass.DTYPE: "floats of 16, 32 and 64 bits are compressed, with quantizer.mode: bits none of 64",
+    Bypass.DTYPE: "only floats of 16, 32 and 64 bits are compressed; with quantizer.mode: bits, only 16 and 32 bits",
     Bypass.OP: "only sums and averages are compressed",
     Bypass.TOO_SMALL: f"{LARGER_CALLS}; {BEST_MIN_BYTES}",
-    Bypass.FAST_LINK: "transport.min_bytes is never, or compression was measured to lose time on this link: nothing to "
-    "do; a size as transport.min_bytes compresses all the same",
-    Bypass.NON_FINITE: "a value is NaN or infinite: if that goes on after the first steps, lower the loss scale or the "
-    "learning rate",
+    Bypass.FAST_LINK: "transport.min_bytes is never, or compression was measured to lose time on this link: leave it, "
+    "or set transport.min_bytes to a size to compress anyway",
+    Bypass.NON_FINITE: "a value is NaN or infinite: if this continues after the first steps, lower the loss scale or "
+    "the learning rate",
     Bypass.CODE_OVERFLOW: "the bound is too fine for these values: raise quantizer.value, use mode rms or rel, or use "
     "kind: lossless",
-    Bypass.SPARSE: "a sparse gradient is reduced as it is: use dense ones (sparse=False) to compress it",
-    Bypass.JOINED: "compression needs all ranks, and one has called hvd.join: give every rank the same number of steps",
-    Bypass.NOT_WORTH: "with this bound the data would hardly shrink: raise quantizer.value, or skip such tensors by a "
+    Bypass.SPARSE: "sparse gradients are not compressed: use dense ones (sparse=False)",
+    Bypass.JOINED: "compression needs all ranks, and one has called hvd.join: give all ranks the same number of steps",
+    Bypass.NOT_WORTH: "with this bound the data would hardly shrink: raise quantizer.value, or skip these tensors by a "
     "policy",
 }

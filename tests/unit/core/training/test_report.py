@@ -58,7 +58,9 @@ def test_what_somebody_chose_is_not_said_to_be_measured():
 
 def test_a_fixed_rate_is_not_said_to_compress_all_floats():
     ((_, line),) = lines([step(DTYPE=1)] * FIRST_STEPS, {"quantizer": {"mode": "bits", "value": 4}})
-    assert line.endswith("as dtype: floats of 16, 32 and 64 bits are compressed, with quantizer.mode: bits none of 64")
+    assert line.endswith(
+        "as dtype: only floats of 16, 32 and 64 bits are compressed; with quantizer.mode: bits, only 16 and 32 bits"
+    )
 
 
 def test_it_is_said_once_more_if_it_changes_much():
