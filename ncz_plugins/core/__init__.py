@@ -1,14 +1,13 @@
 """Compressed collectives, independent of any framework.
 
 communicator      `Communicator`: the public API, one process group with compressed collectives
-call              one call: its arguments, and how it is to be treated
+call              one call: its arguments, how it is treated, and what becomes of it
+run               the five steps of every call, from decision to counters
+group             state of one group on one rank that lasts from call to call
+planning          how a compressed call is carried out: segments and frames, schedule, addends
 call_description  what the ranks compare before a call
-call_layout       how the tensor of a call is cut into segments and frames
-call_run          one compressed call on one rank, from agreement to result
 call_queue        compressed calls of one communicator, run in order on a thread or a CUDA stream
-collective        compressed collectives over the ranks of one group
 joined            several tensors that one call reduces as one tensor
-weight_sync       weights sent from a trainer to generators
 bypass            rules that decide whether a call goes plain
 reasons           reasons to go plain, and the remedy for each: the only place that states remedies
 errors            every error that this package raises
