@@ -57,6 +57,7 @@ def verdict(summary: Summary, header: Header | None) -> list[Conclusion]:
 
 
 def _of_time(summary: Summary, header: Header | None, is_coarse: bool) -> Conclusion:
+    """What limited the time of a step."""
     times = summary.times
     if not summary.calls:
         return Conclusion("time", "unknown", "Unknown: no collective was counted in these steps.")
@@ -66,6 +67,8 @@ def _of_time(summary: Summary, header: Header | None, is_coarse: bool) -> Conclu
         )
     if not summary.wire_bytes:
         return Conclusion("time", "elsewhere", "Something else: nothing was sent, so compression can't gain anything.")
+
+    # Do collectives matter at all, and is their time known?
     untimed = summary.untimed
     if untimed >= MOST:
         limit = "unknown"
@@ -83,6 +86,8 @@ def _of_time(summary: Summary, header: Header | None, is_coarse: bool) -> Conclu
     else:
         limit, words = _of_collectives(summary, header, is_coarse)
         words = f"{words} Collectives took {times.share:.0%} of a step ({duration(times.collectives)})."
+
+    # What the conclusion leaves out: calls without a known time, and slow steps.
     if UNTIMED < untimed < MOST:
         words += f" What went plain at once, {untimed:.0%} of the bytes, is not in these times."
     if times.slow_share > SLOW_STEPS:
@@ -182,6 +187,7 @@ def _quickest_coder(summary: Summary) -> str | None:
 
 
 def _send_less(summary: Summary, is_coarse: bool) -> str:
+    """Sentences on how to send fewer bytes."""
     words = "What helps is a faster link" + ("." if is_coarse else ", or a larger bound.")
     if coder := _quickest_coder(summary):
         words += (
@@ -195,6 +201,7 @@ def _send_less(summary: Summary, is_coarse: bool) -> str:
 
 
 def _of_ratio(summary: Summary, config: Settings, is_coarse: bool) -> Conclusion:
+    """What limited the ratio: plain calls, small calls, or the quantizer."""
     if not summary.wire_bytes:
         why = f" {_remedy(Bypass.ONE_RANK.value)}" if Bypass.ONE_RANK.value in summary.bypasses else ""
         return Conclusion("ratio", "nothing", f"Nothing was sent.{why}")
@@ -240,6 +247,7 @@ def _remedy(reason: str) -> str:
 
 
 def _of_loss(summary: Summary, config: Settings) -> Conclusion:
+    """Known effect of the bound on the loss, and whether the guard found larger errors than measured there."""
     try:
         quantizer = QuantizerConfig(**config.quantizer).times(summary.bounds[1])
     except ConfigError:
@@ -262,6 +270,7 @@ def _of_loss(summary: Summary, config: Settings) -> Conclusion:
 
 
 def _of_guard(summary: Summary, config: Settings) -> Conclusion:
+    """Alarms of the guard, and the worst findings."""
     guard, thresholds = summary.guard, config.guard
     worst = (
         f"the largest relative error was {_figure(guard.relative_error)} (step {guard.error_step}, "
