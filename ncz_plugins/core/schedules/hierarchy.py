@@ -38,16 +38,17 @@ def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
         plan: the plan of `call` without nodes, whose schedule then runs between nodes.
         nodes: which ranks share a node.
     """
+    # Functions of a plan must not hold the call, which holds the plan: such a circle would keep the caller's tensors.
     if call.collective == "broadcast":
-        return _broadcast(call, plan, nodes)
+        return _broadcast(plan, nodes, call.root, call.config.quantizer.block_in_effect)
     return {
         "all_reduce": _all_reduce,
         "reduce_scatter_tensor": _reduce_scatter,
         "all_gather_into_tensor": _all_gather,
-    }[call.collective](call, plan, nodes)
+    }[call.collective](plan, nodes)
 
 
-def _all_reduce(call: Call, plan: Plan, nodes: Nodes) -> Plan:
+def _all_reduce(plan: Plan, nodes: Nodes) -> Plan:
     shares = _shares(nodes)
     own = shares[nodes.local_rank]
 
@@ -58,7 +59,7 @@ def _all_reduce(call: Call, plan: Plan, nodes: Nodes) -> Plan:
         return _sum_in_node(plan, nodes, transport, addend, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _run_between_nodes(call.collective, plan, nodes, transport, codec, own, counters)
+        _run_between_nodes("all_reduce", plan, nodes, transport, codec, own, counters)
         if not codec.bypass:
             outputs = [plan.output[plan.layout.elements(share)] for share in shares]
             _gather_in_node(nodes, transport, outputs, counters)
@@ -67,7 +68,7 @@ def _all_reduce(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     return replace(plan, measured=own, within_node=within_node, schedule=schedule)
 
 
-def _reduce_scatter(call: Call, plan: Plan, nodes: Nodes) -> Plan:
+def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
     """Reduce-scatter in which the share of a local rank holds the segments of all ranks with that local rank.
 
     So each rank ends with its own segment.
@@ -85,7 +86,7 @@ def _reduce_scatter(call: Call, plan: Plan, nodes: Nodes) -> Plan:
         return _sum_in_node(plan, nodes, transport, addend, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _run_between_nodes(call.collective, plan, nodes, transport, codec, own, counters)
+        _run_between_nodes("reduce_scatter_tensor", plan, nodes, transport, codec, own, counters)
 
     output = Window(plan.output.data, plan.layout.segment(own[nodes.node]).start)
     # Error feedback keeps residuals by rank, and the codec now has the segments in another order.
@@ -95,7 +96,7 @@ def _reduce_scatter(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     return replace(plan, output=output, measured=own, within_node=within_node, schedule=schedule)
 
 
-def _all_gather(call: Call, plan: Plan, nodes: Nodes) -> Plan:
+def _all_gather(plan: Plan, nodes: Nodes) -> Plan:
     """All-gather with the shares of `_reduce_scatter`."""
     own = _shares(nodes)[nodes.local_rank]
     segment = own[nodes.node]
@@ -104,7 +105,7 @@ def _all_gather(call: Call, plan: Plan, nodes: Nodes) -> Plan:
         elements = plan.layout.elements(own)
         mine = _buffer("share", plan.output.data, elements.stop - elements.start)
         own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
-        _run_between_nodes(call.collective, plan, nodes, transport, own_codec, own, counters)
+        _run_between_nodes("all_gather_into_tensor", plan, nodes, transport, own_codec, own, counters)
         if codec.bypass:
             return
         by_rank = plan.output.data.view(nodes.count * nodes.size, -1)
@@ -121,15 +122,14 @@ def _all_gather(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     return replace(plan, source=source, measured=measured, schedule=schedule)
 
 
-def _broadcast(call: Call, plan: Plan, nodes: Nodes) -> Plan:
+def _broadcast(plan: Plan, nodes: Nodes, root_rank: int, block: int) -> Plan:
     """Broadcast: the root scatters shares inside its node, each share goes to all nodes, and there to all ranks.
 
     A share is one segment.
     """
-    block = call.config.quantizer.block_in_effect
     layout = Layout.split(plan.layout.numel, nodes.size, plan.layout.frame_elements, block)
     own = range(nodes.local_rank, nodes.local_rank + 1)
-    root = next(node for node, ranks in enumerate(nodes.ranks) if call.root in ranks)
+    root = next(node for node, ranks in enumerate(nodes.ranks) if root_rank in ranks)
     at_root = nodes.node == root
 
     def shares_of(whole: Window) -> list[Tensor]:
@@ -138,11 +138,11 @@ def _broadcast(call: Call, plan: Plan, nodes: Nodes) -> Plan:
     def within_node(transport: Transport, counters: Counters) -> Window:
         mine = shares_of(plan.source)[nodes.local_rank]
         if at_root:
-            mine = _scatter_in_node(nodes, transport, call.root, shares_of(plan.source), counters)
+            mine = _scatter_in_node(nodes, transport, root_rank, shares_of(plan.source), counters)
         return Window(mine, layout.elements(own).start)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _run_between_nodes(call.collective, plan, nodes, transport, codec, own, counters, root=root)
+        _run_between_nodes("broadcast", plan, nodes, transport, codec, own, counters, root=root)
         if not codec.bypass:
             _gather_in_node(nodes, transport, shares_of(plan.output), counters)
 

@@ -1,6 +1,8 @@
 """Plain inside nodes, compressed between them, over real gloo with all ranks in one process."""
 
+import gc
 import os
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -499,6 +501,30 @@ def test_what_a_reduce_scatter_loses_is_kept_under_the_right_names():
     for rank, kept in enumerate(play(4, body, reuse=True)):
         own = slice(rank % 2 * part, (rank % 2 + 1) * part)  # of what is lost, which this rank's piece has
         assert kept["lossy"][own].any() and "zeros" not in kept
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+def test_tensors_go_with_their_last_reference(collective):
+    """Without Python's garbage collector, which large trainings switch off."""
+    config = CONFIGS["nearest"]
+
+    def body(transport):
+        tensor = values(transport.rank, 1000)
+        if collective == "all_reduce":
+            call = sum_of(tensor, transport, config, ring)
+        else:
+            flat, measured = Window(tensor), range(1 if transport.rank == 0 else 0)
+            cast, layout = partial(ring.broadcast, root=0), Layout.of([1000], CHUNK)
+            call = planned("broadcast", config, layout, flat, flat, measured, cast, never_plain)
+        go(transport, "2x2", config, call)
+        return weakref.ref(tensor)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [there() for there in play(4, body)] == [None] * 4
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------- what is counted
