@@ -89,8 +89,8 @@ class Group:
         return self._checksum_on_gpus if config is self.config_on_gpus else checksum_of(config)
 
     def note_uncompared(self, described: dict[str, int]) -> None:
-        """Remember a call that the ranks do not compare."""
-        self.uncompared = zlib.crc32(repr([self.uncompared, *described.values()]).encode())
+        """Remember a call that the ranks do not compare. Its description holds the checksum of those before it."""
+        self.uncompared = zlib.crc32(repr(list(described.values())).encode())
 
     def own_names(self, parts: Sequence[ParameterSlice]) -> Sequence[ParameterSlice]:
         """Parts by names of this communicator: another one of the training may carry a model with the same names."""

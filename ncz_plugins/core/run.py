@@ -220,8 +220,6 @@ def _exchange(call: Call, codec: Codec, device: Device, transport: Transport) ->
 def _go_plain(call: Call, bypass: Bypass, device: Device, transport: Transport) -> None:
     """Run the uncompressed collective for a call that was to be compressed."""
     counters, plain = call.counters, transport.plain if call.plain is None else call.plain
-    if call.baseline is not None:
-        call.baseline.forget()
     sent = call.new_counters(transport.world_size).plain_bytes
     with span("plain", call.input.nbytes, counters):
         with peer_errors("the plain collective"), memory_errors(call.collective):

@@ -125,3 +125,15 @@ def test_what_a_communicator_has_connected_with_can_not_be_replaced(section, val
         return training.config.quantizer.value
 
     assert play_communicators(2, {}, body) == [Config().quantizer.value] * 2
+
+
+def test_a_step_ends_once_the_sum_that_the_guard_verifies_is_over():
+    """Also if nobody has waited for it: else ranks would count it in different steps."""
+    config = {"transport": {"min_bytes": 0}, "guard": {"every": 1}}
+
+    def body(communicator):
+        handle = communicator.all_reduce(torch.ones(1 << 22), async_op=True)
+        done = communicator.end_step()
+        return handle.is_completed(), done.compressed_calls
+
+    assert play_communicators(2, config, body) == [(True, 1)] * 2
