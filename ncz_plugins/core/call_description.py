@@ -35,19 +35,11 @@ _BYPASSES = tuple(Bypass)
 _COMPRESSED, _AS_CHANGES, _MEASURING, _CONNECTING = 0, *(len(_BYPASSES) + i for i in (1, 2, 3))
 
 
-def described(call: Call, number: int, bypass: Bypass | None, **more: int) -> dict[str, int]:
-    """What ranks compare of a call. Texts and floats travel as checksums, other things as their place in a list.
-
-    Args:
-        number: how many calls the ranks have made, this one included.
-        bypass: why the call goes plain; None if it is compressed.
-        more: see `numbered`.
-    """
-    return numbered(kind_described(call), call, number, bypass, **more)
-
-
 def kind_described(call: Call) -> dict[str, int]:
-    """The same of all calls of a kind. `numbered` says the rest of each."""
+    """Numbers that ranks compare of all calls of a kind. `numbered` says the rest of each call.
+
+    Texts and floats travel as checksums, other things as their place in a list.
+    """
     return {
         "call number": 0,
         "collective": COLLECTIVES.index(call.collective),
@@ -75,9 +67,12 @@ def numbered(
     uncompared: int = 0,
     step: int = 0,
 ) -> dict[str, int]:
-    """What `described` returns, of a call of which `kind_described` has told the `kind`.
+    """Numbers that ranks compare of one call.
 
     Args:
+        kind: what `kind_described` returned for a call like this one.
+        number: calls so far, this one included.
+        bypass: why the call goes plain; None if it is compressed.
         configuration: a checksum of the settings of a call that is compressed.
         uncompared: a checksum of the calls before it that ranks did not compare.
         step: of the training, where something depends on it.
@@ -118,18 +113,18 @@ def require_plain(call: Call) -> None:
 
 
 def refusal(number: int) -> dict[str, int]:
-    """In place of what `described` returns, on a rank that can't make its call: nobody shall wait for it."""
-    numbers = described(Call("all_reduce", _NOTHING, _NOTHING), number, None)
+    """Numbers of a rank that can't make its call, so that nobody waits for it. `number`: calls before it."""
+    numbers = kind_described(Call("all_reduce", _NOTHING, _NOTHING))
     return dict.fromkeys(numbers, 0) | {"call number": number, "refusal": 1}
 
 
 def measuring(number: int) -> dict[str, int]:
-    """In place of what `described` returns, where ranks are to measure what connects their GPUs before a call."""
+    """Numbers of a rank that is about to measure what connects the GPUs. `number`: calls before it."""
     return refusal(number) | {"refusal": 0, "transfer": _MEASURING}
 
 
 def connecting(number: int) -> dict[str, int]:
-    """In place of what `described` returns, where ranks are to connect their GPUs before a call."""
+    """Numbers of a rank that is about to connect its GPU. `number`: calls before it."""
     return refusal(number) | {"refusal": 0, "transfer": _CONNECTING}
 
 
@@ -137,7 +132,7 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
     """Raise MismatchError if ranks described different calls.
 
     Args:
-        comparison: of what `described`, `refusal`, `measuring` and `connecting` returned; its tensor is the maximum
+        comparison: of what `numbered`, `refusal`, `measuring` and `connecting` returned; its tensor is the maximum
             over ranks.
         ranks: their global ranks, for the message.
     """

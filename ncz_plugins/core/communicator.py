@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -475,7 +475,7 @@ class Communicator:
             return self._begin_in_group(call, async_op)
         if call.bypass is not None:
             enter(self._calls, call)
-            return self._run(call, run_plain, is_quick=True, async_op=async_op)
+            return self._submit(call, run_plain, is_quick=True, async_op=async_op)
 
         captured = is_captured(call.input)
         if captured:
@@ -493,14 +493,18 @@ class Communicator:
         # All else runs on a thread of its own, or at once: to hand a call over takes as long as a small one.
         self._follow_calls_on_gpus()
         is_quick = (on_gpu or call.input.nbytes <= _QUICK_BYTES) and not verifies
-        handle = self._run(call, run, is_quick, async_op)
+        handle = self._submit(call, run, is_quick, async_op)
         if verifies:
             self._calls.state.wait_at_end_of_step(handle)
         return handle
 
-    def _run(self, call: Call, run, is_quick: bool, async_op: bool) -> Handle | None:
-        """Run a call after all earlier ones: a quick one on this thread if nobody needs its handle."""
-        job = partial(run, self._calls, call)
+    def _submit(self, call: Call, way: Callable, is_quick: bool, async_op: bool) -> Handle | None:
+        """Run a call after all earlier ones: a quick one on this thread if nobody needs its handle.
+
+        Args:
+            way: `run` or `run_plain`.
+        """
+        job = partial(way, self._calls, call)
         if is_quick and not async_op:
             self._queue.run(call.collective, call.input.device, job)
             return None

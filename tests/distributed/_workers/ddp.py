@@ -14,6 +14,7 @@ from checks import check, raises, run_checks, same_on_all_ranks
 from common import digest, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import Pair, require_kept
 
 from ncz_plugins import Communicator, MismatchError, Training, UnsupportedError
 from ncz_plugins.core.call import plain_wire_bytes
@@ -256,17 +257,6 @@ def error_feedback_outlives_new_buckets(group):
     same_replicas(resumed, group)
 
 
-class Pair(nn.Module):
-    """Two parameters of one size, of which each pass uses one or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
-
-    def forward(self, x, used):
-        return sum(getattr(self, name)(x) for name in used)
-
-
 def loses_nothing(group, used, begin=lambda model, used: model.zero_grad(), accumulates=False, **options):
     """Fail unless the sum of all that came out differs from the exact sum by what is kept, and by no more.
 
@@ -292,11 +282,7 @@ def loses_nothing(group, used, begin=lambda model, used: model.zero_grad(), accu
         while reduces and of_any:  # of others DDP drops the result
             name = of_any.pop()
             missing[name] -= getattr(model.module, name).weight.grad.double().cpu() / world_size
-    for name, lacking in missing.items():
-        kept = compression.training.residuals.by_name[f"{name}.weight"].double().cpu().view(100, 100) / world_size
-        torch.distributed.all_reduce(both := torch.stack([lacking, kept]), group=group)
-        torch.testing.assert_close(both[0], both[1], rtol=0, atol=1e-4)
-        assert both[0].abs().max() > 0.1
+    require_kept(missing, compression, group)
 
 
 def by_turns(number: int, rank: int) -> list[str]:

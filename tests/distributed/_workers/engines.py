@@ -17,6 +17,7 @@ import torch.distributed as dist
 from checks import check, raises, run_checks, same_on_all_ranks
 from common import start
 from deepspeed.utils import groups
+from small_engine import small_engine
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import ConfigError, MismatchError, PeerError
@@ -59,16 +60,7 @@ class Grid:
 
 def engine(mpu: Grid | None, key, stage: int = 2, **top_level):
     """An engine whose configuration has the key with a value, or no key for None."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(31, 257), torch.nn.GELU(), torch.nn.Linear(257, 7))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        **({} if key is None else {"communication_compression": key}),
-        **top_level,
-    }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)[0]
+    return small_engine(stage, key, mpu, **top_level)
 
 
 def train(trained, steps: int = 2) -> None:

@@ -8,6 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from common import attempt, leave, start
+from small_engine import small_engine
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import kernels
@@ -21,19 +22,8 @@ outcomes = {}
 
 
 def engine(seconds: float = LONG, stage: int = 2, **top_level):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(31, 257), torch.nn.GELU(), torch.nn.Linear(257, 7))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "communication_compression": {
-            "transport": {"min_bytes": 0, "timeout_seconds": seconds},
-            "entropy": {"checksum": True},
-        },
-        **top_level,
-    }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    key = {"transport": {"min_bytes": 0, "timeout_seconds": seconds}, "entropy": {"checksum": True}}
+    return small_engine(stage, key, **top_level)
 
 
 def step(engine, number: int, scale: float = 1.0, layers: slice = slice(None)) -> float:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from turns import Pair, require_kept
 
 from ncz_plugins import ConfigError, MismatchError, NczError, UnsupportedError
 from ncz_plugins.torch import fsdp
@@ -245,17 +246,6 @@ def policies_know_modules_and_error_feedback_parameters_by_name(group):
     compression.close()
 
 
-class Branches(nn.Module):
-    """Two parameters of one size, of which each pass uses one or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
-
-    def forward(self, used, x):
-        return sum(getattr(self, name)(x) for name in used)
-
-
 def by_turns(number: int, rank: int) -> list[str]:
     return [("left", "right")[number % 2]]
 
@@ -276,18 +266,14 @@ def loses_nothing(group, model, used=by_turns, begin=lambda model, used: None, a
         begin(model, mine)
         x, y = torch.randn(2, 8, 100, generator=generator)
         model.set_requires_gradient_sync(reduces)
-        (model(mine, x.to(device)) * y.to(device)).sum().backward()
+        (model(x.to(device), mine) * y.to(device)).sum().backward()
         for name in mine:
             missing[name] += y.double().T @ x.double() / world_size
         for name in missing:
             if (gradient := getattr(model, name).weight.grad) is not None:
                 missing[name] -= gradient.full_tensor().double().cpu() / world_size
         model.zero_grad()
-    for name, lacking in missing.items():
-        kept = compression.training.residuals.by_name[f"{name}.weight"].double().cpu().view(100, 100) / world_size
-        dist.all_reduce(both := torch.stack([lacking, kept]), group=group)
-        torch.testing.assert_close(both[0], both[1], rtol=0, atol=1e-4)
-        assert both[0].abs().max() > 0.1
+    require_kept(missing, compression, group)
 
 
 @check
@@ -304,7 +290,7 @@ def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
 
 
 def branches(in_modules: bool = False) -> nn.Module:
-    model = Branches().to(device)
+    model = Pair().to(device)
     for module in (model.left, model.right) if in_modules else ():
         fully_shard(module, mesh=flat)
     return fully_shard(model, mesh=flat)
@@ -329,11 +315,11 @@ def error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
 def error_feedback_knows_parameters_that_only_a_pass_before_used(group):
     """FSDP keeps such gradients in its `reduce_dtype`, and reduces them with the last pass."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(Branches().to(device), mesh=flat, mp_policy=policy)
+    model = fully_shard(Pair().to(device), mesh=flat, mp_policy=policy)
     compression = fsdp.compress(model, SMALL | {"quantizer": {"error_feedback": True}})
     for number in (0, 1, 3):
         model.set_requires_gradient_sync(number == 3)
-        model(by_turns(number, rank), torch.randn(8, 100, device=device)).sum().backward()
+        model(torch.randn(8, 100, device=device), by_turns(number, rank)).sum().backward()
     assert compression.training.residuals.by_name.keys() == {"left.weight", "right.weight"}
     assert compression.training.step == compression.stats.total.compressed_calls == 1
 

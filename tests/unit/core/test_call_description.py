@@ -12,7 +12,8 @@ from ncz_plugins.core.call import Call
 from ncz_plugins.core.call_description import (
     checksum_of,
     checksum_of_list,
-    described,
+    kind_described,
+    numbered,
     refusal,
     require_plain,
     require_same,
@@ -28,6 +29,10 @@ SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
 def request(**changes) -> Call:
     tensor = changes.pop("tensor", torch.zeros(8))
     return replace(Call("all_reduce", tensor, tensor, SUM), **changes)
+
+
+def described(call: Call, number: int, bypass: Bypass | None, **more: int) -> dict[str, int]:
+    return numbered(kind_described(call), call, number, bypass, **more)
 
 
 def plain(**changes) -> dict[str, int]:
