@@ -52,10 +52,10 @@ class Communicator:
     Args:
         config: a Config or anything that `Config.load` takes; None is that of `training`, else the defaults.
         group: the process group whose ranks take part; None is the default group.
-        training: what lasts from step to step, which communicators may share: where to count, error feedback,
-            policies. None makes one of its own.
-        store: where the ranks meet, if torch.distributed does not know the group, as those of torchft: a store that
-            they share, and that nobody else uses. Ranks are numbered within the group then.
+        training: state that outlives a step: step number, error-feedback residuals, policies, statistics. Communicators
+            may share one. None: the communicator makes its own.
+        store: store in which the ranks meet, for groups that torch.distributed does not know, such as torchft's. Only
+            these ranks may use it. Ranks are then numbered within the group.
 
     Constructing one is itself a collective: every rank of the group must do it, in the same order
     relative to its other collectives. It opens a process group of its own over the same ranks, so
@@ -67,27 +67,27 @@ class Communicator:
     background thread, in the order they were made. Results are bit-identical on all ranks. For
     float32 and float64 the error of an element is at most `eb` times the ranks summed (SUM), or
     `eb` (AVG, gathers, broadcasts), where `eb` is what the configured bound comes to in that
-    element's block; for sums in float16 and bfloat16 the rounding of the result is added. With kind
-    lossless the result is a plain sum of floats.
+    element's block. Sums in float16 and bfloat16 add the rounding of the result. With kind lossless
+    the result is a plain sum of floats.
 
-    Where `transport.hierarchy` asks for it and ranks share nodes, they add up uncompressed first, and
-    what goes between nodes is compressed. The bound is the same, but for the rounding of those sums.
+    With `transport.hierarchy`, the ranks of a node add up uncompressed first, and compressed frames
+    travel between nodes. The bound is the same, but for the rounding of the sums inside nodes.
 
-    Calls that compression can't serve or help run plain and are counted by reason in `stats` (see
-    `bypass.Bypass`). `role` says what a tensor is ("gradient", "parameter", "activation"): roles
-    that the configuration does not enable go plain; None means that compression is wanted. `name` is
-    what the configuration's policies and error feedback know the tensor by; where it is made of
-    several parameters, `parts` says of which. `end_step` tells that a step of the training is over.
+    Calls that compression can't serve, or would not make shorter, run plain. `stats` counts them by
+    reason (`reasons.Bypass`). `role` says what a tensor is: "gradient", "parameter" or "activation".
+    Roles that the configuration does not enable go plain; tensors without a role are compressed.
+    Policies and error feedback know a tensor by its `name`, or by the names of its `parts` if it
+    consists of several parameters. `end_step` ends a step of the training.
 
     Waiting may raise PeerError (a peer died or fell silent), MismatchError (ranks made different
     calls) or FrameError (damaged data). After any of them the communicator is broken: it closes
     its connections, so that peers notice too, and further calls raise at once.
 
     Attributes:
-        config: the settings in force, in which no size is `auto` where there are several ranks; on GPUs besides what
-            the first call there has measured.
-        training: what lasts from step to step, and is saved with a checkpoint.
-        nodes: which ranks share a node; None where every rank stands for itself.
+        config: effective settings. With several ranks every `auto` has been replaced by a number; on GPUs, after the
+            first call.
+        training: state that outlives a step. Saved with a checkpoint.
+        nodes: the ranks of each node; None if no sums are formed inside nodes.
     """
 
     def __init__(
@@ -173,8 +173,7 @@ class Communicator:
                 plain. None: the tensor is compressed.
             name: the parameter's name, by which policies and error feedback know the tensor.
             parts: the parameters that the tensor consists of, in order, where there are several.
-            kept_as: the parts by whose names error feedback keeps what a tensor with a `name` loses, if not by that.
-                Unlike other names, these may differ between ranks.
+            kept_as: keys for error feedback, if they should differ from `name`. Ranks may use different keys.
 
         Returns: a handle if `async_op`, else None.
 

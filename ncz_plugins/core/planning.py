@@ -19,14 +19,15 @@ from .training.error_feedback import Feedback
 from .training.policy import named
 
 _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
-_WHOLE_BYTES = 256 << 10  # of a tensor: two frames cost more than it takes to code one while the other one travels
+# Below this size the cost of a second frame exceeds what overlapping coding and transfer saves.
+_MAX_WHOLE_BYTES = 256 << 10
 
 
 def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tuple[int, bool]:
-    """How segments of `tensor` are cut into frames: elements of a full one, and `overlap`, see `Layout.of`.
+    """Elements of a full frame of `tensor`, and whether coding and transfer should overlap: see `Layout.of`.
 
     Args:
-        on_gpu: whether it is, or stands for one that is; None: as it is.
+        on_gpu: whether the tensor is on a GPU, or stands for one that is; None: look at the tensor.
     """
     transport, on_gpu = config.transport, tensor.is_cuda if on_gpu is None else on_gpu
     elements = transport.frame_bytes_in_effect(on_gpu) // tensor.element_size()
@@ -34,7 +35,7 @@ def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tup
 
 
 def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | None = None) -> Layout:
-    """How a tensor that is summed over ranks is cut: usually into as many segments as there are ranks."""
+    """Layout of a tensor that is summed over ranks, usually with one segment for each rank."""
     elements, overlap = frames_of(tensor, config, on_gpu)
     if config.quantizer.bits is not None:
         return equal_rows(tensor.numel(), segments, elements, overlap)
@@ -42,7 +43,7 @@ def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | 
 
 
 def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> bool:
-    """Whether two ranks send each other all of `tensor` as one segment, see `direct`.
+    """Whether two ranks send each other all of `tensor` as one segment: see schedules/direct.py.
 
     Codes are the same in any layout. On a GPU each frame takes an operation of NCCL, so there the fewest are best.
 
@@ -50,11 +51,11 @@ def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool 
         on_gpu: see `frames_of`.
     """
     on_gpu = tensor.is_cuda if on_gpu is None else on_gpu
-    return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _WHOLE_BYTES)
+    return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _MAX_WHOLE_BYTES)
 
 
 def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> Layout:
-    """How a tensor is cut that has such a part for each rank."""
+    """Layout of a tensor that consists of one segment like this for each rank."""
     return Layout.of([segment.numel()] * world_size, *frames_of(segment, config, on_gpu))
 
 
