@@ -27,7 +27,7 @@ LARGER_CALLS = "make calls larger (DDP: bucket_cap_mb; DeepSpeed: zero_optimizat
 BEST_MIN_BYTES = "`ncz tune` measures from which size on compression pays, for transport.min_bytes"
 SMALLER_BOUND = "set a smaller quantizer.value, for all tensors or by a policy for those named here"
 
-# The remedy for each reason. Messages, commands and the documentation all print these, so none contradicts another.
+# The remedy for each reason, which messages and commands print. A test compares docs/guides/metrics.md with them.
 REMEDIES = {
     Bypass.ONE_RANK: "a group of one rank has nothing to send: compression needs 2 or more with the same parameters",
     Bypass.ROLE: "to compress tensors of this role, add the role to the setting roles",

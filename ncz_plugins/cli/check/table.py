@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.config import Config, format_size
-from ...core.reasons import Bypass
+from ...core.reasons import REMEDIES, Bypass
 from .. import loss
 from ..output import add_row, table
 from .treatments import ROLE, Match, Row
@@ -82,7 +82,7 @@ def _notes(rows: Sequence[Row], matches: Sequence[Match], config: Config) -> Ite
             f"transport.min_bytes in all, {least}" + (f" (two ranks: {of_two})." if of_two != least else ".")
         )
     if Bypass.FAST_LINK in bypasses:
-        yield "Link too fast: transport.min_bytes is never, so nothing is compressed."
+        yield f"Link too fast: {REMEDIES[Bypass.FAST_LINK]}."
 
 
 def _add_total(found: Table, what: str, rows: Sequence[Row], nbytes: int) -> None:
