@@ -59,7 +59,8 @@ def main() -> None:
     # The way of a call that goes plain.
     gray = {"color": PLAIN_EDGE, "linestyle": "--"}
     width = left_of(3) + WIDTH - left_of(2)
-    box(axes, left_of(2), TOP, width, "plain collective", "uncompressed, on all ranks alike", PLAIN_FILL, PLAIN_EDGE)
+    words = "compared as well, then sent uncompressed"
+    box(axes, left_of(2), TOP, width, "plain collective", words, PLAIN_FILL, PLAIN_EDGE)
     for column, height, words in ((0, 0.8, "small, integers,\nroles not enabled"), (1, 0.35, "NaN, not\nworth it")):
         x, y = left_of(column) + WIDTH / 2, TOP + height
         axes.plot([x, x], [MIDDLE + HEIGHT, y], color=PLAIN_EDGE, linestyle="--", lw=1.4)
