@@ -135,6 +135,29 @@ def test_a_call_is_compressed_and_counted():
     assert total.wire_bytes < total.plain_bytes == 40_000
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_compare_their_calls_and_agree_on_steps_in_one_exchange(world_size, monkeypatch):
+    def body(transport):
+        exchanges = []
+
+        def counted(exchange):
+            def start(*arguments, **more):
+                exchanges.append(exchange.__name__)
+                return exchange(*arguments, **more)
+
+            return start
+
+        for name in ("start_comparison", "start_max"):
+            monkeypatch.setattr(transport, name, counted(getattr(transport, name)))
+        config = Config.load({"transport": {"min_bytes": 0}}).resolved()
+        group = Group(Training(config), config, range(world_size), transport.rank)
+        reduce(group, transport, values(transport.rank, 10_000))
+        assert group.training.stats.total.compressed_calls == 1
+        return exchanges
+
+    assert play(world_size, body) == [["start_comparison"]] * world_size
+
+
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
 @pytest.mark.parametrize("quantizer", [{"mode": "abs", "value": 0.01}, {"kind": "lossless"}])
 def test_a_sum_is_multiplied_by_its_scale(quantizer, op):

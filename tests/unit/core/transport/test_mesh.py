@@ -327,6 +327,20 @@ def test_a_silent_peer_is_named_after_the_time_out():
     play(3, body, seconds=3)
 
 
+def test_of_several_receivers_the_one_that_takes_nothing_is_named():
+    large, over = bytes(64 << 20), threading.Barrier(3)
+
+    def body(rank, opened):
+        if rank == 0:
+            with pytest.raises(PeerError, match="rank 1 has not answered"):
+                opened.finish([opened.send(1, large), opened.send(2, large)])
+        elif rank == 2:
+            opened.finish([opened.receive(0, len(large), len(large))])
+        over.wait(20)
+
+    play(3, body, seconds=2)
+
+
 @pytest.mark.parametrize(("sent", "least", "most"), [(3, 4, 10), (11, 4, 10), (1, 0, 0)])
 def test_a_message_of_an_impossible_size_is_refused(sent, least, most):
     def body(rank, opened):
