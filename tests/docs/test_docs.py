@@ -187,6 +187,18 @@ def test_tests_that_a_page_names_exist():
         assert {*re.findall(r"\btest_\w+\.py\b", prose(page))} <= there, page
 
 
+def test_the_tests_of_each_law_exist():
+    laws = (ROOT / "CONTRIBUTING.md").read_text().partition("## Which law is tested where")[2].partition("\n## ")[0]
+    tests = [line.split("|")[2] for line in laws.splitlines() if re.match(r"\| [A-Z]", line)]
+    assert len(tests) > 30
+    for place, functions in re.findall(r"`([\w./]+)`(?:: ((?:`\w+`(?:, )?)+))?", " ; ".join(tests)):
+        path = ROOT / "tests" / place
+        assert path.exists(), place
+        source = "".join(file.read_text() for file in ([path] if path.is_file() else path.rglob("*.py")))
+        missing = [name for name in re.findall(r"\w+", functions) if f"def {name}(" not in source]
+        assert not missing, f"{place}: {missing}"
+
+
 def test_reasons_to_go_plain_have_the_remedies_that_messages_print():
     rows = "\n".join(f"| `{bypass.value}` | {REMEDIES[bypass]} |" for bypass in Bypass)
     assert rows in (ROOT / "docs" / "guides" / "metrics.md").read_text(), f"the table is to have the rows\n{rows}"
