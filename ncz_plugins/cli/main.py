@@ -23,7 +23,7 @@ COMMANDS = (info, check, enable, codec, plan, perf, tune, report, patch, schema)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command with `arguments` (default: those of this process) and return the exit code."""
+    """Run the command with `arguments` (default: sys.argv) and return the exit code."""
     for stream in (sys.stdout, sys.stderr):  # None if the parent process has closed it
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")  # for file names that the terminal's encoding lacks

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
 def settings_table() -> str:
     """The reference table in Markdown, one row per setting."""
     lines = ["| key: default | allowed | meaning |", "|---|---|---|"]
-    # One row stands for all settings that a policy replaces: they allow what those of `quantizer` do.
+    # One row stands for all settings that a policy replaces: `quantizer` lists what each of them allows.
     replaced = [key.removeprefix(_REPLACED) for key, *_ in settings(of_elements=True) if key.startswith(_REPLACED)]
     for key, default, allowed, description in settings(of_elements=True):
         if key == _REPLACED + replaced[0]:

@@ -15,7 +15,7 @@ from ..core.training.state import Training
 from ..core.transport.comparison import RankComparison
 from ..core.whole_files import replacing
 
-_ENGINE_STEP = "engine_step"  # key in a file, beside those of Training.state_dict
+_ENGINE_STEP = "engine_step"  # key in a file, beside the keys of Training.state_dict
 _NONE, _DAMAGED = -1, -2  # instead of a step: no file, and an unreadable file
 _REMEDY = "take another checkpoint, or delete the files ncz_plugins_rank_* in it to begin anew"
 
@@ -116,4 +116,4 @@ def _compare(step: int, saved_by: int, folder: str | os.PathLike, device: torch.
     comm.all_reduce(comparison.tensor, op=comm.ReduceOp.MAX, group=group)
     for what, (lowest, _, highest, _) in comparison.differing().items():
         ends = [{_NONE: "no file", _DAMAGED: "a damaged file"}.get(end, f"{what}: {end}") for end in (lowest, highest)]
-        raise MismatchError(f"{folder}: about compression some ranks find {ends[0]}, others {ends[1]} there; {_REMEDY}")
+        raise MismatchError(f"{folder}: for compression some ranks find {ends[0]}, others {ends[1]}; {_REMEDY}")

@@ -40,7 +40,7 @@ class Compression(ModelCompression):
         communicators: for each group that shards parameters, by its `group_name`.
         replicas: the communicator of the ranks that hold the same shard; None if there is one replica.
         training: the state that all communicators share.
-        config: the settings of the communicators; None takes those of `training`.
+        config: the settings of the communicators; None takes the settings of `training`.
         model: the root module. All of its sharded modules are served.
 
     Attributes:
@@ -88,7 +88,7 @@ class Compression(ModelCompression):
             self._end_step_with_this_pass()  # FSDP reduces nothing where each group has one rank
 
     def _kept_as(self, name: str, gradient: Tensor, ranks: int) -> list[ParameterSlice] | None:
-        """Keys of error feedback for a module's gradients: the shares of rank 0, then those of rank 1, and so on.
+        """Keys of error feedback for a module's gradients: rank 0's shares, then rank 1's, and so on.
 
         None if the parameters noted don't have as many elements as `gradient`.
         """

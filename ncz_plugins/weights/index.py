@@ -140,7 +140,7 @@ class Contents(_Strict):
         base: identity of the version that the patch must be applied to. None: the patch holds a whole version.
         identity: identity of the version that the patch makes, see `identity_of`.
         tensors: the tensors that are new or have changed.
-        names: names of all tensors of the new version, in its order. None: those of the base, then new ones.
+        names: names of all tensors of the new version, in its order. None: the base's names, then new ones.
         file: None for a patch that was made of state dicts.
     """
 
@@ -169,7 +169,7 @@ def coded_as(dtype: str) -> str:
 
 
 def may_refer(referring_bytes: int, frame_bytes: int, base_bytes: int) -> bool:
-    """Whether a patch may have so many bytes of "equal" and "shared" tensors.
+    """Whether a patch may have `referring_bytes` of "equal" and "shared" tensors.
 
     Without a limit, a few bytes of index could ask for any amount of memory. The limit grows with what the patch takes
     anyway: its frames, and the memory of the base.
@@ -267,7 +267,7 @@ def _check_entry(entry: Entry, has_base: bool) -> None:
 
 
 def _frame_count(entry: Entry, elements: int) -> int:
-    """How many frames a tensor of so many elements has."""
+    """Number of frames of a tensor with `elements` elements."""
     if entry.kind in ("equal", "shared"):
         return 0
     if entry.kind == "plain":
@@ -282,15 +282,15 @@ def require_base(contents: Contents, found: int | None) -> None:
     """Raise MismatchError unless a patch can be applied to a version.
 
     Args:
-        found: identity of the version at hand. None: there is none.
+        found: identity of that version. None: the receiver has no version.
     """
     if contents.base is None or found == contents.base:
         return
     if found is None:
-        raise MismatchError("the patch holds changes, and there is no version to apply them to; ask for a whole one")
+        raise MismatchError("the patch holds changes, and there is no version to apply them to: ask for a whole one")
     raise MismatchError(
-        f"the patch is for version {contents.base:08x}, and this is version {found:08x}, as it is now; ask for a patch "
-        "for that one (if weights were changed in place, their identity has changed, too), or for a whole one"
+        f"the patch is for version {contents.base:08x}, and this is version {found:08x}: ask for a patch for "
+        f"version {found:08x}, or for a whole version. Weights that were changed in place are another version"
     )
 
 
@@ -308,7 +308,7 @@ def check_version(contents: Contents, base: Mapping[str, Description]) -> None:
             raise FrameError(f"{ascii(name)}: neither the patch nor its base holds this tensor")
         described[name] = entries[name].description if name in entries else base[name]
     if identity_of(described) != contents.identity:
-        raise FrameError("the index of the patch contradicts itself: its tensors are not those of its version")
+        raise FrameError("the index of the patch contradicts itself: its tensors don't make the version that it names")
     # A tensor that refers to another one has the same description, and the other one refers to none.
     referring = [entry for entry in contents.tensors if entry.of is not None]
     for entry in referring:

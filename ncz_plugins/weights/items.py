@@ -220,7 +220,7 @@ def _remedy(name: str, value: object) -> str:
     if isinstance(value, torch.nn.Module):
         return "pass the tensors of its state_dict()"
     if isinstance(value, (np.ndarray, np.generic, int, float, complex)):
-        return "pass torch.as_tensor(...) of it"
+        return "pass torch.as_tensor(VALUE)"
     return "leave it out"
 
 

@@ -9,7 +9,7 @@ index does not list has not changed. There are three ways in which frames hold a
   changes from zeros.
 - "plain": one frame, the tensor's bytes, uncoded.
 
-Applying a patch runs and unpickles nothing of it.
+Applying a patch runs no code from it and unpickles nothing.
 """
 
 from __future__ import annotations

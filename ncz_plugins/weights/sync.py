@@ -37,7 +37,7 @@ class WeightPublisher:
 
     def __init__(self, keep: int = 2):
         if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep: {keep!r}: must be an integer from 1 on; the newest version is always kept")
+            raise ValueError(f"keep must be an integer, 1 or more, got {keep!r}: the newest version is always kept")
         self.version = 0
         self._keep = keep
         self._kept: dict[int, dict[str, Tensor]] = {}  # versions by identity, the oldest first
@@ -155,7 +155,7 @@ class WeightSync:
         """
         if dist.get_rank() != self._src:
             raise UnsupportedError(
-                f"publish: this is rank {dist.get_rank()}, and rank {self._src} publishes: receive()"
+                f"publish: rank {self._src} publishes, and this is rank {dist.get_rank()}: call receive() here"
             )
         try:
             version = self._publisher.publish(state)
@@ -178,7 +178,7 @@ class WeightSync:
         patch is damaged, and PeerError if a rank fails.
         """
         if dist.get_rank() == self._src:
-            raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: publish(state_dict)")
+            raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: call publish(state_dict) here")
         own = self._subscriber.identity
         own = _NO_VERSION if own is None else own
         bases = self._gather_bases(own)

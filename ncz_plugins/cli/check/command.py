@@ -63,7 +63,7 @@ def _show_settings(file: str, config: Config, deepspeed: dict[str, Any] | None) 
 def _show_model(options: argparse.Namespace, config: Config, from_deepspeed: bool) -> None:
     step = config.steps.warmup if options.step is None else parse_number(options.step)
     if type(step) is not int or step < 0:
-        raise ConfigError(f"--step {options.step} is not allowed; allowed: an integer, 0 or more")
+        raise ConfigError(f"--step must be an integer, 0 or more, got {options.step}")
     from .model import load_model  # these modules import torch
     from .table import show
     from .treatments import matches, rows

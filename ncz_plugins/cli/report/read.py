@@ -360,7 +360,7 @@ def _checked(line_type: type[Line], document: dict[str, Any], path: str, number:
         raise ConfigError(
             f"{path}:{number}: {first_problem(error)}; is this a file that statistics.jsonl named?"
         ) from None
-    except TypeError as error:  # a key that is no valid name
+    except TypeError as error:  # a key that is not a valid name
         raise ConfigError(f"{path}:{number}: {error}") from None
 
 

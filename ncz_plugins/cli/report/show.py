@@ -68,7 +68,7 @@ def _described(run: Run, summary: Summary) -> str:
     starts = f", started {summary.runs} times" if summary.runs > 1 else ""
     which = f"training {run.training} of {run.trainings}, " if run.trainings > 1 else ""
     steps = f"steps {summary.first:,} to {summary.last:,}" if summary.steps > 1 else f"step {summary.first:,}"
-    return f"{which}{steps}{starts}{ranks}{version}; all figures are those of rank 0"
+    return f"{which}{steps}{starts}{ranks}{version}; all figures are rank 0's"
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:

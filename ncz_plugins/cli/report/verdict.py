@@ -1,6 +1,6 @@
 """Verdict on a run: what limited it, in words. docs/guides/metrics.md states the rules.
 
-All numbers are those of rank 0. Each sentence shows the numbers that it is based on.
+All numbers are rank 0's. Each sentence shows the numbers that it is based on.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_an_older_version_that_is_published_again_is_the_newest():
 def test_mistakes_are_told():
     with pytest.raises(UnsupportedError, match="publish"):
         WeightPublisher().patch()
-    with pytest.raises(ValueError, match="keep: 0"):
+    with pytest.raises(ValueError, match="keep must be an integer, 1 or more, got 0"):
         WeightPublisher(keep=0)
 
 
