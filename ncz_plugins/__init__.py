@@ -8,6 +8,16 @@
     tensor = ncz_plugins.decompress(data)
 
 Importing this package takes no other package. What a name needs, such as torch, is imported when it is first used.
+
+core/        one collective call: settings, schedules, connections, and the Communicator
+kernels/     quantizing and coding, on CPUs and GPUs
+torch/       DDP, FSDP2, torchft, and the backend "ncz"
+deepspeed/   the key in DeepSpeed's JSON
+horovod/     compression=NCZ
+weights/     versions of a state dict, sent as exact changes
+cli/         the command ncz
+__main__.py  `python -m ncz_plugins`, the same command
+version.py   the version of this package
 """
 
 from __future__ import annotations

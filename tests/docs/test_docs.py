@@ -187,6 +187,14 @@ def test_tests_that_a_page_names_exist():
         assert {*re.findall(r"\btest_\w+\.py\b", prose(page))} <= there, page
 
 
+def test_each_package_says_what_its_files_hold():
+    for package in (ROOT / "ncz_plugins").rglob("__init__.py"):
+        files = {path for path in package.parent.iterdir() if path.suffix in (".py", ".h", ".cuh", ".cpp")} - {package}
+        folders = {path.parent for path in package.parent.glob("*/__init__.py")}
+        words = re.findall(r"\w+", ast.get_docstring(ast.parse(package.read_text())))
+        assert {path.stem for path in files | folders} <= {*words}, package
+
+
 def test_the_tests_of_each_law_exist():
     laws = (ROOT / "CONTRIBUTING.md").read_text().partition("## Which law is tested where")[2].partition("\n## ")[0]
     tests = [line.split("|")[2] for line in laws.splitlines() if re.match(r"\| [A-Z]", line)]
