@@ -4,9 +4,11 @@ communicator      `Communicator`: the public API, one process group with compres
 call              one call: its arguments, how it is treated, and what becomes of it
 run               the five steps of every call, from decision to counters
 group             state of one group on one rank that lasts from call to call
+on_host           calls on tensors in host memory: on which thread they run
+on_gpu            calls on tensors on a GPU: on which stream or thread they run, and what they wait for
 planning          how a compressed call is carried out: segments and frames, schedule, addends
 call_description  what the ranks compare before a call
-call_queue        compressed calls of one communicator, run in order on a thread or a CUDA stream
+call_queue        runs the calls of one communicator in order, and ends them all after a failure
 joined            several tensors that one call reduces as one tensor
 bypass            rules that decide whether a call goes plain
 reasons           reasons to go plain, and the remedy for each: the only place that states remedies

@@ -59,9 +59,10 @@ class Call:
     Set by `run.decide`:
         config: settings of this call.
         bypass: why the call goes plain; None if it is compressed.
+        described: numbers that all ranks must have in common, see call_description.py; empty: nothing is compared.
+            `run.enter` adds those that differ from call to call.
 
     Set by `run.enter`:
-        described: numbers that all ranks must have in common, see call_description.py; empty: nothing is compared.
         plan: how a compressed call is carried out; None for a plain call.
 
     Set by `run.run`:
@@ -91,7 +92,7 @@ class Call:
     def kind(self) -> tuple:
         """What calls must have in common for ranks to describe them alike, and often to decide alike."""
         larger, op = self.larger, None if self.op is None else place_of(self.op, OPS)
-        tensors = self.input.dtype, self.output.dtype, larger.numel(), larger.is_cuda
+        tensors = self.input.dtype, self.output.dtype, larger.numel()
         return self.collective, self.role, op, tensors, self.root, self.scale, self.together
 
     @property

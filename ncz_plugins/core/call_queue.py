@@ -6,13 +6,14 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from .errors import NczError, UnsupportedError, fresh, memory_errors, without_frames
+from .run import require_same_call
 from .runtime.device import Device, record_event
 from .runtime.handle import Handle
 from .runtime.worker import Worker
@@ -22,7 +23,7 @@ from .transport.routes import Routes
 _CLOSE_SECONDS = 5.0
 _EXIT_SECONDS = 10.0  # for calls that are under way when the program ends
 
-Job = Callable[[Device, Transport], None]
+Job = Callable[..., None]  # takes arguments of its own, then the Device and the Transport of its tensors
 
 
 class CallQueue:
@@ -57,25 +58,39 @@ class CallQueue:
             raise _closed()
         self._worker.require_own_process()
 
-    def submit(self, collective: str, device: torch.device, job: Job) -> Handle:
+    def submit(self, collective: str, device: torch.device, job: Job, *arguments: object) -> Handle:
         """Run a job on the background thread, after all earlier ones.
 
         Args:
             collective: what the job does, for messages.
             device: where its tensors live.
+            arguments: what `job` takes before the device and the transport of its tensors.
         """
-        self._last = self._worker.submit(partial(self._run, collective, device, job, record_event(device)))
+        self._last = self._worker.submit(partial(self._run, collective, device, record_event(device), job, arguments))
         return self._last
 
-    def run(self, collective: str, device: torch.device, job: Job) -> None:
+    def run(self, collective: str, device: torch.device, job: Job, *arguments: object) -> None:
         """Run a job after all earlier ones, on this thread if there is none to wait for. Arguments as of `submit`.
 
         To hand a small job to the background thread and to wake up again takes as long as the job.
         """
         if (self._last is None or self._last.is_completed()) and not _has_modes():
-            self._run(collective, device, job, record_event(device))
+            self._run(collective, device, record_event(device), job, arguments)
         else:
-            self.submit(collective, device, job).wait()
+            self.submit(collective, device, job, *arguments).wait()
+
+    def tell(self, collective: str, numbers: Mapping[str, int], ranks: Sequence[int]) -> None:
+        """Compare numbers with the other ranks after all earlier jobs, without waiting for them here.
+
+        Args:
+            collective, numbers: see `run.require_same_call`.
+            ranks: global ranks of the group.
+        """
+
+        def compare(device: Device, transport: Transport) -> None:
+            require_same_call(collective, numbers, transport, ranks)
+
+        self.submit(collective, torch.device("cpu"), compare)
 
     def drain(self) -> None:
         """Return once all that was submitted has come to its end, or failed."""
@@ -128,14 +143,16 @@ class CallQueue:
         with self._running:
             self.routes.close()
 
-    def _run(self, collective: str, device: torch.device, job: Job, asked: torch.cuda.Event | None) -> None:
+    def _run(
+        self, collective: str, device: torch.device, asked: torch.cuda.Event | None, job: Job, arguments: tuple
+    ) -> None:
         with self._running:
             if self.error is not None:
                 raise fresh(self.error)
             try:
                 route, transport = self.routes.of(device)
                 with route.after(asked), memory_errors(collective):
-                    job(route, transport)
+                    job(*arguments, route, transport)
                 if self.error is not None:
                     raise fresh(self.error)  # an aborted wait ends as one that was successful does
             except BaseException as error:

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bypass import Bypass
 from .call import Call
-from .call_description import checksum_of_list, connecting, measuring, refusal
+from .call_description import checksum_of_list, refusal
 from .call_queue import CallQueue
 from .config import Config
-from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError, memory_errors
+from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError
 from .group import Group
 from .joined import Joined, slices_of
-from .run import count_plain, decide, enter, queue, require_same_call, run, run_plain
-from .runtime.device import Device, require_tensor
+from .on_gpu import GpuCalls
+from .on_host import HOST, HostCalls
+from .runtime.device import require_tensor
 from .runtime.handle import Handle, Handles
 from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .runtime.statistics import Counters, Statistics
-from .runtime.stream import CallStream, StreamHandle, is_captured, require_capturable
 from .training.baseline import Baseline
 from .training.policy import ParameterSlice
 from .training.state import Training
-from .transport.base import CollectiveTransport, Transport, peer_errors
+from .transport.base import Transport
 from .transport.connections import timeout_of
-from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.groups import require_group
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
 from .transport.link_speed import gloo_link_gbps
-from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
+from .transport.plain import TorchCollectives
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes, find_places
 from .tuning.decisions import MOST_CONNECTIONS
 from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
-
-_QUICK_BYTES = 8 << 20  # of a tensor in host memory, whose call runs on the thread that makes it
 
 
 class Communicator:
@@ -107,18 +101,16 @@ class Communicator:
         self.nodes: Nodes | None = None
         group = self.group
         self._plain = TorchCollectives(lambda: group)  # not self.group: a circle would keep this object alive
-        self._open_on_gpus: Config | None = None  # the settings, until GPUs have measured what these leave open
+        self._queue: CallQueue | None = None  # with one rank there is nothing to wait for
+        self._open_on_gpus: Config | None = None  # the settings, if GPUs measure what they leave open
         if self.world_size == 1:
             self.config = self._prepared(config, training)
         else:
             self._connect(config, training, store)
-        self._plain_on_gpu: Handle | None = None  # the last of each kind that GPUs do without the host
-        self._plain_memory: Sequence[Tensor] = ()  # of that call, if nobody may have waited for it yet
-        self._queued_on_gpu: StreamHandle | None = None
-        self._gpus: set[torch.device] = set()  # those that are connected, or about to be
-        self._queued: dict[torch.device, tuple[CallStream, CollectiveTransport]] = {}
         number = self._numbered()
-        self._calls = Group(self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number)
+        self._group = Group(self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number)
+        self._on_host = HostCalls(self._group, self._queue, self._plain)
+        self._on_gpus: dict[torch.device, GpuCalls] = {}  # made by the first call on each
 
     def _connect(self, config, training: Training | None, store: dist.Store | None) -> None:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
@@ -434,184 +426,32 @@ class Communicator:
 
     def _start(self, calls: list[Call], outputs: Sequence[Tensor], async_op: bool) -> Handle | None:
         """Begin calls, and wait for them unless `async_op`. Returns a handle that gives `outputs` if `async_op`."""
+        calls_there = self._on(calls[0].input.device)
+
         # All are decided before any begins, as one may be refused.
         for call in calls:
-            self._decide(call)
+            calls_there.decide(call)
         if len(calls) == 1:
-            handle = self._begin(calls[0], async_op)
+            handle = calls_there.begin(calls[0], async_op)
+            if async_op:
+                return handle.giving(*outputs)
         else:
-            handle = Handles([self._begin(call, async_op=True).giving(call.output) for call in calls])
-        if async_op:
-            return handle.giving(*outputs)
+            handles = [calls_there.begin(call, async_op=True).giving(call.output) for call in calls]
+            handle = Handles(handles, outputs)
+            if async_op:
+                return handle
         if handle is not None:
             handle.wait()
         return None
 
-    def _decide(self, call: Call) -> None:
-        """Decide how to serve a call, on all ranks alike.
-
-        The first call on a GPU measures what connects the GPUs, if the settings leave that open, and waits for the
-        other ranks to do so.
-        """
-        decide(self._calls, call)
-        config = self._open_on_gpus
-        if config is None or not call.input.is_cuda or is_captured(call.input):
-            return
-        if call.bypass not in (None, Bypass.TOO_SMALL):
-            return
-        self._open_on_gpus = None
-        self._await_gpus(call)
-        measure = partial(measure_gpus, self._calls, call.collective, config, call.input.device)
-        self._queue.submit(call.collective, call.input.device, measure).wait()
-        decide(self._calls, call)
-
-    def _begin(self, call: Call, async_op: bool) -> Handle | None:
-        """Begin a decided call. Without `async_op` it may be over when this returns; then there is no handle."""
-        on_gpu = call.input.is_cuda
-
-        # Plain calls of GPUs go over the user's process group, in whose streams GPUs do all else.
-        if call.bypass is not None and (on_gpu or self.world_size == 1):
-            return self._begin_in_group(call, async_op)
-        if call.bypass is not None:
-            enter(self._calls, call)
-            return self._submit(call, run_plain, is_quick=True, async_op=async_op)
-
-        captured = is_captured(call.input)
-        if captured:
-            require_capturable(call.collective, call.config.quantizer)
-        self._await_gpus(call)
-        enter(self._calls, call)
-        verifies = call.plan.verify_as is not None
-        if captured and verifies:  # the host would have to look at the sum
-            call.plan, verifies = replace(call.plan, verify_as=None), False
-
-        # At a fixed rate no host waits for a GPU.
-        if call.config.quantizer.bits is not None and on_gpu and not verifies:
-            return self._begin_on_stream(call, captured)
-
-        # All else runs on a thread of its own, or at once: to hand a call over takes as long as a small one.
-        self._follow_calls_on_gpus()
-        is_quick = (on_gpu or call.input.nbytes <= _QUICK_BYTES) and not verifies
-        handle = self._submit(call, run, is_quick, async_op)
-        if verifies:
-            self._calls.state.wait_at_end_of_step(handle)
-        return handle
-
-    def _submit(self, call: Call, way: Callable, is_quick: bool, async_op: bool) -> Handle | None:
-        """Run a call after all earlier ones: a quick one on this thread if nobody needs its handle.
-
-        Args:
-            way: `run` or `run_plain`.
-        """
-        job = partial(way, self._calls, call)
-        if is_quick and not async_op:
-            self._queue.run(call.collective, call.input.device, job)
-            return None
-        return self._queue.submit(call.collective, call.input.device, job)
-
-    def _await_gpus(self, call: Call) -> None:
-        """Let the first compressed call on a GPU wait until the other ranks make it as well.
-
-        It connects the GPUs, and NCCL would wait without a limit for a rank that does not come.
-        """
-        where = call.input.device
-        if not call.input.is_cuda or where in self._gpus or is_captured(call.input):
-            return
-        self._gpus.add(where)
-        self._tell(call.collective, connecting(self._calls.calls))
-
-    def _tell(self, collective: str, numbers: dict[str, int]) -> None:
-        """Compare numbers with the other ranks after all earlier calls, without waiting for them here."""
-
-        def compare(device: Device, transport: Transport) -> None:
-            require_same_call(collective, numbers, transport, self.ranks)
-
-        self._queue.submit(collective, torch.device("cpu"), compare)
-
-    def _follow_calls_on_gpus(self) -> None:
-        """Let the current stream wait for the calls before that no host waits for."""
-        self._follow_plain_on_gpu()
-        if self._queued_on_gpu is not None:
-            self._queued_on_gpu.wait()
-
-    def _follow_plain_on_gpu(self) -> None:
-        """Let the current stream wait for the plain call before.
-
-        NCCL's work lets go of its tensors when any stream waits for it. The caller's own stream may not have waited,
-        and would get their memory while NCCL still uses it. So they are noted as used on the stream that waits.
-        """
-        if self._plain_on_gpu is None:
-            return
-        for tensor in self._plain_memory:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self._plain_memory = ()
-        self._plain_on_gpu.wait()
-
-    def _begin_on_stream(self, call: Call, captured: bool) -> Handle:
-        """Queue a call at a fixed rate on a stream, over the user's process group: the host waits for nothing.
-
-        Args:
-            captured: by a CUDA graph, which can't wait for what came before it, nor be waited for by what comes after.
-        """
-        self._queue.drain()
-        self._queue.require_open()
-        stream, transport = self._on_streams(call.input.device)
-        self._calls.note_uncompared(call.described)
-
-        def work() -> None:
-            if not captured:
-                self._follow_plain_on_gpu()
-            queue(self._calls, call, stream.backend, transport)
-
-        with peer_errors(f"the {call.collective} at a fixed rate"), memory_errors(call.collective):
-            handle = stream.queue(call.memory, work)
-        if not captured:
-            self._queued_on_gpu = handle
-        return handle
-
-    def _on_streams(self, device: torch.device) -> tuple[CallStream, CollectiveTransport]:
-        """What serves calls that need no host: the user's own NCCL group, or ours where the user's is another kind."""
-        if device not in self._queued:
-            backend = self.group._get_backend(device)
-            if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
-                transport = GroupTransport(self.rank, self.world_size, TorchCollectives(lambda: backend))
-            else:
-                transport = self._queue.routes.of(device).transport
-            self._queued[device] = CallStream(device), transport
-        return self._queued[device]
-
-    def _begin_in_group(self, call: Call, async_op: bool) -> Handle | None:
-        """Begin a plain collective over the user's process group, in whose streams GPUs do all else."""
-        if self.world_size > 1:
-            self._queue.drain()
-        device, captured = call.input.device, is_captured(call.input)
-
-        # Calls before this one may still write to the same tensor on their stream.
-        queued = self._queued.get(device)
-        stream = queued[0].following(torch.cuda.current_stream(device)) if queued else nullcontext()
-        if call.joined is not None:
-            stream = call.pieces_in_place()  # on the current stream
-            if not captured:
-                self._follow_calls_on_gpus()
-        with stream, peer_errors(f"the plain {call.collective}"):
-            handle = WorkHandle(call.start_plain(self._plain), f"the plain {call.collective}")
-            if call.joined is not None:
-                handle.wait()
-        if call.joined is not None and call.input.is_cuda and not captured:
-            handle = StreamHandle.of_current(device)  # with the copies back to the joined tensors
-
-        # Numbered and counted while the data travel. The next call that is compared tells whether ranks differed.
-        enter(self._calls, call)
-        if self.world_size > 1:
-            self._calls.note_uncompared(call.described)
-        count_plain(self._calls, call)
-        if not async_op:
-            handle.wait()
-        if call.input.is_cuda and not captured:
-            # A work that was waited for would keep its output until the next plain call.
-            self._plain_on_gpu = handle if async_op else StreamHandle.of_current(device)
-            self._plain_memory = call.memory if async_op else ()
-        return handle if async_op else None
+    def _on(self, device: torch.device) -> HostCalls | GpuCalls:
+        """What begins calls on tensors on this device."""
+        if device == HOST:
+            return self._on_host
+        if device not in self._on_gpus:
+            group = self._group.for_gpus()
+            self._on_gpus[device] = GpuCalls(group, device, self._queue, self.group, self._open_on_gpus)
+        return self._on_gpus[device]
 
     def require_open(self) -> None:
         """Raise what broke this communicator, if anything did, and UnsupportedError in a fork of its process."""
@@ -625,7 +465,7 @@ class Communicator:
         """
         if self.world_size > 1:
             with suppress(NczError):  # what matters is why it was refused
-                self._tell(collective, refusal(self._calls.calls))
+                self._queue.tell(collective, refusal(self._group.calls), self.ranks)
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)
@@ -637,24 +477,6 @@ class Communicator:
             raise ValueError(
                 f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
             )
-
-
-def measure_gpus(
-    group: Group, collective: str, config: Config, where: torch.device, device: Device, transport: Transport
-) -> None:
-    """Measure how fast calls go on GPUs, and serve tensors there by what follows from it from now on.
-
-    Raises MismatchError on every rank unless all do so before `collective`, and PeerError.
-
-    Args:
-        config: the settings, which leave the speed of the link open.
-        where: this rank's GPU.
-    """
-    require_same_call(collective, measuring(group.calls), transport, group.ranks)
-    config = measured_on_gpus(config, device, transport, where)
-    if group.nodes is None and group.schedule == "direct":  # in others no rank gathers frames
-        use_fastest_groups(config, device, transport, where)
-    group.use_on_gpus(config)
 
 
 def _require_settings_of(training: Training, config: Config) -> None:

@@ -1,9 +1,11 @@
-"""What lasts beside calls: settings, order of calls and statistics of one group of ranks, on one rank."""
+"""What lasts beside calls: settings, order of calls and statistics of one process group, for one kind of device."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 
 from .call_description import checksum_of
 from .config import Config
@@ -15,8 +17,23 @@ from .training.state import Training
 from .transport.topology import Nodes
 
 
+@dataclass(slots=True)
+class Order:
+    """The calls of a process group so far, on all devices.
+
+    Attributes:
+        exact_calls: plain and lossless calls, which draw no random numbers. `GroupState.calls` counts the others.
+        uncompared: checksum of the calls that no host waits for; the next compared call compares the checksum, too.
+    """
+
+    exact_calls: int = 0
+    uncompared: int = 0
+
+
 class Group:
-    """The ranks that make calls together, as one of them sees them. `run` says what happens to a call.
+    """The ranks that make calls together, as one of them sees them, for tensors in host memory or on GPUs.
+
+    `run` says what happens to a call. `for_gpus` makes the group for tensors on GPUs.
 
     Args:
         training: error feedback, policies and statistics, which last from step to step.
@@ -28,11 +45,12 @@ class Group:
         communicator: number of the communicator, see `Training.free_number`.
 
     Attributes:
-        config_on_gpus: the settings of calls on GPUs, which may have been measured there.
-        exact_calls: calls so far that are plain or lossless, which draw no random numbers.
-        uncompared: checksum of the calls so far that no host waits for; the next compared call compares it as well.
+        on_gpu: whether tensors are on a GPU.
+        order: the calls so far, on all devices.
         decisions: decisions and descriptions by `Call.kind`, see `run.decide`.
     """
+
+    on_gpu = False
 
     def __init__(
         self,
@@ -45,17 +63,27 @@ class Group:
         communicator: int = 0,
     ):
         self.training = training
-        self.config = self.config_on_gpus = config
         self.ranks = ranks
         self.rank = rank
         self.world_size = len(ranks)
         self.nodes = nodes
-        self.exact_calls = 0
-        self.uncompared = 0
-        self.decisions: dict[tuple, tuple] = {}
+        self.order = Order()
         self._auto_schedule = auto_schedule
         self._communicator = communicator
-        self._checksum = self._checksum_on_gpus = checksum_of(config)
+        self.use(config)
+
+    def use(self, config: Config) -> None:
+        """Serve calls by these settings from now on."""
+        self.config = config
+        self._checksum = checksum_of(config)
+        self.decisions: dict[tuple, tuple] = {}
+
+    def for_gpus(self) -> Group:
+        """The same ranks and the same order of calls, for tensors on GPUs, whose settings may become others."""
+        other = copy(self)
+        other.on_gpu = True
+        other.use(self.config)
+        return other
 
     @property
     def state(self) -> GroupState:
@@ -65,7 +93,7 @@ class Group:
     @property
     def calls(self) -> int:
         """Number of calls so far."""
-        return self.state.calls + self.exact_calls
+        return self.state.calls + self.order.exact_calls
 
     @property
     def schedule(self) -> str:
@@ -75,22 +103,13 @@ class Group:
             return name
         return self._auto_schedule or schedule_for(self.nodes.count if self.nodes else self.world_size)
 
-    def use_on_gpus(self, config: Config) -> None:
-        """Serve tensors on GPUs by these settings from now on."""
-        self.config_on_gpus, self._checksum_on_gpus = config, checksum_of(config)
-        self.decisions.clear()
-
-    def checksum_of(self, config: Config | None) -> int:
-        """Checksum of a call's settings; 0 for None. That of the usual settings is at hand, as small calls are many."""
-        if config is None:
-            return 0
-        if config is self.config:
-            return self._checksum
-        return self._checksum_on_gpus if config is self.config_on_gpus else checksum_of(config)
+    def checksum_of(self, config: Config) -> int:
+        """Checksum of a call's settings. That of the usual settings is at hand, as small calls are many."""
+        return self._checksum if config is self.config else checksum_of(config)
 
     def note_uncompared(self, described: dict[str, int]) -> None:
         """Remember a call that the ranks do not compare. Its description holds the checksum of those before it."""
-        self.uncompared = zlib.crc32(repr(list(described.values())).encode())
+        self.order.uncompared = zlib.crc32(repr(list(described.values())).encode())
 
     def own_names(self, parts: Sequence[ParameterSlice]) -> Sequence[ParameterSlice]:
         """Parts by names of this communicator: another one of the training may carry a model with the same names."""

@@ -23,18 +23,14 @@ _SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
 _MAX_WHOLE_BYTES = 256 << 10
 
 
-def frames_of(tensor: Tensor, config: Config, on_gpu: bool | None = None) -> tuple[int, bool]:
-    """Elements of a full frame of `tensor`, and whether coding and transfer should overlap: see `Layout.of`.
-
-    Args:
-        on_gpu: whether the tensor is on a GPU, or stands for one that is; None: look at the tensor.
-    """
-    transport, on_gpu = config.transport, tensor.is_cuda if on_gpu is None else on_gpu
+def frames_of(tensor: Tensor, config: Config, on_gpu: bool = False) -> tuple[int, bool]:
+    """Elements of a full frame of `tensor`, and whether coding and transfer should overlap: see `Layout.of`."""
+    transport = config.transport
     elements = transport.frame_bytes_in_effect(on_gpu) // tensor.element_size()
     return elements, not on_gpu and not transport.has_fast_link
 
 
-def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | None = None) -> Layout:
+def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool = False) -> Layout:
     """Layout of a tensor that is summed over ranks, usually with one segment for each rank."""
     elements, overlap = frames_of(tensor, config, on_gpu)
     if config.quantizer.bits is not None:
@@ -42,19 +38,15 @@ def layout_of_sum(tensor: Tensor, segments: int, config: Config, on_gpu: bool | 
     return Layout.split(tensor.numel(), segments, elements, config.quantizer.block_in_effect, overlap)
 
 
-def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> bool:
+def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool = False) -> bool:
     """Whether two ranks send each other all of `tensor` as one segment: see schedules/direct.py.
 
     Codes are the same in any layout. On a GPU each frame takes an operation of NCCL, so there the fewest are best.
-
-    Args:
-        on_gpu: see `frames_of`.
     """
-    on_gpu = tensor.is_cuda if on_gpu is None else on_gpu
     return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _MAX_WHOLE_BYTES)
 
 
-def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool | None = None) -> Layout:
+def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool = False) -> Layout:
     """Layout of a tensor that consists of one segment like this for each rank."""
     return Layout.of([segment.numel()] * world_size, *frames_of(segment, config, on_gpu))
 
@@ -73,14 +65,14 @@ def plan(group: Group, call: Call, number: int) -> Plan:
 
 
 def _broadcast(group: Group, call: Call) -> Plan:
-    layout = Layout.of([call.input.numel()], *frames_of(call.input, call.config))
+    layout = Layout.of([call.input.numel()], *frames_of(call.input, call.config, group.on_gpu))
     schedule = partial(_schedule_of(group, call).broadcast, root=call.root)
     measured = range(1 if group.rank == call.root else 0)
     return Plan(layout, _flat(call.input), _flat(call.output), measured, schedule)
 
 
 def _gather(group: Group, call: Call) -> Plan:
-    layout = layout_of_parts(call.input, group.world_size, call.config)
+    layout = layout_of_parts(call.input, group.world_size, call.config, group.on_gpu)
     source = _flat(call.input, layout.segment(group.rank).start)
     measured = range(group.rank, group.rank + 1)
     return Plan(layout, source, _flat(call.output), measured, _schedule_of(group, call).all_gather)
@@ -90,11 +82,12 @@ def _sum(group: Group, call: Call) -> Plan:
     """Of an all_reduce or a reduce_scatter_tensor."""
     n, schedule = group.world_size, _schedule_of(group, call)
     if call.collective == "all_reduce":
-        whole = schedule is direct and group.nodes is None and adds_up_whole(call.input, n, call.config)
-        layout = layout_of_sum(call.input, 1 if whole else n, call.config)
+        may_be_whole = schedule is direct and group.nodes is None
+        whole = may_be_whole and adds_up_whole(call.input, n, call.config, group.on_gpu)
+        layout = layout_of_sum(call.input, 1 if whole else n, call.config, group.on_gpu)
         output, move = _flat(call.output), schedule.all_reduce
     else:
-        layout = layout_of_parts(call.output, n, call.config)
+        layout = layout_of_parts(call.output, n, call.config, group.on_gpu)
         output, move = _flat(call.output, layout.segment(group.rank).start), schedule.reduce_scatter
     divisor = n if call.op == dist.ReduceOp.AVG else 1
     feedback = None

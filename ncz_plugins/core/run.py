@@ -77,7 +77,7 @@ class _Decision(NamedTuple):
 
 
 def decide(group: Group, call: Call) -> None:
-    """Set `call.config` and `call.bypass`. Asks no other rank, and all ranks decide alike.
+    """Set `call.config`, `call.bypass`, and what its kind is to be compared by. Asks no other rank; all decide alike.
 
     Raises UnsupportedError for tensors that can't be served, where a call's parts are treated differently, and where
     error feedback would not know a parameter by name; ValueError for a role that nobody knows.
@@ -85,7 +85,7 @@ def decide(group: Group, call: Call) -> None:
     for tensor in (call.input,) if call.output is call.input else (call.input, call.output):
         require_tensor(tensor)
         require_kernels(tensor.device)
-    call.config, call.bypass, _ = _decision(group, call)
+    call.config, call.bypass, call.described = _decision(group, call)
     if call.bypass:
         return
 
@@ -118,13 +118,12 @@ def _decision(group: Group, call: Call) -> _Decision:
     if call.role not in _ROLES:
         known = ", ".join(map(repr, _ROLES[:-1]))
         raise ValueError(f"{call.collective}: role={call.role!r} is none; pass one of {known}, or None")
-    on_gpu = call.input.is_cuda
-    config = group.config_on_gpus if on_gpu else group.config
+    config = group.config
     bypass = before_call(config, group.world_size, call.role, call.op, (call.input.dtype, call.output.dtype))
     if bypass:
         require_plain(call)
     else:
-        bypass = by_size(call.larger.nbytes, config, on_gpu, group.world_size)
+        bypass = by_size(call.larger.nbytes, config, group.on_gpu, group.world_size)
     if len(group.decisions) == _MOST_KINDS:
         group.decisions.clear()
     found = group.decisions[key] = _Decision(config, bypass, kind_described(call))
@@ -138,16 +137,16 @@ def enter(group: Group, call: Call) -> None:
     """
     exact = call.bypass is not None or call.config.quantizer.kind == "lossless"
     if exact:  # so that weights that are sent exactly leave the random numbers of gradients as they are
-        group.exact_calls += 1
+        group.order.exact_calls += 1
     else:
         group.state.calls += 1
     call.described = numbered(
-        _decision(group, call).described,
+        call.described,
         call,
         group.calls,
         call.bypass,
-        group.checksum_of(None if call.bypass is not None else call.config),
-        group.uncompared,
+        group.checksum_of(call.config) if call.bypass is None else 0,
+        group.order.uncompared,
         group.training.compared_step,
     )
     if call.bypass is None:

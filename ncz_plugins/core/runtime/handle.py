@@ -73,10 +73,12 @@ class Handles(Handle):
 
     Args:
         handles: one of each collective, in the order in which they run.
+        outputs: the tensors that all of them write to.
     """
 
-    def __init__(self, handles: Sequence[Handle]):
+    def __init__(self, handles: Sequence[Handle], outputs: Sequence[Tensor] = ()):
         self._handles = handles
+        self.outputs = outputs
 
     def wait(self, timeout=None) -> bool:
         deadline = None if timeout is None else time.monotonic() + seconds_of(timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,24 +29,17 @@ class CallStream:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def queue(self, tensors: list[Tensor], work: Callable[[], None]) -> StreamHandle:
-        """Queue `work` on this stream, after the work that is now on the current stream. Returns its handle.
+    @contextmanager
+    def following(self, stream: torch.cuda.Stream, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+        """A context in which this stream is the current one. Its work begins after the work that is now on `stream`.
 
         Args:
-            tensors: the caller's tensors that `work` uses. Torch does not reuse their memory before the work is done.
-            work: queues kernels and NCCL operations on the current stream.
+            tensors: the caller's tensors that the work uses. Torch does not reuse their memory before the work is done.
         """
-        with self.following(torch.cuda.current_stream(self._device)):
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
-            work()
-            return StreamHandle.of_current(self._device)
-
-    @contextmanager
-    def following(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """A context in which this stream is the current one. Its work begins after the work that is now on `stream`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(stream)
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
             yield
 
 
@@ -85,11 +78,6 @@ class StreamHandle(Handle):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             future.set_result(list(self.outputs))  # those who wait for it, wait for this stream
         return future
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether `tensor` is on a GPU, and the current CUDA stream is being captured into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def require_capturable(collective: str, quantizer: QuantizerConfig) -> None:

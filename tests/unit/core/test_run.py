@@ -332,7 +332,7 @@ def test_all_calls_that_ranks_did_not_compare_are_compared_with_the_next_one():
         chosen = collectives()
 
         def entered(numel: int, bypass: Bypass | None) -> Call:
-            call = summed(torch.zeros(numel))
+            call = decided(chosen, summed(torch.zeros(numel)))
             call.config, call.bypass = chosen.config, bypass
             enter(chosen, call)
             return call

@@ -10,10 +10,10 @@ from ranks import play
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.call import Call
 from ncz_plugins.core.call_description import connecting
-from ncz_plugins.core.communicator import measure_gpus
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.group import Group
+from ncz_plugins.core.on_gpu import measure_gpus
 from ncz_plugins.core.run import enter, require_same_call, run_plain
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -103,9 +103,9 @@ def test_as_many_groups_gather_as_carry_more(gbps, link_gbps, most, connections,
 def test_groups_are_tried_where_frames_are_gathered(schedule, ranks, tried, monkeypatch):
     config = Config(transport={"schedule": schedule}).resolved()
     times = []
-    monkeypatch.setattr("ncz_plugins.core.communicator.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
-    monkeypatch.setattr("ncz_plugins.core.communicator.require_same_call", lambda *_: None)
-    monkeypatch.setattr("ncz_plugins.core.communicator.use_fastest_groups", lambda *_: times.append(1))
+    monkeypatch.setattr("ncz_plugins.core.on_gpu.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
+    monkeypatch.setattr("ncz_plugins.core.on_gpu.require_same_call", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.on_gpu.use_fastest_groups", lambda *_: times.append(1))
     ours = Group(Training(config), config, range(ranks), 0)
     measure_gpus(ours, "all_reduce", config, HOST, None, None)
     assert len(times) == tried
@@ -158,12 +158,10 @@ def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     config = Config().resolved()
     ours = Group(Training(config), config, range(2), 0)
     fast = config.resolved(link_gbps=100)
-    monkeypatch.setattr("ncz_plugins.core.communicator.measured_on_gpus", lambda *_: fast)
-    monkeypatch.setattr("ncz_plugins.core.communicator.use_fastest_groups", lambda *_: None)
-    monkeypatch.setattr("ncz_plugins.core.communicator.require_same_call", lambda *_: None)
-    measure_gpus(ours, "all_reduce", config, HOST, None, None)
-    monkeypatch.setattr("ncz_plugins.core.run.require_kernels", lambda device: None)
-    request = all_reduce(1 << 20)
-    assert decided(ours, request).bypass is None
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert decided(ours, request).bypass is Bypass.TOO_SMALL
+    monkeypatch.setattr("ncz_plugins.core.on_gpu.measured_on_gpus", lambda *_: fast)
+    monkeypatch.setattr("ncz_plugins.core.on_gpu.use_fastest_groups", lambda *_: None)
+    monkeypatch.setattr("ncz_plugins.core.on_gpu.require_same_call", lambda *_: None)
+    gpus = ours.for_gpus()
+    measure_gpus(gpus, "all_reduce", config, HOST, None, None)
+    assert decided(ours, all_reduce(1 << 20)).bypass is None
+    assert decided(gpus, all_reduce(1 << 20)).bypass is Bypass.TOO_SMALL

@@ -1,0 +1,121 @@
+"""What begins calls of a GPU, with the streams of a machine that has none: everything queued runs at once.
+
+On a card: tests/distributed/test_devices.py and test_fixed_rate.py.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import play_communicators, same_bits, values
+
+from ncz_plugins import kernels
+from ncz_plugins.core.call import Call
+from ncz_plugins.core.errors import MismatchError, UnsupportedError
+from ncz_plugins.core.joined import Joined
+from ncz_plugins.core.on_gpu import GpuCalls
+from ncz_plugins.core.training.policy import ParameterSlice
+
+HOST = torch.device("cpu")
+SIZES = {"transport": {"min_bytes": 4096, "timeout_seconds": 30}}
+AT_BOUND = SIZES | {"quantizer": {"kind": "error_bound", "mode": "abs", "value": 0.01}}
+FIXED_RATE = SIZES | {"quantizer": {"kind": "error_bound", "mode": "bits", "value": 8}}
+
+
+class Stream:
+    """A stream whose work is always done."""
+
+    def record_event(self):
+        return SimpleNamespace(query=lambda: True)
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch):
+    """torch.cuda as these calls use it. `capturing` says whether a CUDA graph records them."""
+    card, stream = SimpleNamespace(capturing=False), Stream()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: card.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(dist.ProcessGroupGloo, "_get_backend", lambda group, _: group, raising=False)
+    monkeypatch.setattr(kernels, "cuda_backend", kernels.cpu_backend)
+    return card
+
+
+def calls_of(communicator) -> GpuCalls:
+    return GpuCalls(communicator._group.for_gpus(), HOST, communicator._queue, communicator.group, None)
+
+
+def begun(calls: GpuCalls, tensor: torch.Tensor, async_op: bool = False, joined: Joined | None = None):
+    parts = [ParameterSlice(None, tensor.numel())]
+    call = Call("all_reduce", tensor, tensor, dist.ReduceOp.SUM, parts=parts, joined=joined)
+    calls.decide(call)
+    handle = calls.begin(call, async_op)
+    if handle is not None:
+        handle.giving(tensor).wait()
+    return call
+
+
+@pytest.mark.parametrize("config", [AT_BOUND, FIXED_RATE], ids=["at a bound", "at a fixed rate"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_plain_and_compressed_calls_in_turns(config, async_op):
+    def body(communicator):
+        calls, results = calls_of(communicator), []
+        for numel in (100, 10_000, 101, 102, 10_001):
+            tensor = values(communicator.rank, numel)
+            begun(calls, tensor, async_op)
+            results.append(tensor)
+        pieces = list(values(communicator.rank, 90).split(30))
+        begun(calls, (joined := Joined(pieces)).whole, async_op, joined)
+        total = communicator.stats.total
+        assert (total.calls, total.compressed_calls, total.bypasses) == (6, 2, {"too small": 4})
+        return [*results, torch.cat(pieces)]
+
+    by_rank = play_communicators(2, config, body)
+    for ours, theirs in zip(*by_rank):
+        assert same_bits([ours, theirs])
+        exact = values(0, ours.numel()) + values(1, ours.numel())
+        assert (ours - exact).abs().max() < (0.1 if ours.numel() > 1000 else 1e-6)
+
+
+def test_a_plain_call_that_differs_is_told_with_the_next_compared_one():
+    def body(communicator):
+        calls = calls_of(communicator)
+        call = Call("all_reduce", *2 * (torch.zeros(4),), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][communicator.rank])
+        calls.decide(call)
+        calls.begin(call, async_op=False)
+        with pytest.raises(MismatchError, match="calls on GPUs before it differs"):
+            begun(calls, torch.zeros(10_000))
+
+    play_communicators(2, AT_BOUND, body)
+
+
+def test_a_graph_captures_only_what_it_can_repeat(card):
+    def body(communicator):
+        calls, tensor = calls_of(communicator), values(communicator.rank, 10_000)
+        with pytest.raises(UnsupportedError, match="can't be captured"):
+            begun(calls, tensor)
+
+    card.capturing = True
+    play_communicators(2, AT_BOUND, body)
+
+
+def test_a_graph_captures_calls_at_a_fixed_rate_and_plain_ones(card):
+    def body(communicator):
+        calls, tensors = calls_of(communicator), [values(communicator.rank, numel) for numel in (100, 10_000)]
+        for tensor in tensors:
+            begun(calls, tensor, async_op=True)
+        return torch.cat(tensors)
+
+    card.capturing = True
+    assert same_bits(play_communicators(2, FIXED_RATE, body))
