@@ -98,18 +98,20 @@ def require_plain(call: Call) -> None:
     """Raise UnsupportedError, saying what to do, for a call that gloo and NCCL do not make."""
     dtype, what = call.input.dtype, call.collective
     if call.output.dtype != dtype:
-        raise UnsupportedError(f"{what}: dtype {dtype} of the input and {call.output.dtype} of the output differ")
+        raise UnsupportedError(f"{what}: input and output must have one dtype, got {dtype} and {call.output.dtype}")
     if dtype not in DTYPES:
         known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
         raise UnsupportedError(f"{what}: dtype {dtype}: neither gloo nor NCCL carries it; convert it to one of {known}")
     if call.op is None:
         return
     if call.op not in OPS:
-        raise UnsupportedError(f"{what}: reduce op {call.op}: not supported; use one of torch.distributed's own")
+        raise UnsupportedError(f"{what}: reduce op must be one of torch.distributed's own, got {call.op}")
     if call.op == dist.ReduceOp.AVG and not dtype.is_floating_point:
         raise UnsupportedError(f"{what}: reduce op AVG of {dtype}: only floats can be averaged; use SUM and divide")
     if call.op in _BITWISE and dtype.is_floating_point:
-        raise UnsupportedError(f"{what}: reduce op {_named(OPS, place_of(call.op, OPS))} of {dtype}: floats have none")
+        raise UnsupportedError(
+            f"{what}: reduce op {_named(OPS, place_of(call.op, OPS))} needs integers or bool, got {dtype}"
+        )
 
 
 def refusal(number: int) -> dict[str, int]:

@@ -296,7 +296,9 @@ class Communicator:
         """
         with _Beginning(self, "broadcast"):
             if src not in self.ranks:
-                raise UnsupportedError(f"broadcast: src={src} is not a rank of this group; they are {self.ranks}")
+                raise UnsupportedError(
+                    f"broadcast: src must be a global rank of this group, one of {self.ranks}, got {src}"
+                )
             parts = _parts("broadcast", tensor, name, None)
             root, memory = self.ranks.index(src), ordinary(tensor)
             call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
@@ -359,7 +361,7 @@ class Communicator:
     def _prepared(self, source, training: Training | None) -> Config:
         """The configuration with what its tuning file says. From here on there is a training, with its files open."""
         if training is not None and not isinstance(training, Training):
-            raise ConfigError(f"training={training!r} is no Training: pass one, or the settings as config")
+            raise ConfigError(f"training must be a Training, got {training!r}: pass settings as config")
         config = training.config if source is None and training is not None else Config.load(source)
         if training is not None:
             _require_settings_of(training, config)
@@ -472,11 +474,11 @@ class Communicator:
         require_tensor(part)
         if whole.device != part.device:
             where = f"{whole.device} and {part.device}"
-            raise UnsupportedError(f"{collective}: tensors on {where}: pass both on one device")
+            raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
         if whole.numel() != part.numel() * self.world_size:
-            raise ValueError(
-                f"{collective}: {whole.numel()} elements are not {self.world_size} (ranks) times {part.numel()}"
-            )
+            larger, smaller = ("input", "output") if collective == "reduce_scatter_tensor" else ("output", "input")
+            wanted = f"{larger} must have {self.world_size} (ranks) times the elements of {smaller}"
+            raise ValueError(f"{collective}: {wanted}, got {whole.numel()} and {part.numel()}")
 
 
 def _require_settings_of(training: Training, config: Config) -> None:
@@ -484,8 +486,8 @@ def _require_settings_of(training: Training, config: Config) -> None:
     for section in ("quantizer", "policies", "steps", "guard"):
         if getattr(config, section) != getattr(training.config, section):
             raise ConfigError(
-                f"{section}: config and training differ here, and the training's would count: pass config=None, or "
-                "make the Training with this configuration"
+                f"{section}: config and training differ here, and the training's settings would count: pass "
+                "config=None, or make the Training with this configuration"
             )
 
 
@@ -519,9 +521,9 @@ def _require_kept(collective: str, tensor: Tensor, name: str | None, kept: Seque
     if kept is None:
         return
     if name is None:
-        raise ValueError(f"{collective}: kept_as without a name: pass name as well, or parts alone")
+        raise ValueError(f"{collective}: kept_as needs a name: pass name as well, or parts alone")
     if (elements := sum(part.length for part in kept)) != tensor.numel():
-        raise ValueError(f"{collective}: kept_as of {elements} elements are not the {tensor.numel()} of the tensor")
+        raise ValueError(f"{collective}: kept_as must have the {tensor.numel()} elements of the tensor, got {elements}")
 
 
 def _parts_of_each(
@@ -533,16 +535,18 @@ def _parts_of_each(
     """What each of several tensors consists of. Raises ValueError, and UnsupportedError for what can't be served."""
     for what, given in {"names": names, "parts": parts}.items():
         if given is not None and len(given) != len(tensors):
-            raise ValueError(f"{collective}: {len(given)} {what} for {len(tensors)} tensors: pass one for each")
+            raise ValueError(
+                f"{collective}: {what} must have one entry for each of {len(tensors)} tensors, got {len(given)}"
+            )
     if not tensors:
-        raise ValueError(f"{collective}: no tensors: pass one at least")
+        raise ValueError(f"{collective}: tensors must hold at least one tensor, got none")
     names = [None] * len(tensors) if names is None else names
     found = [
         _parts(f"{collective}, tensor {at}", tensor, name, None if parts is None else parts[at])
         for at, (tensor, name) in enumerate(zip(tensors, names))
     ]
     if len(devices := dict.fromkeys(str(tensor.device) for tensor in tensors)) > 1:
-        raise UnsupportedError(f"{collective}: tensors on {' and '.join(devices)}: pass those on one device")
+        raise UnsupportedError(f"{collective}: all tensors must be on one device, got {' and '.join(devices)}")
     return found
 
 
@@ -552,11 +556,11 @@ def _parts(
     """What a tensor consists of: one parameter, called `name`, unless told."""
     require_tensor(tensor)
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"{collective}: name={name!r} is no text: pass the parameter's name, or None")
+        raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
     if parts is None:
         return [ParameterSlice(name, tensor.numel())]
     if name is not None:
-        raise ValueError(f"{collective}: name={name!r} and parts: pass one of both")
+        raise ValueError(f"{collective}: pass name or parts, not both, got name={name!r}")
     if (elements := sum(part.length for part in parts)) != tensor.numel():
-        raise ValueError(f"{collective}: parts of {elements} elements are not the {tensor.numel()} of the tensor")
+        raise ValueError(f"{collective}: parts must have the {tensor.numel()} elements of the tensor, got {elements}")
     return parts

@@ -104,8 +104,8 @@ def decide(group: Group, call: Call) -> None:
 
     if call.bypass is None and call.feeds_back and all(part.name is None for part in call.fed_back_parts):
         raise UnsupportedError(
-            "quantizer.error_feedback is on, and this tensor has no name to keep what it loses by: pass "
-            "name=, names= or parts=, or set it to false"
+            "quantizer.error_feedback is on and needs a name for each tensor, by which residuals are kept: pass "
+            "name=, names= or parts=, or set quantizer.error_feedback to false"
         )
 
 
@@ -117,7 +117,7 @@ def _decision(group: Group, call: Call) -> _Decision:
         return found
     if call.role not in _ROLES:
         known = ", ".join(map(repr, _ROLES[:-1]))
-        raise ValueError(f"{call.collective}: role={call.role!r} is none; pass one of {known}, or None")
+        raise ValueError(f"{call.collective}: role must be one of {known}, or None, got {call.role!r}")
     config = group.config
     bypass = before_call(config, group.world_size, call.role, call.op, (call.input.dtype, call.output.dtype))
     if bypass:

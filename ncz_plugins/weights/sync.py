@@ -141,7 +141,7 @@ class WeightSync:
         self._group = require_group(group, "WeightSync")
         ranks = dist.get_process_group_ranks(self._group)
         if src not in ranks:
-            raise UnsupportedError(f"src={src!r} is not a rank of this group; they are {ranks}")
+            raise UnsupportedError(f"src must be a global rank of this group, one of {ranks}, got {src!r}")
         self._src, self._src_in_group = src, ranks.index(src)
         self._publisher = WeightPublisher(keep)
         self._subscriber = WeightSubscriber()

@@ -28,7 +28,7 @@ def test_a_group_of_some_ranks(tmp_path):
     assert trainer["sent"][3] > 0.9 * trainer["sent"][2]  # where only the newest is kept, nothing tells what changed
     for member in (worker, trainer):
         assert member["no member"]["error"] == "UnsupportedError"
-        assert "src=0 is not a rank of this group; they are [1, 2]" in member["no member"]["message"]
+        assert "src must be a global rank of this group, one of [1, 2], got 0" in member["no member"]["message"]
 
 
 @pytest.mark.parametrize("when", ["before", "within"])  # the second version

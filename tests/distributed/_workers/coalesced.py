@@ -243,9 +243,9 @@ def what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(group)
         refused(group, {}, lambda c, t=tensors: c.all_reduce_coalesced(t), error, *words)
     two = [torch.ones(50_000), torch.ones(50_000).double()]
     for how, words in (
-        ({"names": ["one"]}, ["1 names for 2 tensors"]),
-        ({"parts": [[ParameterSlice("one", 50_000)]]}, ["1 parts for 2 tensors"]),
-        ({"names": ["one", "two"], "parts": [[ParameterSlice("one", 50_000)]] * 2}, ["pass one of both"]),
+        ({"names": ["one"]}, ["names must have one entry for each of 2 tensors, got 1"]),
+        ({"parts": [[ParameterSlice("one", 50_000)]]}, ["parts must have one entry for each of 2 tensors, got 1"]),
+        ({"names": ["one", "two"], "parts": [[ParameterSlice("one", 50_000)]] * 2}, ["pass name or parts, not both"]),
         ({"parts": [[ParameterSlice("one", 7)]] * 2}, ["tensor 0", "7 elements"]),
     ):
         refused(group, {}, lambda c, h=how: c.all_reduce_coalesced(two, **h), ValueError, *words)

@@ -18,22 +18,28 @@ def zeros(count: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c: c.reduce_scatter_tensor(zeros(3), zeros(4)), "4 elements are not 1 .ranks. times 3"),
-        (lambda c: c.reduce_scatter_tensor(zeros(4), zeros(3)), "3 elements are not 1 .ranks. times 4"),
-        (lambda c: c.all_gather_into_tensor(zeros(3), zeros(4)), "3 elements are not 1 .ranks. times 4"),
-        (lambda c: c.all_gather_into_tensor(zeros(4), zeros(3)), "4 elements are not 1 .ranks. times 3"),
-        (lambda c: c.all_reduce(zeros(), parts=SHORT), "parts of 3 elements are not the 4"),
-        (lambda c: c.all_reduce(zeros(), parts=LONG), "parts of 5 elements are not the 4"),
-        (lambda c: c.all_reduce(zeros(), name="a", parts=FOUR), "name='a' and parts"),
-        (lambda c: c.all_reduce(zeros(), kept_as=FOUR), "kept_as without a name"),
-        (lambda c: c.all_reduce(zeros(), name="a", kept_as=SHORT), "kept_as of 3 elements are not the 4"),
-        (lambda c: c.all_reduce(zeros(), name="a", kept_as=LONG), "kept_as of 5 elements are not the 4"),
-        (lambda c: c.reduce_scatter_tensor(zeros(), zeros(), name="a", kept_as=LONG), "kept_as of 5 elements"),
-        (lambda c: c.all_reduce_coalesced([]), "no tensors"),
-        (lambda c: c.all_reduce_coalesced([zeros()] * 2, names=["a"]), "1 names for 2 tensors"),
-        (lambda c: c.all_reduce_coalesced([zeros()] * 2, names=["a"] * 3), "3 names for 2 tensors"),
-        (lambda c: c.all_reduce_coalesced([zeros()], parts=[FOUR] * 2), "2 parts for 1 tensors"),
-        (lambda c: c.all_reduce_coalesced([zeros()] * 2, parts=[FOUR, LONG]), "tensor 1: parts of 5 elements"),
+        (lambda c: c.reduce_scatter_tensor(zeros(3), zeros(4)), "input must have 1 .ranks. .* got 4 and 3"),
+        (lambda c: c.reduce_scatter_tensor(zeros(4), zeros(3)), "got 3 and 4"),
+        (lambda c: c.all_gather_into_tensor(zeros(3), zeros(4)), "output must have 1 .ranks. .* got 3 and 4"),
+        (lambda c: c.all_gather_into_tensor(zeros(4), zeros(3)), "got 4 and 3"),
+        (lambda c: c.all_reduce(zeros(), parts=SHORT), "parts must have the 4 elements of the tensor, got 3"),
+        (lambda c: c.all_reduce(zeros(), parts=LONG), "parts must have the 4 elements of the tensor, got 5"),
+        (lambda c: c.all_reduce(zeros(), name="a", parts=FOUR), "name or parts, not both, got name='a'"),
+        (lambda c: c.all_reduce(zeros(), kept_as=FOUR), "kept_as needs a name"),
+        (lambda c: c.all_reduce(zeros(), name="a", kept_as=SHORT), "kept_as must have the 4 elements .* got 3"),
+        (lambda c: c.all_reduce(zeros(), name="a", kept_as=LONG), "kept_as must have the 4 elements .* got 5"),
+        (
+            lambda c: c.reduce_scatter_tensor(zeros(), zeros(), name="a", kept_as=LONG),
+            "kept_as must have the 4 elements .* got 5",
+        ),
+        (lambda c: c.all_reduce_coalesced([]), "at least one tensor, got none"),
+        (lambda c: c.all_reduce_coalesced([zeros()] * 2, names=["a"]), "names must .* 2 tensors, got 1"),
+        (lambda c: c.all_reduce_coalesced([zeros()] * 2, names=["a"] * 3), "names must .* 2 tensors, got 3"),
+        (lambda c: c.all_reduce_coalesced([zeros()], parts=[FOUR] * 2), "parts must .* 1 tensors, got 2"),
+        (
+            lambda c: c.all_reduce_coalesced([zeros()] * 2, parts=[FOUR, LONG]),
+            "tensor 1: parts must have the 4 elements .* got 5",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(call, words):
@@ -47,7 +53,7 @@ def test_sizes_that_do_not_fit_are_refused(call, words):
 
 def test_a_name_that_is_no_text_is_refused():
     def body(communicator):
-        with pytest.raises(TypeError, match="all_reduce: name=3 is no text"):
+        with pytest.raises(TypeError, match=r"all_reduce: name must be a string or None, got 3 \(int\)"):
             communicator.all_reduce(zeros(), name=3)
 
     play_communicators(1, "ncclz", body)
