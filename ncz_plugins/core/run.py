@@ -275,69 +275,54 @@ def require_same_call(collective: str, numbers: Mapping[str, int], transport: Tr
 
 def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
+    made, quantizer = call.plan, call.config.quantizer
+    source, measured = made.source, None
+    has_steps = quantizer.kind != "lossless" and quantizer.bits is None and call.baseline is None
+    measures_at_once = has_steps and made.within_node is None
+
+    # Few measurements travel with the comparison, which saves a round trip. More of them wait for it: if ranks pass
+    # different sizes, their measurements have different lengths. This rank measures while the comparison travels.
+    nbytes = measured_bytes(made.layout, quantizer, call.input.dtype) if measures_at_once else 0
+    together = 0 < nbytes <= transport.most_with_comparison and not device.in_batches
+    if together:
+        source, measured = _measured(call, source, device)
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
-
-    # Few measurements travel with the comparison, which saves a round trip. Otherwise ranks compare first: if they pass
-    # different sizes, their measurements have different lengths.
-    if _fits_comparison(call, device, transport):
-        source, measured = _measured(call, call.plan.source, device)
-        transport.start_comparison(comparison, call.counters, measured).wait()
-        require_same(call.collective, comparison, ranks)
-        return _quantizing_codec(call, source, measured, device, transport)
-    same_call = transport.start_comparison(comparison, call.counters)
-
-    # A call that needs no quantization steps.
-    if call.config.quantizer.bits is not None:
-        same_call.wait()
-        require_same(call.collective, comparison, ranks)
-        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
-    if call.baseline is not None:
-        versions = _versions(call, device.backend)
-        same_call.wait()
-        require_same(call.collective, comparison, ranks)
-        return _updating_codec(call, versions, device, transport)
-
-    # The comparison travels while this rank measures, unless its node adds up first: that must not begin before it is
-    # sure that all ranks make the same call.
-    source, within_node = call.plan.source, call.plan.within_node
-    if within_node is None:
+    same_call = transport.start_comparison(comparison, call.counters, measured)
+    if measures_at_once and not together:
         source, measured = _measured(call, source, device)
     same_call.wait()
     require_same(call.collective, comparison, ranks)
-    if within_node is not None:
-        source = within_node(transport, call.counters)
+
+    # From here on all ranks make the same call. Those that send changes, or at a fixed rate, agree on no steps.
+    if call.baseline is not None:
+        return _updating_codec(call, device, transport)
+    if quantizer.bits is not None:
+        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
+
+    # The ranks of a node add up before they measure.
+    if made.within_node is not None:
+        source = made.within_node(transport, call.counters)
         device.synchronize()  # within the time-out: measuring waits without a limit
-        source, measured = _measured(call, source, device)
-    if call.config.quantizer.kind == "lossless":
+        if has_steps:
+            source, measured = _measured(call, source, device)
+    if not has_steps:
         return _codec(call, source, None, device, transport)
 
-    # The ranks agree on the largest of what each has measured.
+    # Quantization steps follow from the largest of what the ranks have measured.
     if device.in_batches:
         with peer_errors("agreeing on quantization steps"):
             replace_by_largest(transport, measured, call.counters)
-    else:
+    elif not together:
         transport.start_max(measured, call.counters).wait()
     return _quantizing_codec(call, source, measured, device, transport)
 
 
-def _fits_comparison(call: Call, device: Device, transport: Transport) -> bool:
-    """Whether what this rank measures travels in the message that compares the ranks' calls."""
-    quantizer = call.config.quantizer
-    if call.plan.within_node is not None or call.baseline is not None or device.in_batches:
-        return False
-    if quantizer.kind == "lossless" or quantizer.bits is not None:
-        return False
-    return 0 < measured_bytes(call.plan.layout, quantizer, call.input.dtype) <= transport.most_with_comparison
-
-
-def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor | None]:
-    """The values to quantize, and what this rank measured of them; None where no quantization steps are needed."""
+def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
+    """The values to quantize, with what error feedback adds, and what this rank measured of them."""
     made, quantizer = call.plan, call.config.quantizer
     with span("measure", source.data.nbytes, call.counters):
         if made.feedback:
             source = made.feedback.added_to(source)
-        if quantizer.kind == "lossless":
-            return source, None
         most = most_summable(quantizer, source.data.dtype, made.addends, made.divisor)
         measure_here = measure_on_gpu if device.in_batches else measure
         return source, measure_here(device.backend, source, made.layout, made.measured, quantizer, most=most)
@@ -414,10 +399,10 @@ def _versions(call: Call, backend: Backend) -> dict[str, int]:
     return versions
 
 
-def _updating_codec(call: Call, versions: dict[str, int], device: Device, transport: Transport) -> UpdatingCodec:
+def _updating_codec(call: Call, device: Device, transport: Transport) -> UpdatingCodec:
     """The codec of a call that sends changes. Segments of which ranks hold different versions are sent whole."""
     made = call.plan
-    comparison = RankComparison(versions, transport.rank, transport.world_size)
+    comparison = RankComparison(_versions(call, device.backend), transport.rank, transport.world_size)
     transport.start_max(comparison.tensor, call.counters).wait()
     differing = comparison.differing()
     for ends in differing.values():
