@@ -89,8 +89,8 @@ class Call:
     counters: Counters | None = None
 
     @property
-    def kind(self) -> tuple:
-        """What calls must have in common for ranks to describe them alike, and often to decide alike."""
+    def signature(self) -> tuple:
+        """What two calls must have in common for ranks to describe both alike, but for their numbers and settings."""
         larger, op = self.larger, None if self.op is None else place_of(self.op, OPS)
         tensors = self.input.dtype, self.output.dtype, larger.numel()
         return self.collective, self.role, op, tensors, self.root, self.scale, self.together

@@ -35,8 +35,8 @@ _BYPASSES = tuple(Bypass)
 _COMPRESSED, _AS_CHANGES, _MEASURING, _CONNECTING = 0, *(len(_BYPASSES) + i for i in (1, 2, 3))
 
 
-def kind_described(call: Call) -> dict[str, int]:
-    """Numbers that ranks compare of all calls of a kind. `numbered` says the rest of each call.
+def signature_described(call: Call) -> dict[str, int]:
+    """Numbers that ranks compare of all calls with this signature. `numbered` says the rest of each call.
 
     Texts and floats travel as checksums, other things as their place in a list.
     """
@@ -59,7 +59,7 @@ def kind_described(call: Call) -> dict[str, int]:
 
 
 def numbered(
-    kind: Mapping[str, int],
+    described: Mapping[str, int],
     call: Call,
     number: int,
     bypass: Bypass | None,
@@ -70,7 +70,7 @@ def numbered(
     """Numbers that ranks compare of one call.
 
     Args:
-        kind: what `kind_described` returned for a call like this one.
+        described: what `signature_described` returned for a call with this signature.
         number: calls so far, this one included.
         bypass: why the call goes plain; None if it is compressed.
         configuration: a checksum of the settings of a call that is compressed.
@@ -78,7 +78,7 @@ def numbered(
         step: of the training, where something depends on it.
     """
     return {
-        **kind,
+        **described,
         "call number": number,
         "transfer": _transfer(call, bypass),
         "configuration": configuration,
@@ -116,7 +116,7 @@ def require_plain(call: Call) -> None:
 
 def refusal(number: int) -> dict[str, int]:
     """Numbers of a rank that can't make its call, so that nobody waits for it. `number`: calls before it."""
-    numbers = kind_described(Call("all_reduce", _NOTHING, _NOTHING))
+    numbers = signature_described(Call("all_reduce", _NOTHING, _NOTHING))
     return dict.fromkeys(numbers, 0) | {"call number": number, "refusal": 1}
 
 

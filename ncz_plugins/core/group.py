@@ -47,7 +47,7 @@ class Group:
     Attributes:
         on_gpu: whether tensors are on a GPU.
         order: the calls so far, on all devices.
-        decisions: decisions and descriptions by `Call.kind`, see `run.decide`.
+        decisions: decisions and descriptions by `Call.signature`, see `run.decide`.
     """
 
     on_gpu = False

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call
-from .call_description import kind_described, numbered, require_plain, require_same
+from .call_description import numbered, require_plain, require_same, signature_described
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
 from .codec.layout import Window
@@ -54,7 +54,7 @@ from .runtime.trace import span
 from .transport.base import CollectiveTransport, Transport, peer_errors, replace_by_largest
 from .transport.comparison import RankComparison
 
-_MOST_KINDS = 1000  # of calls whose decisions are remembered
+_MOST_SIGNATURES = 1000  # whose decisions are remembered
 _ROLES = (*get_args(Role), None)
 _NO_VERSION = -1  # in place of a checksum
 
@@ -63,12 +63,12 @@ _NO_VERSION = -1  # in place of a checksum
 
 
 class _Decision(NamedTuple):
-    """What all calls of a kind have in common. To find it out takes longer than small calls travel.
+    """What all calls of one signature have in common. To find it out takes longer than small calls travel.
 
     Attributes:
         config: their settings, before policies.
         bypass: why they go plain; None: it depends on their parts.
-        described: what ranks compare of each of them, see `kind_described`.
+        described: what ranks compare of each of them, see `signature_described`.
     """
 
     config: Config
@@ -77,7 +77,7 @@ class _Decision(NamedTuple):
 
 
 def decide(group: Group, call: Call) -> None:
-    """Set `call.config`, `call.bypass`, and what its kind is to be compared by. Asks no other rank; all decide alike.
+    """Set `call.config`, `call.bypass` and `call.described`. Asks no other rank, and all ranks decide alike.
 
     Raises UnsupportedError for tensors that can't be served, where a call's parts are treated differently, and where
     error feedback would not know a parameter by name; ValueError for a role that nobody knows.
@@ -111,7 +111,7 @@ def decide(group: Group, call: Call) -> None:
 
 def _decision(group: Group, call: Call) -> _Decision:
     """The decision for all calls like this one. Raises UnsupportedError for dtypes that can't be served."""
-    key = call.kind
+    key = call.signature
     found = group.decisions.get(key)
     if found is not None:
         return found
@@ -124,9 +124,9 @@ def _decision(group: Group, call: Call) -> _Decision:
         require_plain(call)
     else:
         bypass = by_size(call.larger.nbytes, config, group.on_gpu, group.world_size)
-    if len(group.decisions) == _MOST_KINDS:
+    if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
-    found = group.decisions[key] = _Decision(config, bypass, kind_described(call))
+    found = group.decisions[key] = _Decision(config, bypass, signature_described(call))
     return found
 
 

@@ -12,11 +12,11 @@ from ncz_plugins.core.call import Call
 from ncz_plugins.core.call_description import (
     checksum_of,
     checksum_of_list,
-    kind_described,
     numbered,
     refusal,
     require_plain,
     require_same,
+    signature_described,
 )
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
@@ -32,7 +32,7 @@ def request(**changes) -> Call:
 
 
 def described(call: Call, number: int, bypass: Bypass | None, **more: int) -> dict[str, int]:
-    return numbered(kind_described(call), call, number, bypass, **more)
+    return numbered(signature_described(call), call, number, bypass, **more)
 
 
 def plain(**changes) -> dict[str, int]:
