@@ -12,6 +12,7 @@ This package imports nothing of `ncz_plugins.core`.
     common/       C++ headers that cpu/ and cuda/ share
     lossless.py   lossless frames of floats and of byte changes (SPLIT)
     updates.py    lossless frames of elements of which the receiver has an older version
+    ieee.py       numpy functions without numpy's warnings
     damage.py     messages for the error codes of compiled kernels
     addresses.py  checked addresses of tensors for compiled kernels
     scratch.py    working memory that each thread reuses

@@ -27,6 +27,8 @@ PIECE, SAMPLE_PIECES = 128, 64  # codes in a piece of the selector's sample, and
 SCALE_BLOCK = 128  # smallest number of elements that share a quantization step; divides CHUNK
 LANES = 32  # partial sums of squares per SCALE_BLOCK, so that every backend adds in the same order
 RATE_BLOCK = 256  # elements that share a magnitude at a fixed rate
+MAX_CODE = 2**31 - 2**10  # largest sum of all ranks' codes; less than int32 holds, because products are rounded
+BFLOAT16_ROUNDING = 1 + 2.0**-7  # a number is less than this times its value rounded down to bfloat16
 
 _UINT64 = 2**64 - 1
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import GpuBackend, HostBackend
-from ...kernels.format import CHUNK, MODES, SCALE_BLOCK, StepRule
-from ...kernels.reference.ieee import ieee
-from ...kernels.reference.scales import BFLOAT16_ROUNDING, finest, rounded_down, usable_bound
+from ...kernels.format import BFLOAT16_ROUNDING, CHUNK, MAX_CODE, MODES, SCALE_BLOCK, StepRule
+from ...kernels.ieee import ieee
 from ..config import QuantizerConfig
 from ..errors import ConfigError
 from .layout import Layout, Window
@@ -91,7 +90,7 @@ def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
 
     Smaller bounds are raised to this one.
     """
-    # The step is at least a quarter of the bound, see `finest`. Divided by `divisor` it makes the scale.
+    # The step is at least a quarter of the bound, see `_finest_bounds`. Divided by `divisor` it makes the scale.
     return 4 * float(np.finfo(work_dtype(dtype)).tiny) * max(1, divisor)
 
 
@@ -253,8 +252,8 @@ def _derived(
     bound = np.maximum(bound, rule.least)
 
     # The step of each block. The cap keeps a huge absolute bound from becoming an infinite step.
-    too_fine = bound < finest(largest, rule)
-    step = rounded_down(np.minimum(rule.steps_per_bound * usable_bound(bound, largest, rule), rule.cap), work)
+    too_fine = bound < _finest_bounds(largest, rule)
+    step = _rounded_down(np.minimum(rule.steps_per_bound * _usable_bounds(bound, largest, rule), rule.cap), work)
     if quantizer.mode == "range" and quantizer.kind_in_effect == "error_bound":
         # All values of such a block are equal, so the bound is 0. With that value as the step the code is exact.
         single = too_fine & (relative_to == 0)
@@ -325,7 +324,7 @@ def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtyp
         dtype: dtype of the values.
     """
     relative_to, largest, _ = _blocks(agreed, quantizer)
-    finest_bounds = finest(largest, step_rule(quantizer, dtype, addends=1))
+    finest_bounds = _finest_bounds(largest, step_rule(quantizer, dtype, addends=1))
     needed = largest > 0
     if quantizer.kind_in_effect == "error_bound":
         needed &= relative_to > 0  # blocks of equal values need no bound: see `_derived`
@@ -357,12 +356,37 @@ def _blocks(agreed: Tensor, quantizer: QuantizerConfig) -> tuple[np.ndarray, np.
     return extent, np.maximum(np.abs(highest), np.abs(negated)), extent
 
 
+def _finest_bounds(largest: np.ndarray, rule: StepRule) -> np.ndarray:
+    """Smallest bound of each block that leaves a quarter of itself to the step, and whose codes don't overflow."""
+    reserved = rule.reserved
+    usable = rule.addends * (largest / (MAX_CODE - rule.addends)) / rule.steps_per_bound
+    return np.maximum(reserved * largest / (0.75 - reserved), (reserved * largest + usable) / (1 - reserved))
+
+
+def _usable_bounds(bound: np.ndarray, largest: np.ndarray, rule: StepRule) -> np.ndarray:
+    """Part of each bound that is left after the roundings of the arithmetic."""
+    usable = bound - rule.reserved * (largest + bound)
+    if not rule.rounding:
+        return usable
+    # Reserve the rounding of the result as well. It at most doubles a small error, because the result's inputs have the
+    # same dtype.
+    rounding = rule.rounding * np.maximum(largest + bound, rule.tiny)
+    return np.maximum(usable - rounding, usable / 2)
+
+
+def _rounded_down(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+    """Non-negative values, rounded down to a dtype that may hold fewer digits."""
+    rounded = values.astype(dtype)
+    return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded).astype(dtype)
+
+
 def _rounded_up(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+    """Values rounded up to a dtype that may hold fewer digits."""
     rounded = values.astype(dtype)
     return np.where(rounded < values, np.nextafter(rounded, dtype(np.inf)), rounded).astype(dtype)
 
 
 def _rounded_down_to_bfloat16(values: np.ndarray) -> Tensor:
     """Round values that are not negative down to bfloat16."""
-    bits = rounded_down(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    bits = _rounded_down(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
     return torch.from_numpy(bits.view(np.float32)).bfloat16()

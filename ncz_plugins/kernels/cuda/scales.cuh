@@ -37,7 +37,7 @@ struct Outcome {
 
 namespace {
 
-constexpr double LARGEST_CODE = 2147482624.0;  // _MAX_CODE of quantize.py
+constexpr double LARGEST_CODE = 2147482624.0;  // MAX_CODE of format.py
 constexpr double ONE_BIT = 1048576.0;
 
 struct BlockOfScale {

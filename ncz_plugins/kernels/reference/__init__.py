@@ -14,7 +14,6 @@ widened to float32, which is exact.
     fixed_rate    codes of equally many bits, without frames
     scales    from the values of blocks to their quantization steps
     combine    sums of uncompressed values
-    ieee      infinities, NaN and vanishing numbers as in IEEE 754, without errors or warnings
 """
 
 from __future__ import annotations

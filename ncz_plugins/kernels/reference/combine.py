@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 
 from ..format import Combination
-from .ieee import ieee
+from ..ieee import ieee
 
 _OPERATORS: dict[Combination, np.ufunc] = {
     Combination.ADD: np.add,

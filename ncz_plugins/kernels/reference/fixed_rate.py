@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..format import OCTET, RATE_BLOCK, Noise, Rows, rate_blocks_of
-from .ieee import ieee
+from ..ieee import ieee
 from .symbols import unzigzag, zigzag
 from .values import random_bits
 

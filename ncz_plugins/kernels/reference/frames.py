@@ -17,8 +17,8 @@ from ..format import (
     DamagedFrame,
     Predictor,
 )
+from ..ieee import ieee
 from . import fixed, huffman, huffman32, planes, rans
-from .ieee import ieee
 from .select import select
 from .symbols import predict, unpredict
 

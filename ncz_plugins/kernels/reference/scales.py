@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..format import SCALE_BLOCK, StepRule, blocks_of
-from .ieee import ieee
+from ..format import BFLOAT16_ROUNDING, MAX_CODE, SCALE_BLOCK, StepRule, blocks_of
+from ..ieee import ieee
 from .values import block_statistics
-
-# Largest sum of all ranks' codes. It is less than int32 holds, because products are rounded.
-MAX_CODE = 2**31 - 2**10
-BFLOAT16_ROUNDING = 1 + 2.0**-7  # a number is less than this times its value rounded down to bfloat16
 
 
 @ieee

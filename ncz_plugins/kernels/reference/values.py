@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..format import LANES, SCALE_BLOCK, Noise, blocks_of
-from .ieee import ieee
+from ..ieee import ieee
 
 
 @ieee
