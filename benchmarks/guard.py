@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _communicator(quantizer: dict) -> Communicator:
-    never_alarm = {"every": 1, "max_relative_error": 1e30, "min_cosine": -1}
+    never_alarm = {"every": 1, "max_relative_error": 1e30}
     slow = {"link_gbps": 0.1}  # so that frames are coded as small as they can be
     return Communicator({"quantizer": quantizer, "guard": never_alarm, "transport": slow})
 

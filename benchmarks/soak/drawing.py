@@ -205,7 +205,7 @@ def _config(draw: random.Random, ranks: int) -> dict:
             "bounds": draw.choice(([], [], [{"step": 1, "times": 0.5}, {"step": 3, "times": 0.9}])),
         },
         # Verifies and never raises the alarm.
-        "guard": {"every": draw.choice((0, 0, 0, 1, 2)), "max_relative_error": 1e300, "min_cosine": -1.0},
+        "guard": {"every": draw.choice((0, 0, 0, 1, 2)), "max_relative_error": 1e300},
     }
 
 

@@ -32,7 +32,6 @@ class Thresholds(Line, extra="allow"):
     """Thresholds of the guard."""
 
     max_relative_error: float | None = None
-    min_cosine: float | None = None
 
 
 class Settings(Line, extra="allow"):

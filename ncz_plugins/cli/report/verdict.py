@@ -280,8 +280,8 @@ def _of_guard(summary: Summary, config: Settings) -> Conclusion:
     verified = counted(guard.verified, "verified call")
     if not guard.alarms:
         return Conclusion("guard", "none", f"No alarm in {verified}: {worst}.")
-    if thresholds.max_relative_error is not None and thresholds.min_cosine is not None:
-        worst += f"; allowed: {thresholds.max_relative_error:g} and {thresholds.min_cosine:g}"
+    if thresholds.max_relative_error is not None:
+        worst += f"; allowed: a relative error of at most {thresholds.max_relative_error:g}"
     feedback = "" if config.quantizer.get("error_feedback") is True else ", or quantizer.error_feedback: true"
     return Conclusion(
         "guard",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -19,9 +19,13 @@ class Section(BaseModel):
     """Immutable group of settings. Refuses unknown keys, and reports all problems in one ConfigError.
 
     Accepts numbers of numpy and torch, and 256.0 for 256.
+
+    Attributes:
+        removed: settings of earlier versions -> what to do instead, for the error message.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    removed: ClassVar[dict[str, str]] = {}
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -103,6 +107,8 @@ def _explain(error: ValidationError, section: type[BaseModel]) -> str:
         value = shorten(problem["input"])
         if isinstance(cause, ConfigError):
             line = f"{key}: {cause}"
+        elif path[-1] in getattr(owner, "removed", {}):
+            line = f"{key}: this setting has been removed (value {value}): {owner.removed[path[-1]]}"
         elif path[-1] not in owner.model_fields:
             line = f"{key}: unknown key (value {value}); "
             if meant := _closest_key(key, section, owner):

@@ -6,7 +6,7 @@ configs/ncclz.schema.json and of the tables in the documentation. Nothing here i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -345,13 +345,15 @@ class StepsConfig(Section):
 class GuardConfig(Section):
     """How often compressed sums are compared with uncompressed ones, and what an alarm does."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "min_cosine": "delete it. guard.max_relative_error is enough: an error of at most 0.6 means a cosine of at "
+        "least 0.8"
+    }
+
     every: StepNumber = Field(default=0, description="Verify one sum every so many steps. 0: never.")
     max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
         default=0.6,
         description="Alarm if the error exceeds this share of the uncompressed sum, in L2 norms.",
-    )
-    min_cosine: Annotated[Annotated[Number, Field(ge=-1, le=1)], Allowed("a number from -1 to 1")] = Field(
-        default=0.85, description="Alarm if the cosine of compressed and uncompressed sum is smaller."
     )
     on_alarm: Literal["warn", "tighten", "stop"] = Field(
         default="warn",
@@ -363,10 +365,11 @@ class GuardConfig(Section):
 class StatisticsConfig(Section):
     """What is counted and reported."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "history": "delete it. The last 1,000 steps stay in memory; statistics.jsonl keeps all steps"
+    }
+
     report_every: StepNumber = Field(default=0, description="Steps between report lines on rank 0. 0: no report.")
-    history: Annotated[Integer, Field(ge=1, le=10**7), Allowed("an integer from 1 to 10000000")] = Field(
-        default=1000, description="Steps whose statistics stay in memory."
-    )
     jsonl: OptionalPath = Field(
         default=None,
         description="File to which rank 0 appends a line of JSON per step, for `ncz report`.",

@@ -19,7 +19,7 @@ from ..runtime.statistics import Counters
 
 _PIECE_ELEMENTS = 1 << 17  # elements converted to float64 at a time
 _MIN_TIGHTENING = 2.0**-300  # keeps repeated halving from reaching zero; far below what float32 can hold
-_REMEDY = f"{SMALLER_BOUND[0].upper()}{SMALLER_BOUND[1:]}, or set other thresholds in guard"
+_REMEDY = f"{SMALLER_BOUND[0].upper()}{SMALLER_BOUND[1:]}, or raise guard.max_relative_error"
 
 
 class Finding(NamedTuple):
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
         name: name of the tensor; None if it has none.
         relative_error: |c - u| / |u| in L2; 0 if both are zero, inf if only u is zero or c is not finite.
         cosine: c * u / (|c| |u|), from -1 to 1; 1 if both are zero, 0 if one of them is zero or c is not finite.
-        alarm: whether one of the two numbers is beyond its threshold.
+        alarm: whether the relative error is above its threshold.
     """
 
     name: str | None
@@ -104,7 +104,7 @@ class Guard:
         if figures is None:
             return None
         relative_error, cosine = figures
-        alarm = relative_error > self.settings.max_relative_error or cosine < self.settings.min_cosine
+        alarm = relative_error > self.settings.max_relative_error
         self.findings.append(Finding(name, relative_error, cosine, alarm))
         return self.findings[-1]
 
@@ -133,7 +133,7 @@ class Guard:
     def _act_on(self, alarm: str) -> None:
         """Print the alarm, tighten the bounds or raise AccuracyError, as `settings.on_alarm` says."""
         settings = self.settings
-        allowed = f"allowed: at most {settings.max_relative_error:g}, at least {settings.min_cosine:g}"
+        allowed = f"allowed: a relative error of at most {settings.max_relative_error:g}"
         if settings.on_alarm == "stop":
             raise AccuracyError(f"{alarm} to the uncompressed sum; {allowed}. {_REMEDY}; or guard.on_alarm: warn")
         if settings.on_alarm == "tighten":

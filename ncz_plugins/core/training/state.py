@@ -32,6 +32,7 @@ from .saved import key_of, require_saved
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
+_KEPT_STEPS = 1000  # steps whose counters stay in memory: about 1 MB
 _FORMAT = 3  # version of what state_dict returns
 _FIXED_SECTIONS = "entropy", "transport", "roles"  # a communicator reads these sections once, when it is created
 
@@ -60,7 +61,7 @@ class Training:
         self._communicators: dict[tuple[int, ...], list[Callable[[], Communicator | None]]] = {}
         self.ends_steps_in_order = True
         self.config = config
-        self.stats = Statistics(self.config.statistics.history)
+        self.stats = Statistics(_KEPT_STEPS)
         self.step = 0
         self.residuals = Residuals()
         self._records = Records(self.config)

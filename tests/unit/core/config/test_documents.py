@@ -50,7 +50,7 @@ def test_aliases_may_be_used(tmp_path):
         ("transport", "min_bytes", 10**40),
         ("transport", "min_bytes", "9" * 5000 + "B"),
         ("transport", "hierarchy", 10**30),
-        ("statistics", "history", 10**21),
+        ("statistics", "report_every", 10**21),
         ("statistics", "report_every", 10**21),
         ("steps", "warmup", 10**30),
         ("guard", "every", 10**30),

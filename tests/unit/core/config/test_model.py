@@ -102,11 +102,9 @@ def test_every_default_is_as_documented():
         "steps.bounds": (),
         "guard.every": 0,
         "guard.max_relative_error": 0.6,
-        "guard.min_cosine": 0.85,
         "guard.on_alarm": "warn",
         "roles": ("gradient",),
         "statistics.report_every": 0,
-        "statistics.history": 1000,
         "statistics.jsonl": None,
         "statistics.tensorboard": None,
     }
@@ -197,7 +195,7 @@ GOOD = [
     ("transport", {"link_gbps": 0.001}),
     ("transport", {"link_gbps": 10000}),
     ("transport", {"timeout_seconds": 1}),
-    ("statistics", {"report_every": 0, "history": 1}),
+    ("statistics", {"report_every": 0}),
 ]
 BAD = [
     ("quantizer", {"kind": "nearest"}),
@@ -259,14 +257,12 @@ BAD = [
     ("transport", {"timeout_seconds": math.inf}),
     ("statistics", {"report_every": -1}),
     ("statistics", {"report_every": True}),
-    ("statistics", {"history": 0}),
-    ("statistics", {"history": 10.5}),
+    ("statistics", {"report_every": 10.5}),
     ("statistics", {"jsonl": ""}),
     ("quantizer", {"error_feedback": 1}),
     ("steps", {"warmup": -1}),
     ("guard", {"every": True}),
     ("guard", {"max_relative_error": 0}),
-    ("guard", {"min_cosine": 1.5}),
     ("guard", {"on_alarm": "halt"}),
 ]
 
@@ -418,7 +414,7 @@ def test_equal_numbers_are_equal_settings(number):
                 "entropy": {"costs": dict.fromkeys(COSTS, number)},
                 "policies": [{"min_elements": number, "quantizer": {"block": number}}],
                 "steps": {"warmup": number, "bounds": [{"step": number, "times": 1}]},
-                "statistics": {"history": number},
+                "statistics": {"report_every": number},
             }
         )
 
@@ -445,7 +441,7 @@ def test_flags_of_numpy_are_flags(flag):
         ("transport", "frame_bytes", np.float32(1e30), f"{float(np.float32(1e30))}"),
         ("transport", "hierarchy", np.True_, "True"),
         ("transport", "connections", 2.5, "2.5"),
-        ("statistics", "history", 10.5, "10.5"),
+        ("statistics", "report_every", 10.5, "10.5"),
     ],
 )
 def test_other_numbers_are_refused_by_name(section, name, value, shown):
@@ -568,6 +564,19 @@ def test_suggestions(source, meant):
 def test_no_suggestion_where_nothing_is_close():
     allowed = "quantizer, entropy, transport, policies, steps, guard, roles, statistics"
     assert message({"zzz": 1}) == f"zzz: unknown key (value 1); allowed: {allowed}"
+
+
+@pytest.mark.parametrize(
+    "section, key, value, remedy",
+    [
+        ("guard", "min_cosine", 0.85, "guard.max_relative_error is enough"),
+        ("statistics", "history", 1000, "statistics.jsonl keeps all steps"),
+    ],
+)
+def test_a_setting_that_was_removed_is_named_with_what_to_do(section, key, value, remedy):
+    text = message({section: {key: value}})
+    assert text.startswith(f"{section}.{key}: this setting has been removed (value {value}): delete it. ")
+    assert remedy in text
 
 
 def test_keys_that_are_not_strings_are_reported_like_any_other(tmp_path):

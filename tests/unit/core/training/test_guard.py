@@ -176,8 +176,8 @@ EXACT = torch.ones(4)
         ([1.3, 1.3, 1.3, 1.3], {}, False),
         ([1.6, 1.6, 1.6, 1.6], {}, True),  # the relative error is 0.6, the cosine 1
         ([1.6, 1.6, 1.6, 1.6], {"max_relative_error": 0.7}, False),
-        ([1.0, 1.0, 0.0, 0.0], {"max_relative_error": 1.0}, True),  # the cosine is 0.707
-        ([1.0, 1.0, 0.0, 0.0], {"max_relative_error": 1.0, "min_cosine": 0.7}, False),
+        ([1.0, 1.0, 0.0, 0.0], {}, True),  # the relative error is 0.707
+        ([1.0, 1.0, 0.0, 0.0], {"max_relative_error": 0.71}, False),
     ],
 )
 def test_alarm_beyond_a_threshold(result, thresholds, alarm):
@@ -190,9 +190,9 @@ def test_warn_is_one_line_on_the_first_rank(capsys):
         assert [found.name for found in own.end_step()] == ["weight"]
         assert own.end_step() == [] and own.tightening == 1
     assert capsys.readouterr().out == (
-        "ncz_plugins: step 1: weight: relative error 2, cosine 1 to the uncompressed sum; allowed: at most 0.6, "
-        "at least 0.85. Set a smaller quantizer.value, for all tensors or by a policy for those named here, or set "
-        "other thresholds in guard\n"
+        "ncz_plugins: step 1: weight: relative error 2, cosine 1 to the uncompressed sum; allowed: a relative error "
+        "of at most 0.6. Set a smaller quantizer.value, for all tensors or by a policy for those named here, or raise "
+        "guard.max_relative_error\n"
     )
 
 
@@ -227,10 +227,10 @@ def test_bounds_that_no_tightening_helps_never_become_zero(capsys):
 
 
 def test_stop_raises_on_every_rank_and_names_everything():
-    for own in verify([3 * EXACT] * 2, [EXACT] * 2, on_alarm="stop", min_cosine=0.9):
+    for own in verify([3 * EXACT] * 2, [EXACT] * 2, on_alarm="stop", max_relative_error=0.9):
         with pytest.raises(AccuracyError) as caught:
             own.end_step()
-        for word in ("step 1", "weight", "relative error 2", "cosine 1", "0.6", "0.9", "quantizer.value", "on_alarm"):
+        for word in ("step 1", "weight", "relative error 2", "cosine 1", "0.9", "quantizer.value", "on_alarm"):
             assert word in str(caught.value)
         assert own.findings == own.end_step() == []
 
