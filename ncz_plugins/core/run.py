@@ -31,6 +31,8 @@ from .call import Call
 from .call_description import numbered, require_plain, require_same, signature_described
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
+from .codec.from_config import codec_for, coding_for, noise_for
+from .codec.gpu_codec import Outcome
 from .codec.layout import Window
 from .codec.quantize import (
     Scales,
@@ -42,7 +44,7 @@ from .codec.quantize import (
     most_summable,
     step_rule,
 )
-from .codec.tensor_codec import Outcome, UpdatingCodec, codec_for, coding_for, noise_for
+from .codec.tensor_codec import UpdatingCodec
 from .config import Config
 from .config.fields import Role
 from .errors import UnsupportedError, memory_errors

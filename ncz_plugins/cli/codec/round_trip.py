@@ -18,9 +18,10 @@ from torch import Tensor
 from ...core.bypass import Bypass, scales_or_bypass
 from ...core.codec import container
 from ...core.codec.coded_tensor import CodedTensor
+from ...core.codec.from_config import codec_for
 from ...core.codec.layout import Window
 from ...core.codec.quantize import measure, most_summable, smallest_bound
-from ...core.codec.tensor_codec import QuantizingCodec, TensorCodec, codec_for
+from ...core.codec.tensor_codec import QuantizingCodec, TensorCodec
 from ...core.config import Config, QuantizerConfig
 from ...core.runtime.device import Host
 from ...kernels.format import HEADER, HEADER_BYTES, Coder, Predictor

@@ -3,6 +3,8 @@
 - coded_tensor.py: the interface between schedules and codecs: `CodedTensor` and `Codec`.
 - container.py: `compress` and `decompress`: one tensor as bytes that describe themselves.
 - fixed_rate.py: the codec with a fixed number of bits for each value.
+- from_config.py: the codec that a configuration asks for.
+- gpu_codec.py: the quantizing codec for a GPU, which codes many frames in one launch.
 - layout.py: how a flat tensor is cut into segments and frames.
 - quantize.py: from a tensor's values to the quantization steps that all ranks share.
 - tensor_codec.py: the codecs that write frames: quantized, lossless, and changes since an earlier version.

@@ -38,9 +38,9 @@ from ..config import Config, QuantizerConfig
 from ..errors import BoundError, FrameError, UnsupportedError
 from ..runtime.device import Host
 from .coded_tensor import CodedTensor
+from .from_config import codec_for
 from .layout import Layout, Window
 from .quantize import Scales, derive, measure, smallest_value, work_dtype
-from .tensor_codec import codec_for
 
 _MAGIC = 0x435A434E  # "NCZC", little endian
 _VERSION = 1

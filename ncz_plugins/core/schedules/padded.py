@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.format import FRONT_BYTES, HEADER_BYTES
-from ..codec.tensor_codec import BATCH_ELEMENTS, FrameId, QuantizingCodec
+from ..codec.gpu_codec import BATCH_ELEMENTS, GpuCodec
+from ..codec.tensor_codec import FrameId
 from ..errors import FrameError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
@@ -41,14 +42,14 @@ class PaddedTransport(CollectiveTransport, Protocol):
     forecasts: Forecasts
 
 
-def all_reduce(transport: PaddedTransport, codec: QuantizingCodec, counters: Counters) -> None:
+def all_reduce(transport: PaddedTransport, codec: GpuCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of all segments to the output."""
     segments = range(len(codec.layout.lengths))
     frame_ids = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
     _run(_PaddedFrames(transport, codec, counters, frame_ids, frame_ids), transport, counters)
 
 
-def reduce_scatter(transport: PaddedTransport, codec: QuantizingCodec, counters: Counters) -> None:
+def reduce_scatter(transport: PaddedTransport, codec: GpuCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of this rank's segment to the output."""
     indices, rank = range(codec.layout.frames), transport.rank
     sends, sums = [(1 - rank, index) for index in indices], [(rank, index) for index in indices]
@@ -86,7 +87,7 @@ class _PaddedFrames:
     def __init__(
         self,
         transport: PaddedTransport,
-        codec: QuantizingCodec,
+        codec: GpuCodec,
         counters: Counters,
         sends: list[FrameId],
         sums: list[FrameId],

@@ -15,9 +15,9 @@ import torch
 
 from .... import kernels
 from ....core.bypass import Bypass, scales_or_bypass
+from ....core.codec.from_config import coding_for, noise_for
 from ....core.codec.layout import Layout, Window
 from ....core.codec.quantize import measure
-from ....core.codec.tensor_codec import coding_for, noise_for
 from ....core.config import Config, QuantizerConfig
 from ....core.errors import ConfigError
 from ....kernels.format import HEADER, HEADER_BYTES, RATE_BLOCK, Coder, max_frame_bytes

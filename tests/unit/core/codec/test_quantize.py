@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ncz_plugins import BoundError, compress, decompress, kernels
 from ncz_plugins.core.bypass import Bypass, by_size, scales_or_bypass
+from ncz_plugins.core.codec.from_config import noise_for
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import (
     Scales,
@@ -18,7 +19,6 @@ from ncz_plugins.core.codec.quantize import (
     smallest_value,
     step_rule,
 )
-from ncz_plugins.core.codec.tensor_codec import noise_for
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import CHUNK, SCALE_BLOCK, Noise, blocks_of
 

@@ -11,9 +11,10 @@ from ranks import play, same_bits, values
 from ncz_plugins import kernels
 from ncz_plugins.core.bypass import scales_or_bypass
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
+from ncz_plugins.core.codec.from_config import noise_for
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import measure
-from ncz_plugins.core.codec.tensor_codec import LosslessCodec, noise_for
+from ncz_plugins.core.codec.tensor_codec import LosslessCodec
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.runtime.device import Host
@@ -312,7 +313,7 @@ def test_a_lossless_owner_adds_in_rank_order(segment):
         return LosslessCodec(Host(), CodedTensor(layout, window, Window(torch.zeros(40))), Coding(), False, counters)
 
     owner = codec(segment)
-    frame = owner.sum(segment, 0, [codec((segment + i) % 4).encode(segment, 0) for i in (1, 2, 3)])
+    frame = owner.encode(segment, 0, [codec((segment + i) % 4).encode(segment, 0) for i in (1, 2, 3)])
     owner.decode(segment, 0, frame)
     assert owner.output[layout.segment(segment)].tolist() == [1.0] * 10
     assert owner.frame_capacity == max_lossless_bytes(layout.frame_elements, 4)
