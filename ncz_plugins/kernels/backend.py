@@ -168,18 +168,19 @@ class Backend(ABC):
 
         Raises DamagedFrame for a damaged frame among those that are added.
         """
-        return np.array([self._encode_sum(each, coding, noise, sealed) for each in sums])
-
-    def _encode_sum(self, sum: Sum, coding: Coding, noise: Noise | None, sealed: bool) -> int:
-        x, inverse_steps, out, frames, first = sum
-        if sealed:
-            require_seals(frames)
-        if len(frames) > 1:
-            return self.encode_codes(self._added_up(sum, noise), coding, out)
-        noise = noise and noise.from_element(first)
-        if not frames:
-            return self.encode(x, inverse_steps, coding, out, noise)
-        return self.reduce(frames[0], x, inverse_steps, coding, out, noise)
+        nbytes = []
+        for each in sums:
+            x, inverse_steps, out, frames, first = each
+            if sealed:
+                require_seals(frames)
+            noise_here = noise and noise.from_element(first)
+            if len(frames) > 1:
+                nbytes.append(self.encode_codes(self._added_up(each, noise), coding, out))
+            elif frames:
+                nbytes.append(self.reduce(frames[0], x, inverse_steps, coding, out, noise_here))
+            else:
+                nbytes.append(self.encode(x, inverse_steps, coding, out, noise_here))
+        return np.array(nbytes)
 
     def decode_sum(self, sum: Sum, scales: Tensor, noise: Noise | None = None, sealed: bool = False) -> None:
         """Add up codes like `encode_sums`, and write their values as floats to `sum.out`, which may be `sum.x`.

@@ -120,6 +120,7 @@ def most_summable(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, 
     return torch.finfo(dtype).max * divisor / addends / (1 + quantizer.value)
 
 
+@ieee
 def measure(
     backend: HostBackend,
     source: Window,
@@ -147,6 +148,7 @@ def measure(
         largest: return the largest magnitudes even in mode "rms only". They allow finer bounds, and cost nothing if
             the measurements are not sent to other ranks.
     """
+    # The default needs one pass of the kernels.
     rms_only = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
     if rms_only and quantizer.block_in_effect == SCALE_BLOCK:
         measured = torch.zeros(layout.steps, dtype=torch.bfloat16, device="cpu")
@@ -154,20 +156,7 @@ def measure(
             here = measured[layout.steps_of(range(i, i + 1))]
             backend.root_mean_squares(source[layout.segment(i)], most, here)
         return measured
-    return _measured(backend, source, layout, segments, quantizer, most, rms_only)
 
-
-@ieee
-def _measured(
-    backend: HostBackend,
-    source: Window,
-    layout: Layout,
-    segments: range,
-    quantizer: QuantizerConfig,
-    most: float,
-    rms_only: bool,
-) -> Tensor:
-    """Combine statistics of each SCALE_BLOCK elements into those of blocks: see `measure`."""
     # Statistics of each SCALE_BLOCK elements.
     highest, negated = np.full((2, layout.steps), -np.inf if quantizer.mode == "range" else 0.0)
     squares = np.zeros(layout.steps)
@@ -190,9 +179,8 @@ def _measured(
         mean = np.add.reduceat(squares, first) / lengths
         mean *= 1 - (64 + sizes) * 2.0**-53  # so that rounding in the sum has not made it too large
         # Squares of float64 may overflow or vanish. The root mean square is then replaced by its lower limit.
-        at_least = measured[0] / np.sqrt(lengths)
         usable = (mean > 1e-290) & np.isfinite(mean)
-        rms = np.maximum(np.sqrt(np.where(usable, mean, 0)), at_least)
+        rms = np.maximum(np.sqrt(np.where(usable, mean, 0)), measured[0] / np.sqrt(lengths))
         if rms_only:
             return _rounded_down_to_bfloat16(np.where(measured[0] > most, np.inf, rms))
         measured += [rms]
@@ -209,6 +197,7 @@ def measured_bytes(layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtyp
     return blocks * numbers_of_block * work_dtype(dtype)().nbytes
 
 
+@ieee
 def derive(
     agreed: Tensor,
     layout: Layout,
@@ -227,24 +216,18 @@ def derive(
         divisor: sums are divided by it; the number of ranks for an average.
         backend: kernels that derive the steps of small blocks faster; the steps are the same. None: numpy.
     """
+    work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
+
+    # The default needs one pass of the kernels.
     if backend is not None and agreed.dtype == torch.bfloat16 and quantizer.block_in_effect == SCALE_BLOCK:
-        *found, spread = backend.steps_of(agreed, step_rule(quantizer, dtype, addends, divisor))
+        *found, spread = backend.steps_of(agreed, rule)
         bits = math.log2(spread) + 1 if spread else math.inf
         if bits <= _MAX_SHARE_IN_WORST_BLOCK * 8 * dtype.itemsize:
             return Derived(Scales(*found), bits_per_value=bits)
-    if torch.isposinf(agreed).any():
-        return Derived(None, finite=False)
-    return _derived(agreed, layout, quantizer, dtype, addends, divisor)
-
-
-@ieee
-def _derived(
-    agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float
-) -> Derived:
-    """Derive steps from measurements that are finite: see `derive`."""
-    work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
 
     # The error bound of each block.
+    if torch.isposinf(agreed).any():
+        return Derived(None, finite=False)
     relative_to, largest, typical = _blocks(agreed, quantizer)
     bound = rule.value * relative_to
     if agreed.dtype != torch.bfloat16 and ((largest + bound) * rule.share > rule.most).any():
@@ -327,7 +310,7 @@ def smallest_value(agreed: Tensor, quantizer: QuantizerConfig, dtype: torch.dtyp
     finest_bounds = _finest_bounds(largest, step_rule(quantizer, dtype, addends=1))
     needed = largest > 0
     if quantizer.kind_in_effect == "error_bound":
-        needed &= relative_to > 0  # blocks of equal values need no bound: see `_derived`
+        needed &= relative_to > 0  # blocks of equal values need no bound: see `derive`
     value = np.max(finest_bounds[needed] / relative_to[needed], initial=0)
     try:
         return QuantizerConfig(kind=quantizer.kind, mode=quantizer.mode, value=float(value)).value

@@ -33,7 +33,7 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     parse = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json}.get(path.suffix.lower())
     if parse is None:
-        raise ConfigError(f"{path}: unknown kind of file; allowed: .yaml, .yml, .json")
+        raise ConfigError(f"{path}: unknown type of file; allowed: .yaml, .yml, .json")
     try:
         document = parse(text, path)
     except ConfigError:

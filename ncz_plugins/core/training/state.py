@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,6 @@ from ..runtime.inference_mode import outside_of_inference_mode
 from ..runtime.statistics import Counters, Statistics
 from .error_feedback import Residuals
 from .group import GroupState
-from .guard import Guard
 from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
@@ -58,7 +58,7 @@ class Training:
 
     def __init__(self, config=None):
         self._groups: dict[tuple[int, ...], GroupState] = {}
-        self._communicators: dict[tuple[int, ...], list[Callable[[], Communicator | None]]] = {}
+        self._communicators: dict[tuple[int, ...], dict[int, weakref.ref[Communicator]]] = {}  # by ranks and number
         self.ends_steps_in_order = True
         self.config = config
         self.stats = Statistics(_KEPT_STEPS)
@@ -114,18 +114,16 @@ class Training:
         A communicator that replaces another, in this run or after a restart from a checkpoint, so finds the residuals
         of its predecessor. A rank that has not yet garbage-collected a communicator gets a higher number than others.
         """
-        is_open = [_is_open(each) for each in self._communicators.get(tuple(ranks), [])]
-        return is_open.index(False) if False in is_open else len(is_open)
+        known = self._communicators.get(tuple(ranks), {})
+        return next(number for number in count() if number not in known or not _is_open(known[number]))
 
     def number(self, communicator: Communicator, number: int) -> None:
         """Register a communicator under its number. All ranks of the communicator must pass the same number."""
-        known = self._communicators.setdefault(tuple(communicator.ranks), [])
-        known.extend([_no_communicator] * (number + 1 - len(known)))
-        known[number] = weakref.ref(communicator)
+        self._communicators.setdefault(tuple(communicator.ranks), {})[number] = weakref.ref(communicator)
 
     def _require_connected_with(self, config: Config) -> None:
         """Raise ConfigError if `config` changes settings that open communicators have connected with."""
-        if not any(_is_open(each) for known in self._communicators.values() for each in known):
+        if not any(_is_open(each) for known in self._communicators.values() for each in known.values()):
             return
         for section in _FIXED_SECTIONS:
             if getattr(config, section) != getattr(self._config, section):
@@ -177,8 +175,9 @@ class Training:
         Args:
             header: further keys of the header. Nothing is written if they equal those of the previous header.
         """
-        if self._my_rank() == 0:
-            self._records.begin(self.config, header, self._ranks())
+        rank, world_size = self._place()
+        if rank == 0:
+            self._records.begin(self.config, header, world_size)
 
     def end_step(self) -> Counters:
         """Close a step and return its counters. Wait for all results of the step first.
@@ -188,15 +187,28 @@ class Training:
 
         Raises AccuracyError after an alarm with `guard.on_alarm: stop`, on all ranks of a group.
         """
+        # Calls that verify their result belong to this step.
         groups = list(self._groups.values())
         for group in groups:
             group.wait_for_pending()
+
+        # Count, write the record, and print what is due.
         done = self.stats.end_step()
         self.step += 1
-        if self._my_rank() == 0:
+        rank, _ = self._place()
+        if rank == 0:
             self._record(done)
         self._records.end_step()
-        _end_step_of_each([group.guard for group in groups])
+
+        # All guards close their step, even if one raises: ranks of the other groups don't see that error.
+        errors = []
+        for group in groups:
+            try:
+                group.guard.end_step()
+            except AccuracyError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return done
 
     def _record(self, done: Counters) -> None:
@@ -213,17 +225,12 @@ class Training:
         if line := self._report.end_step(self.step, done):
             say(line)
 
-    def _my_rank(self) -> int:
-        return self.rank if self.rank is not None else self._place()[0]
-
-    def _ranks(self) -> int:
-        return self.world_size if self.world_size is not None else self._place()[1]
-
     def _place(self) -> tuple[int, int]:
-        """Rank and number of ranks of torch.distributed, or the last known ones."""
+        """Rank and number of ranks: those that were set, else those of torch.distributed, else the last known ones."""
         if dist.is_initialized():
             self._last_place = dist.get_rank(), dist.get_world_size()
-        return self._last_place
+        rank, world_size = self._last_place
+        return rank if self.rank is None else self.rank, world_size if self.world_size is None else self.world_size
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -239,8 +246,14 @@ class Training:
         between ranks stands under a key with the number of the rank. The value of that key is a tuple, because a
         mapping would be split into several keys.
         """
+        rank, world_size = self._place()
         groups = self._loaded | {ranks: group.state_dict() for ranks, group in self._groups.items()}
-        world_size = self._ranks()
+        # Initial tightening of a group that this state does not contain. Ranks of the new group may load states of
+        # different ranks, and must get the same number. So the group of all ranks counts, if there is one, as all
+        # states contain it.
+        everyone = tuple(range(world_size))
+        counted = [groups[everyone]] if everyone in groups else groups.values()
+        tightening = min((each["guard"]["tightening"] for each in counted), default=self._tightening)
         self._returned = {
             "residuals": dict(self.residuals.by_name),
             "groups": {" ".join(map(str, ranks)): state for ranks, state in groups.items()},
@@ -249,8 +262,8 @@ class Training:
             "format": _FORMAT,
             "world_size": world_size,
             "step": self.step,
-            "tightening": _tightening_of_all(groups, world_size, self._tightening),
-            key_of(self._my_rank()): (self._returned,),
+            "tightening": tightening,
+            key_of(rank): (self._returned,),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -271,12 +284,12 @@ class Training:
             )
         # Choose the part of this rank, or else that of another one.
         parts = require_saved(state)
-        rank, ranks = self._my_rank(), self._ranks()
+        rank, ranks = self._place()
         saved_by = rank if rank in parts else min(parts)
         is_own = (saved_by, state["world_size"]) == (rank, ranks)
         residuals = parts[saved_by]["residuals"]
         if is_own:
-            self._require_another(parts[rank])
+            self._require_another(parts[rank], key_of(rank))
 
         # Restore what all ranks have in common: step, tightening, and groups if there are the same ranks.
         self.step = state["step"]
@@ -304,11 +317,10 @@ class Training:
                 sys.stderr,
             )
 
-    def _require_another(self, part: Mapping[str, Mapping]) -> None:
-        """Raise ConfigError if `part` is the state in use: nothing but the step number would be restored."""
+    def _require_another(self, part: Mapping[str, Mapping], key: str) -> None:
+        """Raise ConfigError if `part`, saved as `key`, is the state in use: only the step number would be restored."""
         kept = self.residuals.by_name
         if part is self._returned or any(each is kept.get(name) for name, each in part["residuals"].items()):
-            key = key_of(self._my_rank())
             raise ConfigError(
                 f'state of ncz_plugins: "{key}" is what state_dict() of the same object has returned. It changes with '
                 "each step, so it would restore nothing. A state that stays in memory must be a copy.deepcopy of it. "
@@ -317,32 +329,7 @@ class Training:
             )
 
 
-def _end_step_of_each(guards: Sequence[Guard]) -> None:
-    """Close the step of all guards, even if one raises: ranks of the other groups don't see that error."""
-    errors = []
-    for guard in guards:
-        try:
-            guard.end_step()
-        except AccuracyError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def _tightening_of_all(groups: Mapping[tuple[int, ...], Mapping], world_size: int, default: float) -> float:
-    """Initial tightening of a group that a saved state does not contain.
-
-    Ranks of the new group may load states of different ranks, and must get the same number. So the group of all ranks
-    counts, if there is one, as all states contain it.
-    """
-    of_all = groups.get(tuple(range(world_size)))
-    return min((each["guard"]["tightening"] for each in ([of_all] if of_all else groups.values())), default=default)
-
-
-def _no_communicator() -> None:
-    """Stands for a weak reference whose communicator is gone."""
-
-
-def _is_open(reference: Callable[[], Communicator | None]) -> bool:
+def _is_open(reference: weakref.ref[Communicator]) -> bool:
+    """Whether a communicator exists, and has neither failed nor been closed."""
     communicator = reference()
     return communicator is not None and communicator.error is None

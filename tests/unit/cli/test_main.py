@@ -74,7 +74,7 @@ def test_check_shows_values_and_marks_defaults(ncz, tmp_path):
         ("c.yaml", "quantizer: {bound_mode: rms}", "c.yaml: quantizer.bound_mode: unknown key (value 'rms'); did you"),
         ("c.yaml", "quantizer: [", "c.yaml:1: invalid YAML"),
         ("c.json", "{", "c.json:1: invalid JSON"),
-        ("c.txt", "", "c.txt: unknown kind of file"),
+        ("c.txt", "", "c.txt: unknown type of file"),
         (
             "ds.json",
             '{"train_batch_size": 8}',

@@ -648,7 +648,7 @@ def test_other_types_are_refused(source):
         ("c.yaml", "", "c.yaml: holds None, not a mapping"),
         ("c.yaml", "ncclz", "c.yaml: holds 'ncclz', not a mapping"),
         ("c.yaml", "quantizer:\n  value: .nan\n", "c.yaml: quantizer.value: nan is not allowed"),
-        ("c.toml", "", "c.toml: unknown kind of file; allowed: .yaml, .yml, .json"),
+        ("c.toml", "", "c.toml: unknown type of file; allowed: .yaml, .yml, .json"),
     ],
 )
 def test_a_file_that_is_not_right_is_named(tmp_path, name, text, says):
