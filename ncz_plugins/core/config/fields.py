@@ -18,8 +18,9 @@ KiB, MiB = 1 << 10, 1 << 20
 FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # defaults
 # Smallest size that gains, in MiB per Gbit/s of the link. On two cores, calls break even below this size
 # (docs/results/performance.md). On a GPU a call costs 2 to 3 ms, at a fixed rate 1 ms (docs/results/gpus.md).
-HOST_MIB, GPU_MIB, GPU_FIXED_RATE_MIB = 1.0, 0.3, 0.1
-TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB  # for 2 ranks, in host memory, on a link slower than FAST_GBPS
+HOST_MIB_PER_GBPS, GPU_MIB_PER_GBPS, GPU_FIXED_RATE_MIB_PER_GBPS = 1.0, 0.3, 0.1
+# For 2 ranks, in host memory, on a link slower than FAST_GBPS.
+TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB
 FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores, not for the link (docs/results/performance.md)
 FAST_FRAME_BYTES = 8 * MiB  # frames on such a link, where overlapping coding with sending gains little
 GPU_FRAME_BYTES = 64 * MiB  # frames on a GPU: on an H100, 256 MiB took a quarter of the time of 4 MiB frames
@@ -115,19 +116,19 @@ BLOCK = Allowed(f"null, 0, or a positive multiple of {SCALE_BLOCK}, at most 2^40
 FLAG = Allowed("true, false")
 
 
-def min_bytes_for(link_gbps: float | None, each: float = HOST_MIB, least: int = MIN_BYTES) -> int:
+def min_bytes_for(link_gbps: float | None, mib_per_gbps: float = HOST_MIB_PER_GBPS, least: int = MIN_BYTES) -> int:
     """Smallest size in bytes for which compression gains on a link.
 
     Rounded up to a power of two, so that small changes of the measured speed don't change which calls are compressed.
 
     Args:
         link_gbps: speed of the link in Gbit/s; None if unknown: the default is returned.
-        each: MiB per Gbit/s.
+        mib_per_gbps: smallest size on a link of 1 Gbit/s, in MiB.
         least: smallest value returned for a known link, in bytes.
     """
     if link_gbps is None:
         return MIN_BYTES
-    return max(least, round(MiB * 2.0 ** math.ceil(math.log2(each * link_gbps))))
+    return max(least, round(MiB * 2.0 ** math.ceil(math.log2(mib_per_gbps * link_gbps))))
 
 
 def format_size(size: int) -> str:

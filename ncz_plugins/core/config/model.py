@@ -14,9 +14,9 @@ from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
 from .documents import read_document
 from .fields import (
-    GPU_FIXED_RATE_MIB,
-    GPU_MIB,
-    TWO_RANKS_MIB,
+    GPU_FIXED_RATE_MIB_PER_GBPS,
+    GPU_MIB_PER_GBPS,
+    TWO_RANKS_MIB_PER_GBPS,
     TWO_RANKS_MIN_BYTES,
     Allowed,
     Role,
@@ -167,9 +167,10 @@ class Config(Section):
             return self.transport.min_bytes
         link_gbps = self.transport.link_gbps
         if on_gpu:
-            return min_bytes_for(link_gbps, GPU_MIB if self.quantizer.bits is None else GPU_FIXED_RATE_MIB)
+            at_fixed_rate = self.quantizer.bits is not None
+            return min_bytes_for(link_gbps, GPU_FIXED_RATE_MIB_PER_GBPS if at_fixed_rate else GPU_MIB_PER_GBPS)
         if ranks == 2 and not self.transport.has_fast_link:
-            return min_bytes_for(link_gbps, TWO_RANKS_MIB, TWO_RANKS_MIN_BYTES)
+            return min_bytes_for(link_gbps, TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES)
         return min_bytes_for(link_gbps)
 
     def resolved(

@@ -350,7 +350,7 @@ class GuardConfig(Section):
         "least 0.8"
     }
 
-    every: StepNumber = Field(default=0, description="Verify one sum every so many steps. 0: never.")
+    every: StepNumber = Field(default=0, description="Steps between verifications. Each verifies one sum. 0: never.")
     max_relative_error: Annotated[BoundValue, Allowed("a finite number above 0")] = Field(
         default=0.6,
         description="Alarm if the error exceeds this share of the uncompressed sum, in L2 norms.",

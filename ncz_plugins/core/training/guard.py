@@ -108,8 +108,8 @@ class Guard:
         self.findings.append(Finding(name, relative_error, cosine, alarm))
         return self.findings[-1]
 
-    def end_step(self) -> list[Finding]:
-        """Close the step and return its findings. All calls of the step must have finished.
+    def end_step(self) -> None:
+        """Close the step. All calls of the step must have finished.
 
         After an alarm, `on_alarm: warn` prints one line on rank 0, `tighten` prints it and halves `tightening`, and
         `stop` raises AccuracyError on all ranks.
@@ -120,7 +120,6 @@ class Guard:
         alarms = [finding for finding in findings if finding.alarm]
         if alarms:
             self._act_on(f"step {self._step + 1}: " + "; ".join(finding.describe() for finding in alarms))
-        return findings
 
     def state_dict(self) -> dict[str, float | int]:
         """State that a resumed run needs to continue as if it had not stopped."""

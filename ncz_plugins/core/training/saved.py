@@ -64,15 +64,12 @@ def require_saved(state: Mapping[str, Any]) -> dict[int, dict]:
     if not keys:
         raise ConfigError('state of ncz_plugins: has no key "rank 0", nor that of another rank: a part is missing')
     try:
-        parts = {rank: _only(state[key]) for rank, key in keys.items()}
+        # Each part is the only element of a tuple. Anything else fails the validation.
+        found = {rank: state[key] for rank, key in keys.items()}
+        parts = {rank: each[0] if isinstance(each, tuple) and len(each) == 1 else each for rank, each in found.items()}
         _Saved.model_validate({**state, "ranks": parts})
     except ValidationError as error:
         raise ConfigError(
             f"state of ncz_plugins: {first_problem(error)}; pass what Training.state_dict returns"
         ) from None
     return parts
-
-
-def _only(values: object) -> object:
-    """The only element of a tuple. Any other value is returned unchanged, and fails the validation that follows."""
-    return values[0] if isinstance(values, tuple) and len(values) == 1 else values
