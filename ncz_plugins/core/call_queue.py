@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,12 +14,12 @@ from .errors import NczError, UnsupportedError, fresh, memory_errors, without_fr
 from .run import require_same_call
 from .runtime.device import Device, record_event
 from .runtime.handle import Handle
+from .runtime.process import end_with_program, leave_to_itself
 from .runtime.worker import Worker
 from .transport.base import Transport
 from .transport.routes import Routes
 
 _CLOSE_SECONDS = 5.0
-_EXIT_SECONDS = 10.0  # for calls that are under way when the program ends
 
 Job = Callable[..., None]  # takes arguments of its own, then the Device and the Transport of its tensors
 
@@ -48,7 +46,7 @@ class CallQueue:
         self._is_closed = False  # for new calls; those before may still be under way
         self._last: Handle | None = None  # what was submitted last
         self._running = threading.Lock()  # held by the thread that makes calls
-        _open.add(self)
+        end_with_program(self)
 
     def require_open(self) -> None:
         """Raise what ended this queue, if anything did, and UnsupportedError in a fork of the process that made it."""
@@ -108,7 +106,7 @@ class CallQueue:
             with suppress(UnsupportedError):  # in a fork, which has no part in them
                 self._worker.submit(self._close_routes)
         if self._worker.close(_CLOSE_SECONDS):
-            _open.discard(self)
+            leave_to_itself(self)
             self.error = self.error or _closed()
 
     def abort(self, error: NczError) -> None:
@@ -117,7 +115,7 @@ class CallQueue:
         A call that waits for a silent peer comes to its end with its time-out only.
         """
         self._fail("aborting", error)
-        _open.discard(self)
+        leave_to_itself(self)
         self._worker.close(0)
 
     def end(self, seconds: float) -> None:
@@ -173,15 +171,3 @@ def _closed() -> NczError:
 def _has_modes() -> bool:
     """Whether functions of torch do other things on this thread than on others, as in `with torch.device("cuda")`."""
     return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
-
-
-_open: weakref.WeakSet[CallQueue] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    deadline = time.monotonic() + _EXIT_SECONDS  # of all together
-    for each in list(_open):
-        each.end(max(0.0, deadline - time.monotonic()))
-
-
-atexit.register(_end_all)

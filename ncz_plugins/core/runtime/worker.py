@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from ..errors import PeerError, UnsupportedError, forget_tensors, fresh
 from .handle import Handle, fail, seconds_of
-from .threads import start_thread
+from .process import start_thread
 
 
 class FutureHandle(Handle):

@@ -9,7 +9,6 @@ of gloo. All connections of a process share gloo's listener, with 4 descriptors 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PeerError, UnsupportedError
+from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .addresses import gloo_interfaces
@@ -41,7 +41,6 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 _GLOO_DEVICE_DESCRIPTORS = 4  # two ends of a pipe, an epoll instance, a listener
 
-_kept_in_forks: weakref.WeakSet = weakref.WeakSet()
 # Gloo's devices of this process, by `_device_key`.
 _known_gloo_devices: weakref.WeakValueDictionary[tuple[int, str, str], object] = weakref.WeakValueDictionary()
 
@@ -372,24 +371,6 @@ def _gloo_devices() -> list:
 def _device_key(interface: str) -> tuple[int, str, str]:
     """The key of a device in `_known_gloo_devices`."""
     return os.getpid(), interface, os.environ.get("GLOO_DEVICE_TRANSPORT", "")
-
-
-def keep_in_forks(owner: object) -> None:
-    """In each fork of this process, keep `owner` and its process groups alive for ever.
-
-    The end of a process group waits for its threads, which a fork does not have.
-    """
-    _kept_in_forks.add(owner)
-
-
-def _keep_owners() -> None:
-    """In a fork, leak a reference to each owner: see `keep_in_forks`."""
-    for owner in _kept_in_forks:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_owners)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -23,7 +23,6 @@ import struct
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -34,6 +33,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ..errors import PeerError, fresh, without_frames
+from ..runtime.process import drop_in_forks
 from .addresses import own_address
 from .base import peer_errors
 
@@ -51,8 +51,6 @@ _MAX_POLL_SECONDS = 3600.0  # poll(2) takes milliseconds in an int, and some tim
 _SEND_FLAGS = socket.MSG_EOR if sys.platform == "linux" else 0
 
 Memory = bytes | memoryview  # a memoryview has items of one byte
-
-_open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1) -> Mesh | None:
@@ -150,7 +148,7 @@ class Mesh:
         self._timeout = timeout.total_seconds()
         self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them
         self._closed: str | None = None  # why the mesh was closed
-        _open_meshes.add(self)
+        drop_in_forks(self)
 
     @property
     def channels(self) -> int:
@@ -661,13 +659,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("timed out")
     return min(left, _MAX_POLL_SECONDS)
-
-
-def _drop_all() -> None:
-    """In a fork, close the descriptors of its parent's connections."""
-    for mesh in list(_open_meshes):
-        mesh.drop()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_all)

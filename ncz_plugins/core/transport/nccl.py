@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import FrameError, PeerError, UnsupportedError
+from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..runtime.worker import Worker
 from .base import Agreement, FrameStream, Transport, Work, peer_errors
 from .comparison import RankComparison
-from .connections import Connections, keep_in_forks
+from .connections import Connections
 from .forecast import Forecasts
 from .link_speed import gloo_link_gbps
 from .plain import start_exchange
