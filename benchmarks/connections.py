@@ -1,6 +1,6 @@
 """What several connections gain where each of them is limited: by a cloud, or by the distance.
 
-    sudo .venv/bin/python benchmarks/connections.py [--json FILE]
+    sudo .venv/bin/python -m benchmarks.connections [--json FILE]
 
 Two ranks in network namespaces, whose packets pass through a relay of this program: it limits each flow, that is each
 TCP connection, to a rate, as clouds do, or holds each packet for a while, as a long distance does. Rows of four
@@ -38,10 +38,11 @@ from rich.console import Console
 from rich.table import Table
 
 import ncz_plugins
+from benchmarks.laboratory.launch import run
+from benchmarks.laboratory.link import Node, _ip, _namespace
 from ncz_plugins import Config
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.perf.launch import emitter, run
-from ncz_plugins.cli.perf.link import Node, _ip, _namespace
+from ncz_plugins.cli.perf.launch import emitter
 from ncz_plugins.core.whole_files import write_whole
 
 CONNECTIONS = (1, 2, 4, 8, "auto")
@@ -189,7 +190,7 @@ def worker(value: float) -> None:
 def measured(way: Way) -> list[dict]:
     records: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, relayed(way) as nodes:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(way.value)]
+        command = [sys.executable, "-m", "benchmarks.connections", "--worker", str(way.value)]
         run(command, 2, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=400)
     return [{"way": way.name} | record for record in records]
 
@@ -217,7 +218,7 @@ def main() -> None:
     if arguments.json:
         versions = {"ncz_plugins": ncz_plugins.__version__, "torch": torch.__version__}
         whole = {
-            "command": "python benchmarks/connections.py --json FILE",
+            "command": "python -m benchmarks.connections --json FILE",
             "versions": versions | {"python": platform.python_version()},
             "machine": {"platform": platform.platform(), "cpu": machine.cpu()},
             "rounds": ROUNDS,

@@ -1,6 +1,6 @@
 """Measures training steps on a slow network: plain, with the framework's own compression, and with ours.
 
-    sudo .venv/bin/python benchmarks/end_to_end.py [--frameworks deepspeed,fsdp] [--link 1gbit] [--rounds 2]
+    sudo .venv/bin/python -m benchmarks.end_to_end [--frameworks deepspeed,fsdp] [--link 1gbit] [--rounds 2]
 
 The example GPT (25 M parameters by default) is trained by examples/train_*.py, under DeepSpeed with ZeRO 2, one rank in
 each of two network namespaces, whose links have the given rate. Beside plain and compressed runs those which a user can
@@ -37,9 +37,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.laboratory.launch import run
+from benchmarks.laboratory.link import Node, bits_per_second, link
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.perf.launch import run
-from ncz_plugins.cli.perf.link import Node, bits_per_second, link
 from ncz_plugins.core.errors import NczError
 from ncz_plugins.version import __version__
 
@@ -320,7 +320,7 @@ def document(found: list[Runs], arguments: argparse.Namespace) -> dict[str, Any]
     """What the JSON file holds."""
     packages = {name: machine.installed_version(name) for name in ("torch", "deepspeed", "horovod")}
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", "-m", "benchmarks.end_to_end", *sys.argv[1:]]),
         "versions": {"ncz_plugins": __version__, **packages},
         "cpu": machine.cpu(),
         "link": arguments.link,

@@ -1,8 +1,8 @@
 """Compares what `ncz plan` predicts with what collectives and training steps take, and simulates up to 4,096 ranks.
 
-    sudo .venv/bin/python benchmarks/plan.py measure      # 25 minutes: calls and training steps in namespaces
-    .venv/bin/python benchmarks/plan.py validate          # fits the costs, predicts, and compares
-    .venv/bin/python benchmarks/plan.py simulate          # a minute: schedules against the number of ranks
+    sudo .venv/bin/python -m benchmarks.plan measure      # 25 minutes: calls and training steps in namespaces
+    .venv/bin/python -m benchmarks.plan validate          # fits the costs, predicts, and compares
+    .venv/bin/python -m benchmarks.plan simulate          # a minute: schedules against the number of ranks
 
 `measure` keeps what is done in results/plan.jsonl, and goes on where it was. `validate` fits the costs of a rank to
 calls of 2 and 4 ranks without a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares.
@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import end_to_end
 import matplotlib
 
 matplotlib.use("Agg")  # draws into files; needs no display
@@ -32,9 +31,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks import end_to_end
+from benchmarks.laboratory.launch import run
+from benchmarks.laboratory.link import UNLIMITED, burst_bytes, link
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.perf.launch import run
-from ncz_plugins.cli.perf.link import UNLIMITED, burst_bytes, link
 from ncz_plugins.cli.plan.catalogue import load
 from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
@@ -145,7 +145,7 @@ def _measured_calls(what: dict[str, Any]) -> list[list[Any]]:
                    "--sizes": what["sizes"], "--config": file.name,
                    "--repeat": 3 if what["link"] == "100mbit" else 5 if what["sizes"] != _SIZES else 7}  # fmt: skip
         flat = [str(each) for option in options.items() for each in option]
-        command = [sys.executable, "-m", "ncz_plugins", "perf", "all_reduce", *flat, "--json"]
+        command = [sys.executable, "-m", "benchmarks.laboratory.perf", "all_reduce", *flat, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [[each["peer"], each["size"], 1e-6 * each["time_us"]] for each in json.loads(done.stdout)["records"]]
 
@@ -210,7 +210,7 @@ def validate() -> None:
     costs = costs.model_copy(update={"error": round(float(np.quantile(errors, 0.8)), 2)})
     steps = [found for each in kept if each["what"]["what"] == "steps" for found in _compared_steps(costs, each)]
     document = {
-        "command": "python benchmarks/plan.py validate",
+        "command": "python -m benchmarks.plan validate",
         "version": __version__,
         "cpu": machine.cpu(),
         "costs": costs.model_dump(),
@@ -364,7 +364,7 @@ def simulate() -> None:
                         found.append({"nbytes": nbytes, "case": name, "ranks": ranks, "schedule": schedule,
                                       "seconds": seconds})  # fmt: skip
     document = {
-        "command": "python benchmarks/plan.py simulate",
+        "command": "python -m benchmarks.plan simulate",
         "version": __version__,
         "cpu": machine.cpu(),
         "gbps": _SIMULATED_GBPS,

@@ -6,7 +6,7 @@ import pytest
 from links import needs_links
 from processes import report, results, run_in_nodes
 
-from ncz_plugins.cli.perf.link import link
+from benchmarks.laboratory.link import link
 
 pytestmark = needs_links
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ncz_plugins.cli.perf.link import link
+from benchmarks.laboratory.link import link
 from ncz_plugins.core.errors import UnsupportedError
 
 

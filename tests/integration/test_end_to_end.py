@@ -1,10 +1,10 @@
-"""benchmarks/end_to_end.py, with a tiny model: each kind trains, and its bytes are those that its name promises."""
+"""benchmarks.end_to_end, with a tiny model: each kind trains, and its bytes are those that its name promises."""
 
 import json
 import sys
 
 import pytest
-from launch import ROOT, launch, needs_horovod
+from launch import launch, needs_horovod
 from links import needs_links
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_horovod, needs_links]
@@ -13,7 +13,7 @@ SIZES = "--frameworks ddp --layers 2 --width 64 --steps 5 --rounds 1 --link 100m
 
 
 def test_every_kind_is_trained_and_told(tmp_path):
-    command = [sys.executable, f"{ROOT}/benchmarks/end_to_end.py", *SIZES, "--output", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "benchmarks.end_to_end", *SIZES, "--output", str(tmp_path / "results")]
     outcome = launch(command, tmp_path, timeout=500)
     found = json.loads((tmp_path / "results" / "end-to-end.json").read_text())
     assert (tmp_path / "results" / "end-to-end.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`ncz perf` under horovodrun: the ranks it is given, Horovod among the peers."""
+"""The laboratory under horovodrun: the ranks it is given, Horovod among the contenders."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from launch import horovodrun, launch, needs_horovod
 @needs_horovod
 def test_horovodrun_gives_the_ranks(tmp_path):
     options = ["--sizes", "256K", "--data", "noise", "--peers", "horovod,fp16", "--repeat", "1", "--json"]
-    command = horovodrun("-m", "ncz_plugins", "perf", "all_reduce", *options)
+    command = horovodrun("-m", "benchmarks.laboratory.perf", "all_reduce", *options)
     assert sys.executable in command
     outcome = launch(command, tmp_path, timeout=280)
     first = "[0]<stdout>:"  # what horovodrun puts before each line

@@ -1,13 +1,11 @@
-"""`ncz perf`: speed of collectives, compressed, plain and by other means, over links of any rate.
+"""`ncz perf`: speed of collectives, plain, cast to 16 bits, by DDP's hooks and compressed, as nccl-tests shows it.
 
 command      the options, and the run from start to output
-request      from options to jobs
-job          one job: what all ranks measure
-run_jobs     runs jobs on a launcher's ranks or on new ranks
+request      from options to a job
+job          what all ranks measure
+run_job      runs the job on a launcher's ranks or on new ranks
 ranks        the ranks of a launcher, or those to start
 launch       starts one process per rank on this machine
-rendezvous   server at which Horovod's ranks meet
-link         network namespaces, joined by links of a given rate
 rank         the part of one rank
 measure      times the contenders in turns on the same data: seconds, bytes and error
 data         tensors to send

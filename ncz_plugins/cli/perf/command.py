@@ -5,26 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 
+from ...core.config import Config
 from ...core.errors import ConfigError
 from ..output import print_json, require_picture, require_writable, write_file
 from ..settings import config_with, parse_bound
 from .job import COLLECTIVES, DATA
+
+EPILOG = "data: " + "; ".join(f"{name}: {what}" for name, what in DATA.items())
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser(
         "perf",
-        help="speed of a collective: compressed, plain and by other means, also over slow links",
-        epilog="data: " + "; ".join(f"{name}: {what}" for name, what in DATA.items()),
+        help="speed of a collective: plain, cast to 16 bits, by DDP's hooks, and compressed",
+        epilog=EPILOG,
     )
+    add_options(parser)
+    parser.set_defaults(run=run, outputs={"--plot": "plot", "--trace": "trace"})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a measurement to a parser."""
     parser.add_argument("collective", choices=COLLECTIVES)
     parser.add_argument("--ranks", metavar="N", help="ranks to start, 2 by default; under a launcher, its ranks")
     parser.add_argument("--sizes", metavar="FROM:TO", default="64K:64M:4", help="64K:256M, 64K:64M:4 (steps) or 64K,1M")
-    parser.add_argument(
-        "--link", metavar="RATE", help="links of 1gbit, 100mbit, unlimited, or a list of these; as root"
-    )
-    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share a link, 1 by default")
     parser.add_argument("--peers", metavar="NAMES", default="none", help="a,b,c, all or none, beside plain and ncz")
     parser.add_argument("--data", metavar="NAME", default="gradient", help=f"{', '.join(DATA)} or FILE.npy; see below")
     parser.add_argument(
@@ -35,26 +40,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--repeat", metavar="N", help="timed rounds; by default as many as fit into 2 seconds, 5 to 100"
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw speed-up against size and link")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw speed-up against size")
     parser.add_argument("--trace", metavar="FILE.json", help="also record one call of the largest size, for Perfetto")
-    parser.set_defaults(run=run, outputs={"--plot": "plot", "--trace": "trace"})
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the options ask for, and print the results. Raises NczError."""
-    config = config_with(options.config, {"quantizer": parse_bound(options.bound)})
-    if config.quantizer.kind == "lossless" and options.bound:
-        raise ConfigError("--bound has no effect with the quantizer lossless, which keeps every bit")
-    if options.plot:
-        require_picture("--plot", options.plot)
-    if options.trace:
-        require_writable("--trace", options.trace)
+    config = settings_of(options)
     from . import show  # these modules import torch
     from .request import read
-    from .run_jobs import run_jobs
+    from .run_job import run_job
 
     request = read(options, config)
-    records, trace = run_jobs(request)
+    found = run_job(request)
+    records = found.results
     if not records:  # only rank 0 has records
         return
     if options.json:
@@ -65,5 +64,17 @@ def run(options: argparse.Namespace) -> None:
         from . import plot  # imports matplotlib
 
         plot.draw(options.plot, records, show.title(request, records))
-    if trace is not None:
-        write_file("--trace", options.trace, json.dumps(trace))
+    if found.trace is not None:
+        write_file("--trace", options.trace, json.dumps(found.trace))
+
+
+def settings_of(options: argparse.Namespace) -> Config:
+    """Settings of our contender. Raises ConfigError for these and for files that can't be written."""
+    config = config_with(options.config, {"quantizer": parse_bound(options.bound)})
+    if config.quantizer.kind == "lossless" and options.bound:
+        raise ConfigError("--bound has no effect with the quantizer lossless, which keeps every bit")
+    if options.plot:
+        require_picture("--plot", options.plot)
+    if options.trace:
+        require_writable("--trace", options.trace)
+    return config

@@ -28,7 +28,6 @@ class Job:
         peers: keys of `contenders.CONTENDERS` in the order of their turns, including "plain" and "ncz".
         data: key of DATA, or path of an .npy file.
         config: settings of the contender "ncz", as a mapping.
-        link: rate of the link as in --link; None for no limit.
         repeat: number of timed rounds; None for as many as fit into 2 seconds.
         trace: whether to record one call of the largest size.
         timeout: time limit of one exchange, in seconds.
@@ -39,7 +38,6 @@ class Job:
     peers: list[str]
     data: str
     config: dict[str, Any]
-    link: str | None
     repeat: int | None
     trace: bool
     timeout: float

@@ -1,7 +1,7 @@
-"""Launcher of the ranks of a job on this machine, with a time-out.
+"""Launcher of ranks on this machine, with a time-out.
 
-Each rank gets the environment variables of torchrun and, on request, of horovodrun. When a function of this module
-returns or raises, all its ranks have ended. If this process is killed, the kernel kills them.
+Each rank gets the environment variables of torchrun. When a function of this module returns or raises, all its ranks
+have ended. If this process is killed, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -12,59 +12,21 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from shutil import which
 from typing import IO, Any
 
 from ...core.errors import NczError, UnsupportedError
-from .link import Node
 
 RECORDS = "NCZ_PERF_OUT"  # environment variable of rank 0: descriptor to which it writes JSON lines
 
 _POLL_SECONDS = 0.1
-_ENDING_SECONDS = 2  # for a process to end by itself before it is killed
 _LOG_LINES = 20  # last lines of a failed rank's log that the error shows
-_RENDEZVOUS_SECONDS = 60
-_PORT = 29500  # for ranks in network namespaces, where every port is free
 _FIRST_PORT = 10_000  # lower ports belong to well-known services
-
-
-def run_ranks(
-    ranks: int,
-    specification: dict[str, Any],
-    *,
-    nodes: list[Node] | None = None,
-    ranks_per_node: int = 1,
-    horovod: bool = False,
-    on_record: Callable[[dict[str, Any]], None],
-    timeout: float,
-) -> None:
-    """Run `ncz_plugins.cli.perf.rank` once per rank.
-
-    Args:
-        ranks: number of ranks.
-        specification: JSON document on the standard input of every rank.
-
-    For the other arguments and for errors see `run`.
-    """
-    command = [sys.executable, "-m", "ncz_plugins.cli.perf.rank"]
-    with tempfile.NamedTemporaryFile() as records:
-        run(
-            command,
-            ranks,
-            Path(records.name),
-            standard_input=json.dumps(specification),
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            horovod=horovod,
-            on_record=on_record,
-            timeout=timeout,
-        )
 
 
 def run(
@@ -73,26 +35,42 @@ def run(
     records: Path,
     *,
     standard_input: str = "",
-    nodes: list[Node] | None = None,
-    ranks_per_node: int = 1,
-    horovod: bool = False,
     environment: dict[str, str] | None = None,
     on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     timeout: float,
 ) -> None:
-    """Run `command` once per rank, and wait until all have ended.
+    """Run `command` once per rank over the loopback, and wait until all have ended.
 
     Args:
         command: the command and its arguments.
         ranks: number of ranks.
+        environment: variables in addition to those of this process and of torchrun.
+
+    For the other arguments and for errors see `run_processes`.
+    """
+    shared = meeting_point("127.0.0.1", free_port(), "lo") | (environment or {})
+    environments = [shared | of_rank(rank, ranks, ranks) for rank in range(ranks)]
+    commands = [command] * ranks
+    run_processes(commands, environments, records, standard_input=standard_input, on_record=on_record, timeout=timeout)
+
+
+def run_processes(
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    records: Path,
+    *,
+    standard_input: str = "",
+    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    timeout: float,
+) -> None:
+    """Run one command for each rank, and wait until all have ended.
+
+    Args:
+        commands: command of each rank.
+        environments: variables of each rank, in addition to those of this process.
         records: file that rank 0 writes JSON lines to, by this path or by the descriptor in NCZ_PERF_OUT. Emptied at
             the start.
         standard_input: standard input of every rank.
-        nodes: nodes on which the ranks run; None: on this machine, over the loopback.
-        ranks_per_node: number of ranks on each node.
-        horovod: whether to start the server at which Horovod's ranks meet, so that `hvd.init()` works without
-            horovodrun.
-        environment: variables in addition to those of this process and of the launchers.
         on_record: called with each line of `records` as soon as it is written.
         timeout: time limit in seconds.
 
@@ -103,32 +81,24 @@ def run(
         raise UnsupportedError("ranks are started by setpriv, which is not here: install util-linux, or use a launcher")
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
-        # The environment of each rank.
         output = stack.enter_context(records.open("w"))
         followed = stack.enter_context(records.open())
-        shared = os.environ | _meeting_point(nodes) | (environment or {})
-        own = [_torchrun(rank, ranks, ranks_per_node if nodes else ranks) for rank in range(ranks)]
-        if horovod:
-            each = stack.enter_context(_horovodrun(ranks, nodes, ranks_per_node))
-            own = [a | b for a, b in zip(own, each)]
-        own[0][RECORDS] = str(output.fileno())
-        # Start the ranks, each with a log of its own.
+        # Start the ranks, each with a log of its own. Only rank 0 has the descriptor of the records.
         started = []
-        for rank in range(ranks):
-            placed = nodes[rank // ranks_per_node].command(command) if nodes else command
+        for rank, (command, environment) in enumerate(zip(commands, environments)):
             given, log = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
             given.write(standard_input)
             given.seek(0)
             process = subprocess.Popen(
-                _ending_with_this_process(placed),
-                env=shared | own[rank],
+                ending_with_this_process(command),
+                env=os.environ | environment | ({RECORDS: str(output.fileno())} if rank == 0 else {}),
                 stdin=given,
                 stdout=log,
                 stderr=log,
                 pass_fds=[output.fileno()] if rank == 0 else [],
                 start_new_session=True,  # Ctrl-C interrupts this process only, which then ends the ranks
             )
-            stack.callback(_end, process)
+            stack.callback(end_process, process)
             started.append((process, log))
         _follow(started, followed, on_record, deadline, timeout)
 
@@ -148,53 +118,20 @@ def emitter() -> Callable[[dict[str, Any]], None]:
 # ------------------------------------------------------------------ the environment of a rank
 
 
-def _meeting_point(nodes: list[Node] | None) -> dict[str, str]:
+def meeting_point(address: str, port: int, interface: str) -> dict[str, str]:
     """Environment variables that are the same on all ranks, as torchrun sets them."""
-    if nodes:
-        address, port, interface = nodes[0].address, _PORT, nodes[0].interface
-    else:
-        address, port, interface = "127.0.0.1", free_port(), "lo"
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": interface,
-        "HOROVOD_GLOO_IFACE": interface,
         "OMP_NUM_THREADS": "1",
     }
 
 
-def _torchrun(rank: int, ranks: int, per_node: int) -> dict[str, str]:
+def of_rank(rank: int, ranks: int, per_node: int) -> dict[str, str]:
+    """Environment variables of one rank, as torchrun sets them."""
     local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(min(per_node, ranks))}
     return {"RANK": str(rank), "WORLD_SIZE": str(ranks)} | local
-
-
-@contextmanager
-def _horovodrun(ranks: int, nodes: list[Node] | None, per_node: int) -> Iterator[list[dict[str, str]]]:
-    """Context manager that runs the server at which Horovod's ranks meet, and yields the variables of each rank."""
-    hosts = ",".join(f"{node.name}:{per_node}" for node in nodes) if nodes else f"localhost:{ranks}"
-    command = [sys.executable, "-m", "ncz_plugins.cli.perf.rendezvous", hosts, str(ranks)]
-    with ExitStack() as stack:
-        printed = stack.enter_context(tempfile.TemporaryFile("w+"))
-        log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        server = subprocess.Popen(
-            _ending_with_this_process(nodes[0].command(command) if nodes else command),
-            stdin=subprocess.PIPE,
-            stdout=printed,
-            stderr=log,
-            start_new_session=True,
-        )
-        stack.callback(_end, server)
-        stack.callback(_let_end, server)
-        deadline = time.monotonic() + _RENDEZVOUS_SECONDS
-        while not (line := _read_all(printed)).endswith("\n"):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise NczError(f"Horovod's ranks can't meet: no server for them came up\n{_end_of(log)}")
-            time.sleep(_POLL_SECONDS)
-        received = json.loads(line)
-        address = nodes[0].address if nodes else "127.0.0.1"
-        meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(received["port"])}
-        gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-        yield [meeting | gloo | rank for rank in received["ranks"]]
 
 
 def free_port() -> int:
@@ -219,7 +156,7 @@ def free_port() -> int:
 # ------------------------------------------------------------------ from the start of the ranks to their end
 
 
-def _ending_with_this_process(command: list[str]) -> list[str]:
+def ending_with_this_process(command: list[str]) -> list[str]:
     """The command, wrapped so that the kernel kills it when this thread ends (prctl(2), PR_SET_PDEATHSIG)."""
     return ["setpriv", "--pdeathsig", "KILL", "--", *command]
 
@@ -240,14 +177,14 @@ def _follow(
             on_record(json.loads(line))
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            raise NczError("\n".join(f"rank {r} {_how(codes[r])}\n{_end_of(started[r][1])}" for r in failed))
+            raise NczError("\n".join(f"rank {r} {_how(codes[r])}\n{last_lines(started[r][1])}" for r in failed))
         if None not in codes:
             return
         if time.monotonic() > deadline:
             late = codes.index(None)
             raise NczError(
                 f"rank {late} has not ended after {timeout:.0f} s: allow more time, or do less; the end of its log:\n"
-                + _end_of(started[late][1])
+                + last_lines(started[late][1])
             )
         time.sleep(_POLL_SECONDS)
 
@@ -258,24 +195,19 @@ def _how(code: int) -> str:
     return f"{ended}; the end of its log:"
 
 
-def _let_end(process: subprocess.Popen) -> None:
-    """Close the standard input of a process, and wait briefly for it to end."""
-    process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_ENDING_SECONDS)
-
-
-def _end(process: subprocess.Popen) -> None:
+def end_process(process: subprocess.Popen) -> None:
     """Kill a process and all its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _end_of(log: IO[str]) -> str:
-    return "\n".join(_read_all(log).splitlines()[-_LOG_LINES:])
+def last_lines(log: IO[str]) -> str:
+    """The last lines of a log, as errors show them."""
+    return "\n".join(read_all(log).splitlines()[-_LOG_LINES:])
 
 
-def _read_all(file: IO[str]) -> str:
+def read_all(file: IO[str]) -> str:
+    """All that was written to a file so far."""
     file.seek(0)
     return file.read()

@@ -22,13 +22,10 @@ from .contenders import CONTENDERS, Context, Exchange
 from .data import Source, values
 from .gather import gathered
 from .job import Job
-from .network import namespace, require_crossing, sent_bytes
+from .network import namespace, sent_bytes
 
 SECONDS = 2.0  # for each contender and size, unless the minimum number of rounds takes longer
 _ROUNDS = range(5, 101)  # allowed numbers of rounds
-# Sent before every call over a limited link. An idle link lets a burst of 128 KiB through at once, which would be all
-# of a small compressed tensor.
-_DRAIN_BYTES = 256 << 10
 
 # Share of the data that a bandwidth-optimal collective over n ranks moves through each rank. As in nccl-tests, busbw is
 # algbw times this.
@@ -84,7 +81,12 @@ class Measurement:
         job: the job.
         sources: sources of the data; several take turns.
         emit: called with {"progress": share of the work}, {"result": record} and {"trace": document for Perfetto}.
+
+    Attributes:
+        contenders: contenders that a job may name.
     """
+
+    contenders = CONTENDERS
 
     def __init__(self, job: Job, sources: list[Source], emit: Callable[[dict[str, Any]], None]):
         self.job = job
@@ -92,11 +94,11 @@ class Measurement:
         self._emit = emit
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # A group of its own for barriers: with the default group they would warm up the connections of plain calls.
-        self._between = dist.new_group()
+        self.between = dist.new_group()
         self.config = Config.load(job.config)
-        where = gathered(namespace())
-        self._counts_bytes = where.index(where[self.rank]) == self.rank  # the first rank of each network namespace
-        self._own_links = len(set(where)) == self.ranks
+        # The first rank of each network namespace counts its bytes.
+        self.namespaces = gathered(namespace())
+        self._counts_bytes = self.namespaces.index(self.namespaces[self.rank]) == self.rank
 
     def run(self) -> None:
         """Emit a record for each size and contender. Raises NczError if a result is wrong."""
@@ -106,7 +108,7 @@ class Measurement:
         numel = whole // self.ranks if job.collective == "all_gather" else whole
         data = [values(source, self.rank, numel, getattr(torch, job.dtype)) for source in self._sources]
         with ExitStack() as opened:
-            exchanges = {name: opened.enter_context(CONTENDERS[name].open(context)) for name in job.peers}
+            exchanges = {name: opened.enter_context(self.contenders[name].open(context)) for name in job.peers}
             for size in job.sizes:
                 self._size(size, data, exchanges)
             if job.trace:
@@ -142,7 +144,7 @@ class Measurement:
         # Emit a record for each. Plain comes first, and the others are compared with it.
         plain = None
         for name, turn in turns.items():
-            record = self._record(turn, numel * self.job.itemsize, count, name, exchanges[name].op)
+            record = self.record(turn, numel * self.job.itemsize, count, name, exchanges[name].op)
             plain = plain or record["time_us"]
             self._emit({"result": record | {"speedup": plain / record["time_us"]}})
 
@@ -162,16 +164,18 @@ class Measurement:
     def _turn(self, exchange: Exchange, x: Tensor) -> tuple[float, float, Tensor]:
         """Run one call. Returns seconds on this rank, bytes sent by its network namespace, and the result."""
         exchange.load(x)
-        if self.job.link:
-            dist.all_reduce(torch.zeros(_DRAIN_BYTES, dtype=torch.uint8, device="cpu"), group=self._between)
-        dist.barrier(self._between)
+        self.wait()
         before = sent_bytes()
         begun = time.perf_counter()
         result = exchange.run()
         seconds = time.perf_counter() - begun
-        dist.barrier(self._between)  # now all bytes have arrived
+        dist.barrier(self.between)  # now all bytes have arrived
         after = sent_bytes()
         return seconds, float("nan") if before is None or after is None else float(after - before), result
+
+    def wait(self) -> None:
+        """Wait until all ranks are ready for the next call."""
+        dist.barrier(self.between)
 
     def _rounds(self, seconds: list[float]) -> int:
         """Number of rounds to time, the same on all ranks."""
@@ -186,7 +190,7 @@ class Measurement:
         if turn.details.get("compressed_calls") and answer.allowed is not None:
             turn.over = answer.over(result, divisor)
 
-    def _record(self, turn: Turns, nbytes: int, count: int, name: str, op: str) -> dict[str, Any]:
+    def record(self, turn: Turns, nbytes: int, count: int, name: str, op: str) -> dict[str, Any]:
         """The record of one contender at one size, from the measurements of all ranks. Raises NczError."""
         # Join the ranks: the slowest one's seconds, bytes of all network namespaces, counters, errors.
         seconds = torch.tensor(turn.seconds, dtype=torch.float64, device="cpu")
@@ -197,7 +201,7 @@ class Measurement:
         dist.all_reduce(sent)
         details, shares = zip(*gathered((turn.details, turn.over)))
 
-        # A record of a wrong result, or of traffic that took another way, would mean nothing.
+        # A record of a wrong result would mean nothing.
         over = None if None in shares else max(shares)
         if over is not None and over > 1:
             raise NczError(
@@ -207,12 +211,6 @@ class Measurement:
         if "wire_bytes" in turn.details:
             wire, plain_wire = (sum(each[key] for each in details) for key in ("wire_bytes", "plain_bytes"))
         network = None if sent.isnan().any() else statistics.median(sent.tolist())
-        least = wire
-        if name == "plain":  # bytes that all ranks together must send at least, uncompressed
-            passes = 2 if self.job.collective == "all_reduce" else 1
-            least = passes * (self.ranks - 1) * nbytes
-        if self.job.link and self._own_links and least:  # ranks that share a node also exchange bytes inside it
-            require_crossing(f"{name}, {self.job.collective} of {nbytes:,} bytes", self.job.link, least, network)
 
         median = statistics.median(seconds.tolist())
         algbw, busbw = bandwidths(self.job.collective, nbytes, self.ranks, median)

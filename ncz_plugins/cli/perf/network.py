@@ -6,10 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from ...core.errors import NczError
-
 _COUNTERS = Path("/proc/net/dev")
-_MIN_SHARE = 0.95  # smallest accepted share of the expected bytes
 
 
 def sent_bytes() -> int | None:
@@ -35,22 +32,3 @@ def namespace() -> str:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
-
-
-def require_crossing(what: str, link: str, least: int, seen: float | None) -> None:
-    """Raise NczError if clearly less than `least` bytes went through the links.
-
-    Some tolerance is needed: the kernel may count bytes with the next call, and calls differ a little in size.
-
-    Args:
-        what: what was sent, for the message.
-        link: rate of the links, for the message.
-        least: bytes that must go through the links.
-        seen: bytes that were counted; None if nothing is counted.
-    """
-    if seen is None or seen < _MIN_SHARE * least:
-        counted = "no bytes are counted" if seen is None else f"only {seen:,.0f} did"
-        raise NczError(
-            f"{what}: {least:,} bytes must go through the links of {link}, but {counted}: the traffic takes another "
-            "way, so its time means nothing; is GLOO_SOCKET_IFNAME or HOROVOD_GLOO_IFACE set to something else?"
-        )

@@ -1,4 +1,4 @@
-"""Picture of `ncz perf --plot`: speed-up over plain, against size and against the rate of the link."""
+"""Picture of `ncz perf --plot`: speed-up over plain, against size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from ...core.config import format_size
 from ..picture import BLACK, GRAY, finish, in_a_picture, logarithmic, new_figure, save_figure
-from .link import bits_per_second
 
 _MIN_SPEED_UP = 1 / 16  # lower end of the picture
 _MAX_TICKS = 6
@@ -15,23 +14,28 @@ _ROOM = 1.3  # factor from the lines to the ends of the axis
 
 
 def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> None:
-    """Write the picture of the records of one run. Contenders and sizes are the same on all links."""
-    links = list(dict.fromkeys(record["link"] for record in records))
-    figure, panels = new_figure(min(2, len(links)), height=4)
-    slowest = min(links, key=_gbps)
-    of_slowest = [record for record in records if record["link"] == slowest]
-    against_size = len({record["size"] for record in records}) > 1
-    (_against_size if against_size else _of_one_size)(
-        panels[0], of_slowest, f"link {slowest}" if slowest else "no link"
-    )
-    if len(panels) > 1:
-        largest = max(record["size"] for record in records)
-        _against_link(panels[1], [r for r in records if r["size"] == largest], links)
+    """Write the picture of the records of one run."""
+    figure, [axes] = new_figure(1, height=4)
+    draw_sizes(axes, records, "speed-up over plain")
     figure.suptitle(in_a_picture(title))
     save_figure("--plot", file, figure)
 
 
-def _of_one_size(axes, records: list[dict[str, Any]], link: str) -> None:
+def draw_sizes(axes, records: list[dict[str, Any]], heading: str) -> None:
+    """Draw lines over the sizes, or a bar for each contender if there is one size."""
+    sizes = list(dict.fromkeys(record["size"] for record in records))
+    if len(sizes) == 1:
+        _draw_bars(axes, records, f"{heading}, {format_size(sizes[0])}")
+        return
+    logarithmic(axes.xaxis, base=2)
+    draw_lines(axes, records, lambda record: record["size"])
+    ticks = sizes[:: -(-len(sizes) // _MAX_TICKS)]
+    axes.set_xticks(ticks, [format_size(size) for size in ticks])
+    axes.set_xlabel("size")
+    finish(axes, heading)
+
+
+def _draw_bars(axes, records: list[dict[str, Any]], heading: str) -> None:
     """Draw a bar for each contender."""
     for place, record in enumerate(records):
         axes.barh(place, record["speedup"], color=BLACK if record["peer"] == "ncz" else GRAY)
@@ -42,29 +46,10 @@ def _of_one_size(axes, records: list[dict[str, Any]], link: str) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(record["speedup"] for record in records))
     axes.grid(visible=False, axis="y")
-    finish(axes, f"speed-up over plain, {format_size(records[0]['size'])}, {link}")
+    finish(axes, heading)
 
 
-def _against_size(axes, records: list[dict[str, Any]], link: str) -> None:
-    sizes = list(dict.fromkeys(record["size"] for record in records))
-    logarithmic(axes.xaxis, base=2)
-    _lines(axes, records, lambda record: record["size"])
-    ticks = sizes[:: -(-len(sizes) // _MAX_TICKS)]
-    axes.set_xticks(ticks, [format_size(size) for size in ticks])
-    axes.set_xlabel("size")
-    finish(axes, f"speed-up over plain, {link}")
-
-
-def _against_link(axes, records: list[dict[str, Any]], links: list[str]) -> None:
-    """Draw lines over the rates, at equal distances in ascending order, as "unlimited" is no number."""
-    ascending = sorted(links, key=_gbps)
-    _lines(axes, sorted(records, key=lambda r: _gbps(r["link"])), lambda record: ascending.index(record["link"]))
-    axes.set_xticks(range(len(ascending)), ascending)
-    axes.set_xlabel("rate of each rank's link")
-    finish(axes, f"speed-up over plain, {format_size(records[0]['size'])}")
-
-
-def _lines(axes, records: list[dict[str, Any]], place) -> None:
+def draw_lines(axes, records: list[dict[str, Any]], place) -> None:
     """Draw a line for each contender, and a dashed line with the compression ratio of ours.
 
     The speed-up may exceed the ratio: plain calls may not fill the link, and our messages for small plain tensors are
@@ -91,7 +76,3 @@ def _styles(names) -> dict[str, dict[str, Any]]:
     for at, name in enumerate(others):
         styles[name] = {"color": colors[at % len(colors)], "marker": "osD^"[at // len(colors) % 4], "markersize": 4}
     return {name: styles[name] for name in names}
-
-
-def _gbps(link: str | None) -> float:
-    return (bits_per_second(link) or float("inf")) / 1e9

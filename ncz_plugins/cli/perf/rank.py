@@ -1,6 +1,6 @@
 """One rank of `ncz perf`: joins the others and measures. Rank 0 reports the results.
 
-    python -m ncz_plugins.cli.perf.rank    # started by `launch`, with the job as JSON on its standard input
+    python -m ncz_plugins.cli.perf.rank    # started by `run_job`, with the job as JSON on its standard input
 
 `ncz perf` under torchrun or horovodrun calls `take_part` in its own process instead.
 """
@@ -42,20 +42,20 @@ def main() -> int:
     return 0
 
 
-def take_part(job: Job, emit: Callable[[dict[str, Any]], None]) -> None:
+def take_part(job: Job, emit: Callable[[dict[str, Any]], None], measurement: type[Measurement] = Measurement) -> None:
     """Run a job as one rank; which one follows from the environment that a launcher has set.
 
     Args:
         job: the job.
         emit: called with records, on rank 0 only; see `Measurement`.
+        measurement: how to measure.
 
     Raises MismatchError if ranks were started with different options, and the errors of measuring.
     """
     join(timedelta(seconds=job.timeout) + _TRAINING)
     try:
         _require_same(job)
-        measurement = Measurement(job, _sources(job), emit if dist.get_rank() == 0 else lambda record: None)
-        measurement.run()
+        measurement(job, _sources(job), emit if dist.get_rank() == 0 else lambda record: None).run()
         dist.barrier()  # so that no rank closes its connections while another one still uses them
     finally:
         dist.destroy_process_group()

@@ -15,49 +15,35 @@ class Ranks(NamedTuple):
     Attributes:
         launcher: "torchrun" or "horovodrun" if it started this process as one of several ranks; else None.
         count: number of ranks, existing or to be started.
-        per_node: number of ranks that share a link. Ignored under a launcher.
         on_one_machine: whether all ranks run on this machine.
     """
 
     launcher: str | None
     count: int
-    per_node: int
     on_one_machine: bool = True
 
-    def without_link(self, command: str) -> list[str]:
-        """Note for measurements without a limited link, with the command to run instead of `command`."""
+    def notes(self) -> list[str]:
+        """What to know about measurements on these ranks."""
         if not self.on_one_machine:
             return []
-        without = f", without {self.launcher}" if self.launcher else ""
         return [
-            "No link was limited: all ranks are on this machine, and its loopback is faster than a network, so "
-            "compression hardly pays.",
-            f"Try `sudo {command} --link 1gbit`{without}, or ranks on several machines (torchrun).",
+            "All ranks are on this machine. Its loopback is faster than a network, so compression hardly pays here: "
+            "measure on several machines (torchrun)."
         ]
 
 
 def ranks_of(options: argparse.Namespace) -> Ranks:
     """Ranks from the options and the environment. Raises ConfigError."""
     launcher = started_by()
-    if launcher:
-        for name in ("link", "ranks", "ranks_per_node"):
-            if getattr(options, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(
-                    f"{option}: can't be used under {launcher}, which has started the ranks on its own network"
-                )
-        size, local = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        if launcher == "horovodrun":
-            size, local = ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE")
-        count = parse_count(size, os.environ.get(size), 2)
-        return Ranks(launcher, count, 1, os.environ.get(local) == str(count))
-    ranks = parse_count("--ranks", options.ranks, 2)
-    per_node = parse_count("--ranks-per-node", options.ranks_per_node, 1)
-    if per_node > 1 and options.link is None:
-        raise ConfigError("--ranks-per-node: needs --link RATE, which makes the nodes")
-    if ranks % per_node:
-        raise ConfigError(f"--ranks-per-node: {per_node} does not divide --ranks {ranks}")
-    return Ranks(None, ranks, per_node)
+    if launcher is None:
+        return Ranks(None, parse_count("--ranks", options.ranks, 2))
+    if options.ranks is not None:
+        raise ConfigError(f"--ranks: can't be used under {launcher}, which has started the ranks")
+    size, local = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if launcher == "horovodrun":
+        size, local = ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE")
+    count = parse_count(size, os.environ.get(size), 2)
+    return Ranks(launcher, count, os.environ.get(local) == str(count))
 
 
 def started_by() -> str | None:

@@ -1,4 +1,4 @@
-"""Request of a user of `ncz perf`: from options to jobs."""
+"""Request of a user of `ncz perf`: from options to a job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from difflib import get_close_matches
 from ...core.config import Config
 from ...core.errors import ConfigError, UnsupportedError
 from . import data
-from .contenders import CONTENDERS
+from .contenders import CONTENDERS, Contender
 from .job import DATA, Job
-from .link import bits_per_second
 from .ranks import Ranks, parse_count, ranks_of
 
 _ALWAYS = ["plain", "ncz"]  # contenders that always take part
@@ -26,54 +25,51 @@ class Request:
     """One run of `ncz perf`.
 
     Attributes:
-        jobs: one job for each link.
+        job: what all ranks measure.
         ranks: ranks that take part.
-        notes: remarks to print after the results.
+        contenders: contenders to choose from, by name.
+        left_out: remarks on the contenders of --peers all that can't take part.
     """
 
-    jobs: list[Job]
+    job: Job
     ranks: Ranks
-    notes: list[str]
+    contenders: dict[str, Contender]
+    left_out: list[str]
 
     @property
-    def needs_horovod(self) -> bool:
-        """Whether one of the contenders needs Horovod's ranks."""
-        return any(CONTENDERS[name].needs_horovod for name in self.jobs[0].peers)
+    def notes(self) -> list[str]:
+        """Remarks to print after the results."""
+        return [*self.ranks.notes(), *self.left_out]
 
 
-def read(options: argparse.Namespace, config: Config) -> Request:
+def read(options: argparse.Namespace, config: Config, contenders: dict[str, Contender] = CONTENDERS) -> Request:
     """The request in the options. Starts nothing. Raises ConfigError or UnsupportedError for what can't be done."""
     ranks = ranks_of(options)
-    rates = [None] if options.link is None else list(dict.fromkeys(options.link.split(",")))
-    if options.trace and len(rates) > 1:
-        raise ConfigError(f"--trace: records one call, and --link {options.link} has {len(rates)} rates: give one rate")
     if options.data not in DATA:
         data.from_file(options.data)
     if options.data == "weights" and (options.collective, options.peers) != ("all_gather", "none"):
         raise ConfigError("--data weights needs all_gather and --peers none: only ncz sends changes of a tensor")
-    peers, notes = choose(options.peers, options.collective, horovod=ranks.launcher != "torchrun")
-    jobs = []
-    for rate in rates:
-        # Long enough for every rank to send everything to every other rank.
-        gbps = (bits_per_second(rate) or 0) / 1e9 or _MIN_GBPS
-        settings = config.model_dump(mode="json")
-        if options.data == "weights":
-            settings["roles"], settings["quantizer"]["kind"] = ["parameter"], "lossless"
-        jobs.append(
-            Job(
-                collective=options.collective,
-                sizes=(found := sizes(options.sizes)),
-                peers=peers,
-                data=options.data,
-                config=settings,
-                link=rate,
-                repeat=parse_count("--repeat", options.repeat, None),
-                trace=bool(options.trace),
-                timeout=60 + 4 * ranks.count * 8e-9 * found[-1] / gbps,
-            )
-        )
-    on_loopback = ranks.without_link(f"ncz perf {options.collective}") if options.link is None else []
-    return Request(jobs, ranks, [*on_loopback, *notes])
+    peers, left_out = choose(options.peers, options.collective, contenders)
+    settings = config.model_dump(mode="json")
+    if options.data == "weights":
+        settings["roles"], settings["quantizer"]["kind"] = ["parameter"], "lossless"
+    found = sizes(options.sizes)
+    job = Job(
+        collective=options.collective,
+        sizes=found,
+        peers=peers,
+        data=options.data,
+        config=settings,
+        repeat=parse_count("--repeat", options.repeat, None),
+        trace=bool(options.trace),
+        timeout=call_seconds(ranks.count, found[-1], _MIN_GBPS),
+    )
+    return Request(job, ranks, contenders, left_out)
+
+
+def call_seconds(ranks: int, nbytes: int, gbps: float) -> float:
+    """Time limit of one call: long enough for every rank to send everything to every other rank."""
+    return 60 + 4 * ranks * 8e-9 * nbytes / gbps
 
 
 def sizes(text: str) -> list[int]:
@@ -96,26 +92,27 @@ def sizes(text: str) -> list[int]:
     return found
 
 
-def choose(text: str, collective: str, horovod: bool) -> tuple[list[str], list[str]]:
+def choose(text: str, collective: str, contenders: dict[str, Contender]) -> tuple[list[str], list[str]]:
     """Names of the contenders in the order of their turns, and notes on those of "all" that can't take part.
 
     Args:
         text: value of --peers.
         collective: the collective to measure.
-        horovod: whether Horovod's ranks can meet.
+        contenders: contenders to choose from, by name.
 
     Raises ConfigError for an unknown name, UnsupportedError for a named contender that can't take part.
     """
-    wanted = {"all": list(CONTENDERS), "none": []}.get(text, text.split(","))
+    wanted = {"all": list(contenders), "none": []}.get(text, text.split(","))
     chosen, left_out = list(_ALWAYS), {}
     for name in wanted:
-        if name not in CONTENDERS:
-            near = get_close_matches(name, CONTENDERS, n=1)
+        if name not in contenders:
+            near = get_close_matches(name, contenders, n=1)
             meant = f"; did you mean {near[0]}?" if near else ";"
             raise ConfigError(
-                f"--peers: '{name}' is unknown{meant} allowed: all, none, or some of {', '.join(CONTENDERS)}"
+                f"--peers: '{name}' is unknown{meant} allowed: all, none, or some of {', '.join(contenders)}"
             )
-        reason = _why_not(name, collective, horovod)
+        contender = contenders[name]
+        reason = contender.missing() if collective in contender.collectives else f"has no {collective}"
         if reason and text != "all":
             raise UnsupportedError(f"--peers {name}: {reason}")
         if reason:
@@ -123,16 +120,6 @@ def choose(text: str, collective: str, horovod: bool) -> tuple[list[str], list[s
         elif name not in chosen:
             chosen.append(name)
     return chosen, [f"left out ({reason}): {', '.join(names)}" for reason, names in left_out.items()]
-
-
-def _why_not(name: str, collective: str, horovod: bool) -> str | None:
-    """Reason why a contender can't take part; None if it can."""
-    contender = CONTENDERS[name]
-    if collective not in contender.collectives:
-        return f"has no {collective}"
-    if contender.needs_horovod and not horovod:
-        return "needs Horovod's ranks: start this by horovodrun instead of torchrun"
-    return contender.missing()
 
 
 def _size(part: str, text: str) -> int:

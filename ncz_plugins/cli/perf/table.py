@@ -10,26 +10,25 @@ from ..output import shares, significant, table
 
 # Heading -> text of a cell. The first columns are those of nccl-tests.
 _COLUMNS = {
-    "size": lambda r: f"{r['size']}",
-    "count": lambda r: f"{r['count']}",
+    "size\n(B)": lambda r: f"{r['size']}",
+    "count\n(elements)": lambda r: f"{r['count']}",
     "type": lambda r: r["type"],
-    "op": lambda r: r["op"],
+    "redop": lambda r: r["op"],
     "time\n(us)": lambda r: significant(r["time_us"]),
     "algbw\n(GB/s)": lambda r: significant(r["algbw"]),
     "busbw\n(GB/s)": lambda r: significant(r["busbw"]),
     "error": lambda r: f"{r['error']:.2g}" if r["error"] else "0",
     "speed-\nup": lambda r: f"{r['speedup']:.2f}",
     "ratio": lambda r: f"{r['ratio']:.2f}" if r["ratio"] else "",
-    "wire\nbytes": lambda r: "" if r["wire_bytes"] is None else f"{r['wire_bytes']}",
-    "network\nbytes": lambda r: "" if r["network_bytes"] is None else f"{r['network_bytes']:.0f}",
+    "sent\n(B)": lambda r: "" if r["network_bytes"] is None else f"{r['network_bytes']:.0f}",
     "coder": lambda r: shares(r["coders"]),
     "bypass": lambda r: ", ".join(r["bypasses"] or ()),
 }
 
 
 def records_table(records: list[dict[str, Any]]) -> Table:
-    """Table of the records of one link, with a line for each contender at each size."""
-    words = ("", "type", "op", "coder", "bypass")
+    """Table of records, with a line for each contender at each size."""
+    words = ("", "type", "redop", "coder", "bypass")
     numbers = [heading for heading in _COLUMNS if heading not in words]
     found = table("", *_COLUMNS, numbers=numbers, gap=2, no_wrap=True, vertical="bottom")
     sizes = [record["size"] for record in records] + [None]

@@ -19,10 +19,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="measure link and codec, and write a file that a configuration can name")
     parser.add_argument("--output", metavar="FILE.json", required=True, help="the file to write")
     parser.add_argument("--ranks", metavar="N", help="ranks to start, 2 by default; under a launcher, its ranks")
-    parser.add_argument(
-        "--link", metavar="RATE", help="a link of 1gbit, 100mbit ... between the ranks, to try; as root"
-    )
-    parser.add_argument("--ranks-per-node", metavar="K", help="how many ranks share such a link, 1 by default")
     parser.add_argument("--config", metavar="FILE", help="take quantizer, coder and hierarchy from this file")
     parser.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 by default")
     parser.set_defaults(run=run, outputs={"--output": "output"})
@@ -41,9 +37,8 @@ def run(options: argparse.Namespace) -> None:
     from .run_job import run_job  # these modules import torch
     from .show import show
 
-    tuning = run_job(config, seconds, ranks, options.link)
+    tuning = run_job(config, seconds, ranks)
     if tuning:  # on rank 0
         with naming("--output", options.output):
             tuning.write(options.output)
-        on_loopback = ranks.without_link("ncz tune --output FILE.json") if options.link is None else []
-        show(tuning, options.output, on_loopback)
+        show(tuning, options.output, ranks.notes())

@@ -6,7 +6,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ from rich.console import Console
 from ...core.config import Config
 from ...core.tuning.tuning_file import Tuning
 from ..perf import launch
-from ..perf.link import link
 from ..perf.ranks import Ranks
 from .rank import JOIN_SECONDS, TuningJob, take_part
 
 
-def run_job(config: Config, seconds: float, ranks: Ranks, rate: str | None) -> Tuning | None:
+def run_job(config: Config, seconds: float, ranks: Ranks) -> Tuning | None:
     """Measure, and choose the best settings for `config`.
 
     Args:
         config: configuration to tune.
         seconds: time for measuring, approximately.
         ranks: the ranks that take part.
-        rate: rate of the link between new ranks, such as "1gbit"; None for no limit.
 
     Returns the choices; None on a launcher's ranks other than 0. Raises NczError.
     """
@@ -45,7 +42,7 @@ def run_job(config: Config, seconds: float, ranks: Ranks, rate: str | None) -> T
         if ranks.launcher:
             take_part(job, take)
         else:
-            _on_new_ranks(job, rate, ranks, take)
+            _on_new_ranks(job, ranks, take)
     return found[0] if found else None
 
 
@@ -56,17 +53,13 @@ def _left_open(config: Config) -> Config:
     return config.with_transport(**open_ones).model_copy(update={"entropy": entropy})
 
 
-def _on_new_ranks(job: TuningJob, rate: str | None, ranks: Ranks, take: Callable[[dict[str, Any]], None]) -> None:
-    with ExitStack() as stack:
-        nodes = stack.enter_context(link(ranks.count // ranks.per_node, rate)) if rate else None
-        records = stack.enter_context(tempfile.NamedTemporaryFile())
+def _on_new_ranks(job: TuningJob, ranks: Ranks, take: Callable[[dict[str, Any]], None]) -> None:
+    with tempfile.NamedTemporaryFile() as records:
         launch.run(
             [sys.executable, "-m", "ncz_plugins.cli.tune.rank"],
             ranks.count,
             Path(records.name),
             standard_input=json.dumps(asdict(job)),
-            nodes=nodes,
-            ranks_per_node=ranks.per_node,
             on_record=take,
             timeout=JOIN_SECONDS + 4 * job.seconds,
         )

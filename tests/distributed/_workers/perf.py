@@ -14,9 +14,7 @@ from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.core.errors import NczError
 
 SIZES = [1000, 300_000]
-JOB = Job(
-    "all_reduce", SIZES, ["plain", "ncz", "fp16"], "noise", Config().model_dump(mode="json"), None, 2, False, 60.0
-)
+JOB = Job("all_reduce", SIZES, ["plain", "ncz", "fp16"], "noise", Config().model_dump(mode="json"), 2, False, 60.0)
 
 
 def weights() -> list[dict]:

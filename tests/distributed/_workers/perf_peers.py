@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from common import digest, finish, start, values
 
+from benchmarks.laboratory.peers import CONTENDERS
 from ncz_plugins import Config
 from ncz_plugins.cli.perf import COLLECTIVES
-from ncz_plugins.cli.perf.contenders import CONTENDERS, Context
+from ncz_plugins.cli.perf.contenders import Context
 
 SIZES = (1, 2, 7, 1009, 100_003, 1_200_007)  # in the last one, hivemind's segments have several parts
 

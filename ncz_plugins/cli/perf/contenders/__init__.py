@@ -3,24 +3,19 @@
 exchange     base classes: a contender, and one collective that it runs again and again
 collectives  one call of a collective: plain, NCCL, cast to 16 bits, and ours
 hooks        communication hooks of torch for DistributedDataParallel
-horovod      Horovod, with and without its compression
-hivemind     8-bit quantization of hivemind around a butterfly all-reduce
-lossless     zstd and lz4 around an all-gather
 
 Each contender is used in the way that is fast in practice: buffers are reused, and nothing is copied without need. If
 the result replaces the input (all-reduce, broadcast), the contender copies or casts its input first; a cast counts as
-its time. Libraries are imported when a contender is opened.
+its time.
 """
 
 from __future__ import annotations
 
-from . import collectives, hivemind, hooks, horovod, lossless
+from . import collectives, hooks
 from .exchange import Contender, Context, Exchange
 
 __all__ = ["CONTENDERS", "Context", "Exchange", "Contender"]
 
 CONTENDERS: dict[str, Contender] = {
-    contender.name: contender
-    for module in (collectives, hooks, horovod, hivemind, lossless)
-    for contender in module.CONTENDERS
+    contender.name: contender for module in (collectives, hooks) for contender in module.CONTENDERS
 }

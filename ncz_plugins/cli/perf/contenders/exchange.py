@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -112,15 +111,6 @@ def _nothing() -> None:
     """`missing` of contenders that need nothing but torch."""
 
 
-def needs(module: str, extra: str) -> Callable[[], str | None]:
-    """A function that says how to install a module; it returns None if the module is installed."""
-
-    def missing() -> str | None:
-        return None if find_spec(module) else f"{module} is not installed: pip install 'ncz_plugins[{extra}]'"
-
-    return missing
-
-
 @dataclass(frozen=True)
 class Contender:
     """One way to exchange a tensor.
@@ -130,8 +120,7 @@ class Contender:
         description: one line, with the settings.
         start: opens the contender; see `open`.
         collectives: collectives that it supports.
-        missing: returns the reason why it can't run, such as what to install; None if it can run.
-        needs_horovod: whether it needs Horovod's ranks.
+        missing: returns the reason why it can't run, such as what is missing; None if it can run.
     """
 
     name: str
@@ -139,7 +128,6 @@ class Contender:
     start: Callable[[Context], Exchange]
     collectives: frozenset[str] = ALL
     missing: Callable[[], str | None] = _nothing
-    needs_horovod: bool = False
 
     def open(self, context: Context) -> Exchange:
         """Open the contender. A collective: all ranks must call it. Raises UnsupportedError if it can't run."""

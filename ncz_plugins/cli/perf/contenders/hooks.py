@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .exchange import Contender, Context, Exchange
@@ -92,45 +91,21 @@ def _power_sgd(rank: int, context: Context) -> powerSGD_hook.PowerSGDState:
     return state
 
 
-def _for_gloo(hook: Callable) -> Callable:
-    """A copy of a hook that works with gloo.
-
-    torch's quantization hooks expect the future of an all-gather to hold one tensor with a row for each rank. With gloo
-    it holds a list of tensors, and the hooks fail. So the copy calls an all-gather that stacks them.
-    """
-
-    def all_gather(outputs: list[Tensor], tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> SimpleNamespace:
-        gathered = dist.all_gather(outputs, tensor, group=group, async_op=async_op).get_future()
-        return SimpleNamespace(get_future=lambda: gathered.then(lambda _: [torch.stack(outputs)]))
-
-    names = {**hook.__globals__, "dist": SimpleNamespace(all_gather=all_gather)}
-    return FunctionType(hook.__code__, names, hook.__name__, hook.__defaults__)
-
-
-def _contender(name: str, description: str, *hook: Any) -> Contender:
+def contender(name: str, description: str, *hook: Any) -> Contender:
+    """A contender that calls a hook of DDP; for `hook` see `Hook`."""
     return Contender(name, description, lambda context: Hook(context, *hook), frozenset({"all_reduce"}))
 
 
 CONTENDERS = (
-    _contender("ddp-fp16", "DDP's fp16_compress_hook", default_hooks.fp16_compress_hook),
-    _contender("ddp-bf16", "DDP's bf16_compress_hook", default_hooks.bf16_compress_hook),
+    contender("ddp-fp16", "DDP's fp16_compress_hook", default_hooks.fp16_compress_hook),
+    contender("ddp-bf16", "DDP's bf16_compress_hook", default_hooks.bf16_compress_hook),
     *(
-        _contender(
+        contender(
             f"ddp-powersgd-{rank}",
             f"DDP's powerSGD_hook, rank {rank}, warm start and error feedback, on the tensor as a square matrix",
             powerSGD_hook.powerSGD_hook,
             partial(_power_sgd, rank),
         )
         for rank in (1, 4)
-    ),
-    _contender(
-        "ddp-int8",
-        "DDP's quantization_pertensor_hook: 8 bits, one scale, all-gather",
-        _for_gloo(quantization_hooks.quantization_pertensor_hook),
-    ),
-    _contender(
-        "ddp-int8-channel",
-        "DDP's quantization_perchannel_hook: 8 bits, a scale per 512 values, all-gather",
-        _for_gloo(quantization_hooks.quantization_perchannel_hook),
     ),
 )

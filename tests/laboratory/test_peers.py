@@ -1,18 +1,17 @@
-"""Every peer of `ncz perf` on real processes: its result is what it promises, and it really is what it is called."""
+"""Every contender of `ncz perf` and the laboratory on real processes: its result is what it promises."""
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from processes import WORKERS
+from repository import ROOT
 
+from benchmarks.laboratory.launch import run
+from benchmarks.laboratory.peers import CONTENDERS
 from ncz_plugins.cli.perf import COLLECTIVES
-from ncz_plugins.cli.perf.contenders import CONTENDERS
-from ncz_plugins.cli.perf.launch import run
 
 pytestmark = pytest.mark.slow
-
-WORKER = Path(__file__).parent / "_workers" / "perf_peers.py"
 
 # Error of normally distributed values, L2 norm, as a share of all that goes in: the most, and the least of the larger
 # sizes. A peer that lost nothing there would not compress as it should.
@@ -43,7 +42,7 @@ def absent(name: str) -> str | None:
     return CONTENDERS[name].missing()
 
 
-RANKS = 3  # an odd number; what `ncz perf` does with two is in test_perf.py
+RANKS = 3  # an odd number; what `ncz perf` does with two is in tests/distributed/test_perf.py
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +50,11 @@ def ranks(tmp_path_factory):
     """What every rank found."""
     folder = tmp_path_factory.mktemp("peers")
     run(
-        [sys.executable, str(WORKER)],
+        [sys.executable, str(WORKERS / "perf_peers.py")],
         RANKS,
         folder / "records",
         horovod=absent("horovod") is None,
-        environment={"NCZ_TEST_FOLDER": str(folder)},
+        environment={"NCZ_TEST_FOLDER": str(folder), "PYTHONPATH": str(ROOT)},
         timeout=250,
     )
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import ConfigError, UnsupportedError
+from ncz_plugins.core.errors import ConfigError, UnsupportedError
 
 UNLIMITED = "unlimited"  # rate of a link without a limit: as fast as the machine moves memory
 INTERFACE = "ncz0"  # the node's end of its link, in the namespace of the node

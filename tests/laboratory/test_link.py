@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from links import gone, needs_links
+from repository import ROOT
 
-from ncz_plugins.cli.perf.link import Node, bits_per_second, link
+from benchmarks.laboratory.link import Node, bits_per_second, link
 from ncz_plugins.core.errors import ConfigError, UnsupportedError
 
 SECONDS = 60
@@ -122,7 +123,7 @@ def test_nothing_is_left_after_an_error():
 def test_nothing_is_left_when_the_owner_is_ended(sent):
     script = """
 import time
-from ncz_plugins.cli.perf.link import link
+from benchmarks.laboratory.link import link
 with link(2, "1gbit") as nodes:
     print(*(node.pid for node in nodes), flush=True)
     time.sleep(60)
@@ -132,6 +133,7 @@ with link(2, "1gbit") as nodes:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         start_new_session=True,
     )
     with owner:
@@ -149,7 +151,7 @@ def test_what_the_kernel_refuses_is_told():
 
 
 def test_who_is_not_root_is_told(monkeypatch):
-    monkeypatch.setattr("ncz_plugins.cli.perf.link.shutil.which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr("benchmarks.laboratory.link.shutil.which", lambda tool: f"/usr/sbin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UnsupportedError, match="root.*sudo"), link(2):
         pass

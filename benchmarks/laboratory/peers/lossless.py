@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....core.errors import NczError
-from .exchange import Contender, Context, Exchange, needs
+from ncz_plugins.cli.perf.contenders.exchange import Contender, Context, Exchange
+from ncz_plugins.core.errors import NczError
+
+from .needs import Needs
 
 _MAX_OVERHEAD_BYTES = 4096  # that a compressor may add to a small tensor
 
@@ -78,6 +80,6 @@ def _lz4(context: Context) -> Gather:
 _COLLECTIVES = frozenset({"all_reduce", "all_gather"})
 
 CONTENDERS = (
-    Contender("zstd", "zstd level 3 around all-gather: lossless", _zstd, _COLLECTIVES, needs("zstandard", "peers")),
-    Contender("lz4", "lz4 level 0 around all-gather: lossless", _lz4, _COLLECTIVES, needs("lz4", "peers")),
+    Contender("zstd", "zstd level 3 around all-gather: lossless", _zstd, _COLLECTIVES, Needs("zstandard", "peers")),
+    Contender("lz4", "lz4 level 0 around all-gather: lossless", _lz4, _COLLECTIVES, Needs("lz4", "peers")),
 )

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Contender, Context, Exchange, needs
+from ncz_plugins.cli.perf.contenders.exchange import Contender, Context, Exchange
+
+from .needs import Needs
 
 _PART_ELEMENTS = 1 << 19  # as in hivemind: 512 KiB of 8-bit codes
 _CODEBOOK_BYTES = 256 * 4
@@ -90,7 +92,7 @@ def _values(work: dist.Work, message: Tensor) -> Tensor:
 def _contender(name: str, quantization: str, how: str) -> Contender:
     description = f"hivemind's {quantization}: 8 bits, {how}, parts of 2 MiB, each rank averages a segment"
     start = partial(Butterfly, quantization=quantization)
-    return Contender(name, description, start, frozenset({"all_reduce"}), needs("hivemind", "peers"))
+    return Contender(name, description, start, frozenset({"all_reduce"}), Needs("hivemind", "peers"))
 
 
 CONTENDERS = (

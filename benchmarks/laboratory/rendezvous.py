@@ -1,6 +1,6 @@
 """Server at which Horovod's ranks meet. `launch` starts it instead of horovodrun, which needs ssh between hosts.
 
-    python -m ncz_plugins.cli.perf.rendezvous HOST:SLOTS,HOST:SLOTS RANKS
+    python -m benchmarks.laboratory.rendezvous HOST:SLOTS,HOST:SLOTS RANKS
 
 Prints one line of JSON with the port and the variables of each rank. Runs until its standard input ends.
 """

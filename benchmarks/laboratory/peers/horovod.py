@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 from torch import Tensor
 
-from ....core.errors import UnsupportedError
-from .exchange import ALL, Contender, Context, Exchange, needs
+from ncz_plugins.cli.perf.contenders.exchange import ALL, Contender, Context, Exchange
+from ncz_plugins.core.errors import UnsupportedError
+
+from .needs import Needs
 
 
 class Horovod(Exchange):
@@ -26,7 +29,7 @@ class Horovod(Exchange):
         if (hvd.size(), hvd.rank()) != (context.world_size, context.rank):
             raise UnsupportedError(
                 f"Horovod says that this is rank {hvd.rank()} of {hvd.size()}, and torch.distributed that it is rank "
-                f"{context.rank} of {context.world_size}: start the ranks with horovodrun, or let `ncz perf` start them"
+                f"{context.rank} of {context.world_size}: start the ranks with horovodrun, or omit the launcher"
             )
         self._hvd = hvd
         self._compression = getattr(hvd.Compression, compression)
@@ -59,7 +62,14 @@ class Horovod(Exchange):
 
 def _contender(name: str, description: str, compression: str, collectives: frozenset[str]) -> Contender:
     start = partial(Horovod, compression=compression)
-    return Contender(name, description, start, collectives, needs("horovod", "horovod"), needs_horovod=True)
+    return Contender(name, description, start, collectives, _missing)
+
+
+def _missing() -> str | None:
+    """The reason why Horovod can't run; None if it can. The laboratory's ranks have the variables of both launchers."""
+    if "RANK" in os.environ and "HOROVOD_RANK" not in os.environ:
+        return "needs Horovod's ranks: start this by horovodrun instead of torchrun"
+    return Needs("horovod", "horovod")()
 
 
 CONTENDERS = (

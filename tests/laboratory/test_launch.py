@@ -1,0 +1,85 @@
+"""Ranks that the laboratory starts behind links: they know who they are, meet over their links, and none is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from links import gone, needs_links
+from processes import WORKERS
+from repository import ROOT
+
+from benchmarks.laboratory.launch import run
+from benchmarks.laboratory.link import link
+
+SECONDS = 120
+
+
+def launched(case: str, tmp_path: Path, ranks: int = 2, **options) -> list:
+    """Run a case of `_workers/launched.py`; returns what rank 0 told."""
+    records = []
+    command = [sys.executable, str(WORKERS / "launched.py"), case, str(tmp_path)]
+    options = {"timeout": SECONDS, "on_record": records.append} | options
+    run(command, ranks, tmp_path / "records.jsonl", **options)
+    return records
+
+
+@needs_links
+def test_ranks_of_several_nodes_are_told_who_they_are(tmp_path):
+    with link(2) as nodes:
+        launched("received", tmp_path, ranks=4, nodes=nodes, ranks_per_node=2, environment={"OMP_NUM_THREADS": "2"})
+    received = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    for rank, found in enumerate(received):
+        assert (found["RANK"], found["WORLD_SIZE"]) == (str(rank), "4")
+        assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == (str(rank % 2), "2")
+        assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == (nodes[0].address, nodes[0].interface)
+        assert found["host"] == nodes[rank // 2].address
+        assert found["OMP_NUM_THREADS"] == "2"
+
+
+@needs_links
+def test_ranks_in_nodes_meet_over_their_links(tmp_path):
+    with link(2, "1gbit") as nodes:
+        assert launched("gloo", tmp_path, nodes=nodes) == [{"sum": [3.0]}] * 2
+        for node in nodes:
+            assert 2 << 20 < node.bytes_sent() < 2.4 * 2**20  # each sends half a MiB twice per sum
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@needs_links
+def test_ranks_of_horovod_meet_over_their_links(per_node, tmp_path):
+    pytest.importorskip("horovod", reason="Horovod is not installed; `make setup` builds it")
+    ranks = 2 * per_node
+    with link(2, "1gbit") as nodes:
+        (record,) = launched("horovod", tmp_path, ranks, nodes=nodes, ranks_per_node=per_node, horovod=True)
+        assert record["sum"] == [ranks * (ranks + 1) / 2]
+        assert record["ranks"] == [[r, r % per_node, r // per_node, str(r)] for r in range(ranks)]
+        for node in nodes:
+            assert node.bytes_sent() > 1 << 20
+
+
+def test_ranks_of_horovod_meet_on_one_host(tmp_path):
+    pytest.importorskip("horovod", reason="Horovod is not installed; `make setup` builds it")
+    (record,) = launched("horovod", tmp_path, horovod=True)
+    assert record["sum"] == [3.0]
+    assert record["ranks"] == [[0, 0, 0, "0"], [1, 1, 0, "1"]]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("where", ["here", pytest.param("links", marks=needs_links)])
+def test_nothing_is_left_when_the_command_is_ended(where, sent, tmp_path):
+    worker = [WORKERS / "launched.py", tmp_path / "records.jsonl", where]
+    command = [sys.executable, WORKERS / "laboratory_command.py", *worker]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    path = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, **streams, text=True, env=path, start_new_session=True) as process:
+        rank, child, *nodes = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(nodes) == (2 if where == "links" else 0)
+        os.killpg(process.pid, sent)  # as a terminal does to all that it shows, or the system to what is in the way
+        process.wait(SECONDS)
+    gone([rank, *nodes])
+    if sent == signal.SIGINT:  # which Python turns into an exception; the kernel itself ends ranks only
+        gone([child])

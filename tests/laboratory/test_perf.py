@@ -1,0 +1,127 @@
+"""benchmarks.laboratory.perf, run as a researcher runs it: links are crossed, and what starts on them ends with it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from links import gone, needs_links
+
+from benchmarks.laboratory import peers
+from benchmarks.laboratory.perf import main
+from ncz_plugins.core.config import Config
+
+SECONDS = 240  # for one command, on a busy machine
+COMMAND = [sys.executable, "-m", "benchmarks.laboratory.perf"]
+
+
+def perf(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS)
+
+
+def read(done: subprocess.CompletedProcess) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_without_links_it_is_ncz_perf_with_more_contenders(tmp_path):
+    peer = next((name for name in ("zstd", "lz4") if not peers.CONTENDERS[name].missing()), "ddp-int8")
+    options = ["--sizes", "512K", "--data", "noise", "--repeat", 1, "--peers", peer, "--json"]
+    found = read(perf("all_reduce", *options, "--plot", tmp_path / "x.png", "--trace", tmp_path / "x.json"))
+    assert [r["peer"] for r in found["records"]] == ["plain", "ncz", peer]
+    assert found["ranks_per_node"] == 1 and found["command"].startswith("python -m benchmarks.laboratory.perf all_red")
+    [job] = found["jobs"]
+    assert Config.load(job["config"]) == Config() and job["link"] is None
+    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+
+
+@needs_links
+def test_a_link_is_crossed(tmp_path):
+    found = read(
+        perf("all_gather", "--link", "1gbit,unlimited", "--sizes", "1M", "--data", "field", "--repeat", 1, "--json")
+    )
+    for r in found["records"]:
+        assert r["network_bytes"] >= 0.95 * (r["wire_bytes"] or r["size"])
+    assert [r["link"] for r in found["records"]] == ["1gbit", "1gbit", "unlimited", "unlimited"]
+
+
+@needs_links
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_link_that_ranks_measure_decides_what_is_compressed(ranks):
+    links, sizes = ("50mbit", "unlimited"), ("--sizes", "256K", "--ranks", ranks)
+    found = read(perf("all_reduce", "--link", ",".join(links), *sizes, "--data", "noise", "--repeat", 1, "--json"))
+    slow, fast = (r for r in found["records"] if r["peer"] == "ncz")
+    assert not slow["bypasses"] and slow["ratio"] > 4
+    assert list(fast["bypasses"]) == ["too small"] and fast["ratio"] == 1
+
+
+@needs_links
+def test_ranks_of_one_node_share_its_link():
+    options = ["--sizes", "1M", "--data", "noise", "--repeat", 1, "--link", "1gbit"]
+    done = perf("all_reduce", "--ranks", 4, "--ranks-per-node", 2, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all_reduce, 4 ranks, data noise, 2 to a node:")
+    assert "link 1gbit" in done.stdout and "All ranks are on this machine" not in done.stdout
+
+
+@needs_links
+def test_ctrl_c_ends_it_and_leaves_nothing():
+    options = ["all_reduce", "--data", "noise", "--link", "10mbit", "--sizes", "64M", "--repeat", "99"]
+    # Shells let what they start in the background ignore Ctrl-C.
+    heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*COMMAND, *options], **pipes, **heeding) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + SECONDS
+        while sum(map(is_a_rank, children.read_text().split())) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        others = children.read_text().split()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    gone([int(child) for child in others])
+
+
+# A rank's command line, once the helpers that start it have become it.
+def is_a_rank(pid: str) -> bool:
+    try:
+        return b"benchmarks.laboratory.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@needs_links
+def test_any_command_starts_behind_links(tmp_path):
+    start = [sys.executable, "-m", "benchmarks.laboratory.start", "--link", "1gbit", "--ranks", "2"]
+    tuned = tmp_path / "tuned.json"
+    command = [*start, sys.executable, "-m", "ncz_plugins", "tune", "--seconds", "1", "--output", tuned]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(tuned.read_text())["world_size"] == 2
+    # A rank that fails ends the others.
+    command = [*start, "sh", "-c", 'test "$RANK" = 1 && exit 3; sleep 600']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--link", "1gb"], "'1gb' is not a rate such as 1gbit"),
+        (["--peers", "zst"], "--peers: 'zst' is unknown; did you mean zstd?"),
+        (["--ranks-per-node", "2"], "--ranks-per-node: needs --link RATE, which makes the nodes"),
+        (["--link", "1gbit", "--ranks", "3", "--ranks-per-node", "2"], "--ranks-per-node: 2 does not divide --ranks 3"),
+        (["--link", "1gbit,2gbit", "--trace", "x.json"], "--trace: records one call, and --link 1gbit,2gbit has 2"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_are_explained_before_anything_starts(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["all_reduce", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("error: ") and says in output.err
