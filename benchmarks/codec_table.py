@@ -2,8 +2,8 @@
 
     python -m benchmarks.codec_table --write    # from the repository's root; without --write it only prints
 
-For each data set and bound: what `ncz codec --compare` measures, the ratio with each coder and predictor forced on all
-frames, and, for links of several speeds, the time that the selector estimates (bytes / link + coding, by
+For each data set and bound: what benchmarks/compressors.py measures, the ratio with each coder and predictor forced on
+all frames, and, for links of several speeds, the time that the selector estimates (bytes / link + coding, by
 `format.SelectorCosts`) for its own choices and for the best of those forced. Repetitions are interleaved, figures are
 medians on one core. Trust the ratios to memcpy more than absolute speeds.
 """
@@ -27,9 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from benchmarks import data
 from benchmarks.codec import machine
+from benchmarks.compressors import LIBRARIES, compare, missing
 from ncz_plugins import kernels
 from ncz_plugins.cli.codec import speed
-from ncz_plugins.cli.codec.libraries import LIBRARIES, compare, missing
 from ncz_plugins.cli.codec.round_trip import RoundTrip, codes_of, round_trip
 from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
 from ncz_plugins.core.config import Config
@@ -97,7 +97,7 @@ def measure(name: str, bound: tuple[str, float, int] | None) -> dict[str, Any]:
     if isinstance(auto.codec, QuantizingCodec):
         forced = {f"{c} {p}": run(coder=c, predictor=p) for c in CODERS for p in PREDICTORS}
         best = min(forced, key=lambda pair: forced[pair].bytes_out)
-        best_speeds, _ = speed.speeds(forced[best])
+        best_speeds = speed.speeds(forced[best])
         row["forced"] = {pair: each.ratio for pair, each in forced.items()}
         row["best"] = {"coder": best, "ratio": forced[best].ratio} | asdict(best_speeds)
         row["selector"] = [judge(run(link), list(forced.values())) | {"link_gbps": link} for link in LINKS]

@@ -6,7 +6,6 @@ round_trip    the array compressed and decompressed: ratio, errors, coders
 block_errors  errors and bounds of blocks
 entropy       entropy of codes
 speed         speed of encoding and decoding, compared with memcpy
-libraries     other compressors, for --compare
 show          the printed output, and JSON
 plot          the picture of ratio against bound
 """

@@ -27,22 +27,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--link", metavar="GBIT", help="speed of the link in Gbit/s, for coder auto")
     parser.add_argument("--frame", metavar="SIZE", help="input bytes per frame, such as 1MiB")
     parser.add_argument("--config", metavar="FILE", help="take the settings from this file; options override it")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, without --compare")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio against bound")
-    parser.add_argument("--compare", action="store_true", help="also run zstd, lz4, blosc2, zfp and SZ3")
     parser.set_defaults(run=run, outputs={"--plot": "plot"})
 
 
 def run(options: argparse.Namespace) -> None:
     """Compress the array, and print the result. Raises NczError."""
     config = _config(options)
-    if options.json and options.compare:
-        raise ConfigError(
-            "--json and --compare can't be combined, as --json has no keys for other compressors: omit one"
-        )
     from . import show  # these modules import torch
     from .array_file import read_array
-    from .libraries import compare, missing
     from .round_trip import round_trip
     from .speed import speeds
 
@@ -52,8 +46,7 @@ def run(options: argparse.Namespace) -> None:
     trip = round_trip(array, config)
     if options.plot and trip.entropy_bits is None:
         raise UnsupportedError("--plot draws codes, and there are none: the array is empty or compressed without loss")
-    beside = options.compare and array.size > 0
-    own, others = compare(trip) if beside else (speeds(trip)[0], [])
+    own = speeds(trip)
     if options.json:
         print_json(show.document(trip, own))
     else:
@@ -63,11 +56,6 @@ def run(options: argparse.Namespace) -> None:
         console.print(Text(f"loss of a training: {loss.describe(config.quantizer)}"))
         console.print()
         console.print(grid(show.rows(trip, own)))
-        if beside:
-            console.print()
-            console.print(show.comparison(trip, own, others))
-            for library in missing():
-                console.print(Text(f"{library.name} is not installed: pip install 'ncz_plugins[compare]'"))
     if options.plot:
         from . import plot  # imports matplotlib
 

@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
-
-from ..output import add_row, counted, table
-from .libraries import LibraryResult
+from ..output import counted
 from .round_trip import RoundTrip
 from .speed import Speeds
 
@@ -59,19 +56,3 @@ def rows(trip: RoundTrip, speeds: Speeds) -> Iterator[tuple[str, str]]:
         yield name, f"{gbps:.3g} GB/s, {gbps / speeds.memcpy:.2f} of memcpy"
     yield "memcpy", f"{speeds.memcpy:.3g} GB/s, all on one core"
     yield "kernels", trip.codec.backend.name
-
-
-def comparison(trip: RoundTrip, speeds: Speeds, others: list[LibraryResult]) -> Table:
-    """Table with a line for our codec and one for each other compressor."""
-    notes = [f"{r.library.name}: {r.library.settings}" for r in others]
-    numbers = ("ratio", "bits/value", "encode", "decode", "max error", "of bound")
-    found = table("", *numbers, numbers=numbers, no_wrap=True)
-    found.caption, found.caption_justify = "; ".join(notes), "left"
-    own = (trip.ratio, trip.bits_per_value, speeds.encode, speeds.decode)
-    rows = [("ncz", *own, trip.max_abs_error, trip.of_bound)]
-    for r in others:
-        rows.append((r.library.name, r.ratio, r.bits_per_value, r.encode, r.decode, r.max_abs_error, r.of_bound))
-    for name, ratio, bits, encode, decode, error, of_bound in rows:
-        speed = f"{encode:.3g} GB/s", f"{decode:.3g} GB/s"
-        add_row(found, name, f"{ratio:.4g}", f"{bits:.4g}", *speed, f"{error:.4g}", f"{of_bound:.3f}")
-    return found

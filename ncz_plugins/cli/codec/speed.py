@@ -1,4 +1,4 @@
-"""Speed of coding an array, of memcpy and of other compressors: medians of CPU time on one core, in turns."""
+"""Speed of coding an array and of memcpy: medians of CPU time on one core, in turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -39,16 +39,19 @@ class Speeds:
     encode: float
     decode: float
 
-
-def speeds(trip: RoundTrip, others: dict[str, Callable[[], Any]] | None = None) -> tuple[Speeds, dict[str, float]]:
-    """Speeds of encoding and decoding `trip`, and GB/s of `others`, which work on the whole array."""
-    ours, nbytes = _runs(trip)
-    seconds = interleaved(ours | (others or {}))
-    own = Speeds(**{name: 1e-9 * nbytes / seconds[name] for name in ours})
-    return own, {name: 1e-9 * trip.array.nbytes / seconds[name] for name in others or {}}
+    @classmethod
+    def of(cls, nbytes: int, seconds: dict[str, float]) -> Speeds:
+        """Speeds of the functions of `runs`, which took these seconds on `nbytes` bytes of input."""
+        return cls(**{field.name: 1e-9 * nbytes / seconds[field.name] for field in fields(cls)})
 
 
-def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
+def speeds(trip: RoundTrip) -> Speeds:
+    """Speeds of encoding and decoding `trip`."""
+    ours, nbytes = runs(trip)
+    return Speeds.of(nbytes, interleaved(ours))
+
+
+def runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
     """Functions to time, by name, and the bytes of input that they work on.
 
     Of a large array, only frames at equal distances are used.
@@ -83,16 +86,16 @@ def _runs(trip: RoundTrip) -> tuple[dict[str, Callable[[], Any]], int]:
     return {"memcpy": memcpy, "measuring": measuring, "encode": encode, "decode": decode}, nbytes
 
 
-def interleaved(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median CPU seconds of each of `runs`, on one core.
+def interleaved(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median CPU seconds of each of `functions`, on one core.
 
-    The runs take turns, so that a machine that slows down slows all of them: one round to warm up, then 5 to 100
+    They take turns, so that a machine that slows down slows all of them: one round to warm up, then 5 to 100
     rounds, which take about SECONDS in all. CPU time excludes time in which other processes have the core.
     """
 
     def one_round() -> dict[str, float]:
         taken = {}
-        for name, run in runs.items():
+        for name, run in functions.items():
             begun = time.process_time()
             run()
             taken[name] = max(1e-9, time.process_time() - begun)  # a coarse clock may not have moved
@@ -101,7 +104,7 @@ def interleaved(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
     with _one_core():
         warm_up = sum(one_round().values())
         rounds = [one_round() for _ in range(min(100, max(5, int(SECONDS / warm_up))))]
-    return {name: statistics.median(each[name] for each in rounds) for name in runs}
+    return {name: statistics.median(each[name] for each in rounds) for name in functions}
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks import codec_table, data
+from benchmarks.compressors import LIBRARIES, missing
 from ncz_plugins.cli.codec import speed
-from ncz_plugins.cli.codec.libraries import LIBRARIES, missing
 from ncz_plugins.cli.codec.round_trip import codes_of, round_trip
 from ncz_plugins.core.config import Config
 from ncz_plugins.kernels.format import SelectorCosts

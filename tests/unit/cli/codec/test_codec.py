@@ -12,7 +12,7 @@ import torch
 from repository import ROOT
 
 from ncz_plugins import compress, decompress, kernels
-from ncz_plugins.cli.codec import libraries, plot, show, speed
+from ncz_plugins.cli.codec import plot, show, speed
 from ncz_plugins.cli.codec.array_file import read_array
 from ncz_plugins.cli.codec.entropy import Occurrences
 from ncz_plugins.cli.codec.round_trip import round_trip
@@ -149,7 +149,7 @@ def test_occurrences_in_pieces_are_those_of_the_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7919])
-@pytest.mark.parametrize("arguments", [[], ["--quantizer", "lossless"], ["--bound", "range:1e-3"], ["--compare"]])
+@pytest.mark.parametrize("arguments", [[], ["--quantizer", "lossless"], ["--bound", "range:1e-3"]])
 def test_any_number_of_elements(ncz, saved, count, arguments):
     code, out, err = ncz(saved(gaussian(count)), *arguments)
     assert (code, err) == (0, "")
@@ -187,8 +187,6 @@ def test_what_is_not_finite_is_held_without_loss_and_said_to_be(ncz, report, sav
     assert found["entropy_bits"] is found["bound_abs"] is None
     _, out, _ = ncz(file, *quantizer)
     assert "not quantized, as it contains NaN or infinity" in out
-    _, out, _ = ncz(file, *quantizer, "--compare")
-    assert "zstd" in out
 
 
 def test_what_would_not_pay_is_held_without_loss_and_said_to_be(ncz, report, saved):
@@ -323,7 +321,6 @@ def test_a_file_that_is_cut_off_or_missing(ncz, saved):
         (["--frame", "1"], "transport.frame_bytes: 1 is not allowed"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["--quantizer", "lossless", "--bound", "rms:1"], "--bound and --block have no effect with"),
-        (["--json", "--compare"], "--json and --compare can't be combined"),
         (["--plot", "x.text"], "--plot x.text: the name must end in one of "),
         (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: no file can be made there"),
         (["--plot", "x.png", "--quantizer", "lossless"], "--plot draws codes, and there are none"),
@@ -379,58 +376,8 @@ def test_plot_without_matplotlib_says_what_to_install(ncz, saved, monkeypatch):
     assert err == "ncz: error: --plot needs matplotlib: pip install 'ncz_plugins[plot]'\n"
 
 
-# ------------------------------------------------------------------ --compare
-
-
-@pytest.mark.parametrize("library", libraries.LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize("shape", [(1,), (7919,), (20, 21, 22), (2, 3, 4, 5, 6)], ids=str)
-def test_libraries_keep_what_they_promise(library, shape):
-    pytest.importorskip(library.module)
-    if library.lossy:
-        for dtype in (np.float32, np.float64):
-            x = gaussian(*shape, dtype=dtype)
-            for bound in (0.1, 0):
-                compress, decompress = library.start(x, bound)
-                decoded = decompress(compress()).reshape(shape)
-                assert decoded.dtype == dtype and np.abs(decoded - x).max() <= bound
-    else:
-        codes = (100 * gaussian(*shape)).astype(np.int32)
-        compress, decompress = library.start(codes)
-        assert np.array_equal(decompress(compress()), codes)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("quantizer", [{}, {"mode": "abs", "value": 0.1}, {"kind": "lossless"}], ids=str)
-def test_compare_gives_all_the_same_guarantee(dtype, quantizer):
-    x = gaussian(3, 4096, dtype=dtype) * np.array([[1], [100], [1e-2]], dtype)
-    outcome = round_trip(x, Config(quantizer=quantizer))
-    ours, results = libraries.compare(outcome)
-    missing = libraries.missing()
-    assert [r.library for r in results] == [library for library in libraries.LIBRARIES if library not in missing]
-    for r in results:
-        assert r.of_bound <= 1 + 1e-5
-        assert r.max_abs_error <= outcome.bound_abs * (1 + 1e-5)
-        assert r.ratio == pytest.approx(8 * x.itemsize / r.bits_per_value)
-        assert r.encode > 0 and r.decode > 0
-        if not r.library.lossy:
-            assert r.max_abs_error == outcome.max_abs_error
-    assert ours.encode > 0
-
-
-def test_compare_shows_what_is_there_and_says_what_is_missing(ncz, saved, monkeypatch):
-    some = libraries.LIBRARIES[0]
-    pytest.importorskip(some.module)
-    absent = replace(libraries.LIBRARIES[1], name="dodo", module="surely_not_installed")
-    monkeypatch.setattr(libraries, "LIBRARIES", (some, absent))
-    code, out, err = ncz(saved(gaussian(5000)), "--compare")
-    assert (code, err) == (0, "")
-    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert "GB/s" in rows[some.name] and "GB/s" in rows["ncz"]
-    assert "dodo is not installed: pip install 'ncz_plugins[compare]'" in out
-
-
 @pytest.mark.processes
-def test_without_compare_none_of_them_is_imported(saved):
+def test_no_other_compressor_is_imported(saved):
     code = (
         "import sys; from ncz_plugins.cli.main import main\n"
         "from ncz_plugins.cli.codec import speed\nspeed.SECONDS = 0\n"
@@ -468,7 +415,7 @@ def test_speed_is_measured_on_frames_from_everywhere(monkeypatch):
     outcome = round_trip(gaussian(200_000), Config(transport={"frame_bytes": "16KiB"}))
     encoded = []
     monkeypatch.setattr(outcome.codec, "encode", lambda segment, index: encoded.append(index), raising=False)
-    runs, nbytes = speed._runs(outcome)
+    runs, nbytes = speed.runs(outcome)
     runs["encode"]()
     assert encoded == [0, 12, 24, 36] and len(outcome.frames) == 49
     assert nbytes == 64 << 10

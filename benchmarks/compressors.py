@@ -1,4 +1,6 @@
-"""Other compressors, compared with ours by `ncz codec --compare` and benchmarks/codec_table.py.
+"""Other compressors, compared with ours on one array.
+
+    .venv/bin/python -m benchmarks.compressors gradients.npy [--bound range:1e-4] [--config ncclz.yaml]
 
 Lossless libraries compress our codes (the floats if there are no codes); lossy ones compress the floats within the
 bound. All run on one thread with common settings. Each is imported when it is used.
@@ -7,6 +9,7 @@ bound. All run on one thread with common settings. Each is imported when it is u
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +17,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
-from ...core.codec.tensor_codec import QuantizingCodec
-from .block_errors import largest_of_blocks, largest_share, step_errors
-from .round_trip import RoundTrip, codes_of
-from .speed import Speeds, speeds
+from ncz_plugins.cli.codec.array_file import read_array
+from ncz_plugins.cli.codec.block_errors import largest_of_blocks, largest_share, step_errors
+from ncz_plugins.cli.codec.round_trip import RoundTrip, codes_of, round_trip
+from ncz_plugins.cli.codec.speed import Speeds, interleaved, runs
+from ncz_plugins.cli.output import add_row, table, unbroken_console
+from ncz_plugins.cli.settings import config_with, parse_bound
+from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
+from ncz_plugins.core.errors import NczError, UnsupportedError
 
 # Compress: () -> bytes. Decompress: bytes -> array. Both run on one thread.
 Pair = tuple[Callable[[], Any], Callable[[Any], np.ndarray]]
@@ -65,6 +73,27 @@ class LibraryResult:
     of_bound: float
 
 
+def main() -> None:
+    """Compare on the array that the options name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE.npy", help="float16, float32 or float64, of any shape")
+    parser.add_argument("--bound", metavar="MODE:VALUE", help="error bound: rms:0.25, rel:1e-3, range:1e-4, abs:0.01")
+    parser.add_argument("--config", metavar="FILE", help="take the settings from this file; --bound overrides it")
+    options = parser.parse_args()
+    try:
+        array = read_array(options.file)
+        if not array.size:
+            raise UnsupportedError(f"{options.file}: holds no values")
+        trip = round_trip(array, config_with(options.config, {"quantizer": parse_bound(options.bound)}))
+        own, others = compare(trip)
+    except NczError as error:
+        parser.error(str(error))
+    console = unbroken_console()
+    console.print(comparison(trip, own, others))
+    for library in missing():
+        console.print(f"{library.name} is not installed: pip install 'ncz_plugins[compare]'", markup=False)
+
+
 def missing() -> list[Library]:
     """The libraries that are not installed."""
     return [library for library in LIBRARIES if find_spec(library.module) is None]
@@ -76,16 +105,18 @@ def compare(trip: RoundTrip) -> tuple[Speeds, list[LibraryResult]]:
     Our codec and the libraries take turns.
     """
     absent = missing()
-    kept, runs = {}, {}
+    kept, others = {}, {}
     for library in LIBRARIES:
         if library in absent:
             continue
         compress, decompress = library.start(*_floats(trip)) if library.lossy else library.start(_codes(trip))
         data = compress()
         kept[library] = len(data), _errors(trip, decompress(data)) if library.lossy else trip.errors
-        runs[library.name, "encode"] = compress
-        runs[library.name, "decode"] = partial(decompress, data)
-    own, gbps = speeds(trip, runs)
+        others[library.name, "encode"] = compress
+        others[library.name, "decode"] = partial(decompress, data)
+    ours, nbytes = runs(trip)
+    seconds = interleaved(ours | others)
+    gbps = {name: 1e-9 * trip.array.nbytes / seconds[name] for name in others}
     results = [
         LibraryResult(
             library=library,
@@ -98,7 +129,7 @@ def compare(trip: RoundTrip) -> tuple[Speeds, list[LibraryResult]]:
         )
         for library, (size, errors) in kept.items()
     ]
-    return own, results
+    return Speeds.of(nbytes, seconds), results
 
 
 def _codes(trip: RoundTrip) -> np.ndarray:
@@ -196,3 +227,23 @@ def _array(data: bytes, like: np.ndarray) -> np.ndarray:
 def _up_to_4d(x: np.ndarray) -> np.ndarray:
     """`x` with at most 4 dimensions, as zfp and SZ3 require: leading axes are merged."""
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x
+
+
+def comparison(trip: RoundTrip, speeds: Speeds, others: list[LibraryResult]) -> Table:
+    """Table with a line for our codec and one for each other compressor."""
+    notes = [f"{r.library.name}: {r.library.settings}" for r in others]
+    numbers = ("ratio", "bits/value", "encode", "decode", "max error", "of bound")
+    found = table("", *numbers, numbers=numbers, no_wrap=True)
+    found.caption, found.caption_justify = "; ".join(notes), "left"
+    own = (trip.ratio, trip.bits_per_value, speeds.encode, speeds.decode)
+    rows = [("ncz", *own, trip.max_abs_error, trip.of_bound)]
+    for r in others:
+        rows.append((r.library.name, r.ratio, r.bits_per_value, r.encode, r.decode, r.max_abs_error, r.of_bound))
+    for name, ratio, bits, encode, decode, error, of_bound in rows:
+        speed = f"{encode:.3g} GB/s", f"{decode:.3g} GB/s"
+        add_row(found, name, f"{ratio:.4g}", f"{bits:.4g}", *speed, f"{error:.4g}", f"{of_bound:.3f}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
