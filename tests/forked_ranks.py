@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -74,17 +75,17 @@ def serve_horovod(ranks: int, port: int) -> None:
 
 def wait_for(processes: list[int], folder: Path | None) -> bool:
     """Whether all ranks ended well. When one did not, ends the others, unless their exits go to a folder."""
-    exits: list[int | None] = [None] * len(processes)
-    while None in exits:
+    exits: list[tuple[int | None, float | None]] = [(None, None)] * len(processes)
+    while (None, None) in exits:
         process, status = os.wait()
-        exits[processes.index(process)] = os.waitstatus_to_exitcode(status)
+        exits[processes.index(process)] = os.waitstatus_to_exitcode(status), time.time()
         if folder is not None:
             (folder / "exits.json").write_text(json.dumps(exits))
         elif status:
             for rank, process in enumerate(processes):
-                if exits[rank] is None:
+                if exits[rank] == (None, None):
                     os.kill(process, signal.SIGTERM)
-    return not any(exits)
+    return not any(code for code, _ in exits)
 
 
 def import_modules(names: str) -> None:
@@ -104,7 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.add_argument(
-        "--into", type=Path, metavar="FOLDER", help="for rankN.log, rankN.json, and exits.json: null while a rank runs"
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        help="for rankN.log, rankN.json, and exits.json: exit status and time of each rank, null while it runs",
     )
     args = parser.parse_args(arguments)
     import_modules(args.modules)

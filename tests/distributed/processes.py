@@ -74,7 +74,7 @@ def run(
     finally:
         forking.end(process)
     exits = folder / "exits.json"
-    codes = json.loads(exits.read_text()) if exits.exists() else [None] * world_size
+    codes = [code for code, _ in json.loads(exits.read_text())] if exits.exists() else [None] * world_size
     finished = []
     for rank, code in enumerate(codes):
         log = folder / f"rank{rank}.log"

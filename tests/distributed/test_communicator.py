@@ -1,4 +1,4 @@
-"""Everything about a communicator that is not a number: handles, bypasses, groups, life and death."""
+"""Communicators of three ranks: bypasses, handles, groups, what is refused, opening and closing."""
 
 import gc
 import os
@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checks import check, raises, run_checks, same_on_all_ranks
-from common import digest, start, values
+from on_rank import digest, raises, rank, same_on_all_ranks, values, world_size
+from scenarios import ranks
 
 from ncz_plugins import Communicator, Config, ConfigError, MismatchError, NczError, UnsupportedError
 from ncz_plugins.cli.report.read import read
 from ncz_plugins.cli.report.summary import summarize
 from ncz_plugins.cli.report.verdict import verdict
 
-rank, world_size = start()
 everyone = [values(r, 100_000) for r in range(world_size)]
 exact = sum(everyone)
 
@@ -33,8 +32,8 @@ def plain_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return tensor
 
 
-@check
-def bypasses_before_measuring_are_counted_and_exact(group):
+@ranks(3)
+def test_bypasses_before_measuring_are_counted_and_exact(group):
     with Communicator(group=group) as communicator:
         integers = torch.arange(50_000)
         communicator.all_reduce(integers)
@@ -59,8 +58,8 @@ def bypasses_before_measuring_are_counted_and_exact(group):
         assert bypasses(communicator) == {"dtype": 1, "too small": 3, "reduce op": 1, "role not enabled": 1}
 
 
-@check
-def nan_and_infinity_come_through_at_their_own_places(group):
+@ranks(3)
+def test_nan_and_infinity_come_through_at_their_own_places(group):
     with Communicator(group=group) as communicator:
         for poison in (float("nan"), float("inf"), float("-inf")):
             tensor = mine()
@@ -78,8 +77,8 @@ def nan_and_infinity_come_through_at_their_own_places(group):
         assert bypasses(communicator) == {"non-finite": 6}
 
 
-@check
-def codes_that_overflow_go_plain(group):
+@ranks(3)
+def test_codes_that_overflow_go_plain(group):
     with Communicator({"quantizer": {"mode": "abs", "value": 1e-12}}, group) as communicator:
         tensor = mine()
         communicator.all_reduce(tensor)
@@ -87,15 +86,15 @@ def codes_that_overflow_go_plain(group):
         assert bypasses(communicator) == {"code overflow": 1}
 
 
-@check
-def what_would_grow_goes_plain(group):
+@ranks(3)
+def test_what_would_grow_goes_plain(group):
     with Communicator({"quantizer": {"mode": "rel", "value": 1e-5}}, group) as communicator:
         communicator.all_reduce(everyone[rank].bfloat16())
         assert bypasses(communicator) == {"not worth it": 1}
 
 
-@check
-def without_loss_all_of_that_passes_compressed(group):
+@ranks(3)
+def test_without_loss_all_of_that_passes_compressed(group):
     """And a sum is what adding in the order of ranks gives."""
     config = {"quantizer": {"kind": "lossless"}, "transport": {"schedule": "direct"}, "entropy": {"checksum": True}}
     with Communicator(config, group) as communicator:
@@ -111,8 +110,8 @@ def without_loss_all_of_that_passes_compressed(group):
         assert total.compressed_calls == 2 and not total.bypasses and total.ratio > 1.05
 
 
-@check
-def stochastic_errors_differ_from_call_to_call_and_not_from_rank_to_rank(group):
+@ranks(3)
+def test_stochastic_errors_differ_from_call_to_call_and_not_from_rank_to_rank(group):
     config = {"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.5}}
     with Communicator(config, group) as communicator:
         errors = []
@@ -125,8 +124,8 @@ def stochastic_errors_differ_from_call_to_call_and_not_from_rank_to_rank(group):
     same_on_all_ranks(digest(tensor), group)
 
 
-@check
-def many_handles_are_waited_for_in_any_order(group):
+@ranks(3)
+def test_many_handles_are_waited_for_in_any_order(group):
     """From another thread too; results are in place, alike on all ranks, and counted."""
     with Communicator({"quantizer": {"mode": "rms", "value": 0.01}}, group) as communicator:
         tensors = [values(rank, 40_000 + i, seed=i) for i in range(12)]
@@ -153,8 +152,8 @@ def many_handles_are_waited_for_in_any_order(group):
     same_on_all_ranks([digest(tensor) for tensor in tensors], group)
 
 
-@check
-def rank_0_records_over_two_starts_what_it_counted(group):
+@ranks(3)
+def test_rank_0_records_over_two_starts_what_it_counted(group):
     file = str(Path(os.environ["NCZ_TEST_RESULT"]).with_name("recorded.jsonl"))
     totals, state = [], None
     for _ in range(2):
@@ -181,8 +180,8 @@ def rank_0_records_over_two_starts_what_it_counted(group):
     assert run.header.ranks == world_size and len(verdict(summary, run.header)) == 4
 
 
-@check
-def all_ranks_learn_that_rank_0_cannot_record(group):
+@ranks(3)
+def test_all_ranks_learn_that_rank_0_cannot_record(group):
     file = Path(os.environ["NCZ_TEST_RESULT"]).with_name("a file")
     file.touch()
     config = {"statistics": {"jsonl": f"{file}/below a file"}}
@@ -190,8 +189,8 @@ def all_ranks_learn_that_rank_0_cannot_record(group):
     raises(MismatchError if rank else ConfigError, lambda: Communicator(config, group), *words)
 
 
-@check
-def any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(group):
+@ranks(3)
+def test_any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(group):
     with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
         cube = mine(99_000).view(10, 99, 100)
         communicator.all_reduce(cube)
@@ -207,11 +206,9 @@ def any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(group):
         raises(UnsupportedError, refused, "cpu and meta", "one device")
 
 
-@check
-def ranks_that_sum_different_parameters_are_told_so(group):
+@ranks(3)
+def test_ranks_that_sum_different_parameters_are_told_so(group):
     """Though their sizes are the same."""
-    if world_size < 2:
-        return
     for make in (
         lambda c, names: c.all_reduce(mine(), name=names[0]),
         lambda c, names: c.all_reduce_coalesced([mine(), mine()], names=names),
@@ -222,11 +219,9 @@ def ranks_that_sum_different_parameters_are_told_so(group):
             raises(MismatchError, lambda: make(communicator, names), "parameters differs")  # noqa: B023
 
 
-@check
-def ranks_that_ended_other_steps_are_told_so(group):
+@ranks(3)
+def test_ranks_that_ended_other_steps_are_told_so(group):
     """Where something depends on the step: at once, and not after the time-out of a sum that not all verify."""
-    if world_size < 2:
-        return
     for section in ({"guard": {"every": 2}}, {"steps": {"bounds": [{"step": 1, "times": 0.5}]}}, {}):
         with Communicator({"transport": {"min_bytes": 0}} | section, group) as communicator:
             communicator.all_reduce(mine())
@@ -239,8 +234,8 @@ def ranks_that_ended_other_steps_are_told_so(group):
                 communicator.all_reduce(mine())
 
 
-@check
-def negated_views_and_a_name_twice_are_refused(group):
+@ranks(3)
+def test_negated_views_and_a_name_twice_are_refused(group):
     config = {"transport": {"min_bytes": 0}, "quantizer": {"error_feedback": True}}
     with Communicator(config, group) as communicator:
         view = torch.complex(mine(), mine()).conj().imag
@@ -249,8 +244,8 @@ def negated_views_and_a_name_twice_are_refused(group):
         raises(UnsupportedError, twice, "a: two tensors of one call")
 
 
-@check
-def a_refused_call_is_told_at_once_and_to_the_others_when_they_make_it(group):
+@ranks(3)
+def test_a_refused_call_is_told_at_once_and_to_the_others_when_they_make_it(group):
     with Communicator(group=group) as communicator:
         if rank == 0:  # whose error must not wait for the others
             raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(5), torch.empty(7)))
@@ -258,20 +253,17 @@ def a_refused_call_is_told_at_once_and_to_the_others_when_they_make_it(group):
         raises(MismatchError, lambda: communicator.all_reduce(mine()), "rank 0")
 
 
-@check
-def closing_twice_is_fine_and_using_it_afterwards_is_not(group):
+@ranks(3)
+def test_closing_twice_is_fine_and_using_it_afterwards_is_not(group):
     communicator = Communicator(group=group)
     communicator.close()
     communicator.close()
-    if world_size > 1:
-        raises(NczError, lambda: communicator.all_reduce(mine()), "closed")
+    raises(NczError, lambda: communicator.all_reduce(mine()), "closed")
 
 
-@check
-def several_communicators_serve_one_subgroup(group):
+@ranks(3)
+def test_several_communicators_serve_one_subgroup(group):
     """Groups of any shape, made in the same order by their members only."""
-    if world_size < 3:
-        return
     pair = dist.new_group([0, world_size - 1])
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     if rank in (0, world_size - 1):
@@ -291,8 +283,8 @@ def several_communicators_serve_one_subgroup(group):
     assert torch.equal(own, everyone[rank])
 
 
-@check
-def nothing_leaks(group):
+@ranks(3)
+def test_nothing_leaks(group):
     """Making and closing many leaves no file and no thread; here in the default group."""
 
     def cycle() -> None:
@@ -313,6 +305,3 @@ def nothing_leaks(group):
     gc.collect()
     dist.barrier()
     assert [open_files(), threading.active_count()] == [files, threads]
-
-
-run_checks()

@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from checks import check, raises, run_checks, same_on_all_ranks
-from common import digest, start, values
+from on_rank import digest, raises, rank, same_on_all_ranks, values, world_size
+from scenarios import ranks
 
 from ncz_plugins import Communicator, MismatchError, NczError, ParameterSlice, PeerError, UnsupportedError
 
@@ -13,7 +13,6 @@ SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
 LENGTHS = [40_000, 0, 1, 9973, 30_000]
 NAMES = ["body", "nothing", "bias", "odd", "head"]
 ABS = {"quantizer": {"mode": "abs", "value": 0.01}}
-rank, world_size = start()
 last = rank == world_size - 1
 
 
@@ -35,8 +34,8 @@ def counted(communicator: Communicator) -> tuple[int, int, dict]:
     return total.calls, total.compressed_calls, dict(total.bypasses)
 
 
-@check
-def several_tensors_are_one_compressed_call(group):
+@ranks(2, 3)
+def test_several_tensors_are_one_compressed_call(group):
     """To the bit what all_reduce of the same values in one tensor gives."""
     with Communicator(ABS, group) as communicator, Communicator(ABS, group) as other:
         for op, divisor in ((SUM, 1), (AVG, world_size)):
@@ -52,8 +51,8 @@ def several_tensors_are_one_compressed_call(group):
         assert counted(communicator) == counted(other) == (2, 2, {})
 
 
-@check
-def a_handle_and_its_future_give_the_tensors(group):
+@ranks(2, 3)
+def test_a_handle_and_its_future_give_the_tensors(group):
     with Communicator(ABS, group) as communicator:
         for dtypes in ([torch.float32], [torch.float32, torch.float64, torch.int64]):  # one call, and three
             tensors = [tensor for dtype in dtypes for tensor in several(dtype=dtype)]
@@ -64,8 +63,8 @@ def a_handle_and_its_future_give_the_tensors(group):
             assert handle.is_completed() and handle.is_success() and handle.exception() is None
 
 
-@check
-def tensors_of_any_shape_are_reduced_in_place(group):
+@ranks(2, 3)
+def test_tensors_of_any_shape_are_reduced_in_place(group):
     """Scalars, matrices and what requires a gradient; a tensor by itself is a list of one."""
     with Communicator(ABS | {"transport": {"min_bytes": 0}}, group) as communicator:
         scalar, matrix = torch.tensor(float(rank)), torch.full((3, 7), 1.0 + rank)
@@ -81,8 +80,8 @@ def tensors_of_any_shape_are_reduced_in_place(group):
         assert counted(communicator) == (2, 2, {})
 
 
-@check
-def each_dtype_has_a_call_of_its_own(group):
+@ranks(2, 3)
+def test_each_dtype_has_a_call_of_its_own(group):
     dtypes = [torch.float32, torch.int64, torch.float64, torch.bfloat16]
     with Communicator(ABS, group) as communicator:
         tensors = {dtype: several(dtype=dtype) for dtype in dtypes}
@@ -96,8 +95,8 @@ def each_dtype_has_a_call_of_its_own(group):
         same_on_all_ranks(digests(mixed), group)
 
 
-@check
-def what_goes_plain_is_exact_and_counted_once(group):
+@ranks(2, 3)
+def test_what_goes_plain_is_exact_and_counted_once(group):
     policies = {"policies": [{"name": "*", "action": "skip"}]}
     for config, how, reason in (
         ({"transport": {"min_bytes": "1MiB"}}, {}, "too small"),
@@ -118,8 +117,8 @@ def what_goes_plain_is_exact_and_counted_once(group):
             same_on_all_ranks(digests(tensors), group)
 
 
-@check
-def a_nan_of_one_rank_comes_out_where_it_went_in(group):
+@ranks(2, 3)
+def test_a_nan_of_one_rank_comes_out_where_it_went_in(group):
     with Communicator(ABS, group) as communicator:
         tensors = several()
         if last:
@@ -129,8 +128,8 @@ def a_nan_of_one_rank_comes_out_where_it_went_in(group):
         assert counted(communicator) == (1, 0, {"non-finite": 1})
 
 
-@check
-def each_treatment_has_a_call_of_its_own(group):
+@ranks(2, 3)
+def test_each_treatment_has_a_call_of_its_own(group):
     """By names, and by parts of one of the tensors."""
     policies = [{"name": "head", "action": "skip"}, {"name": "body", "quantizer": {"value": 0.5}}]
     with Communicator(ABS | {"policies": policies, "transport": {"min_bytes": 0}}, group) as communicator:
@@ -149,8 +148,8 @@ def each_treatment_has_a_call_of_its_own(group):
         same_on_all_ranks(digests(tensors), group)
 
 
-@check
-def what_is_lost_is_kept_by_name(group):
+@ranks(2, 3)
+def test_what_is_lost_is_kept_by_name(group):
     """As all_reduce keeps it by parts."""
     config = {"quantizer": {"mode": "abs", "value": 0.5, "error_feedback": True}}
     parts = [ParameterSlice(name, length) for name, length in zip(NAMES, LENGTHS)]
@@ -168,8 +167,8 @@ def what_is_lost_is_kept_by_name(group):
 # ------------------------------------------------------------------ order
 
 
-@check
-def it_follows_the_calls_before_it_and_comes_before_those_after_it(group):
+@ranks(2, 3)
+def test_it_follows_the_calls_before_it_and_comes_before_those_after_it(group):
     """Of the same tensors, without waiting in between; and so does a tensor whose parts are treated differently."""
     policies = [{"name": "exact", "action": "skip"}]
     parts = [ParameterSlice("exact", 100_000), ParameterSlice("other", 300_000)]
@@ -191,8 +190,8 @@ def it_follows_the_calls_before_it_and_comes_before_those_after_it(group):
 # ------------------------------------------------------------------ ranks that differ
 
 
-@check
-def lists_that_differ_are_told_to_all_ranks(group):
+@ranks(2, 3)
+def test_lists_that_differ_are_told_to_all_ranks(group):
     def ones(lengths: list[int], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
         return [torch.ones(length, dtype=dtype) for length, dtype in zip(lengths, dtypes)]
 
@@ -230,8 +229,8 @@ def refused(group, config: dict, call, error: type, *words: str) -> None:
             assert digests(tensors) == digests(several())
 
 
-@check
-def what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(group):
+@ranks(2, 3)
+def test_what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(group):
     strided = torch.ones(100, 10).t()
     for tensors, error, words in (
         ([], ValueError, ["no tensors"]),
@@ -254,8 +253,8 @@ def what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(group)
     assert all((tensor == 1).all() for tensor in two)  # the first dtype was not reduced either
 
 
-@check
-def a_rank_that_leaves_is_a_peer_error_and_the_tensors_stay(group):
+@ranks(2, 3)
+def test_a_rank_that_leaves_is_a_peer_error_and_the_tensors_stay(group):
     communicator = Communicator({"transport": {"timeout_seconds": 20}}, group)
     tensors = several()
     communicator.all_reduce_coalesced(tensors)
@@ -274,14 +273,11 @@ def a_rank_that_leaves_is_a_peer_error_and_the_tensors_stay(group):
     communicator.close()
 
 
-@check
-def one_rank_by_itself_keeps_its_values(group):
+@ranks(2, 3)
+def test_one_rank_by_itself_keeps_its_values(group):
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
     with Communicator(group=alone) as communicator:
         tensors = several()
         handle = communicator.all_reduce_coalesced(tensors, async_op=True)
         assert handle.wait() and digests(tensors) == digests(several())
         assert counted(communicator) == (1, 0, {"one rank": 1})
-
-
-run_checks()

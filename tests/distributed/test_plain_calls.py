@@ -5,8 +5,8 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from checks import check, raises, run_checks, same_on_all_ranks
-from common import digest, start, values
+from on_rank import digest, raises, rank, same_on_all_ranks, values, world_size
+from scenarios import ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ncz_plugins import Communicator, MismatchError, NczError, PeerError, UnsupportedError
@@ -14,7 +14,6 @@ from ncz_plugins import Communicator, MismatchError, NczError, PeerError, Unsupp
 SOON = 20.0  # half of the time-out of what must end before it
 LARGE, SMALL = 400_000, 1000
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
-rank, world_size = start()
 last = rank == world_size - 1
 
 
@@ -44,8 +43,8 @@ def both(name: str, other: object, first: object) -> str:
 # ------------------------------------------------------------------ order
 
 
-@check
-def calls_run_in_the_order_in_which_they_were_made(group):
+@ranks(3)
+def test_calls_run_in_the_order_in_which_they_were_made(group):
     """A small call on what a large one before it computes, ten times."""
     with Communicator({"quantizer": {"kind": "lossless"}}, group) as communicator:
         for _ in range(10):
@@ -56,8 +55,8 @@ def calls_run_in_the_order_in_which_they_were_made(group):
             assert large.unique().tolist() == [world_size * (world_size + 1) / 2]
 
 
-@check
-def asynchronous_calls_of_all_sizes_mix(group):
+@ranks(3)
+def test_asynchronous_calls_of_all_sizes_mix(group):
     """In any order of waiting, and alike on all ranks."""
     with Communicator(group=group) as communicator:
         sizes = [SMALL, LARGE, 1, 0, LARGE, 30_000, SMALL]
@@ -71,8 +70,8 @@ def asynchronous_calls_of_all_sizes_mix(group):
     same_on_all_ranks([digest(tensor) for tensor in tensors], group)
 
 
-@check
-def a_handle_of_a_small_average_completes_without_being_waited_for(group):
+@ranks(3)
+def test_a_handle_of_a_small_average_completes_without_being_waited_for(group):
     with Communicator(group=group) as communicator:
         tensor = torch.full((SMALL,), float(rank))
         handle = communicator.all_reduce(tensor, AVG, async_op=True)
@@ -87,75 +86,75 @@ def a_handle_of_a_small_average_completes_without_being_waited_for(group):
 # ------------------------------------------------------------------ ranks that differ
 
 
-@check
-def dtypes_of_one_size_are_told_apart(group):
+@ranks(3)
+def test_dtypes_of_one_size_are_told_apart(group):
     half, bfloat = reduce(dtype=torch.float16), reduce(dtype=torch.bfloat16)
     differing(group, half, bfloat, both("dtype", "bfloat16", "float16"))
 
 
-@check
-def dtypes_of_other_sizes_too(group):
+@ranks(3)
+def test_dtypes_of_other_sizes_too(group):
     differing(group, reduce(), reduce(dtype=torch.float64), both("dtype", "float64", "float32"))
 
 
-@check
-def reduce_ops(group):
+@ranks(3)
+def test_reduce_ops(group):
     differing(group, reduce(), reduce(op=AVG), both("reduce op", "AVG", "SUM"))
 
 
-@check
-def sizes(group):
+@ranks(3)
+def test_sizes(group):
     differing(group, reduce(), reduce(2 * SMALL), both("elements", 2 * SMALL, SMALL))
 
 
-@check
-def sizes_of_many_bytes_and_few(group):
+@ranks(3)
+def test_sizes_of_many_bytes_and_few(group):
     differing(group, reduce(1), reduce(30_000), both("elements", 30_000, 1))
 
 
-@check
-def sizes_of_large_tensors_that_go_plain(group):
+@ranks(3)
+def test_sizes_of_large_tensors_that_go_plain(group):
     first, other = reduce(LARGE, role="parameter"), reduce(LARGE + 1, role="parameter")
     differing(group, first, other, both("elements", LARGE + 1, LARGE))
 
 
-@check
-def collectives(group):
+@ranks(3)
+def test_collectives(group):
     def gather(communicator):
         communicator.all_gather_into_tensor(torch.ones(SMALL * world_size), torch.ones(SMALL))
 
     differing(group, reduce(SMALL * world_size), gather, both("collective", "all_gather_into_tensor", "all_reduce"))
 
 
-@check
-def sources_of_a_broadcast(group):
+@ranks(3)
+def test_sources_of_a_broadcast(group):
     first, other = (lambda c, src=src: c.broadcast(torch.ones(SMALL), src) for src in (0, 1))
     differing(group, first, other, f"source rank 1 on rank {world_size - 1}, 0 on rank 0")
 
 
-@check
-def small_and_large(group):
+@ranks(3)
+def test_small_and_large(group):
     differing(group, reduce(), reduce(LARGE), "elements", "plain (too small) on rank 0", "compressed on rank")
 
 
-@check
-def floats_and_integers(group):
+@ranks(3)
+def test_floats_and_integers(group):
     differing(group, reduce(LARGE), reduce(LARGE, torch.int32), both("dtype", "int32", "float32"), "plain (dtype)")
 
 
-@check
-def sums_and_maxima(group):
+@ranks(3)
+def test_sums_and_maxima(group):
     differing(group, reduce(LARGE), reduce(LARGE, op=MAX), both("reduce op", "MAX", "SUM"))
 
 
-@check
-def roles(group):
+@ranks(3)
+def test_roles(group):
     words = "transfer plain (role not enabled) on rank"
     differing(group, reduce(LARGE, role="gradient"), reduce(LARGE, role="parameter"), words, "compressed on rank 0")
 
 
-@check
-def numbers_of_calls(group):
+@ranks(3)
+def test_numbers_of_calls(group):
     """The last rank leaves one out: the others are told at its next one."""
 
     def two(communicator):
@@ -178,8 +177,8 @@ def refused(communicator: Communicator, call, error: type, *words: str) -> None:
     assert tensor.unique().tolist() == [world_size]
 
 
-@check
-def what_no_rank_can_send_is_refused_by_name_and_all_go_on(group):
+@ranks(3)
+def test_what_no_rank_can_send_is_refused_by_name_and_all_go_on(group):
     with FakeTensorMode():
         fake = torch.ones(SMALL)
     with Communicator(group=group) as communicator:
@@ -214,17 +213,14 @@ def heard_of(group, size: int) -> None:
         raises(NczError, lambda: communicator.all_reduce(tensor))
 
 
-@check
-def what_one_rank_refuses_its_peers_hear_of_at_once(group):
+@ranks(3)
+def test_what_one_rank_refuses_its_peers_hear_of_at_once(group):
     heard_of(group, SMALL)
     heard_of(group, LARGE)
 
 
-@check
-def errors_are_runtime_errors_for_who_knows_nothing_of_this_package(group):
+@ranks(3)
+def test_errors_are_runtime_errors_for_who_knows_nothing_of_this_package(group):
     assert issubclass(MismatchError, RuntimeError) and issubclass(PeerError, RuntimeError)
     with Communicator(group=group) as communicator:
         raises(RuntimeError, lambda: communicator.all_reduce(torch.ones(SMALL + rank)), "elements")
-
-
-run_checks()

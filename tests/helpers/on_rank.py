@@ -1,0 +1,121 @@
+"""What a test file uses in the process of a rank. `scenarios` is the other side: it starts the ranks."""
+
+import hashlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from ncz_plugins import NczError
+
+PATIENCE = timedelta(seconds=30)  # how long ranks wait in a test for one that has failed already
+
+# In pytest's process, which imports test files too, there is one rank and the CPU.
+rank = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or 0)
+world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+device = torch.device(os.environ.get("NCZ_TEST_DEVICE", "cpu"))
+
+_started = False
+
+
+def start(backend: str | None = None) -> None:
+    """Join the other ranks, by default over gloo, and NCCL too if `device` is a GPU. All ranks share the first GPU."""
+    global _started
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"))
+    _started = True
+
+
+def finish() -> None:
+    """Leave together with the others, if this rank has called `start`."""
+    if not _started:
+        return
+    # A barrier and no other collective: gloo sometimes aborts if a peer's connection goes while it ends.
+    dist.barrier(dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+
+
+def leave(result: object) -> None:
+    """Write this rank's result now. A scenario needs it if it ends without returning."""
+    Path(os.environ["NCZ_TEST_RESULT"]).write_text(json.dumps(result))
+
+
+def leave_alone(result: object) -> None:
+    """Write this rank's result and end the process now. After a peer's death gloo may abort on the usual way out."""
+    leave(result)
+    os._exit(0)
+
+
+# ------------------------------------------------------------------ tests that share their processes
+
+
+def run_tests(module: ModuleType, tests: dict[str, Sequence]) -> None:
+    """Run tests of `module` on this rank, one after another.
+
+    Leaves a dict for `scenarios`: for each test an empty string, or the traceback of its failure on this rank. Every
+    test has a process group of its own, so that collectives which a failed test has not finished disturb no other.
+
+    Args:
+        tests: for each name of a test its function's name and arguments, in the order in which they run.
+    """
+    outcomes = {}
+    for name, (function, arguments) in tests.items():
+        group = dist.new_group(timeout=PATIENCE)
+        try:
+            getattr(module, function)(group, **arguments)
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+        leave(outcomes)  # at once: a later test may end the process
+        # The next test starts when all ranks are done with this one.
+        dist.all_reduce(torch.zeros(1))
+
+
+# ------------------------------------------------------------------ values and assertions
+
+
+def values(rank: int, numel: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    """What `rank` holds. Every rank can compute it, so that the exact answer is known everywhere."""
+    generator = torch.Generator().manual_seed(97 * rank + seed)
+    return (torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") * (1 + rank)).to(dtype)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A hash of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def same_on_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> None:
+    """Fail on every rank unless all ranks have the same `value`."""
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group)
+    assert all(each == everyone[0] for each in everyone), everyone
+
+
+def raises(error: type, call: Callable, *words: str) -> None:
+    """Fail unless `call` raises `error` with all `words` in its message."""
+    try:
+        call()
+    except error as caught:
+        assert all(word in str(caught) for word in words), caught
+    else:
+        raise AssertionError(f"no {error.__name__}")
+
+
+def attempt(call: Callable) -> dict | None:
+    """How `call` fails, and after how many seconds. None if it does not fail."""
+    started = time.monotonic()
+    try:
+        call()
+    except NczError as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    return None
