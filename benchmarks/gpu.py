@@ -44,11 +44,11 @@ from ncz_plugins.kernels.cpu import LIBRARY
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
 # By CUDA MPS or without it, where processes are killed or watched. Ranks that tests start serve all tests of a file.
 # Other folders need more packages, and no GPU.
-CHECKS, RANKS = "tests/distributed/test_checks.py", ["tests/distributed", "tests/integration"]
+RANKS = ["tests/distributed", "tests/integration"]
 TESTS_BY_MPS = [
-    ["-k", "cuda-ddp", CHECKS],
-    ["-k", "cuda-fsdp", CHECKS],
-    ["-n", "5", "--dist", "loadfile", "-k", "not cuda-ddp and not cuda-fsdp and not faults", *RANKS],
+    ["tests/distributed/test_ddp.py"],
+    ["tests/distributed/test_fsdp.py"],
+    ["-n", "5", "--dist", "loadfile", "-k", "not test_ddp and not test_fsdp and not faults", *RANKS],
 ]
 TESTS = [["-n", "4", "--dist", "load", "tests/cuda"], ["-k", "faults", "tests/distributed"]]
 WITHOUT_MPS = ["env", "-u", "CUDA_MPS_PIPE_DIRECTORY", "-u", "CUDA_MPS_LOG_DIRECTORY"]

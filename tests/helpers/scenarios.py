@@ -139,7 +139,7 @@ def _report_of(rank: int, finished: Finished) -> str:
 # ------------------------------------------------------------------ tests that share their processes
 
 
-def ranks(*world_sizes: int, devices: Sequence = ("cpu",), **options):
+def ranks(*world_sizes: int, gpu: bool = False, **options):
     """Decorate a test of which every rank runs its own part, given a process group of all ranks.
 
     The selected tests of a file run one after another in the same processes, once for each world size and device. Each
@@ -147,13 +147,13 @@ def ranks(*world_sizes: int, devices: Sequence = ("cpu",), **options):
     `pytest.mark.parametrize` only, and go through JSON; it has no fixtures.
 
     Args:
+        gpu: whether ranks also run the test with `on_rank.device` a GPU, where there is one.
         options: see `Ranks`.
     """
     made = []
-    for device in devices:
-        name, marks = (device, []) if isinstance(device, str) else (device.values[0], device.marks)
-        on = "" if name == "cpu" else f", {name}"
-        made += [pytest.param(Ranks(n, name, **options), id=f"{n} ranks{on}", marks=marks) for n in world_sizes]
+    for device in ("cpu", "cuda") if gpu and torch.cuda.is_available() else ("cpu",):
+        on, marks = (", cuda", pytest.mark.gpu) if device == "cuda" else ("", ())
+        made += [pytest.param(Ranks(n, device, **options), id=f"{n} ranks{on}", marks=marks) for n in world_sizes]
     return pytest.mark.parametrize("group", made, indirect=True)
 
 

@@ -1,14 +1,14 @@
-"""What compression does to FSDP2: `fsdp.py cpu | cuda`, an even number of ranks. Each check is a test of its own."""
+"""What compression does to FSDP2, with even numbers of ranks."""
 
-import sys
+from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
-from checks import check, raises, run_checks, same_on_all_ranks
-from common import digest, start
+from on_rank import device, digest, raises, rank, same_on_all_ranks, world_size
+from scenarios import ranks
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -17,13 +17,22 @@ from turns import Pair, require_kept
 from ncz_plugins import ConfigError, MismatchError, NczError, UnsupportedError
 from ncz_plugins.torch import fsdp
 
-device = torch.device(sys.argv[1])
-rank, world_size = start(device)
 SMALL = {"transport": {"min_bytes": 0}}
 LOSSLESS = SMALL | {"quantizer": {"kind": "lossless"}}
 FINE = SMALL | {"quantizer": {"value": 1e-3}}
-flat = init_device_mesh(device.type, (world_size,))
-square = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="needs torch 2.9")
+
+
+@cache
+def flat() -> DeviceMesh:
+    """All ranks in a row."""
+    return init_device_mesh(device.type, (world_size,))
+
+
+@cache
+def square() -> DeviceMesh:
+    """Two replicas, each sharded among half of the ranks."""
+    return init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
 
 
 class Block(nn.Module):
@@ -36,7 +45,8 @@ class Block(nn.Module):
         return x + self.second(self.first(x).relu())
 
 
-def sharded(mesh=flat, dtype=torch.float32) -> nn.Module:
+def sharded(mesh=None, dtype=torch.float32) -> nn.Module:
+    mesh = mesh or flat()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), Block(300), Block(300), nn.Linear(300, 7)).to(device, dtype)
     for module in model[1:3]:
@@ -72,8 +82,8 @@ def near(losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.01, atol=0.01)
 
 
-@check
-def lossless_trains_as_plain_does(group):
+@ranks(2, 4, gpu=True)
+def test_lossless_trains_as_plain_does(group):
     plain, ours = sharded(), sharded()
     compression = fsdp.compress(ours, LOSSLESS)
     expected, losses = train(plain), train(ours)
@@ -84,8 +94,8 @@ def lossless_trains_as_plain_does(group):
     assert compression.training.step == len(compression.stats.steps) == 4
 
 
-@check
-def at_a_bound_the_loss_is_that_of_plain(group):
+@ranks(2, 4, gpu=True)
+def test_at_a_bound_the_loss_is_that_of_plain(group):
     for dtype in (torch.float32, torch.bfloat16):
         plain, ours = sharded(dtype=dtype), sharded(dtype=dtype)
         compression = fsdp.compress(ours, SMALL)
@@ -94,8 +104,8 @@ def at_a_bound_the_loss_is_that_of_plain(group):
         same_on_all_ranks(digest(weights(ours)), group)
 
 
-@check
-def weights_are_gathered_to_the_bit(group):
+@ranks(2, 4, gpu=True)
+def test_weights_are_gathered_to_the_bit(group):
     """Compressed with and without what was gathered before, beside plain gathers: the same gradients, hence weights."""
     with_weights = {"roles": ["gradient", "parameter"]}
     for dtype in (torch.float32, torch.bfloat16):
@@ -115,45 +125,45 @@ def weights_are_gathered_to_the_bit(group):
         assert of_whole.stats.total.bypasses == {}
 
 
-@check
-def weights_that_no_replica_gathers_are_refused(group):
+@ranks(2, 4, gpu=True)
+def test_weights_that_no_replica_gathers_are_refused(group):
     both = {"roles": ["gradient", "parameter"]}
-    replicas = square["replicate"].get_group()
-    raises(UnsupportedError, lambda: fsdp.compress(sharded(square["shard"]), both, replicas=replicas), "replica")
+    replicas = square()["replicate"].get_group()
+    raises(UnsupportedError, lambda: fsdp.compress(sharded(square()["shard"]), both, replicas=replicas), "replica")
     raises(ConfigError, lambda: fsdp.compress(sharded(), SMALL, keep_weights=True), "keep_weights", "add parameter")
 
 
-@check
-def a_model_of_one_sharded_module(group):
+@ranks(2, 4, gpu=True)
+def test_a_model_of_one_sharded_module(group):
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(300, 500).to(device), mesh=flat)
+    model = fully_shard(nn.Linear(300, 500).to(device), mesh=flat())
     compression = fsdp.compress(model, SMALL)
     for _ in range(3):
         model(torch.randn(4, 300, device=device)).square().mean().backward()
     assert compression.training.step == 3 == compression.stats.total.compressed_calls
 
 
-@check
-def replicas_are_averaged(group):
+@ranks(2, 4, gpu=True)
+def test_replicas_are_averaged(group):
     """FSDP inside a replica, compressed between replicas, beside what FSDP does over a mesh of both."""
-    plain, ours = sharded(square), sharded(square["shard"])
-    compression = fsdp.compress(ours, LOSSLESS, replicas=square["replicate"].get_group())
+    plain, ours = sharded(square()), sharded(square()["shard"])
+    compression = fsdp.compress(ours, LOSSLESS, replicas=square()["replicate"].get_group())
     near(train(ours), train(plain))
     torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-3, atol=1e-4)
     same_on_all_ranks(digest(weights(ours)), group)
     assert compression.training.step == 4 and compression.stats.total.compressed_calls == 3 * 4
 
-    bounded = sharded(square["shard"])
-    compression = fsdp.compress(bounded, SMALL, replicas=square["replicate"].get_group())
-    near(train(bounded), train(sharded(square)))
+    bounded = sharded(square()["shard"])
+    compression = fsdp.compress(bounded, SMALL, replicas=square()["replicate"].get_group())
+    near(train(bounded), train(sharded(square())))
     same_on_all_ranks(digest(weights(bounded)), group)
     assert compression.stats.total.ratio > 4
     compression.close()
     raises(NczError, lambda: train(bounded, 1), "closed")
 
 
-@check
-def gradients_are_accumulated(group):
+@ranks(2, 4, gpu=True)
+def test_gradients_are_accumulated(group):
     plain, ours = sharded(), sharded()
     compression = fsdp.compress(ours, LOSSLESS)
     for model in (plain, ours):
@@ -165,8 +175,8 @@ def gradients_are_accumulated(group):
     assert compression.training.step == 1  # only passes that reduce are steps
 
 
-@check
-def stages_of_a_pipeline(group):
+@ranks(2, 4, gpu=True)
+def test_stages_of_a_pipeline(group):
     """Schedules have gradients reduced after the backward passes of all microbatches: one step for each stage."""
     for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         plain, exact, near = (gradients_of_stages(schedule, config) for config in (None, LOSSLESS, FINE))
@@ -176,10 +186,10 @@ def stages_of_a_pipeline(group):
 
 def gradients_of_stages(schedule, config) -> torch.Tensor:
     """Gradients of this rank's stages after three steps of a pipeline of two times as many."""
-    at, count = square["replicate"].get_local_rank(), 1 if issubclass(schedule, PipelineScheduleSingle) else 2
+    at, count = square()["replicate"].get_local_rank(), 1 if issubclass(schedule, PipelineScheduleSingle) else 2
     models = [stage_model(at + 2 * each) for each in range(count)]
     compressions = [fsdp.compress(model, config) for model in models if config]
-    peers = square["replicate"].get_group()
+    peers = square()["replicate"].get_group()
     stages = [PipelineStage(each, at + 2 * i, 2 * count, device, group=peers) for i, each in enumerate(models)]
     run = schedule(stages[0] if count == 1 else stages, 4, loss_fn=lambda output, target: (output * target).sum())
     generator = torch.Generator().manual_seed(rank)
@@ -196,12 +206,12 @@ def gradients_of_stages(schedule, config) -> torch.Tensor:
 def stage_model(number: int) -> nn.Module:
     torch.manual_seed(number)
     model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100)).to(device)
-    fully_shard(model[0], mesh=square["shard"])
-    return fully_shard(model, mesh=square["shard"])
+    fully_shard(model[0], mesh=square()["shard"])
+    return fully_shard(model, mesh=square()["shard"])
 
 
-@check
-def reductions_outside_of_a_backward_pass(group):
+@ranks(2, 4, gpu=True)
+def test_reductions_outside_of_a_backward_pass(group):
     """As `FSDPModule.finalize_backward` makes them, which torch 2.15 has."""
     if hasattr(FSDPModule, "finalize_backward"):
         return  # `stages_of_a_pipeline` uses it
@@ -231,8 +241,8 @@ def reductions_outside_of_a_backward_pass(group):
     assert compression.training.step == 2 and [each.calls for each in compression.stats.steps] == [3, 3]
 
 
-@check
-def policies_know_modules_and_error_feedback_parameters_by_name(group):
+@ranks(2, 4, gpu=True)
+def test_policies_know_modules_and_error_feedback_parameters_by_name(group):
     model = sharded()
     kept = {name for name, _ in model.named_parameters() if not name.startswith("2.")}
     config = {"quantizer": {"error_feedback": True}, "policies": [{"name": "2", "action": "skip"}]}
@@ -276,8 +286,8 @@ def loses_nothing(group, model, used=by_turns, begin=lambda model, used: None, a
     require_kept(missing, compression, group)
 
 
-@check
-def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
+@ranks(2, 4, gpu=True)
+def test_error_feedback_loses_nothing_of_parameters_that_take_turns(group):
     def freeze_others(model, used):
         for name in ("left", "right"):
             getattr(model, name).weight.requires_grad_(name in used)
@@ -292,12 +302,12 @@ def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
 def branches(in_modules: bool = False) -> nn.Module:
     model = Pair().to(device)
     for module in (model.left, model.right) if in_modules else ():
-        fully_shard(module, mesh=flat)
-    return fully_shard(model, mesh=flat)
+        fully_shard(module, mesh=flat())
+    return fully_shard(model, mesh=flat())
 
 
-@check
-def error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
+@ranks(2, 4, gpu=True)
+def test_error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
     """FSDP reduces zeros for the others, where it is told to."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # before torch 2.13
@@ -311,11 +321,11 @@ def error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
         loses_nothing(group, model, used)
 
 
-@check
-def error_feedback_knows_parameters_that_only_a_pass_before_used(group):
+@ranks(2, 4, gpu=True)
+def test_error_feedback_knows_parameters_that_only_a_pass_before_used(group):
     """FSDP keeps such gradients in its `reduce_dtype`, and reduces them with the last pass."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(Pair().to(device), mesh=flat, mp_policy=policy)
+    model = fully_shard(Pair().to(device), mesh=flat(), mp_policy=policy)
     compression = fsdp.compress(model, SMALL | {"quantizer": {"error_feedback": True}})
     for number in (0, 1, 3):
         model.set_requires_gradient_sync(number == 3)
@@ -324,8 +334,8 @@ def error_feedback_knows_parameters_that_only_a_pass_before_used(group):
     assert compression.training.step == compression.stats.total.compressed_calls == 1
 
 
-@check
-def a_model_is_compressed_once(group):
+@ranks(2, 4, gpu=True)
+def test_a_model_is_compressed_once(group):
     model = sharded()
     compression = fsdp.compress(model, SMALL)
     raises(UnsupportedError, lambda: fsdp.compress(model, SMALL), "already", "close")
@@ -340,8 +350,8 @@ def a_model_is_compressed_once(group):
     assert once_more.stats.total.wire_bytes_by_role.keys() == {"gradient"}
 
 
-@check
-def steps_go_on_after_a_pass_that_failed(group):
+@ranks(2, 4, gpu=True)
+def test_steps_go_on_after_a_pass_that_failed(group):
     if not hasattr(FSDPModule, "reset_iter_state"):
         return  # before torch 2.13 FSDP itself does not go on
     model = sharded()
@@ -357,22 +367,22 @@ def steps_go_on_after_a_pass_that_failed(group):
     assert compression.training.step == len(compression.stats.steps) == 3
 
 
-@check
-def modules_that_are_sharded_afterwards_are_noticed(group):
+@ranks(2, 4, gpu=True)
+def test_modules_that_are_sharded_afterwards_are_noticed(group):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), Block(300), nn.Linear(300, 7)).to(device)
-    fully_shard(model[1], mesh=flat)
+    fully_shard(model[1], mesh=flat())
     fsdp.compress(model, SMALL)
-    fully_shard(model, mesh=flat)
+    fully_shard(model, mesh=flat())
     raises(UnsupportedError, lambda: train(model, 1), "Sequential", "after fsdp.compress", "fully_shard")
 
 
-@check
-def sums_that_are_divided_by_a_factor(group):
+@ranks(2, 4, gpu=True)
+def test_sums_that_are_divided_by_a_factor(group):
     """As FSDP does it by itself: over replicas as well, and over gloo, which can't multiply beforehand."""
     for factor in (1.0, 3.0):
-        models = [sharded(square), sharded(square["shard"]), sharded(), sharded()]
-        fsdp.compress(models[1], LOSSLESS, replicas=square["replicate"].get_group())
+        models = [sharded(square()), sharded(square()["shard"]), sharded(), sharded()]
+        fsdp.compress(models[1], LOSSLESS, replicas=square()["replicate"].get_group())
         compression = fsdp.compress(models[2], LOSSLESS)
         for model in models:
             for module in model.modules():
@@ -389,8 +399,8 @@ def sums_that_are_divided_by_a_factor(group):
         assert compression.stats.total.compressed_calls == 3
 
 
-@check
-def names_are_those_of_the_model(group):
+@ranks(2, 4, gpu=True)
+def test_names_are_those_of_the_model(group):
     """Whatever torch.compile puts into them, and also of parameters that a state was assigned to later."""
     model = sharded()
     model[2] = torch.compile(model[2], backend="eager")
@@ -403,8 +413,8 @@ def names_are_those_of_the_model(group):
     assert compression.stats.total.bypasses == {"policy": 2}
 
 
-@check
-def one_rank_counts_steps(group):
+@ranks(2, 4, gpu=True)
+def test_one_rank_counts_steps(group):
     alone = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("others", "alone"))["alone"]
     model = fully_shard(nn.Linear(64, 7).to(device), mesh=alone)
     compression = fsdp.compress(model, SMALL)
@@ -415,13 +425,11 @@ def one_rank_counts_steps(group):
     assert compression.training.step == 3
 
 
-@check
-def weights_may_be_gathered_among_some_ranks(group):
+@ranks(4, gpu=True)
+def test_weights_may_be_gathered_among_some_ranks(group):
     """In the backward pass, with `reshard_after_forward` a number."""
-    if world_size < 4:
-        return
     torch.manual_seed(0)
-    model, plain = (fully_shard(nn.Linear(64, 7).to(device), mesh=flat, reshard_after_forward=2) for _ in range(2))
+    model, plain = (fully_shard(nn.Linear(64, 7).to(device), mesh=flat(), reshard_after_forward=2) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     keeps = device.type == "cpu"
     compression = fsdp.compress(model, LOSSLESS | {"roles": ["gradient", "parameter"]}, keep_weights=keeps)
@@ -430,14 +438,16 @@ def weights_may_be_gathered_among_some_ranks(group):
     assert not keeps or compression.stats.total.sent_whole == {"first call": 2}  # of each group, which keeps its own
 
 
-@check
-def what_can_not_be_served_is_refused(group):
+@ranks(2, 4, gpu=True)
+def test_what_can_not_be_served_is_refused(group):
     raises(UnsupportedError, lambda: fsdp.compress(nn.Linear(3, 3)), "Linear", "fully_shard")
     if device.type == "cpu":
         old = FullyShardedDataParallel(nn.Linear(3, 3), device_id=device)
         raises(UnsupportedError, lambda: fsdp.compress(old), "FSDP1", "fully_shard")
-    raises(UnsupportedError, lambda: fsdp.compress(sharded(square)), "replicas=")
-    replicated = replicate(nn.Linear(64, 7).to(device), mesh=flat)
+    raises(UnsupportedError, lambda: fsdp.compress(sharded(square())), "replicas=")
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicated = replicate(nn.Linear(64, 7).to(device), mesh=flat())
     raises(UnsupportedError, lambda: fsdp.compress(replicated), "not sharded", "ddp.compress")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(), replicas=dist.group.WORLD), "different shards")
     raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
@@ -447,7 +457,3 @@ def what_can_not_be_served_is_refused(group):
         raises(UnsupportedError, lambda: fsdp.compress(sharded()), "2.9")
     finally:
         FSDPModule.set_custom_reduce_scatter = kept
-
-
-dist.barrier()
-run_checks()

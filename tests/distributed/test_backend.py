@@ -1,8 +1,7 @@
-"""What programs get that know the backend `ncz` by its name only: `backend.py cpu | cuda`. Each check is a test."""
+"""What programs get that know the backend `ncz` by its name only."""
 
 import gc
 import os
-import sys
 import time
 import weakref
 from datetime import timedelta
@@ -11,8 +10,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from checks import PATIENCE, check, raises, run_checks, same_on_all_ranks
-from common import digest
+from on_rank import PATIENCE, device, digest, raises, rank, same_on_all_ranks, start, world_size
+from scenarios import ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -20,17 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 import ncz_plugins.torch.backend  # noqa: F401
 from ncz_plugins import ConfigError, NczError, PeerError, UnsupportedError
 
-device = torch.device(sys.argv[1])
-torch.set_num_threads(1)
-os.environ["NCZ_CONFIG"] = os.environ["NCZ_TEST_RESULT"] + ".yaml"
-with open(os.environ["NCZ_CONFIG"], "w") as file:
-    file.write("transport: {min_bytes: 128KiB}\n")  # what GPUs share is faster than any network, and would be measured
-dist.init_process_group("ncz")
-if device.type == "cuda":
-    torch.cuda.set_device(0)
-rank, world_size = dist.get_rank(), dist.get_world_size()
-generator = torch.Generator().manual_seed(rank)
-values = torch.randn(100_003, generator=generator).to(device)
+in_backend = ranks(3, gpu=True, start="join")
+generators = [torch.Generator().manual_seed(r) for r in range(world_size)]
+values_by_rank = torch.stack([torch.randn(100_003, generator=each) for each in generators]).to(device)
+generator, values = generators[rank], values_by_rank[rank].clone()
+
+
+def join() -> None:
+    """Start with a configuration that `NCZ_CONFIG` names, and "ncz" as the backend of the default group."""
+    os.environ["NCZ_CONFIG"] = os.environ["NCZ_TEST_RESULT"] + ".yaml"
+    with open(os.environ["NCZ_CONFIG"], "w") as file:
+        # What GPUs share is faster than any network, and would be measured.
+        file.write("transport: {min_bytes: 128KiB}\n")
+    start("ncz")
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,14 +46,14 @@ def is_lossy(result: torch.Tensor, exact: torch.Tensor) -> bool:
     return 0.01 < (result - exact).norm() / exact.norm() < 0.3
 
 
-@check
-def groups_are_ours(group):
+@in_backend
+def test_groups_are_ours(group):
     assert dist.get_backend() == "ncz" and dist.get_backend(group) == "ncz"
     assert type(dist.group.WORLD).__name__ == "CompressedBackend"
 
 
-@check
-def sums_and_averages_of_floats_are_compressed(group):
+@in_backend
+def test_sums_and_averages_of_floats_are_compressed(group):
     exact = gathered(values).sum(0)
     for op, expected in ((dist.ReduceOp.SUM, exact), (dist.ReduceOp.AVG, exact / world_size)):
         result = values.clone()
@@ -67,8 +68,8 @@ def sums_and_averages_of_floats_are_compressed(group):
     assert total.compressed_calls == total.calls == 3 and total.ratio > 5
 
 
-@check
-def lists_of_floats_are_compressed_together(group):
+@in_backend
+def test_lists_of_floats_are_compressed_together(group):
     first, second = values[:70_000].clone(), values[70_000:].clone()
     dist.all_reduce_coalesced([first, second], group=group)
     exact = gathered(values).sum(0)
@@ -90,8 +91,8 @@ def lists_of_floats_are_compressed_together(group):
     assert torch.equal(largest, gathered(values).amax(0))
 
 
-@check
-def reduce_scatters_are_compressed(group):
+@in_backend
+def test_reduce_scatters_are_compressed(group):
     whole = torch.randn(world_size * 50_000, generator=generator).to(device)
     exact = gathered(whole).sum(0).view(world_size, -1)[rank]
     part = torch.empty(50_000, device=device)
@@ -105,8 +106,8 @@ def reduce_scatters_are_compressed(group):
     assert torch.equal(part, gathered(whole).amax(0).view(world_size, -1)[rank])
 
 
-@check
-def tensors_of_any_layout_are_reduced(group):
+@in_backend
+def test_tensors_of_any_layout_are_reduced(group):
     whole = values[:100_000].clone().view(200, 500)
     expected = gathered(whole).sum(0)[:, ::2]
     strided = whole[:, ::2]
@@ -127,8 +128,8 @@ def tensors_of_any_layout_are_reduced(group):
         assert torch.equal(sparse.to_dense(), world_size * torch.eye(5))
 
 
-@check
-def hooks_may_wait_for_collectives_in_callbacks(group):
+@in_backend
+def test_hooks_may_wait_for_collectives_in_callbacks(group):
     """As torch's PowerSGD does."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(600, 600).to(device), process_group=group)
@@ -139,8 +140,8 @@ def hooks_may_wait_for_collectives_in_callbacks(group):
     same_on_all_ranks(digest(model.module.weight.grad.cpu()), group)
 
 
-@check
-def all_else_is_exact(group):
+@in_backend
+def test_all_else_is_exact(group):
     copy = values.clone()
     dist.broadcast(copy, world_size - 1, group=group)
     assert torch.equal(copy, gathered(values)[-1])
@@ -165,16 +166,13 @@ def all_else_is_exact(group):
         if rank == 1:  # with NCCL, two ranks that both send first would wait for each other
             starts = [starts[1], lambda: dist.isend(values, 0, group=group)]
         works = [start() for start in starts]
-        assert all(work.wait() or True for work in works) and torch.equal(other, gathered_by_rank[1 - rank])
+        assert all(work.wait() or True for work in works) and torch.equal(other, values_by_rank[1 - rank])
     dist.barrier(group)
     assert group.communicator is None  # nothing was to be compressed
 
 
-gathered_by_rank = gathered(values)
-
-
-@check
-def small_tensors_go_plain_and_are_counted(group):
+@in_backend
+def test_small_tensors_go_plain_and_are_counted(group):
     for numel in (0, 2, 7):
         tensor = torch.full([numel], rank + 1.0, device=device)
         dist.all_reduce(tensor, group=group)
@@ -183,8 +181,8 @@ def small_tensors_go_plain_and_are_counted(group):
     assert bypasses == {"too small": 3}, bypasses
 
 
-@check
-def distributed_data_parallel_trains(group):
+@in_backend
+def test_distributed_data_parallel_trains(group):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 7)).to(device)
     model = DistributedDataParallel(model, process_group=group)
@@ -198,8 +196,8 @@ def distributed_data_parallel_trains(group):
     assert group.communicator.stats.total.compressed_calls >= 5
 
 
-@check
-def models_join_whose_ranks_have_more_data_than_others(group):
+@in_backend
+def test_models_join_whose_ranks_have_more_data_than_others(group):
     """DDP leaves the work that counts ranks to C++."""
     for divides in (True, False):
         model = DistributedDataParallel(nn.Linear(8, 8).to(device), process_group=group)
@@ -208,8 +206,8 @@ def models_join_whose_ranks_have_more_data_than_others(group):
                 model(torch.ones(2, 8, device=device)).sum().backward()
 
 
-@check
-def barriers_wait_for_sums_before_them(group):
+@in_backend
+def test_barriers_wait_for_sums_before_them(group):
     result = values.clone()
     work = dist.all_reduce(result, group=group, async_op=True)
     dist.barrier(group=group)
@@ -218,8 +216,8 @@ def barriers_wait_for_sums_before_them(group):
     assert same is result
 
 
-@check
-def a_work_can_be_asked_and_waited_for_with_a_time_out(group):
+@in_backend
+def test_a_work_can_be_asked_and_waited_for_with_a_time_out(group):
     if device.type == "cuda":  # there the host need not wait at all
         return
     other = dist.new_group(timeout=PATIENCE)
@@ -232,11 +230,11 @@ def a_work_can_be_asked_and_waited_for_with_a_time_out(group):
     if rank != 0:
         work = dist.all_reduce(values.clone(), group=other, async_op=True)
     [result] = work.result()
-    assert work.is_completed() and work.wait(timedelta(0)) and is_lossy(result, gathered_by_rank.sum(0))
+    assert work.is_completed() and work.wait(timedelta(0)) and is_lossy(result, values_by_rank.sum(0))
 
 
-@check
-def works_that_are_left_to_cpp(group):
+@in_backend
+def test_works_that_are_left_to_cpp(group):
     """Functional collectives leave works to C++, several at once."""
     sums = [functional.all_reduce(values[:each], "sum", group) for each in (99_999, 7, 77_777)]
     averages = functional.all_reduce(values, "avg", group)
@@ -247,8 +245,8 @@ def works_that_are_left_to_cpp(group):
     assert group.communicator.stats.total.compressed_calls == 3
 
 
-@check
-def methods_of_the_group_take_what_those_of_torch_take(group):
+@in_backend
+def test_methods_of_the_group_take_what_those_of_torch_take(group):
     exact, one, several = gathered(values).sum(0), values.clone(), values.clone()
     group.allreduce(one).wait()
     group.allreduce([several], dist.ReduceOp.AVG).wait()
@@ -258,16 +256,16 @@ def methods_of_the_group_take_what_those_of_torch_take(group):
     assert is_lossy(one, exact) and group.communicator.stats.total.calls == 2
 
 
-@check
-def groups_of_some_ranks(group):
+@in_backend
+def test_groups_of_some_ranks(group):
     some = dist.new_group([0, world_size - 1])
     if rank in (0, world_size - 1):
         result = values.clone()
         dist.all_reduce(result, group=some)
-        assert is_lossy(result, gathered_by_rank[0] + gathered_by_rank[-1])
+        assert is_lossy(result, values_by_rank[0] + values_by_rank[-1])
         part = torch.empty(50_000, device=device)
         dist.reduce_scatter_tensor(part, values[:100_000], group=some)
-        whole = (gathered_by_rank[0] + gathered_by_rank[-1])[:100_000].view(2, -1)
+        whole = (values_by_rank[0] + values_by_rank[-1])[:100_000].view(2, -1)
         assert is_lossy(part, whole[0 if rank == 0 else 1])
 
 
@@ -281,20 +279,20 @@ def noted(group) -> list[str]:
     return ended
 
 
-@check
-def a_group_that_is_destroyed_finishes_what_is_under_way(group):
+@in_backend
+def test_a_group_that_is_destroyed_finishes_what_is_under_way(group):
     other = dist.new_group(timeout=PATIENCE)
     dist.all_reduce(values.clone(), group=other)
     work = dist.all_reduce(values.clone(), group=other, async_op=True)
     ended = noted(other)
     dist.destroy_process_group(other)
-    assert work.wait() and is_lossy(work.result()[0], gathered_by_rank.sum(0)) and ended == ["shutdown"]
+    assert work.wait() and is_lossy(work.result()[0], values_by_rank.sum(0)) and ended == ["shutdown"]
     if device.type == "cpu":
         raises(NczError, lambda: other.allreduce(values.clone()), "closed")
 
 
-@check
-def a_group_that_is_aborted_gives_up_what_is_under_way(group):
+@in_backend
+def test_a_group_that_is_aborted_gives_up_what_is_under_way(group):
     if device.type == "cuda":  # what NCCL does on the other ranks is not ours
         return
     other = dist.new_group(timeout=PATIENCE)
@@ -312,22 +310,22 @@ def a_group_that_is_aborted_gives_up_what_is_under_way(group):
         raises(PeerError, lambda: dist.all_reduce(values.clone(), group=other))
 
 
-@check
-def other_backends_beside_it_are_refused(group):
+@in_backend
+def test_other_backends_beside_it_are_refused(group):
     mixed = dist.new_group(backend="cpu:ncz,cuda:gloo")
     raises(UnsupportedError, lambda: dist.all_reduce(values.clone(), group=mixed), "cpu:ncz,cuda:gloo", '"ncz" alone')
 
 
-@check
-def a_group_of_one_rank(group):
+@in_backend
+def test_a_group_of_one_rank(group):
     alone = dist.new_subgroups_by_enumeration([[each] for each in range(world_size)])[0]
     result = values.clone()
     dist.all_reduce(result, group=alone)
     assert torch.equal(result, values)
 
 
-@check
-def tensors_go_with_their_last_reference(group):
+@in_backend
+def test_tensors_go_with_their_last_reference(group):
     """Also where Python collects no garbage, and where nothing follows."""
 
     def waits() -> list:
@@ -359,8 +357,8 @@ def tensors_go_with_their_last_reference(group):
         gc.enable()
 
 
-@check
-def the_environment_names_the_configuration(group):
+@in_backend
+def test_the_environment_names_the_configuration(group):
     with open(os.environ["NCZ_CONFIG"], "w") as file:
         file.write("quantizer: {kind: lossless}\n")
     result = values.clone()
@@ -380,6 +378,3 @@ def the_environment_names_the_configuration(group):
         dist.new_group()
     finally:
         os.environ["NCZ_CONFIG"] = file
-
-
-run_checks()

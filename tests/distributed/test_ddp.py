@@ -1,17 +1,16 @@
-"""What compression does to DistributedDataParallel: `ddp.py cpu | cuda`. Each check is a test of its own."""
+"""What compression does to DistributedDataParallel."""
 
 import contextlib
 import copy
 import gc
 import io
-import sys
 import time
 import weakref
 
 import torch
 import torch.distributed as dist
-from checks import check, raises, run_checks, same_on_all_ranks
-from common import digest, start
+from on_rank import device, digest, raises, rank, same_on_all_ranks, world_size
+from scenarios import ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from turns import Pair, require_kept
@@ -20,8 +19,6 @@ from ncz_plugins import Communicator, MismatchError, Training, UnsupportedError
 from ncz_plugins.core.call import plain_wire_bytes
 from ncz_plugins.torch import ddp
 
-device = torch.device(sys.argv[1])
-rank, world_size = start(device)
 SMALL = {"transport": {"min_bytes": 0}}
 LOSSLESS = SMALL | {"quantizer": {"kind": "lossless"}}
 WIDTH = 307  # a prime
@@ -83,8 +80,8 @@ def near(losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.01, atol=0.01)
 
 
-@check
-def lossless_trains_as_plain_does(group):
+@ranks(2, 3, gpu=True)
+def test_lossless_trains_as_plain_does(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, LOSSLESS)
     expected, losses = train(plain), train(ours)
@@ -95,8 +92,8 @@ def lossless_trains_as_plain_does(group):
     assert compression.stats.total.compressed_calls == compression.stats.total.calls > 5
 
 
-@check
-def at_a_bound_the_loss_is_that_of_plain(group):
+@ranks(2, 3, gpu=True)
+def test_at_a_bound_the_loss_is_that_of_plain(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, SMALL)
     near(train(ours), train(plain))
@@ -106,8 +103,8 @@ def at_a_bound_the_loss_is_that_of_plain(group):
     assert len(compression.stats.steps) == compression.training.step == 5
 
 
-@check
-def at_a_fixed_rate_too(group):
+@ranks(2, 3, gpu=True)
+def test_at_a_fixed_rate_too(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, SMALL | {"quantizer": {"mode": "bits", "value": 6}})
     near(train(ours), train(plain))
@@ -115,8 +112,8 @@ def at_a_fixed_rate_too(group):
     assert compression.stats.total.compressed_calls > 5
 
 
-@check
-def options_of_ddp(group):
+@ranks(2, 3, gpu=True)
+def test_options_of_ddp(group):
     for options in (
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
@@ -130,8 +127,8 @@ def options_of_ddp(group):
         same_replicas(ours, group)
 
 
-@check
-def other_dtypes(group):
+@ranks(2, 3, gpu=True)
+def test_other_dtypes(group):
     for dtype in (torch.bfloat16, torch.float64):
         plain, ours = wrapped(group, dtype), wrapped(group, dtype)
         compression = ddp.compress(ours, SMALL)
@@ -140,8 +137,8 @@ def other_dtypes(group):
         assert compression.stats.total.compressed_calls >= 5
 
 
-@check
-def autocast_and_a_scaler(group):
+@ranks(2, 3, gpu=True)
+def test_autocast_and_a_scaler(group):
     """Gradients that overflow come out as such: the scaler skips the step, on all ranks."""
     model = wrapped(group)
     compression = ddp.compress(model, SMALL)
@@ -162,8 +159,8 @@ def autocast_and_a_scaler(group):
     same_replicas(model, group)
 
 
-@check
-def gradients_are_accumulated(group):
+@ranks(2, 3, gpu=True)
+def test_gradients_are_accumulated(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, LOSSLESS)
     for model in (plain, ours):
@@ -179,8 +176,8 @@ def gradients_are_accumulated(group):
     assert compression.training.step == 2  # only passes that reduce are steps
 
 
-@check
-def ranks_may_have_different_numbers_of_batches(group):
+@ranks(2, 3, gpu=True)
+def test_ranks_may_have_different_numbers_of_batches(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, LOSSLESS)
     for model in (plain, ours):
@@ -195,8 +192,8 @@ def ranks_may_have_different_numbers_of_batches(group):
     assert compression.training.step == 1 + world_size
 
 
-@check
-def joining_with_another_divisor_is_refused(group):
+@ranks(2, 3, gpu=True)
+def test_joining_with_another_divisor_is_refused(group):
     model = wrapped(group)
     ddp.compress(model, SMALL)
 
@@ -208,10 +205,8 @@ def joining_with_another_divisor_is_refused(group):
     raises(UnsupportedError, step, "divide_by_initial_world_size")
 
 
-@check
-def compiled_models(group):
-    if world_size > 2:
-        return  # importing the compiler takes each rank longer than all else here
+@ranks(2, gpu=True)  # importing the compiler takes each rank longer than all else here
+def test_compiled_models(group):
     plain, ours = wrapped(group, bucket_cap_mb=2), wrapped(group, bucket_cap_mb=2)  # the first one has 1 MiB
     compression = ddp.compress(ours, LOSSLESS)
     near(train(torch.compile(ours, backend="aot_eager"), 2), train(plain, 2))
@@ -223,8 +218,8 @@ def compiled_models(group):
     assert compression.training.step == 2
 
 
-@check
-def policies_know_parameters_by_name(group):
+@ranks(2, 3, gpu=True)
+def test_policies_know_parameters_by_name(group):
     model = wrapped(group)
     config = SMALL | {
         "policies": [{"name": "*.bias", "action": "skip"}, {"name": "scale", "quantizer": {"value": 0.01}}]
@@ -236,8 +231,8 @@ def policies_know_parameters_by_name(group):
     assert compression.stats.total.bypasses.keys() == {"policy"} and compression.stats.total.compressed_calls > 0
 
 
-@check
-def error_feedback_outlives_new_buckets(group):
+@ranks(2, 3, gpu=True)
+def test_error_feedback_outlives_new_buckets(group):
     """DDP makes its buckets anew after the first step."""
     model = wrapped(group)
     compression = ddp.compress(model, SMALL | {"quantizer": {"error_feedback": True, "value": 1.0}})
@@ -289,8 +284,8 @@ def by_turns(number: int, rank: int) -> list[str]:
     return [("left", "right")[number % 2]]
 
 
-@check
-def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
+@ranks(2, 3, gpu=True)
+def test_error_feedback_loses_nothing_of_parameters_that_take_turns(group):
     """DDP drops what comes out for a parameter that no rank used."""
 
     def toggle(model, used):
@@ -312,16 +307,16 @@ def error_feedback_loses_nothing_of_parameters_that_take_turns(group):
     loses_nothing(group, by_turns, toggle, find_unused_parameters=True)
 
 
-@check
-def error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
+@ranks(2, 3, gpu=True)
+def test_error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
     def on_one_rank(number, rank):
         return ["left", "right"] if number % world_size == rank else ["left"]
 
     loses_nothing(group, on_one_rank, find_unused_parameters=True)
 
 
-@check
-def error_feedback_loses_nothing_where_gradients_are_accumulated(group):
+@ranks(2, 3, gpu=True)
+def test_error_feedback_loses_nothing_where_gradients_are_accumulated(group):
     def both(number, rank):
         return ["left", "right"]
 
@@ -334,16 +329,16 @@ def error_feedback_loses_nothing_where_gradients_are_accumulated(group):
     loses_nothing(group, in_some_pass, accumulates=True, find_unused_parameters=True)
 
 
-@check
-def the_guard_ends_a_training(group):
+@ranks(2, 3, gpu=True)
+def test_the_guard_ends_a_training(group):
     model = wrapped(group)
     guard = {"every": 1, "max_relative_error": 1e-6, "on_alarm": "stop"}
     ddp.compress(model, SMALL | {"guard": guard})
     raises(RuntimeError, lambda: train(model, 1), "AccuracyError", "relative error")
 
 
-@check
-def a_group_of_one_rank_trains(group):
+@ranks(2, 3, gpu=True)
+def test_a_group_of_one_rank_trains(group):
     alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
     model = wrapped(alone, bucket_cap_mb=0.02)
     compression = ddp.compress(model, SMALL)
@@ -364,8 +359,8 @@ class Sparse(nn.Module):
         return self.last((self.embedding(tokens).mean(1) * self.turn).real)
 
 
-@check
-def sparse_and_complex_gradients(group):
+@ranks(2, 3, gpu=True)
+def test_sparse_and_complex_gradients(group):
     if device.type == "cuda":
         return  # NCCL has no sums of sparse tensors
     gradients = []
@@ -386,8 +381,8 @@ def sparse_and_complex_gradients(group):
     assert compression.training.step == 2 and [each.calls for each in stats.steps] == [3, 3]
 
 
-@check
-def the_hook_by_itself(group):
+@ranks(2, 3, gpu=True)
+def test_the_hook_by_itself(group):
     model = wrapped(group)
     state = ddp.Compression(SMALL, group, model.module.named_parameters())
     model.register_comm_hook(state, ddp.hook)
@@ -397,8 +392,8 @@ def the_hook_by_itself(group):
     state.close()
 
 
-@check
-def buckets_go_with_their_model(group):
+@ranks(2, 3, gpu=True)
+def test_buckets_go_with_their_model(group):
     """Also where compression outlives it, and Python collects no garbage."""
     state, buffers = ddp.Compression(SMALL, group), []
 
@@ -422,8 +417,8 @@ def buckets_go_with_their_model(group):
     state.close()
 
 
-@check
-def two_models_share_a_training(group):
+@ranks(2, 3, gpu=True)
+def test_two_models_share_a_training(group):
     training = Training(SMALL)
     models = [wrapped(group), wrapped(group)]
     for model in models:
@@ -433,8 +428,8 @@ def two_models_share_a_training(group):
     assert training.step == 4 and training.stats.total.compressed_calls > 0
 
 
-@check
-def two_models_share_a_training_and_a_backward_pass(group):
+@ranks(2, 3, gpu=True)
+def test_two_models_share_a_training_and_a_backward_pass(group):
     """A step of the one ends among calls of the other, on some ranks later: warm-up ends with the same call on all."""
     training = Training(SMALL | {"steps": {"warmup": 3}})
     models = [wrapped(group), wrapped(group)]
@@ -453,8 +448,8 @@ def two_models_share_a_training_and_a_backward_pass(group):
         same_on_all_ranks(digest(torch.cat([each.grad.view(-1) for each in model.parameters()]).cpu()), group)
 
 
-@check
-def copies_of_a_model(group):
+@ranks(2, 3, gpu=True)
+def test_copies_of_a_model(group):
     """Averaged, and of a file: torch gives them no hook, until they are compressed themselves."""
     model = wrapped(None)  # torch copies those of the default group only
     compression = ddp.compress(model, SMALL)
@@ -471,8 +466,8 @@ def copies_of_a_model(group):
         assert of_other.stats.total.compressed_calls > 0 and compression.stats.total.calls == calls
 
 
-@check
-def what_can_not_be_served_is_refused(group):
+@ranks(2, 3, gpu=True)
+def test_what_can_not_be_served_is_refused(group):
     model = wrapped(group)
     raises(UnsupportedError, lambda: ddp.compress(model.module), "Net", "wrap")
     ddp.compress(model, SMALL)
@@ -488,8 +483,8 @@ def what_can_not_be_served_is_refused(group):
     raises(UnsupportedError, lambda: ddp.compress(model, SMALL), "python_reducer", "default")
 
 
-@check
-def futures_of_handles(group):
+@ranks(2, 3, gpu=True)
+def test_futures_of_handles(group):
     with Communicator(SMALL | {"policies": [{"name": "b", "action": "skip"}]}, group) as communicator:
         from ncz_plugins import ParameterSlice
 
@@ -511,6 +506,3 @@ def futures_of_handles(group):
             assert result is tensor
         assert torch.equal(whole[10:].cpu(), torch.full([20], float(exact)))
         assert integers.tolist() == [world_size * i for i in range(5)]
-
-
-run_checks()

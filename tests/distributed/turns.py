@@ -1,4 +1,4 @@
-"""Parameters that take turns, and the promise of error feedback about them, for the workers of DDP and FSDP2."""
+"""Parameters that take turns, and the promise of error feedback about them, for the tests of DDP and FSDP2."""
 
 import torch
 import torch.distributed as dist

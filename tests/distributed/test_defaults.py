@@ -1,6 +1,6 @@
 """Whatever a program has made the default of torch, of numpy or of the C library: the same results, to the bit.
 
-Each check plays its calls under ordinary settings, and then under hostile ones.
+Each test plays its calls under ordinary settings, and then under hostile ones.
 """
 
 import locale
@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from checks import check, run_checks
-from common import digest, start
+from on_rank import digest, rank, world_size
+from scenarios import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ncz_plugins.torch.backend  # noqa: F401
@@ -24,8 +25,7 @@ from ncz_plugins.torch import ddp, fsdp
 
 FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
 SMALL = {"transport": {"min_bytes": 0}}
-rank, world_size = start()
-mesh = init_device_mesh("cpu", (world_size,))
+pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="needs torch 2.9")
 
 
 # ------------------------------------------------------------------ settings of a whole program
@@ -120,35 +120,35 @@ def collectives(group, dtype: torch.dtype, config: dict) -> list[torch.Tensor]:
     return results
 
 
-@check
-def defaults(group):
+@ranks(2)
+def test_defaults(group):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         unchanged(lambda dtype=dtype: collectives(group, dtype, {}))
 
 
-@check
-def modes_of_the_bound(group):
+@ranks(2)
+def test_modes_of_the_bound(group):
     for mode in ("abs", "rel", "rms", "range"):
         for kind in ("error_bound", "stochastic"):
             quantizer = {"kind": kind, "mode": mode, "value": 0.01, "block": 256}
             unchanged(lambda quantizer=quantizer: collectives(group, torch.float32, {"quantizer": quantizer}))
 
 
-@check
-def fixed_rate(group):
+@ranks(2)
+def test_fixed_rate(group):
     for dtype in (torch.float32, torch.bfloat16):
         quantizer = {"mode": "bits", "value": 4}
         unchanged(lambda dtype=dtype, quantizer=quantizer: collectives(group, dtype, {"quantizer": quantizer}))
 
 
-@check
-def lossless(group):
+@ranks(2)
+def test_lossless(group):
     for dtype in (torch.float32, torch.float64):
         unchanged(lambda dtype=dtype: collectives(group, dtype, {"quantizer": {"kind": "lossless"}}))
 
 
-@check
-def plain(group):
+@ranks(2)
+def test_plain(group):
     large = {"transport": {"min_bytes": "1GiB"}}
 
     def play():
@@ -164,8 +164,8 @@ def plain(group):
     unchanged(play)
 
 
-@check
-def error_feedback_and_the_guard(group):
+@ranks(2)
+def test_error_feedback_and_the_guard(group):
     def play():
         results = []
         config = {"quantizer": {"error_feedback": True, "value": 1.0}, "guard": {"every": 1}}
@@ -181,8 +181,8 @@ def error_feedback_and_the_guard(group):
     unchanged(play)
 
 
-@check
-def changes_from_a_baseline(group):
+@ranks(2)
+def test_changes_from_a_baseline(group):
     from ncz_plugins import Baseline
 
     def play():
@@ -199,8 +199,8 @@ def changes_from_a_baseline(group):
     unchanged(play)
 
 
-@check
-def measured_settings(group):
+@ranks(2)
+def test_measured_settings(group):
     """The link, the coders and the cores are measured when a communicator connects."""
 
     def play():
@@ -211,8 +211,8 @@ def measured_settings(group):
     unchanged(play)
 
 
-@check
-def the_backend_ncz(group):
+@ranks(2)
+def test_the_backend_ncz(group):
     def play():
         of_backend = dist.new_group(backend="ncz")
         tensor, part, whole = own(100_000), own(50_000), own(100_000)
@@ -246,8 +246,8 @@ def train(model: nn.Module) -> None:
         optimizer.step()
 
 
-@check
-def trainings_under_ddp(group):
+@ranks(2)
+def test_trainings_under_ddp(group):
     def play(config):
         model = DistributedDataParallel(net(), process_group=group)
         ddp.compress(model, SMALL | config)
@@ -258,8 +258,10 @@ def trainings_under_ddp(group):
         unchanged(partial(play, {"quantizer": quantizer}), of_a_training=True)
 
 
-@check
-def trainings_under_fsdp(group):
+@ranks(2)
+def test_trainings_under_fsdp(group):
+    mesh = init_device_mesh("cpu", (world_size,))
+
     def play():
         model = net()
         fully_shard(model, mesh=mesh)
@@ -273,8 +275,8 @@ def trainings_under_fsdp(group):
 # ------------------------------------------------------------------ tensors and weights
 
 
-@check
-def compressed_tensors(group):
+@ranks(2)
+def test_compressed_tensors(group):
     def play():
         results = []
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -291,8 +293,8 @@ def compressed_tensors(group):
     unchanged(play)
 
 
-@check
-def patches(group):
+@ranks(2)
+def test_patches(group):
     def play():
         old = {"w": own(50_000, torch.bfloat16), "n": torch.tensor([0], dtype=torch.int64, device="cpu")}
         new = {"w": own(50_000, torch.bfloat16) + 1e-3, "n": torch.tensor([1], dtype=torch.int64, device="cpu")}
@@ -302,8 +304,8 @@ def patches(group):
     unchanged(play)
 
 
-@check
-def synchronized_weights(group):
+@ranks(2)
+def test_synchronized_weights(group):
     def play():
         sync, results = WeightSync(group, src=0), []
         for seed in range(3):
@@ -316,6 +318,3 @@ def synchronized_weights(group):
         return results
 
     unchanged(play)
-
-
-run_checks()
