@@ -1,8 +1,8 @@
 """Plan of which gradients of an optimizer are reduced together, the same on all ranks.
 
-Each rank computes its gradients in its own order. The plan fixes an order of the buckets beforehand, so that a bucket
+Each rank computes its gradients in its own order. The plan fixes the order of the buckets beforehand, so that a bucket
 can be reduced as soon as it is complete, while the backward pass goes on. The plan depends on the parameters only, so a
-resumed run has the same one.
+resumed run has the same plan.
 """
 
 from __future__ import annotations

@@ -25,16 +25,10 @@ ENVIRONMENT = "NCZ_CONFIG"  # path of a configuration file, for NCZ without argu
 
 @dataclass(frozen=True)
 class Tagged:
-    """Tensor on its way from `compress` to the all-reduce, with the compressor that it came from.
-
-    Attributes:
-        compressor: settings and state.
-        owner: the optimizer's compressor, or `compressor` itself. Tensors of one owner are reduced together.
-    """
+    """Tensor on its way from `compress` to the all-reduce, with the compressor of its optimizer."""
 
     tensor: Tensor
-    compressor: NCZ
-    owner: NCZ | OptimizerCompressor
+    owner: OptimizerCompressor
 
 
 class _OnClassOrInstance:
@@ -96,6 +90,11 @@ class NCZ(Compressor):
         if "_default" not in vars(cls):  # each subclass has its own
             cls._default = cls()
         return cls._default
+
+    @property
+    def compressor(self) -> NCZ:
+        """This object, as OptimizerCompressor has an attribute of this name."""
+        return self
 
     @property
     def config(self) -> Config:
@@ -197,10 +196,11 @@ class NCZ(Compressor):
 class OptimizerCompressor(Compressor):
     """Compressor of one optimizer, which may share an NCZ with others.
 
-    Only its own optimizer's `synchronize` shows that a gradient will not come. Until then ranks may have different
-    gradients pending, so tensors of different optimizers are never reduced together.
+    Tensors of different optimizers are never reduced together. Ranks may have different gradients pending until an
+    optimizer's own `synchronize`, which shows that no more gradients will come.
 
     Attributes:
+        compressor: settings and state, which optimizers may share.
         label: prefix of its parameters' names in error feedback, as two optimizers may use the same names.
         knows_names: True if it was told names; else Horovod names parameters by their position.
         positions: position of each parameter in the model, by name; empty if unknown.
@@ -210,11 +210,11 @@ class OptimizerCompressor(Compressor):
         self.label = label
         self.knows_names = knows_names
         self.positions: Mapping[str, int] = {}
-        self._compressor = compressor
+        self.compressor = compressor
         self._names_in_group: dict[str, list[str]] = {}
 
     def compress(self, tensor: Tensor) -> tuple[Tagged, None]:
-        return Tagged(tensor, self._compressor, owner=self), None
+        return Tagged(tensor, self), None
 
     def decompress(self, tensor: Tensor, ctx) -> Tensor:
         return tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.errors import UnsupportedError
 from ..core.runtime.inference_mode import outside_of_inference_mode
 from .compressor import NCZ, as_instance
-from .pending import Pending
+from .pending import ReductionHandle
 from .reduction import submit
 
 
@@ -141,4 +141,4 @@ def _start(tensors, grouped, average, name, op, prescale_factor, postscale_facto
     else:
         names = [f"{name}.{index}" for index in range(len(tensors))]
     how = op, prescale_factor, postscale_factor, process_set
-    return submit(Pending(compressor, compressor, outputs, names, *how, grouped=grouped))
+    return submit(ReductionHandle(compressor, outputs, names, *how, grouped=grouped))

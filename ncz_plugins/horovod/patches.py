@@ -18,7 +18,7 @@ from ..core.messages import say
 from ..version import __version__
 from . import elastic, functions, reduction
 from .compressor import NCZ, Tagged, as_instance
-from .pending import Pending
+from .pending import ReductionHandle
 
 _installed = False
 
@@ -70,9 +70,7 @@ def _takes_tagged(original):
         if isinstance(tensor, Tagged):
             op = mpi_ops.handle_average_backwards_compatibility(op, average)
             how = op, prescale_factor, postscale_factor, process_set
-            return reduction.submit(
-                Pending(tensor.compressor, tensor.owner, [tensor.tensor], [name], *how, grouped=False)
-            )
+            return reduction.submit(ReductionHandle(tensor.owner, [tensor.tensor], [name], *how, grouped=False))
         return original(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
     return allreduce_async_
@@ -88,11 +86,9 @@ def _takes_tagged_group(original):
         if len(tensors) and isinstance(tensors[0], Tagged):
             op = mpi_ops.handle_average_backwards_compatibility(op, average)
             how = op, prescale_factor, postscale_factor, process_set
-            compressor, owner = tensors[0].compressor, tensors[0].owner
-            names = owner.names_in_group(name)
-            return reduction.submit(
-                Pending(compressor, owner, [tagged.tensor for tagged in tensors], names, *how, grouped=True)
-            )
+            owner = tensors[0].owner
+            names, inside = owner.names_in_group(name), [tagged.tensor for tagged in tensors]
+            return reduction.submit(ReductionHandle(owner, inside, names, *how, grouped=True))
         return original(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
 
     return grouped_allreduce_async_
@@ -102,7 +98,7 @@ def _takes_pending(original):
     """hvd.synchronize that takes our handles as well."""
 
     def synchronize(handle):
-        return reduction.wait_for(handle) if isinstance(handle, Pending) else original(handle)
+        return reduction.wait_for(handle) if isinstance(handle, ReductionHandle) else original(handle)
 
     return synchronize
 
@@ -111,7 +107,7 @@ def _polls(original):
     """hvd.poll that takes our handles as well."""
 
     def poll(handle):
-        if not isinstance(handle, Pending):
+        if not isinstance(handle, ReductionHandle):
             return original(handle)
         # Without a plan a reduction starts only when the program waits for it. The first poll returns False. The second
         # one waits: a program that polls in a loop would never end otherwise.

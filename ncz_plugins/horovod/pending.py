@@ -1,9 +1,8 @@
-"""Pending tensors, which wait for their reduction, and the handle that a program holds for them."""
+"""Tensors that wait for their reduction, and the handle that a program holds for them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ class Signature(NamedTuple):
     """Properties that tensors must share to be reduced in one call. Their settings must be the same, too.
 
     Attributes:
-        op: Horovod's number of the op.
+        op: Horovod's number for the reduce op.
         prescale, postscale: factors of the ranks' values and of the result, in addition to what `op` does.
         dtype: its name in torch, such as "float32".
         device: "cpu" or "cuda".
@@ -57,13 +56,13 @@ class PendingTensor:
     """Tensor that is to be reduced.
 
     Attributes:
-        name, index: sort key that is the same on all ranks: the name of its `Pending`, and its number in the group.
-        tensor: any shape and strides. The result is written to it, and it may be a view.
-        parameter: the name by which policies know it, and its size.
-        residual: the name by which error feedback knows it, different for each optimizer.
-        ready: on a GPU, an event after which its values may be read.
+        name, index: name of its handle, and its number in that handle. The same on all ranks.
+        tensor: any shape and strides, may be a view. The result is written to it.
+        parameter: name for policies, and size.
+        residual: name for error feedback, different for each optimizer, and size.
+        ready: CUDA event after which the values may be read; None in host memory.
         reduced: whether it has been reduced.
-        result: a result that is still to be copied to `tensor`; None if there is none.
+        result: result that is still to be copied to `tensor`; None if there is none.
     """
 
     signature: Signature
@@ -94,12 +93,11 @@ class PendingTensor:
         return (*self.order, self.tensor.numel())
 
 
-class Pending:
+class ReductionHandle:
     """Handle of one or more tensors that wait for their reduction.
 
     Args:
-        compressor: settings and state.
-        owner: tensors of one owner are reduced together.
+        owner: compressor of the optimizer, or an NCZ. Tensors of one owner are reduced together.
         names: the name of each tensor, None for one without a name.
         op, prescale, postscale: see Signature.
         process_set: the ranks that reduce them.
@@ -107,11 +105,14 @@ class Pending:
 
     Raises UnsupportedError for tensors on a device that has no kernels, and for a process set that Horovod does not
     know.
+
+    Attributes:
+        done: whether the step that reduces these tensors has ended.
+        polled: whether the program has called hvd.poll for this handle.
     """
 
     def __init__(
         self,
-        compressor: NCZ,
         owner: NCZ | OptimizerCompressor,
         tensors: list[Tensor],
         names: list[str | None],
@@ -132,12 +133,11 @@ class Pending:
                 require_kernels(tensor.device)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{name or 'allreduce'}: {error}") from error
-        self.compressor = compressor
         self.owner = owner
         self.process_set = process_set
         label = owner.label
         # Single tensors of two process sets may have the same names.
-        if owner is compressor and process_set.process_set_id != 0:
+        if owner is owner.compressor and process_set.process_set_id != 0:
             label += f"ranks {' '.join(map(str, process_set.ranks))}/"
         self.name = f"{UNNAMED}{next(_unnamed):09d}" if names[0] is None else names[0]
         self.tensors = [
@@ -153,17 +153,12 @@ class Pending:
             for index, (tensor, name) in enumerate(zip(tensors, names))
         ]
         self.done = False
-        self.polled = False  # whether the program has called hvd.poll for it
+        self.polled = False
         self._grouped = grouped
 
-    def result(self, reduce_all: Callable[[NCZ, NCZ | OptimizerCompressor], None]) -> Tensor | list[Tensor]:
-        """Reduce everything that is pending for the same owner, and return the result of this handle.
-
-        Raises hvd.HorovodInternalError if an earlier reduction failed or Horovod was initialized again meanwhile.
-        """
+    def result(self) -> Tensor | list[Tensor]:
+        """The result, written to the tensors. Raises hvd.HorovodInternalError if they were not reduced."""
         if not self.done:
-            reduce_all(self.compressor, self.owner)
-        if not self.done:  # an earlier reduction failed, or Horovod was initialized again
             raise hvd.HorovodInternalError(
                 f"{self.name} was not reduced: an earlier reduction failed, or Horovod was initialized again"
             )

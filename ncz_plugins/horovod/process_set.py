@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
+from contextlib import nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import horovod.torch as hvd
 import torch
@@ -18,11 +20,10 @@ from ..core.call_description import checksum_of
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
 from ..core.group import Group
 from ..core.run import count_plain, decide, enter, run
-from ..core.runtime.device import Device, Host, record_event
+from ..core.runtime.device import Host, record_event
 from ..core.runtime.handle import Handle
 from ..core.runtime.worker import Worker
 from ..core.training.group import GroupState
-from ..core.transport.base import Transport
 from ..core.transport.comparison import RankComparison
 from ..core.transport.handshake import described, differences
 from ..version import __version__
@@ -32,7 +33,7 @@ from .connections import OwnConnections
 from .fusion import copy_back, flattened, fused
 from .gathering import gathered
 from .gpu_streams import GpuStreams
-from .pending import TORCH_OPS, UNNAMED, PendingTensor
+from .pending import TORCH_OPS, UNNAMED, PendingTensor, Signature
 from .transport import HorovodCollectives, HorovodTransport, result_of
 
 _OP_NAMES = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
@@ -46,15 +47,14 @@ _COMPARED_OFFSET = 1 << 50
 class Readiness(Enum):
     """Result of asking the ranks of a process set what they are about to reduce."""
 
-    DIFFERENT = auto()  # some ranks are about to reduce something else, as they are ahead
-    SAME = auto()  # all ranks are about to reduce the same
-    SAME_BUT_JOINED = auto()  # some ranks have called hvd.join; all others are about to reduce the same
+    DIFFERENT = auto()  # some ranks are ahead of others, and about to reduce other tensors
+    SAME = auto()  # all ranks are about to reduce the same tensors
+    SAME_BUT_JOINED = auto()  # some ranks have called hvd.join; all others are about to reduce the same tensors
 
 
 class Job(NamedTuple):
-    """Context of a reduction: compressor, owner of the tensors, plan of the buckets, and process set."""
+    """Context of a reduction: owner of the tensors, plan of the buckets, and process set."""
 
-    compressor: NCZ
     owner: NCZ | OptimizerCompressor
     plan: BucketPlan
     process_set: hvd.ProcessSet
@@ -71,12 +71,14 @@ class ProcessSetReducer:
         self._connections = OwnConnections()
         self._streams = GpuStreams()
         self._host = Host()  # keeps the memory for frames between calls
+        # For each compressor, what lasts between calls: True for calls over Horovod, False for our own connections.
+        self._groups: WeakKeyDictionary[NCZ, dict[bool, Group]] = WeakKeyDictionary()
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
         """Start to reduce a bucket before the program waits for it. If not all ranks are about to, the plan stops.
 
         Args:
-            number: the bucket's, in `job.plan`.
+            number: number of the bucket in `job.plan`.
         """
         return self._worker.submit(partial(self._reduce_ahead, job, number, tensors))
 
@@ -107,25 +109,27 @@ class ProcessSetReducer:
                 job.plan.stop()
 
     def _reduce_rest(self, job: Job, tensors: list[PendingTensor]) -> None:
+        # Ranks that were ahead give up their bucket, and then agree on all tensors that are left.
         while (found := agree(job, tensors, blocking=True)) is Readiness.DIFFERENT:
-            pass  # the ranks that were ahead give up their bucket, and then agree on all that is left
+            pass
         bypass = Bypass.JOINED if found is Readiness.SAME_BUT_JOINED else None
         try:
             for number, bucket in job.plan.buckets(tensors):
                 self._reduce_bucket(job, number, bucket, bypass)
         except BaseException:
-            # Elastic training repeats a step that failed. Count its sums from the beginning then, as other ranks do.
-            job.compressor.training.of_group(job.process_set.ranks).sums = 0
+            # Elastic training repeats a step that failed. All ranks then count its sums from the beginning.
+            job.owner.compressor.training.of_group(job.process_set.ranks).sums = 0
             raise
 
     def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor], bypass: Bypass | None = None) -> None:
-        _require_names(job.compressor, job.owner)
+        _require_names(job.owner)
         # Horovod caches operations by name, so use the same names in every step.
         name = f"ncz.{job.process_set.process_set_id}.{number}"
         others = [each for each in tensors if not each.signature.bypass]
         with self._streams.after(tensors):
             _reduce_by_horovod(job, [each for each in tensors if each.signature.bypass], f"{name}.plain")
-            for index, together in enumerate(fused(others, job.compressor.training, job.process_set.ranks)):
+            alike = fused(others, job.owner.compressor.training, job.process_set.ranks)
+            for index, together in enumerate(alike):
                 self._reduce_together(job, together, f"{name}.{index}", bypass)
         for pending in tensors:
             pending.reduced = True
@@ -137,13 +141,9 @@ class ProcessSetReducer:
             name: prefix of the names of Horovod's operations.
             bypass: a reason to reduce them uncompressed; None: decide here.
         """
-        training, config, process_set = job.compressor.training, job.compressor.config, job.process_set
         signature, flat = tensors[0].signature, flattened(tensors)
-        plain = HorovodCollectives(process_set, f"{name}.plain", (signature.prescale, signature.postscale))
-        by_horovod = config.transport.schedule != "ring" and not flat.is_cuda
-        # Horovod's own operations carry the direct schedule only.
-        auto_schedule = "direct" if by_horovod else None
-        group = Group(training, config, process_set.ranks, process_set.rank(), auto_schedule=auto_schedule)
+        by_horovod = job.owner.compressor.config.transport.schedule != "ring" and not flat.is_cuda
+        group = self._group(job, by_horovod)
         call = Call(
             "all_reduce",
             flat,
@@ -153,30 +153,54 @@ class ProcessSetReducer:
             role="gradient",
             parts=[pending.parameter for pending in tensors],
             residual_parts=[pending.residual for pending in tensors],
-            plain=plain,  # a call that turns out not to be worth compressing is reduced by Horovod in any case
+            # Horovod also reduces a call whose values turn out not to be worth compressing.
+            plain=HorovodCollectives(job.process_set, f"{name}.plain", (signature.prescale, signature.postscale)),
         )
         decide(group, call)
         call.bypass = bypass or call.bypass
         if call.bypass is not None:
-            call.start_plain(plain).wait()
+            call.start_plain(call.plain).wait()
             count_plain(group, call)
         else:
             if call.feeds_back:
                 _require_unique_names(tensors)
-            exactly = call.config.quantizer.kind == "lossless" and signature.scale != 1
-            # Apply the factors before and after the sum, as Horovod does: the result is the same to the bit.
-            if exactly:
-                flat.mul_(signature.prescale)
-                call.scale, call.plain = 1.0, HorovodCollectives(process_set, f"{name}.plain")
-            enter(group, call)
-            if by_horovod:
-                _run(group, call, self._host, HorovodTransport(process_set, name))
-            else:
-                with self._connections.route(process_set, config.transport, flat.device) as (device, transport):
-                    _run(group, call, device, transport)
-            if exactly:
-                flat.mul_(signature.postscale)
+            self._run(job, group, call, signature, name, by_horovod)
         copy_back(flat, tensors)
+
+    def _run(self, job: Job, group: Group, call: Call, signature: Signature, name: str, by_horovod: bool) -> None:
+        """Run a compressed call. Raises hvd.HorovodInternalError if a rank fails: elastic training recovers from it."""
+        # A lossless sum applies the factors before and after the sum, as Horovod does: the result is the same to the
+        # bit.
+        exactly = call.config.quantizer.kind == "lossless" and signature.scale != 1
+        if exactly:
+            call.input.mul_(signature.prescale)
+            call.scale, call.plain = 1.0, HorovodCollectives(job.process_set, f"{name}.plain")
+        enter(group, call)
+        if by_horovod:
+            route = nullcontext((self._host, HorovodTransport(job.process_set, name)))
+        else:
+            route = self._connections.route(job.process_set, group.config.transport, call.input.device)
+        with route as (device, transport):
+            try:
+                with device.after(record_event(call.input.device)), memory_errors(call.collective):
+                    run(group, call, device, transport)
+            except PeerError as error:
+                raise hvd.HorovodInternalError(str(error)) from error
+        if exactly:
+            call.output.mul_(signature.postscale)
+
+    def _group(self, job: Job, by_horovod: bool) -> Group:
+        """What lasts between the calls of one compressor, made anew if its settings were changed."""
+        compressor, process_set = job.owner.compressor, job.process_set
+        groups = self._groups.setdefault(compressor, {})
+        if by_horovod not in groups or groups[by_horovod].config is not compressor.config:
+            # Horovod's own operations carry the direct schedule only.
+            schedule = "direct" if by_horovod else None
+            groups[by_horovod] = Group(
+                compressor.training, compressor.config, process_set.ranks, process_set.rank(), auto_schedule=schedule
+            )
+        groups[by_horovod].exact_calls = 0  # only some ranks may have counted a call that failed
+        return groups[by_horovod]
 
 
 def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> None:
@@ -193,15 +217,7 @@ def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> Non
     for work, pending in zip(works, tensors):
         work.wait()
         call = Call("all_reduce", pending.tensor, pending.tensor, bypass=pending.signature.bypass)
-        job.compressor.stats.record(call.plain_counters(job.process_set.size()))
-
-
-def _run(group: Group, call: Call, device: Device, transport: Transport) -> None:
-    try:
-        with device.after(record_event(call.input.device)), memory_errors(call.collective):
-            run(group, call, device, transport)
-    except PeerError as error:
-        raise hvd.HorovodInternalError(str(error)) from error  # elastic training recovers from this error
+        job.owner.compressor.stats.record(call.plain_counters(job.process_set.size()))
 
 
 # ------------------------------------------------------------------ what ranks agree on before each bucket
@@ -210,37 +226,19 @@ def _run(group: Group, call: Call, device: Device, transport: Transport) -> None
 def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
     """Find out whether all ranks of a process set are about to reduce the same.
 
-    Without this question some ranks could wait for ever, for example for tensors that others, with another
-    configuration, send uncompressed.
+    This is the only comparison of the calls over Horovod. Without it some ranks could wait for ever, for example for
+    tensors that others, with another configuration, send uncompressed.
 
     Args:
         blocking: True if the program waits for `tensors`, False if they are reduced ahead of it.
 
     Raises MismatchError on every rank if the programs wait for different tensors.
     """
-    compressor, process_set = job.compressor, job.process_set
-    tensors_in_common = [
-        (
-            "" if each.name.startswith(UNNAMED) else each.name,
-            each.parameter.name,
-            each.signature,
-            tuple(each.tensor.shape),
-        )
-        for each in tensors
-    ]
-    comparison = RankComparison(
-        {
-            "version": zlib.crc32(__version__.encode()),
-            "configuration": checksum_of(compressor.config),
-            _COUNT: len(tensors),
-            "tensors to reduce": zlib.crc32(repr(tensors_in_common).encode()),
-            _BLOCKING: int(blocking),
-            _BUCKETS: zlib.crc32(repr([job.plan.bucket_of(each) for each in tensors]).encode()) if blocking else 0,
-        },
-        process_set.rank(),
-        process_set.size(),
-    )
-    progress = _Progress(compressor, process_set)
+    process_set = job.process_set
+
+    # One maximum over ranks carries what must be equal, what lagging ranks take over, and whether a rank has joined.
+    comparison = RankComparison(_compared(job, tensors, blocking), process_set.rank(), process_set.size())
+    progress = _Progress(job.owner.compressor, process_set)
     not_joined = torch.tensor([-1], dtype=torch.int64, device="cpu")
     highest = torch.cat([comparison.tensor + _COMPARED_OFFSET, progress.tensor, not_joined])
     sizes = [comparison.tensor.numel(), progress.tensor.numel(), 1]
@@ -250,28 +248,49 @@ def agree(job: Job, tensors: list[PendingTensor], blocking: bool) -> Readiness:
     comparison.tensor -= _COMPARED_OFFSET
     some_joined = joined.item() == 0
     differing = comparison.differing()
+
+    # Ranks that are ahead of others wait until the program waits on all of them.
     if differing and (not blocking or _BLOCKING in differing):
         return Readiness.DIFFERENT
+
+    # Ranks that know their parameters in different orders, for example from a set, use one bucket.
     if differing.keys() == {_BUCKETS}:
-        # Ranks know their parameters in different orders, for example from a set. Use one bucket on all of them.
         job.plan.merge()
         job.owner.positions = {}
         differing = {}
-    if differing and some_joined:  # the joined ranks can't take part in comparing details
-        raise MismatchError(
-            f"ranks differ: {' and '.join(differing)}, and a rank has called hvd.join. Rank {hvd.rank()} "
-            f"waits for {len(tensors)} tensors, the first is {tensors[0].name}"
-        )
+
     if differing:
+        # Joined ranks can't take part in comparing details.
+        found = f"{' and '.join(differing)} (a rank has called hvd.join)" if some_joined else _differences(job, tensors)
         raise MismatchError(
-            f"ranks differ: {_differences(job, tensors)}. All must run the same version with the same configuration "
-            f"and make the same calls. Rank {hvd.rank()} waits for {len(tensors)} tensors, the first is "
-            f"{tensors[0].name}"
+            f"ranks differ: {found}. All must run the same version with the same configuration and make the same "
+            f"calls. Rank {hvd.rank()} waits for {len(tensors)} tensors, the first is {tensors[0].name}"
         )
     if some_joined:
         return Readiness.SAME_BUT_JOINED
     progress.follow()
     return Readiness.SAME
+
+
+def _compared(job: Job, tensors: list[PendingTensor], blocking: bool) -> dict[str, int]:
+    """Numbers that must be equal on all ranks that are about to reduce these tensors."""
+    in_common = [
+        (
+            "" if each.name.startswith(UNNAMED) else each.name,
+            each.parameter.name,
+            each.signature,
+            tuple(each.tensor.shape),
+        )
+        for each in tensors
+    ]
+    return {
+        "version": zlib.crc32(__version__.encode()),
+        "configuration": checksum_of(job.owner.compressor.config),
+        _COUNT: len(tensors),
+        "tensors to reduce": zlib.crc32(repr(in_common).encode()),
+        _BLOCKING: int(blocking),
+        _BUCKETS: zlib.crc32(repr([job.plan.bucket_of(each) for each in tensors]).encode()) if blocking else 0,
+    }
 
 
 class _Progress:
@@ -305,7 +324,7 @@ def _differences(job: Job, tensors: list[PendingTensor]) -> str:
     """
     process_set = job.process_set
     mine = {
-        "settings": described(job.compressor.config),
+        "settings": described(job.owner.compressor.config),
         "tensors": [_in_words(each) for each in sorted(tensors, key=lambda each: (each.name, each.index))],
     }
     everyone = gathered(mine, f"ncz.{process_set.process_set_id}.differences", process_set)
@@ -333,9 +352,9 @@ def _in_words(pending: PendingTensor) -> dict[str, object]:
     }
 
 
-def _require_names(compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:
+def _require_names(owner: NCZ | OptimizerCompressor) -> None:
     """Raise UnsupportedError if a policy selects by name, and the optimizer was not told the names."""
-    for at, policy in enumerate(compressor.config.policies):
+    for at, policy in enumerate(owner.compressor.config.policies):
         if policy.name is not None and not owner.knows_names:
             raise UnsupportedError(
                 f"policies[{at}].name: {policy.name!r}: this optimizer was not told the names of its parameters; "

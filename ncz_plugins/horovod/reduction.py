@@ -1,4 +1,4 @@
-"""Registry of pending tensors: they are collected until all ranks have submitted the same, and then reduced.
+"""Registry of tensors that wait for their reduction.
 
 Ranks may compute gradients in different orders, and some ranks may compute gradients that others don't, until the
 optimizer synchronizes. By then all ranks have submitted the same names. Buckets of the optimizer's plan are reduced
@@ -18,17 +18,17 @@ from torch import Tensor
 from ..core.errors import UnsupportedError
 from .bucket_plan import BucketPlan
 from .compressor import NCZ, OptimizerCompressor
-from .pending import Pending, PendingTensor
+from .pending import PendingTensor, ReductionHandle
 from .process_set import Job, ProcessSetReducer
 
 _CLOSING_SECONDS = 10.0  # how long hvd.init waits for reductions under way, which then fail
 
 
 class _Reductions:
-    """Pending tensors, plans and threads from one `hvd.init` to the next. An elastic reset starts with an empty one.
+    """Handles, plans and threads from one `hvd.init` to the next. An elastic reset starts with an empty registry.
 
-    Handles are held by weak references: what the program drops, as an optimizer does when it is restored, is not
-    reduced.
+    Handles are held by weak references. Tensors whose handle the program dropped are not reduced: an optimizer drops
+    its handles when it loads a state.
     """
 
     def __init__(self):
@@ -36,39 +36,36 @@ class _Reductions:
         self._reducers: dict[tuple[int, ...], ProcessSetReducer] = {}
         self._plans: weakref.WeakKeyDictionary[OptimizerCompressor, BucketPlan] = weakref.WeakKeyDictionary()
         self._process = os.getpid()
-        self._pending: list[weakref.ref[Pending]] = []
+        self._handles: list[weakref.ref[ReductionHandle]] = []
         self._lock = threading.Lock()  # autograd submits gradients from one thread for each device
 
-    def submit(self, pending: Pending) -> Pending:
-        """Add a handle to the pending ones, and start to reduce the buckets that it completes.
-
-        Raises UnsupportedError in a fork.
-        """
+    def submit(self, handle: ReductionHandle) -> ReductionHandle:
+        """Add a handle, and start to reduce the buckets that it completes. Raises UnsupportedError in a fork."""
         self._require_own_process()
-        self._pending.append(weakref.ref(pending))
-        plan = self._plans.get(pending.owner)
-        if plan is not None and pending.compressor.may_run_ahead:
-            job = Job(pending.compressor, pending.owner, plan, pending.process_set)
+        self._handles.append(weakref.ref(handle))
+        plan = self._plans.get(handle.owner)
+        if plan is not None and handle.owner.compressor.may_run_ahead:
+            job = Job(handle.owner, plan, handle.process_set)
             with self._lock:
-                for number, bucket in plan.complete(pending.tensors):
-                    plan.under_way.append(self._reducer(pending.process_set).start(job, number, bucket))
-        return pending
+                for number, bucket in plan.complete(handle.tensors):
+                    plan.under_way.append(self._reducer(handle.process_set).start(job, number, bucket))
+        return handle
 
-    def reduce_all(self, compressor: NCZ, owner: NCZ | OptimizerCompressor) -> None:
-        """Reduce everything that is pending for one owner, and end its step."""
+    def reduce_all(self, owner: NCZ | OptimizerCompressor) -> None:
+        """Reduce all tensors of one owner that wait, and end its step."""
         self._require_own_process()
-        compressor.begin()
-        alive = [pending for reference in self._pending if (pending := reference()) is not None]
-        mine = sorted((p for p in alive if p.owner is owner), key=lambda p: p.process_set.process_set_id)
-        self._pending = [weakref.ref(p) for p in alive if p.owner is not owner]
+        owner.compressor.begin()
+        alive = [handle for reference in self._handles if (handle := reference()) is not None]
+        mine = sorted((each for each in alive if each.owner is owner), key=lambda each: each.process_set.process_set_id)
+        self._handles = [weakref.ref(each) for each in alive if each.owner is not owner]
         # Reduce each process set by itself: the other ranks of a set need not be in all sets of this rank.
-        for _, of_one_set in itertools.groupby(mine, key=lambda p: p.process_set.process_set_id):
-            pendings = list(of_one_set)
-            tensors = sorted((each for p in pendings for each in p.tensors), key=lambda each: each.order)
-            self._finish_step(compressor, owner, tensors, pendings[0].process_set)
-            for pending in pendings:
-                pending.done = True
-        compressor.end_reduction(owner)
+        for _, of_one_set in itertools.groupby(mine, key=lambda each: each.process_set.process_set_id):
+            handles = list(of_one_set)
+            tensors = sorted((each for handle in handles for each in handle.tensors), key=lambda each: each.order)
+            self._finish_step(owner, tensors, handles[0].process_set)
+            for handle in handles:
+                handle.done = True
+        owner.compressor.end_reduction(owner)
 
     def close(self) -> None:
         """End the threads."""
@@ -76,16 +73,12 @@ class _Reductions:
             reducer.close(_CLOSING_SECONDS)
 
     def _finish_step(
-        self,
-        compressor: NCZ,
-        owner: NCZ | OptimizerCompressor,
-        tensors: list[PendingTensor],
-        process_set: hvd.ProcessSet,
+        self, owner: NCZ | OptimizerCompressor, tensors: list[PendingTensor], process_set: hvd.ProcessSet
     ) -> None:
         """Reduce those of `tensors` that no bucket has reduced yet.
 
         Args:
-            tensors: all that this step reduces for one owner in one process set, in order.
+            tensors: all tensors of one owner in one process set and step, in order.
         """
         plan = self._plans.pop(owner, None)
         if plan is not None:
@@ -93,7 +86,7 @@ class _Reductions:
         if plan is None or not plan.covers(tensors):
             plan = BucketPlan(tensors, owner.positions)
         if rest := [pending for pending in tensors if not pending.reduced]:
-            self._reducer(process_set).reduce(Job(compressor, owner, plan, process_set), rest)
+            self._reducer(process_set).reduce(Job(owner, plan, process_set), rest)
         if owner.positions:
             plan.begin()
             self._plans[owner] = plan
@@ -122,11 +115,13 @@ def reset() -> None:
     before.close()
 
 
-def wait_for(pending: Pending) -> Tensor | list[Tensor]:
-    """Reduce everything that is pending for the same owner, and return the result of this handle."""
-    return pending.result(_current.reduce_all)
+def wait_for(handle: ReductionHandle) -> Tensor | list[Tensor]:
+    """Reduce all tensors of the handle's owner that wait, and return the result of this handle."""
+    if not handle.done:
+        _current.reduce_all(handle.owner)
+    return handle.result()
 
 
-def submit(pending: Pending) -> Pending:
-    """Add a handle to the pending ones."""
-    return _current.submit(pending)
+def submit(handle: ReductionHandle) -> ReductionHandle:
+    """Add a handle to those that wait for their reduction."""
+    return _current.submit(handle)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
 from ..core.transport.base import Agreement, FrameStream, PlainCollectives, Transport, Work
+from ..core.transport.comparison import RankComparison
 
 _POLL_SECONDS = 2e-4  # short beside an operation, which takes a millisecond or more
 _OPS = {dist.ReduceOp.SUM: hvd.Sum, dist.ReduceOp.AVG: hvd.Average, dist.ReduceOp.MAX: hvd.Max}
@@ -64,6 +65,17 @@ class HorovodTransport(Transport):
         counters.wire_bytes += 2 * carried.nbytes * (self.world_size - 1) // self.world_size
         handle = hvd.allreduce_async_(carried, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
         return HorovodAgreement(_HorovodWork(handle, tensor), counters)
+
+    def start_comparison(
+        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
+    ) -> Agreement:
+        """Send nothing: the ranks compare all calls of a bucket before the first one, see `process_set.agree`.
+
+        Measurements travel in a message of their own. Their length follows from the tensors, which may differ until
+        they have been compared. Horovod reduces tensors of equal shapes only, and gathers nothing while a rank has
+        called hvd.join.
+        """
+        return ComparedBefore()
 
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
@@ -118,6 +130,13 @@ class HorovodAgreement(Agreement):
         started = time.perf_counter()
         self._work.wait()
         self._counters.wait_seconds += time.perf_counter() - started
+
+
+class ComparedBefore(Agreement):
+    """Comparison that was over before the call began."""
+
+    def wait(self) -> None:
+        pass
 
 
 class HorovodStream(FrameStream):
