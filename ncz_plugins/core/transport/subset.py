@@ -1,4 +1,4 @@
-"""Uncompressed collectives between some ranks of a group, made of messages, as these ranks have no group."""
+"""Uncompressed collectives between some ranks of a group, made of messages over the group's own connections."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from .base import PlainCollectives, Work
 class SubsetCollectives(PlainCollectives):
     """Collectives between some ranks. All ranks of each subset make the same calls.
 
+    torch.distributed.new_group can't take their place: it knows no ranks that met through a store, such as torchft's,
+    and every NCCL group takes GPU memory.
+
     Args:
         plain: collectives of the whole group. Only `exchange` is used.
         ranks: the ranks of the subset, by their numbers in the group.
@@ -27,7 +30,7 @@ class SubsetCollectives(PlainCollectives):
         self._rank = rank
 
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
-        """See `PlainCollectives.all_reduce`. The only op is MAX. Each rank finds the maximum of one part."""
+        """See `PlainCollectives.all_reduce`. `op` must be MAX. Each rank finds the maximum of one part."""
         if op != dist.ReduceOp.MAX:
             raise self._missing(f"all_reduce with {op}")
         n = len(self._ranks)
@@ -62,7 +65,7 @@ class SubsetCollectives(PlainCollectives):
 
 
 class _Messages:
-    """Work of messages under way, with a function to call once all have come."""
+    """Work of messages under way, with a function to call when all of them are complete."""
 
     def __init__(self, works: Sequence[Work], then: Callable[[], object] | None = None):
         self._works = works
