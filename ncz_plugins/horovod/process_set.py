@@ -71,8 +71,8 @@ class ProcessSetReducer:
         self._connections = OwnConnections()
         self._streams = GpuStreams()
         self._host = Host()  # keeps the memory for frames between calls
-        # For each compressor, what lasts between calls: True for calls over Horovod, False for our own connections.
-        self._groups: WeakKeyDictionary[NCZ, dict[bool, Group]] = WeakKeyDictionary()
+        # For each compressor, what lasts between calls, by whether Horovod carries them and whether GPUs hold tensors.
+        self._groups: WeakKeyDictionary[NCZ, dict[tuple[bool, bool], Group]] = WeakKeyDictionary()
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
         """Start to reduce a bucket before the program waits for it. If not all ranks are about to, the plan stops.
@@ -143,7 +143,7 @@ class ProcessSetReducer:
         """
         signature, flat = tensors[0].signature, flattened(tensors)
         by_horovod = job.owner.compressor.config.transport.schedule != "ring" and not flat.is_cuda
-        group = self._group(job, by_horovod)
+        group = self._group(job, by_horovod, flat.is_cuda)
         call = Call(
             "all_reduce",
             flat,
@@ -189,18 +189,17 @@ class ProcessSetReducer:
         if exactly:
             call.output.mul_(signature.postscale)
 
-    def _group(self, job: Job, by_horovod: bool) -> Group:
+    def _group(self, job: Job, by_horovod: bool, on_gpu: bool) -> Group:
         """What lasts between the calls of one compressor, made anew if its settings were changed."""
         compressor, process_set = job.owner.compressor, job.process_set
-        groups = self._groups.setdefault(compressor, {})
-        if by_horovod not in groups or groups[by_horovod].config is not compressor.config:
+        groups, way = self._groups.setdefault(compressor, {}), (by_horovod, on_gpu)
+        if way not in groups or groups[way].config is not compressor.config:
             # Horovod's own operations carry the direct schedule only.
-            schedule = "direct" if by_horovod else None
-            groups[by_horovod] = Group(
-                compressor.training, compressor.config, process_set.ranks, process_set.rank(), auto_schedule=schedule
-            )
-        groups[by_horovod].exact_calls = 0  # only some ranks may have counted a call that failed
-        return groups[by_horovod]
+            schedule, ranks = "direct" if by_horovod else None, (process_set.ranks, process_set.rank())
+            group = Group(compressor.training, compressor.config, *ranks, auto_schedule=schedule)
+            groups[way] = group.for_gpus() if on_gpu else group
+        groups[way].order.exact_calls = 0  # only some ranks may have counted a call that failed
+        return groups[way]
 
 
 def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> None:

@@ -233,7 +233,7 @@ def refused(group, config: dict, call, error: type, *words: str) -> None:
 def test_what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(group):
     strided = torch.ones(100, 10).t()
     for tensors, error, words in (
-        ([], ValueError, ["no tensors"]),
+        ([], ValueError, ["at least one tensor"]),
         ([torch.ones(5), strided], UnsupportedError, ["contiguous()"]),
         ([torch.ones(5), [1.0]], UnsupportedError, ["list", "torch.Tensor"]),
         ([torch.ones(50_000), torch.ones(5, dtype=torch.int16)], UnsupportedError, ["int16", "convert"]),

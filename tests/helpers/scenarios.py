@@ -30,8 +30,8 @@ import pytest
 import torch
 from repository import FORKED_RANKS, ROOT
 
+from benchmarks.laboratory.link import Node
 from ncz_plugins.cli.perf.launch import free_port
-from ncz_plugins.cli.perf.link import Node
 
 # Where tensors may be. A GPU is shared by all ranks. Machines of CI have none; `make gpu` is for those that do.
 GPU = pytest.param(
