@@ -1,7 +1,7 @@
 """Compressed collectives, independent of any framework.
 
 communicator      `Communicator`: the public API, one process group with compressed collectives
-call              one call: its arguments, how it is treated, and what becomes of it
+call              one call: its arguments, how it is treated, and what becomes of it; tensors that it joins
 run               the five steps of every call, from decision to counters
 group             state of one group on one rank that lasts from call to call
 on_host           calls on tensors in host memory: on which thread they run
@@ -9,7 +9,6 @@ on_gpu            calls on tensors on a GPU: on which stream or thread they run,
 planning          how a compressed call is carried out: segments and frames, schedule, addends
 call_description  what the ranks compare before a call
 call_queue        runs the calls of one communicator in order, and ends them all after a failure
-joined            several tensors that one call reduces as one tensor
 bypass            rules that decide whether a call goes plain
 reasons           reasons to go plain, and the remedy for each: the only place that states remedies
 errors            every error that this package raises

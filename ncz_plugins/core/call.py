@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
 from .codec.layout import Layout, Window
 from .config import Config
-from .joined import Joined
+from .errors import memory_errors
 from .runtime.statistics import Counters
 from .training.baseline import Baseline
 from .training.error_feedback import Feedback
@@ -35,6 +36,38 @@ OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN"
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
     """Bytes that each rank sends, on average, when the collective runs plain on `nbytes` of input."""
     return _PLAIN_BYTES[collective](nbytes, world_size)
+
+
+class Joined:
+    """Memory for pieces one behind the other.
+
+    It is filled when the call runs, not when it is asked for: calls before it may still write to the pieces.
+
+    Args:
+        pieces: flat, of one dtype, on one device.
+
+    Attributes:
+        pieces: these.
+        whole: the memory, [elements of all pieces].
+    """
+
+    def __init__(self, pieces: Sequence[Tensor]):
+        self.pieces = pieces
+        with memory_errors(f"joining {len(pieces)} tensors"):
+            self.whole = pieces[0].new_empty(sum([piece.numel() for piece in pieces]))
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """A context in which `whole` holds the pieces. Its values are theirs afterwards, unless something is raised."""
+        torch.cat(self.pieces, out=self.whole)
+        yield
+        for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
+            piece.copy_(result)
+
+
+def slices_of(tensor: Tensor, parts: Sequence[ParameterSlice]) -> Sequence[Tensor]:
+    """The parts of a contiguous tensor as flat views of it, which autograd knows nothing of."""
+    return tensor.detach().view(-1).split([part.length for part in parts])
 
 
 @dataclass(slots=True, eq=False)  # not frozen: where caches are cold, that takes 15 us longer to make, in every call

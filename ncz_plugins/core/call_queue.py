@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from .errors import NczError, UnsupportedError, fresh, memory_errors, without_frames
-from .run import require_same_call
-from .runtime.device import Device, record_event
+from .runtime.device import record_event
 from .runtime.handle import Handle
 from .runtime.process import end_with_program, leave_to_itself
 from .runtime.worker import Worker
-from .transport.base import Transport
 from .transport.routes import Routes
 
 _CLOSE_SECONDS = 5.0
@@ -76,19 +74,6 @@ class CallQueue:
             self._run(collective, device, record_event(device), job, arguments)
         else:
             self.submit(collective, device, job, *arguments).wait()
-
-    def tell(self, collective: str, numbers: Mapping[str, int], ranks: Sequence[int]) -> None:
-        """Compare numbers with the other ranks after all earlier jobs, without waiting for them here.
-
-        Args:
-            collective, numbers: see `run.require_same_call`.
-            ranks: global ranks of the group.
-        """
-
-        def compare(device: Device, transport: Transport) -> None:
-            require_same_call(collective, numbers, transport, ranks)
-
-        self.submit(collective, torch.device("cpu"), compare)
 
     def drain(self) -> None:
         """Return once all that was submitted has come to its end, or failed."""

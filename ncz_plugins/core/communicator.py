@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Call
+from .call import Call, Joined, slices_of
 from .call_description import checksum_of_list, refusal
 from .call_queue import CallQueue
 from .config import Config
 from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError
 from .group import Group
-from .joined import Joined, slices_of
 from .on_gpu import GpuCalls
 from .on_host import HOST, HostCalls
+from .run import tell
 from .runtime.device import require_tensor
 from .runtime.handle import Handle, Handles
 from .runtime.inference_mode import ordinary, outside_of_inference_mode
@@ -467,7 +467,7 @@ class Communicator:
         """
         if self.world_size > 1:
             with suppress(NczError):  # what matters is why it was refused
-                self._queue.tell(collective, refusal(self._group.calls), self.ranks)
+                tell(self._queue, self._group, collective, refusal(self._group.calls))
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
         require_tensor(whole)

@@ -17,7 +17,7 @@ from .call_queue import CallQueue
 from .config import Config
 from .errors import memory_errors
 from .group import Group
-from .run import count_plain, decide, enter, queue, require_same_call, run
+from .run import count_plain, decide, enter, queue, require_same_call, run, tell
 from .runtime.device import Device
 from .runtime.handle import Handle
 from .runtime.stream import CallStream, StreamHandle, require_capturable
@@ -110,7 +110,7 @@ class GpuCalls:
         """
         if not self._is_connected:
             self._is_connected = True
-            self._calls.tell(call.collective, connecting(self._group.calls), self._group.ranks)
+            tell(self._calls, self._group, call.collective, connecting(self._group.calls))
 
     # ---------------------------------------------------------------- without the host
 

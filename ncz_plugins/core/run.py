@@ -29,6 +29,7 @@ from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call
 from .call_description import numbered, require_plain, require_same, signature_described
+from .call_queue import CallQueue
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
 from .codec.from_config import codec_for, coding_for, noise_for
@@ -273,6 +274,15 @@ def require_same_call(collective: str, numbers: Mapping[str, int], transport: Tr
     comparison = RankComparison(numbers, transport.rank, transport.world_size)
     transport.start_comparison(comparison, Counters()).wait()
     require_same(collective, comparison, ranks)
+
+
+def tell(calls: CallQueue, group: Group, collective: str, numbers: Mapping[str, int]) -> None:
+    """Compare numbers with the other ranks after all earlier calls, without waiting for them here."""
+
+    def compare(device: Device, transport: Transport) -> None:
+        require_same_call(collective, numbers, transport, group.ranks)
+
+    calls.submit(collective, torch.device("cpu"), compare)
 
 
 def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:

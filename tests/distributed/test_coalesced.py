@@ -249,7 +249,9 @@ def test_what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(g
     ):
         refused(group, {}, lambda c, h=how: c.all_reduce_coalesced(two, **h), ValueError, *words)
     feedback = {"quantizer": {"error_feedback": True}}
-    refused(group, feedback, lambda c: c.all_reduce_coalesced(two, names=["one", None]), UnsupportedError, "needs a name")
+    refused(
+        group, feedback, lambda c: c.all_reduce_coalesced(two, names=["one", None]), UnsupportedError, "needs a name"
+    )
     assert all((tensor == 1).all() for tensor in two)  # the first dtype was not reduced either
 
 

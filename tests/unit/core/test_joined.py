@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import play_communicators, same_bits
 
+from ncz_plugins.core.call import Joined, slices_of
 from ncz_plugins.core.communicator import Communicator
 from ncz_plugins.core.errors import PeerError
-from ncz_plugins.core.joined import Joined, slices_of
 from ncz_plugins.core.runtime.handle import Handles
 from ncz_plugins.core.runtime.worker import Worker
 from ncz_plugins.core.training.policy import ParameterSlice

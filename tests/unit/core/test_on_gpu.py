@@ -12,9 +12,8 @@ import torch.distributed as dist
 from ranks import play_communicators, same_bits, values
 
 from ncz_plugins import kernels
-from ncz_plugins.core.call import Call
+from ncz_plugins.core.call import Call, Joined
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
-from ncz_plugins.core.joined import Joined
 from ncz_plugins.core.on_gpu import GpuCalls
 from ncz_plugins.core.training.policy import ParameterSlice
 
