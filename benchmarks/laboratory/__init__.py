@@ -1,7 +1,7 @@
 """Laboratory: collectives over slow links on one machine, beside libraries that users would pick instead.
 
     sudo .venv/bin/python -m benchmarks.laboratory.perf all_reduce --link 100mbit,1gbit --peers all
-    sudo .venv/bin/python -m benchmarks.laboratory.start --link 1gbit --ranks 2 ncz tune --output tuned.json
+    sudo .venv/bin/python -m benchmarks.laboratory.start --link 1gbit --ranks 2 .venv/bin/ncz tune --output tuned.json
 
 perf        `ncz perf` over links of any rate, with more contenders
 start       starts any command on ranks behind links, as torchrun does without links

@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, command_line: str) -> None:
     if options.trace and len(rates) > 1:
         raise ConfigError(f"--trace: records one call, and --link {options.link} has {len(rates)} rates: give one rate")
     if options.link:  # the remark on the loopback does not hold behind links
-        request = Request(request.job, request.ranks._replace(on_one_machine=False), CONTENDERS, request.left_out)
+        request = replace(request, ranks=request.ranks._replace(on_one_machine=False))
     jobs = [_job(request, rate) for rate in rates]
 
     # Measure one link after the other.

@@ -1,6 +1,6 @@
 """Starts a command on ranks behind links of a given rate, as torchrun does without links.
 
-    sudo .venv/bin/python -m benchmarks.laboratory.start --link 1gbit --ranks 2 ncz tune --output tuned.json
+    sudo .venv/bin/python -m benchmarks.laboratory.start --link 1gbit --ranks 2 .venv/bin/ncz tune --output tuned.json
 
 Every rank's output goes to this terminal. If one rank fails, all are ended, and the exit code is 2.
 """
