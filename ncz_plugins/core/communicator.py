@@ -31,7 +31,6 @@ from .transport.connections import timeout_of
 from .transport.groups import require_group
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
-from .transport.link_speed import gloo_link_gbps
 from .transport.plain import TorchCollectives
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes, find_places
@@ -368,8 +367,7 @@ class Communicator:
         self.training = Training(config) if training is None else training
         if self.world_size > 1:
             config = apply_tuning_file(config, self.world_size)
-        link_gbps = config.transport.link_gbps or gloo_link_gbps()
-        self.training.begin(ranks=self.world_size, backend=self._backend, link_gbps=link_gbps)
+        self.training.begin(ranks=self.world_size, backend=self._backend, link_gbps=config.transport.link_gbps)
         return config
 
     def _compared(self, source, training: Training | None, store: dist.Store) -> Config:

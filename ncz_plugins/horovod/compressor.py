@@ -17,7 +17,6 @@ from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
-from ..core.transport.link_speed import gloo_link_gbps
 from ..core.tuning.tuning_file import apply_tuning_file
 
 ENVIRONMENT = "NCZ_CONFIG"  # path of a configuration file, for NCZ without arguments
@@ -142,9 +141,7 @@ class NCZ(Compressor):
     def begin(self) -> None:
         """Prepare for the first reduction. Raises ConfigError for settings that can't be used here."""
         self._update_rank()
-        transport = self.config.transport
-        link_gbps = transport.link_gbps or (gloo_link_gbps() if transport.schedule == "ring" else None) or 1
-        self.training.begin(ranks=hvd.size(), backend="horovod", link_gbps=link_gbps)
+        self.training.begin(ranks=hvd.size(), backend="horovod", link_gbps=self.config.transport.link_gbps)
 
     @property
     def may_run_ahead(self) -> bool:

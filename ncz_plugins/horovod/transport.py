@@ -47,8 +47,6 @@ class HorovodTransport(Transport):
         name: prefix of the names of this call's operations. Horovod matches operations of different ranks by name.
     """
 
-    link_gbps = None  # unknown: Horovod does not say which link it uses
-
     def __init__(self, process_set, name: str):
         self.rank = process_set.rank()
         self.world_size = process_set.size()

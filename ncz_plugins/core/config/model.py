@@ -153,8 +153,9 @@ class Config(Section):
 
     @property
     def leaves_link_open(self) -> bool:
-        """Whether `min_bytes` depends on the speed of a link that is neither given nor measured."""
-        return self.transport.link_gbps is None and self.transport.min_bytes is None and not self.needs_measuring
+        """Whether the speed of the link must be measured: it is not given, and not measured with sizes of `auto`."""
+        transport = self.transport
+        return transport.link_gbps is None and transport.min_bytes != "never" and not self.needs_measuring
 
     def min_bytes_in_effect(self, on_gpu: bool = False, ranks: int | None = None) -> int | str:
         """`transport.min_bytes`, or if it is null the value that follows from `transport.link_gbps`; bytes or "never".

@@ -226,9 +226,9 @@ class TransportConfig(Section):
         Allowed("null, or a number from 0.001 to 10000"),
     ] = Field(
         default=None,
-        description="Gbit/s between ranks, for coder auto and min_bytes. null, if min_bytes is null, too: measured "
-        "when several hosts connect over gloo (0.2 to 0.5 seconds, more over long distances) or in the first call on "
-        "GPUs; else what Linux says of gloo's network interface, else 1.",
+        description="Gbit/s between ranks, for coder auto and min_bytes. null: measured when several hosts connect "
+        "over gloo (0.2 to 0.5 seconds, more over long distances) or in the first call on GPUs; 1 is assumed between "
+        "ranks of one host, and under Horovod.",
     )
     timeout_seconds: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e7)] | None,

@@ -35,5 +35,4 @@ Speed:
 
 - forecast.py: the expected lengths of frames.
 - gpu_speed.py: the speed of uncompressed calls on GPUs, measured.
-- link_speed.py: the speed of the network interface, as Linux states it.
 """

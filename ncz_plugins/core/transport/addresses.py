@@ -37,15 +37,6 @@ def gloo_interfaces() -> list[str]:
     return [name for name in named if name] or [""]
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address, or None."""
-    try:
-        names = [name for _, name in socket.if_nameindex()]
-    except OSError:
-        return None
-    return next((name for name in names if _ipv4(name) == address), None)
-
-
 def _ipv4(interface: str) -> str | None:
     """The IPv4 address of an interface, or None."""
     try:

@@ -244,7 +244,7 @@ class Transport(FrameTransport):
     """Transport of frames, agreements and plain collectives between the ranks of one group, for one device.
 
     Attributes:
-        link_gbps: the speed of the link between ranks in Gbit/s, stated or measured; None: unknown.
+        link_gbps: the speed of the link between ranks in Gbit/s, given or measured; None: unknown.
         most_with_comparison: bytes of values that may travel in the same message as a comparison.
         trip_seconds: time of a short message to the other ranks, the same on all ranks; 0: not measured.
         carried_gbps: the speed of a far link in Gbit/s that calls have shown, see `learn`; 0: unknown.
@@ -252,7 +252,7 @@ class Transport(FrameTransport):
         small: the uncompressed collectives of small tensors; None if there are none.
     """
 
-    link_gbps: float | None
+    link_gbps: float | None = None
     most_with_comparison: int = 0
     trip_seconds: float = 0.0
     carried_gbps: float = 0.0

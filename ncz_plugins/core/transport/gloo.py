@@ -20,7 +20,6 @@ from ..runtime.trace import record, span
 from .base import Agreement, FrameStream, Transport, Work, frame_bytes, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
-from .link_speed import gloo_link_gbps
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
 from .small import MeshSmallCollectives
@@ -43,7 +42,6 @@ class GlooTransport(Transport):
         self._connections = connections
         self.rank = connections.rank
         self.world_size = connections.world_size
-        self.link_gbps = gloo_link_gbps()
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
         self.small = MeshSmallCollectives(connections)

@@ -30,7 +30,6 @@ from .base import Agreement, FrameStream, Transport, Work, peer_errors
 from .comparison import RankComparison
 from .connections import Connections
 from .forecast import Forecasts
-from .link_speed import gloo_link_gbps
 from .plain import start_exchange
 from .striped import StripedCollectives
 
@@ -127,7 +126,6 @@ class NcclTransport(Transport):
     ):
         self.rank = connections.rank
         self.world_size = connections.world_size
-        self.link_gbps = gloo_link_gbps()
         self.forecasts = Forecasts()
         self._connections = connections
         self._device = device

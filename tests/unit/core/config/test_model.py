@@ -481,7 +481,13 @@ def test_the_least_size_follows_from_the_link(gbps, least):
     assert named.min_bytes_in_effect() == measured.min_bytes_in_effect() == least
     assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).resolved().transport.min_bytes == 5
     assert named.min_bytes_in_effect(on_gpu=True) <= least
-    assert Config().leaves_link_open and named.leaves_link_open == (gbps is None)
+    assert named.leaves_link_open == (gbps is None)
+
+
+@pytest.mark.parametrize(("min_bytes", "is_open"), [(None, True), (0, True), ("auto", False), ("never", False)])
+def test_the_link_is_measured_unless_it_is_given_or_nothing_depends_on_it(min_bytes, is_open):
+    assert Config(transport={"min_bytes": min_bytes}).leaves_link_open == is_open
+    assert not Config(transport={"min_bytes": min_bytes, "link_gbps": 1}).leaves_link_open
 
 
 @pytest.mark.parametrize(

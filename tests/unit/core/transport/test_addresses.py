@@ -51,8 +51,3 @@ def test_an_interface_with_ipv6_only(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "six0")
     monkeypatch.setattr(addresses, "Path", lambda _: listed)
     assert addresses.own_address() == "2001:db8::1"
-
-
-def test_which_interface_has_an_address():
-    assert addresses.interface_of("127.0.0.1") == "lo"
-    assert addresses.interface_of("203.0.113.7") is None
