@@ -1,19 +1,113 @@
-"""Communicators on each kind of device, in real processes."""
+"""Communicators on each kind of device: what they do besides the numbers that test_collectives.py checks."""
 
 import pytest
-from processes import DEVICES, GPU, results, run
+import torch
+import torch.distributed as dist
+from on_rank import device, digest, rank, same_on_all_ranks, values, world_size
+from scenarios import ranks
+
+from ncz_plugins import Communicator
+
+NUMEL = 300_007
+FINE = {"mode": "rms", "value": 0.01}
+SIZES = {"transport": {"min_bytes": "128KiB"}}  # what GPUs share is faster than any network, and would be measured
+CASES = {
+    "fixed": {"entropy": {"coder": "fixed"}},
+    "auto": {},
+    "rans with checksums": {"entropy": {"coder": "rans", "checksum": True}},
+    "at random": {"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.02, "seed": 7}},
+    "with error feedback": {"quantizer": FINE | {"error_feedback": True}},
+}
+everyone = [values(r, NUMEL) for r in range(world_size)]
+exact = sum(everyone)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_device_is_served_as_any_other(device, tmp_path):
-    outcomes = results(run("devices", 3, tmp_path, device, seconds=150))
-    assert all(outcome == outcomes[0] for outcome in outcomes)
+def mine(where: torch.device = device) -> torch.Tensor:
+    """This rank's values, in memory of their own."""
+    return everyone[rank].to(where, copy=True)
 
 
-@pytest.mark.parametrize(("ranks", "node"), [(2, []), (3, []), (4, ["2"])])
-@pytest.mark.parametrize("device", [GPU])
-def test_every_collective_on_a_gpu(device, ranks, node, tmp_path):
-    outcomes = results(run("collectives", ranks, tmp_path, device, *node, seconds=150))
-    for name in outcomes[0]:
-        if not name.startswith("reduce_scatter"):
-            assert len({outcome[name] for outcome in outcomes}) == 1, name
+def near(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return (got.cpu() - wanted).abs().max().item() < 0.05 * world_size**2
+
+
+@ranks(3, gpu=True)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_the_cpu(group, case):
+    """With all that decides about them."""
+    digests = []
+    for where in (device, torch.device("cpu")):
+        with Communicator(SIZES | CASES[case], group) as communicator:
+            for _ in range(2):
+                tensor = mine(where)
+                communicator.all_reduce(tensor, name="body")
+            residuals = communicator.training.residuals.by_name.values()
+            digests.append([digest(each.cpu()) for each in (tensor, *residuals)])
+            assert communicator.stats.total.compressed_calls == 2, communicator.stats.total
+    assert digests[0] == digests[1]
+    same_on_all_ranks(digests[0][0], group)
+
+
+@ranks(3, gpu=True)
+def test_nan_and_infinity_come_through_and_the_next_call_is_compressed_again(group):
+    with Communicator(SIZES, group) as communicator:
+        for poison in (float("nan"), float("inf")):
+            tensor = mine()
+            if rank == world_size - 1:
+                tensor[77_777] = poison
+            communicator.all_reduce(tensor)
+            assert not tensor[77_777].isfinite() and tensor.isfinite().sum() == NUMEL - 1
+        tensor = mine()
+        communicator.all_reduce(tensor)
+        total = communicator.stats.total
+        assert total.bypasses == {"non-finite": 2} and total.compressed_calls == 1, total
+
+
+@ranks(3, gpu=True)
+def test_sums_are_verified_where_that_is_asked_for(group):
+    with Communicator(SIZES | {"guard": {"every": 1, "on_alarm": "stop"}}, group) as communicator:
+        for _ in range(2):
+            tensor = mine()
+            communicator.all_reduce(tensor, name="body")
+            communicator.end_step()
+
+
+@ranks(3, gpu=True)
+def test_many_handles_are_waited_for_in_any_order(group):
+    with Communicator(SIZES | {"quantizer": FINE}, group) as communicator:
+        tensors = [mine() * (i + 1) for i in range(6)]
+        handles = [communicator.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for i in reversed(range(6)):
+            assert handles[i].wait() and near(tensors[i] / (i + 1), exact)
+
+
+@ranks(3, cpu=False, gpu=True)
+def test_the_first_call_measures_what_connects_gpus_and_calls_go_on_as_usual(group):
+    with Communicator({"quantizer": FINE}, group) as communicator:
+        for _ in range(2):
+            tensor = mine()
+            communicator.all_reduce(tensor)
+            assert near(tensor, exact)
+        total = communicator.stats.total
+        assert total.calls == 2 and total.compressed_calls + total.bypasses.get("too small", 0) == 2, total
+
+
+@ranks(3, cpu=False, gpu=True)
+def test_the_tensor_is_what_the_callers_stream_makes_of_it_however_late(group):
+    some_time = 200_000_000  # cycles: a tenth of a second
+    with Communicator(SIZES | {"quantizer": FINE}, group) as communicator, torch.cuda.stream(torch.cuda.Stream()):
+        tensor = torch.zeros(NUMEL, device=device)
+        torch.cuda._sleep(some_time)
+        tensor.copy_(everyone[rank])
+        communicator.all_reduce(tensor)
+        assert near(tensor, exact)
+
+
+@ranks(3, gpu=True)
+def test_making_and_closing_some_leaves_the_device_to_others(group):
+    for _ in range(3):
+        with Communicator(SIZES, group) as communicator:
+            communicator.all_reduce(mine())
+    plain = mine()
+    dist.all_reduce(plain, group=group)
+    torch.testing.assert_close(plain.cpu(), exact)

@@ -34,9 +34,8 @@ from benchmarks.laboratory.link import Node
 from ncz_plugins.cli.perf.launch import free_port
 
 # Where tensors may be. A GPU is shared by all ranks. Machines of CI have none; `make gpu` is for those that do.
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
-)
+NO_GPU = "no CUDA device here"
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)])
 DEVICES = ["cpu", GPU]
 
 # Slow modules, imported once for the ranks of all files. None may start a thread. `on_rank` can't be one of them, as it
@@ -139,7 +138,7 @@ def _report_of(rank: int, finished: Finished) -> str:
 # ------------------------------------------------------------------ tests that share their processes
 
 
-def ranks(*world_sizes: int, gpu: bool = False, **options):
+def ranks(*world_sizes: int, cpu: bool = True, gpu: bool = False, **options):
     """Decorate a test of which every rank runs its own part, given a process group of all ranks.
 
     The selected tests of a file run one after another in the same processes, once for each world size and device. Each
@@ -147,14 +146,16 @@ def ranks(*world_sizes: int, gpu: bool = False, **options):
     `pytest.mark.parametrize` only, and go through JSON; it has no fixtures.
 
     Args:
-        gpu: whether ranks also run the test with `on_rank.device` a GPU, where there is one.
+        cpu: whether ranks run the test with `on_rank.device` the CPU.
+        gpu: whether ranks run the test with `on_rank.device` a GPU, where there is one.
         options: see `Ranks`.
     """
     made = []
-    for device in ("cpu", "cuda") if gpu and torch.cuda.is_available() else ("cpu",):
+    devices = ["cpu"] * cpu + ["cuda"] * (gpu and torch.cuda.is_available())
+    for device in devices:
         on, marks = (", cuda", pytest.mark.gpu) if device == "cuda" else ("", ())
         made += [pytest.param(Ranks(n, device, **options), id=f"{n} ranks{on}", marks=marks) for n in world_sizes]
-    return pytest.mark.parametrize("group", made, indirect=True)
+    return pytest.mark.parametrize("group", made, indirect=True) if made else pytest.mark.skip(NO_GPU)
 
 
 @dataclass(frozen=True)
