@@ -1,11 +1,37 @@
-"""A program that ends while a call is under way ends as if it were not, and soon."""
+"""A program that ends while a call is under way, and has not closed its communicator, ends as if it had, and soon."""
 
+import os
 import signal
+import time
 
 import pytest
-from processes import report, run
+import torch
+import torch.distributed as dist
+from on_rank import leave, rank, world_size
+from scenarios import report, run_ranks
 
+from ncz_plugins import Communicator
+
+TIMEOUT_SECONDS = 120.0  # which nobody may wait for
 SOON = 20.0  # 10 seconds for calls under way, 5 for the connections, and some for a busy machine
+
+
+def end_in_a_call(case: str) -> dict:
+    dist.init_process_group("gloo")
+    last = rank == world_size - 1
+    communicator = Communicator({"transport": {"timeout_seconds": TIMEOUT_SECONDS}})
+    tensor = torch.ones(1_000_000)
+    communicator.all_reduce(tensor)
+    leave({"program ends": time.time()})
+    if last and case == "peer gone":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if last and case == "peer silent":
+        time.sleep(22)  # longer than the others may need
+        os._exit(0)
+    communicator.all_reduce(tensor, async_op=case != "waited for")
+    if case == "raises":
+        raise ValueError("an error of the program")
+    return {"program ends": time.time()}
 
 
 @pytest.mark.parametrize(
@@ -19,10 +45,10 @@ SOON = 20.0  # 10 seconds for calls under way, 5 for the connections, and some f
     ],
 )
 def test_the_exit_status_is_that_of_the_program(case, codes, tmp_path):
-    finished = run("endings", 3, tmp_path, case)
+    finished = run_ranks(3, end_in_a_call, tmp_path, case)
     assert [each.returncode for each in finished] == codes, report(finished)
     for each, code in zip(finished, codes):
         assert "terminate called" not in each.output
         assert ("ValueError: an error of the program" in each.output) == (code == 1)
-    left = [each.result["seconds"] for each in finished if each.result]
-    assert len(left) >= 2 and max(left) < SOON
+    others = finished[:2] if case.startswith("peer") else finished
+    assert max(each.ended - each.result["program ends"] for each in others) < SOON, report(finished)

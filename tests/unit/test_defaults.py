@@ -1,6 +1,6 @@
 """No tensor of ours depends on what a program has made the default of torch: each names its dtype and device.
 
-What that protects is played by tests/distributed/_workers/defaults.py.
+What that protects is played by tests/distributed/test_defaults.py.
 """
 
 import ast
