@@ -447,9 +447,10 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             # What is compared travels in the same messages as the values.
             comparison = RankComparison(call.described, transport.rank, transport.world_size)
             given = (call.collective, call.input, call.output, call.op, call.root)
-            under_way = small.start(*given, comparison, group.config.transport.link_gbps)
+            check = partial(require_same, call.collective, comparison, group.ranks)
+            under_way = small.start(*given, comparison, check)
             count_plain(group, call)  # while the values travel
-            under_way.finish(partial(require_same, call.collective, comparison, group.ranks))
+            under_way.wait()
         else:
             require_same_call(call.collective, call.described, transport, group.ranks)
             with peer_errors(f"the plain {call.collective}"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
-from ..core.transport.base import Agreement, FrameStream, PlainCollectives, Transport, Work
+from ..core.transport.base import FrameStream, PlainCollectives, Transport, Work
 from ..core.transport.comparison import RankComparison
 
 _POLL_SECONDS = 2e-4  # short beside an operation, which takes a millisecond or more
@@ -66,7 +66,7 @@ class HorovodTransport(Transport):
 
     def start_comparison(
         self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
-    ) -> Agreement:
+    ) -> Work:
         """Send nothing: the ranks compare all calls of a bucket before the first one, see `process_set.agree`.
 
         Measurements travel in a message of their own. Their length follows from the tensors, which may differ until
@@ -117,7 +117,7 @@ class HorovodTransport(Transport):
                 self._incoming[peer].extend(_unpacked(message, peer, frame_capacity))
 
 
-class HorovodAgreement(Agreement):
+class HorovodAgreement:
     """Element-wise maximum over ranks, under way over Horovod."""
 
     def __init__(self, work: _HorovodWork, counters: Counters):
@@ -130,11 +130,11 @@ class HorovodAgreement(Agreement):
         self._counters.wait_seconds += time.perf_counter() - started
 
 
-class ComparedBefore(Agreement):
+class ComparedBefore:
     """Comparison that was over before the call began."""
 
-    def wait(self) -> None:
-        pass
+    def wait(self, *timeout) -> bool:
+        return True
 
 
 class HorovodStream(FrameStream):

@@ -16,8 +16,8 @@ gloo.py, nccl.py and horovod/transport.py implement it. For all of them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from ..errors import ErrorTranslation, FrameError, NczError, PeerError, Unsuppor
 from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
+if TYPE_CHECKING:
+    from .small import SmallCollectives
+
 _FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 _DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
 _MIN_BYTES_TO_LEARN = 1 << 20  # smaller calls fit into buffers, and say nothing about the link
@@ -38,18 +41,24 @@ class Work(Protocol):
     """Operation that was started and may still be under way. torch.distributed's `Work` is one."""
 
     def wait(self, *timeout) -> bool:
-        """Return True once the operation is over. Raises RuntimeError if it failed."""
+        """Return True once the operation is over.
 
-    def is_completed(self) -> bool:
-        """Whether the operation is over; `wait` must still be called."""
+        Raises PeerError, or RuntimeError for an operation of torch.distributed, if the operation failed.
+        """
 
 
-class Agreement(ABC):
-    """Element-wise maximum over ranks that is under way."""
+class GeneratorWork:
+    """Work written as a generator: the code up to its only `yield` starts the operation, and the rest waits for it."""
 
-    @abstractmethod
-    def wait(self) -> None:
-        """Return once the tensor given to `start_max` holds the maximum. Called once. Raises PeerError."""
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Iterator[None]):
+        self._steps = steps
+        next(steps)
+
+    def wait(self, *timeout) -> bool:
+        next(self._steps, None)
+        return True
 
 
 class FrameStream(ABC):
@@ -198,48 +207,6 @@ def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters:
     counters.wire_bytes += 2 * tensor.nbytes * (n - 1) // n
 
 
-class SmallWork(ABC):
-    """Uncompressed collective of small tensors that is under way."""
-
-    @abstractmethod
-    def finish(self, check: Callable[[], None]) -> None:
-        """Return once the result is in place. Called once.
-
-        Args:
-            check: raises an error if ranks differ. Called before any value is used.
-
-        Raises PeerError, and what `check` raises.
-        """
-
-
-class SmallCollectives(ABC):
-    """Uncompressed collectives of small tensors, which also check that all ranks make the same call."""
-
-    @abstractmethod
-    def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
-        """Whether `start` can carry out this call."""
-
-    @abstractmethod
-    def start(
-        self,
-        collective: str,
-        input: Tensor,
-        output: Tensor,
-        op: dist.ReduceOp | None,
-        root: int,
-        comparison: RankComparison,
-        link_gbps: float | None = None,
-    ) -> SmallWork:
-        """Begin a call, without a wait.
-
-        Args:
-            collective: its name in torch.distributed; `input`, `output` and `op` as there.
-            root: the rank within the group that a broadcast starts from.
-            comparison: the numbers that ranks compare. It receives the numbers of the other ranks.
-            link_gbps: the speed of the link in Gbit/s, the same on all ranks; None: unknown.
-        """
-
-
 class Transport(FrameTransport):
     """Transport of frames, agreements and plain collectives between the ranks of one group, for one device.
 
@@ -282,18 +249,16 @@ class Transport(FrameTransport):
             self.carried_gbps = max(shown_gbps, _DECAY_OF_SPEED * self.carried_gbps)
 
     @abstractmethod
-    def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
-        """Begin to replace `tensor` by its element-wise maximum over ranks.
+    def start_max(self, tensor: Tensor, counters: Counters) -> Work:
+        """Begin to replace `tensor` by its element-wise maximum over ranks. The work can be waited for once.
 
         Args:
             tensor: in host memory, contiguous, without NaN, of the same size and dtype on all ranks. Nobody else may
-                read or write it until `Agreement.wait` returns.
+                read or write it until `wait` returns.
             counters: receive the bytes sent and the seconds waited.
         """
 
-    def start_comparison(
-        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
-    ) -> Agreement:
+    def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         """Begin to compare what every call begins with. Then `comparison` knows whether the ranks differ.
 
         Args:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
 
@@ -25,13 +25,13 @@ from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .addresses import gloo_interfaces
-from .base import Agreement, Work, peer_errors
+from .base import GeneratorWork, Work, peer_errors
 from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
 from .handshake import require_all_able
-from .mesh import MOST_RANKS, Destination, Exchange, Mesh, open_mesh
+from .mesh import MOST_RANKS, Mesh, open_mesh
 
-_MAX_OPENING_BYTES = 16 << 20  # values that may travel with a comparison, to each rank
+MAX_OPENING_BYTES = 16 << 20  # values that may travel with a comparison, to each other rank
 # Limits of the bytes that a rank sends in an agreement, by the way to agree: see `WayToAgree`.
 _MAX_TOLD_BYTES = 256 << 10
 _MAX_SPREAD_BYTES = 64 << 10
@@ -64,7 +64,6 @@ class Connections:
         channels: TCP connections with each rank for frames, if there is a mesh.
 
     Attributes:
-        opening_bytes: bytes of values that each message of `open` may hold.
         mesh: the mesh for short messages; None if there is none.
         frames: the mesh for frames; None if there is none.
 
@@ -79,7 +78,6 @@ class Connections:
             )
         self.rank = rank
         self.world_size = world_size
-        self.opening_bytes = _MAX_OPENING_BYTES
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
@@ -120,51 +118,22 @@ class Connections:
         """Start to receive into a tensor in host memory, which must be large enough for the message."""
         return self.track(self._group(upwards=source < self.rank).recv([tensor], source, tag))
 
-    def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
+    def start_max(self, tensor: Tensor, counters: Counters) -> Work:
         """See `Transport.start_max`."""
         way = way_to_agree(self.world_size, tensor.nbytes, self.mesh is not None)
-        if way is WayToAgree.TOLD:
-            exchange = self.mesh.start([[memory_of(tensor)]] * self.world_size, tensor.nbytes, tensor.nbytes)
-            counters.wire_bytes += tensor.nbytes * (self.world_size - 1)
-            return MeshAgreement(tensor, exchange, counters)
-        if way is WayToAgree.IN_PARTS:
-            return PartedAgreement(self.mesh, self.rank, self.world_size, tensor, counters)
-        if way is WayToAgree.SPREAD:
-            return SpreadAgreement(self, tensor, counters)
-        with peer_errors("agreeing with the other ranks"):
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            counters.wire_bytes += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-            return GlooAgreement(self.track(self.group.allreduce([tensor], options)), tensor.nbytes, counters)
+        agree = {
+            WayToAgree.TOLD: _agree_in_one_round,
+            WayToAgree.IN_PARTS: _agree_in_parts,
+            WayToAgree.SPREAD: _agree_by_spreading,
+            WayToAgree.RING: _agree_by_gloo,
+        }[way]
+        return GeneratorWork(agree(self, tensor, counters))
 
-    def start_comparison(
-        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
-    ) -> Agreement:
-        """See `Transport.start_comparison`. `values` need a mesh. Other ranks may call `open` instead."""
+    def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
+        """See `Transport.start_comparison`. `values` need a mesh. Other ranks may make small calls instead."""
         if self.mesh is None:
             return self.start_max(comparison.tensor, counters)
-        values = _NOTHING if values is None else values
-        opening = self.open(comparison, [memory_of(values)] * self.world_size).receive()
-        counters.wire_bytes += (len(comparison.told) + values.nbytes) * (self.world_size - 1)
-        return OpeningAgreement(opening, values, counters)
-
-    def open(self, comparison: RankComparison, outgoing: Sequence[memoryview]) -> Opening:
-        """Start to send the first message of a call to each rank: the numbers of a comparison, then values.
-
-        Args:
-            comparison: the numbers that ranks compare.
-            outgoing: for each rank, the values to send to it: at most `opening_bytes` bytes.
-        """
-        exchange = self.mesh.tell([[comparison.told, values] for values in outgoing])
-        return Opening(comparison, exchange, self.opening_bytes)
-
-    def start_gather(self, parts: Sequence[memoryview]) -> Gather:
-        """Start an all-gather: send this rank's part to all other ranks, and receive theirs.
-
-        Args:
-            parts: memory of the part of each rank. Ranks must have compared the sizes before.
-        """
-        return Gather(self.mesh, self.rank, parts)
+        return GeneratorWork(_compare(self, comparison, _NOTHING if values is None else values, counters))
 
     def track(self, work: dist.Work) -> TrackedWork:
         """Hold a work that was just started, until it has been waited for. Returns its replacement for callers."""
@@ -219,80 +188,6 @@ class Connections:
         return group
 
 
-class Opening:
-    """First messages of a call under way: the numbers of a comparison, then values.
-
-    Args:
-        comparison: the numbers that ranks compare.
-        exchange: the messages.
-        most: bytes of values that may come from each rank.
-    """
-
-    def __init__(self, comparison: RankComparison, exchange: Exchange, most: int):
-        self._comparison = comparison
-        self._exchange = exchange
-        self._head_bytes = len(comparison.told)
-        self._most = most
-
-    def receive(self, destinations: Sequence[memoryview | None] = ()) -> Opening:
-        """Start to receive. Called once. Returns this object.
-
-        Args:
-            destinations: for each rank, memory for its values, used if it makes the same call; None: new memory.
-        """
-        into = [None if memory is None else Destination(self._comparison.told, memory) for memory in destinations]
-        self._exchange.receive(self._head_bytes, self._head_bytes + self._most, into)
-        return self
-
-    def compare(self, nbytes: int = 0) -> list[memoryview]:
-        """Wait for the numbers of all ranks and `nbytes` of values, and pass the numbers to `comparison`.
-
-        Returns what `reach` returns.
-        """
-        received = self._exchange.reach(self._head_bytes + nbytes)
-        for rank, message in zip(self._exchange.ranks, received):
-            self._comparison.hear(rank, message[: self._head_bytes].tobytes())
-        return self._values(received)
-
-    def reach(self, nbytes: int) -> list[memoryview]:
-        """Wait until `nbytes` of values of each message were sent and received.
-
-        Returns the values of each other rank, in order, that did not go to their destination. If ranks make different
-        calls, these may be of any size.
-        """
-        return self._values(self._exchange.reach(self._head_bytes + nbytes))
-
-    def wait(self) -> list[memoryview]:
-        """Wait until all messages were sent and received. Returns what `reach` returns."""
-        return self._values(self._exchange.wait())
-
-    def _values(self, received: list[memoryview]) -> list[memoryview]:
-        return [message[self._head_bytes :] for message in received]
-
-
-class Gather:
-    """All-gather under way: see `Connections.start_gather`."""
-
-    def __init__(self, mesh: Mesh, rank: int, parts: Sequence[memoryview]):
-        sizes = [part.nbytes for part in parts]
-        destinations = [Destination(b"", part) for part in parts]
-        self._exchange = mesh.start([[parts[rank]]] * len(parts), min(sizes), max(sizes), destinations)
-
-    def wait(self) -> None:
-        """Wait until all parts have come. Raises PeerError."""
-        require_received(self._exchange.wait())
-
-
-def require_received(received: Iterable[memoryview]) -> None:
-    """Raise PeerError if a message did not go to its destination.
-
-    Args:
-        received: what `Exchange.wait` or `Opening.wait` returned.
-    """
-    if any(message.nbytes for message in received):
-        raise PeerError("other ranks sent parts of other sizes: all ranks must run the same version of ncz_plugins")
-
-
 class TrackedWork:
     """Holder of one of gloo's works, for callers. `Connections` can take the work away: see there."""
 
@@ -312,10 +207,6 @@ class TrackedWork:
         self._work = _over
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the work is over, or was taken away."""
-        return self._work.is_completed()
-
     def drop(self, reason: str) -> None:
         """Let go of gloo's work. Later waits raise PeerError with this reason."""
         self._work = _Ended(reason)
@@ -330,9 +221,6 @@ class _Ended:
     def wait(self, *timeout) -> bool:
         if self._reason is not None:
             raise PeerError(self._reason)
-        return True
-
-    def is_completed(self) -> bool:
         return True
 
 
@@ -420,57 +308,7 @@ def most_with_comparison(world_size: int, meshed: bool) -> int:
     """
     if not meshed:
         return 0
-    return _MAX_OPENING_BYTES if world_size <= 2 else told_bytes(world_size)
-
-
-class GlooAgreement(Agreement):
-    """Maximum over ranks by gloo's own collective: see `WayToAgree.RING`."""
-
-    def __init__(self, work: Work, nbytes: int, counters: Counters):
-        self._work = work
-        self._nbytes = nbytes
-        self._counters = counters
-
-    def wait(self) -> None:
-        with span("wait", self._nbytes, self._counters), peer_errors("agreeing with the other ranks"):
-            self._work.wait()
-
-
-class SpreadAgreement(Agreement):
-    """Maximum over ranks in log2(ranks) rounds: see `WayToAgree.SPREAD`.
-
-    In round k a rank sends its maximum to rank + 2^k, and takes that of rank - 2^k: the dissemination algorithm of
-    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988). Some ranks count twice, which does
-    not change a maximum. All ranks must wait for their agreements in the same order.
-    """
-
-    def __init__(self, connections: Connections, tensor: Tensor, counters: Counters):
-        self._connections = connections
-        self._tensor = tensor
-        self._counters = counters
-        self._under_way: tuple[Work, Work, Tensor, Tensor] = self._start(0)
-
-    def wait(self) -> None:
-        rounds = rounds_of(self._connections.world_size)
-        with span("wait", self._tensor.nbytes, self._counters), peer_errors("agreeing with the other ranks"):
-            for number in range(1, rounds + 1):
-                sending, receiving, _, received = self._under_way
-                receiving.wait()
-                sending.wait()
-                torch.maximum(self._tensor, received, out=self._tensor)
-                if number < rounds:
-                    self._under_way = self._start(number)
-
-    def _start(self, number: int) -> tuple[Work, Work, Tensor, Tensor]:
-        """Begin a round. Returns its send and its receive, and the memory of both."""
-        connections, distance, tag = self._connections, 1 << number, _FIRST_SPREAD_TAG + number
-        n, rank = connections.world_size, connections.rank
-        sent, received = self._tensor.clone(), torch.empty_like(self._tensor)
-        with peer_errors("agreeing with the other ranks"):
-            receiving = connections.receive(received, (rank - distance) % n, tag)
-            sending = connections.send(sent, (rank + distance) % n, tag)
-        self._counters.wire_bytes += sent.nbytes
-        return sending, receiving, sent, received
+    return MAX_OPENING_BYTES if world_size <= 2 else told_bytes(world_size)
 
 
 def rounds_of(world_size: int) -> int:
@@ -478,62 +316,104 @@ def rounds_of(world_size: int) -> int:
     return (world_size - 1).bit_length()
 
 
-class MeshAgreement(Agreement):
-    """Maximum over ranks in one round: see `WayToAgree.TOLD`."""
-
-    def __init__(self, tensor: Tensor, exchange: Exchange, counters: Counters):
-        self._tensor = tensor
-        self._exchange = exchange
-        self._counters = counters
-
-    def wait(self) -> None:
-        with span("wait", self._tensor.nbytes, self._counters):
-            received = self._exchange.wait()
-        _take_maximum(self._tensor, received)
+# ------------------------------------------------------------------ agreements, each up to `yield` without a wait
 
 
-class OpeningAgreement(Agreement):
-    """Comparison, and maximum over ranks of the values that travel with it.
+def _agree_in_one_round(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
+    """See `WayToAgree.TOLD`."""
+    n, nbytes = connections.world_size, tensor.nbytes
+    exchange = connections.mesh.start([memory_of(tensor)] * n, nbytes, nbytes)
+    counters.wire_bytes += nbytes * (n - 1)
+    yield
+    with span("wait", nbytes, counters):
+        received = exchange.wait()
+    _take_maximum(tensor, received)
+
+
+def _compare(
+    connections: Connections, comparison: RankComparison, values: Tensor, counters: Counters
+) -> Iterator[None]:
+    """Compare numbers, and replace `values` by their maximum unless another rank has sent another number of bytes."""
+    n = connections.world_size
+    exchange = connections.mesh.tell([memory_of(values)] * n, comparison).receive(0, MAX_OPENING_BYTES)
+    counters.wire_bytes += (len(comparison.told) + values.nbytes) * (n - 1)
+    yield
+    with span("wait", values.nbytes, counters):
+        received = exchange.wait()
+    if all(message.nbytes == values.nbytes for message in received):
+        _take_maximum(values, received)
+
+
+def _agree_in_parts(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
+    """See `WayToAgree.IN_PARTS`. All ranks must start and wait for their agreements in the same order.
+
+    Each of n ranks sends 2 (n - 1) / n times the bytes of the tensor, where one round takes n - 1 times.
+    """
+    n, rank, mesh = connections.world_size, connections.rank, connections.mesh
+    parts = tensor.view(-1).tensor_split(n)
+    own = parts[rank]
+    memories = [memory_of(part) for part in parts]
+    exchange = mesh.start(memories, own.nbytes, own.nbytes)
+    counters.wire_bytes += tensor.nbytes + (n - 2) * own.nbytes  # of other parts, and of its own
+    yield
+    with span("wait", tensor.nbytes, counters), peer_errors("agreeing with the other ranks"):
+        _take_maximum(own, exchange.wait())
+        gather(mesh, rank, memories)
+
+
+def _agree_by_spreading(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
+    """See `WayToAgree.SPREAD`. All ranks must wait for their agreements in the same order.
+
+    In round k a rank sends its maximum to rank + 2^k, and takes that of rank - 2^k: the dissemination algorithm of
+    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988). Some ranks count twice, which does
+    not change a maximum.
+    """
+    n, rank = connections.world_size, connections.rank
+    for number in range(rounds_of(n)):
+        distance, tag = 1 << number, _FIRST_SPREAD_TAG + number
+        sent, received = tensor.clone(), torch.empty_like(tensor)
+        with peer_errors("agreeing with the other ranks"):
+            receiving = connections.receive(received, (rank - distance) % n, tag)
+            sending = connections.send(sent, (rank + distance) % n, tag)
+        counters.wire_bytes += sent.nbytes
+        if number == 0:
+            yield
+        with span("wait", sent.nbytes, counters), peer_errors("agreeing with the other ranks"):
+            receiving.wait()
+            sending.wait()
+        torch.maximum(tensor, received, out=tensor)
+
+
+def _agree_by_gloo(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
+    """See `WayToAgree.RING`."""
+    with peer_errors("agreeing with the other ranks"):
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        work = connections.track(connections.group.allreduce([tensor], options))
+    counters.wire_bytes += 2 * tensor.nbytes * (connections.world_size - 1) // connections.world_size
+    yield
+    with span("wait", tensor.nbytes, counters), peer_errors("agreeing with the other ranks"):
+        work.wait()
+
+
+def gather(mesh: Mesh, rank: int, parts: Sequence[memoryview]) -> None:
+    """Send this rank's part to all other ranks, and wait for theirs. Raises PeerError.
 
     Args:
-        opening: the messages of both.
-        values: this rank's values, replaced by the maximum unless another rank has sent another number of bytes.
+        parts: memory of the part of each rank. Ranks must have compared the sizes before.
     """
-
-    def __init__(self, opening: Opening, values: Tensor, counters: Counters):
-        self._opening = opening
-        self._values = values
-        self._counters = counters
-
-    def wait(self) -> None:
-        with span("wait", self._values.nbytes, self._counters):
-            self._opening.compare()
-            received = self._opening.wait()
-        if all(message.nbytes == self._values.nbytes for message in received):
-            _take_maximum(self._values, received)
+    sizes = [part.nbytes for part in parts]
+    require_received(mesh.start([parts[rank]] * len(parts), min(sizes), max(sizes), parts).wait())
 
 
-class PartedAgreement(Agreement):
-    """Maximum over ranks in two rounds: see `WayToAgree.IN_PARTS`.
+def require_received(received: Iterable[memoryview]) -> None:
+    """Raise PeerError if a message did not go to its memory.
 
-    Each of n ranks sends 2 (n - 1) / n times the bytes of the tensor, where one round takes n - 1 times. All ranks must
-    start and wait for their agreements in the same order.
+    Args:
+        received: what `Exchange.wait` returned.
     """
-
-    def __init__(self, mesh: Mesh, rank: int, world_size: int, tensor: Tensor, counters: Counters):
-        self._mesh = mesh
-        self._rank = rank
-        self._parts = tensor.view(-1).tensor_split(world_size)
-        self._counters = counters
-        own = self._parts[rank]
-        self._exchange = mesh.start([[memory_of(part)] for part in self._parts], own.nbytes, own.nbytes)
-        counters.wire_bytes += tensor.nbytes + (world_size - 2) * own.nbytes  # of other parts, and of its own
-
-    def wait(self) -> None:
-        nbytes = sum(part.nbytes for part in self._parts)
-        with span("wait", nbytes, self._counters), peer_errors("agreeing with the other ranks"):
-            _take_maximum(self._parts[self._rank], self._exchange.wait())
-            Gather(self._mesh, self._rank, list(map(memory_of, self._parts))).wait()
+    if any(message.nbytes for message in received):
+        raise PeerError("other ranks sent parts of other sizes: all ranks must run the same version of ncz_plugins")
 
 
 def _take_maximum(tensor: Tensor, received: Iterable[memoryview]) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import Agreement, FrameStream, Transport, Work, frame_bytes, peer_errors
+from .base import FrameStream, Transport, Work, frame_bytes, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
-from .small import MeshSmallCollectives
+from .small import SmallCollectives
 
 _FRAME_TAG = 2  # other tags are in nccl.py, plain.py and connections.py
 # Bytes of the receives that are posted ahead for each peer. A frame leaves once a receive is posted for it, and a rank
@@ -44,7 +44,7 @@ class GlooTransport(Transport):
         self.world_size = connections.world_size
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         self.plain = TorchCollectives(lambda: connections.group, connections.track)
-        self.small = MeshSmallCollectives(connections)
+        self.small = SmallCollectives(connections)
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
     def streams(
@@ -77,12 +77,10 @@ class GlooTransport(Transport):
         if self._connections.frames is not None:
             self._connections.frames.close_unused()
 
-    def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
+    def start_max(self, tensor: Tensor, counters: Counters) -> Work:
         return self._connections.start_max(tensor, counters)
 
-    def start_comparison(
-        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
-    ) -> Agreement:
+    def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         return self._connections.start_comparison(comparison, counters, values)
 
     def close(self) -> None:

@@ -24,18 +24,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
-from ..errors import PeerError, fresh, without_frames
+from ..errors import ErrorTranslation, PeerError, fresh, without_frames
 from ..runtime.process import drop_in_forks
 from .addresses import own_address
 from .base import peer_errors
+from .comparison import RankComparison
 
 MOST_RANKS = 16  # with more ranks there is no mesh: see connections.py
 _LENGTH = struct.Struct("<q")  # of a message in bytes, before it
@@ -85,37 +85,26 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
         if not all(listening):
             return None
 
-        # Each rank calls the lower ranks, and accepts the calls of the higher ones.
+        # Call all lower ranks before waiting for the first answer, so that the round trips overlap.
         sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
-        calling: set[int] = set()  # the rank that is being called, for an error message
-        expected = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
-        try:
-
-            def call(peer: int, channel: int) -> socket.socket:
-                nonlocal calling
-                calling = {peer}
-                connection = opened.enter_context(_call(listening[peer], rank, channel, deadline))
-                calling = set()
-                return connection
-
-            # Call all lower ranks before waiting for the first answer, so that the round trips overlap.
-            unanswered = {(peer, channel): call(peer, channel) for peer in range(rank) for channel in range(channels)}
-            for who, connection in unanswered.items():
-                while not _is_answered(connection, deadline):
-                    connection.close()
+        for peer in range(rank):
+            for channel in range(channels):
+                with _reaching(f"{peer}"):
+                    sockets[peer, channel] = opened.enter_context(_call(listening[peer], rank, channel, deadline))
+        for peer, channel in list(sockets):
+            with _reaching(f"{peer}"):
+                while not _is_answered(sockets[peer, channel], deadline):
+                    sockets[peer, channel].close()
                     time.sleep(_CALL_AGAIN_SECONDS)
-                    connection = call(*who)
-                sockets[who] = connection
-            while len(sockets) < (world_size - 1) * channels:
-                who, connection = _accept(listener, secret, expected, deadline)
-                sockets[who] = opened.enter_context(connection)
-        except OSError as error:
-            connected = {peer for peer, channel in sockets if channel == channels - 1}
-            missing = ", ".join(map(str, sorted(calling or {*range(world_size)} - connected - {rank})))
-            raise PeerError(
-                f"connecting to rank {missing} failed: {error}. It has died, or nothing can reach it at the address of "
-                "its interface: look at its log, and see GLOO_SOCKET_IFNAME"
-            ) from error
+                    sockets[peer, channel] = opened.enter_context(_call(listening[peer], rank, channel, deadline))
+
+        # Accept the calls of the higher ranks.
+        missing = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
+        while missing:
+            with _reaching(", ".join(map(str, sorted({peer for peer, _ in missing})))):
+                who, connection = _accept(listener, secret, missing, deadline)
+            sockets[who] = opened.enter_context(connection)
+            missing.remove(who)
         mesh = Mesh([_Connection(peer, sockets[peer, channel]) for peer, channel in sorted(sockets)], timeout)
         opened.pop_all()
     listener.close()
@@ -142,8 +131,6 @@ class Mesh:
         # Each rank sends to the next rank first. If all began with rank 0, its link would be full and all others idle.
         lower = sum(connection.rank == number for number, connection in enumerate(self._first))
         self._next_first = self._first[lower:] + self._first[:lower]
-        self._by_socket = {connection.socket.fileno(): connection for connection in connections}
-        self._poll = select.poll()
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
         self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them
@@ -162,8 +149,6 @@ class Mesh:
     def channels(self, count: int) -> None:
         self._channels = count
         self._in_use = [connection for of_one in self._by_rank.values() for connection in of_one[:count]]
-        for connection in self._connections:
-            connection.update_poll(self._poll)  # connections out of use are not polled any more
 
     def close_unused(self) -> None:
         """Close the connections that are not in use, for good. All ranks call this, when nothing is under way."""
@@ -173,39 +158,39 @@ class Mesh:
                     connection.drop()
             self._connections = self._in_use
             self._by_rank = {rank: of_one[: self._channels] for rank, of_one in self._by_rank.items()}
-            self._by_socket = {connection.socket.fileno(): connection for connection in self._connections}
 
     def start(
-        self,
-        messages: Sequence[Sequence[Memory]],
-        least: int,
-        most: int,
-        destinations: Sequence[Destination | None] | None = None,
+        self, messages: Sequence[Memory], least: int, most: int, memories: Sequence[memoryview | None] = ()
     ) -> Exchange:
-        """Start an exchange: `tell` and `Exchange.receive` in one."""
-        exchange = self.tell(messages)
-        exchange.receive(least, most, destinations)
-        return exchange
+        """Start to send and to receive: see `tell` and `Exchange.receive`."""
+        return self.tell(messages).receive(least, most, memories)
 
-    def tell(self, messages: Sequence[Sequence[Memory]]) -> Exchange:
+    def tell(self, messages: Sequence[Memory], comparison: RankComparison | None = None) -> Exchange:
         """Start to send a message to each other rank on channel 0, without a wait.
 
         Args:
-            messages: for each rank, the message as a sequence of memory. That for this rank is ignored. The memory must
-                not change before the message has left.
+            messages: the message for each rank; that for this rank is ignored. The memory must not change before the
+                message has left.
+            comparison: numbers that stand before each message, for the other ranks to compare.
 
         Returns the exchange. Call its `receive` for the messages of the other ranks.
         """
+        head = b"" if comparison is None else comparison.told
         with self._lock:
             self._require_open()
-            return Exchange(self, [connection.send(messages[connection.rank]) for connection in self._next_first])
+            outgoing = [connection.send([head, messages[connection.rank]]) for connection in self._next_first]
+        return Exchange(self, outgoing, head, comparison)
 
-    def expect(self, least: int, most: int, destinations: Sequence[Destination | None] | None) -> list[Incoming]:
-        """Start to receive a message of each other rank on channel 0: see `Exchange.receive`."""
+    def expect(self, head: bytes, least: int, most: int, memories: Sequence[memoryview | None] = ()) -> list[Incoming]:
+        """Start to receive a message of each other rank on channel 0: see `Exchange.receive`.
+
+        Args:
+            head: the first bytes of each message, if a rank makes the same call.
+        """
         with self._lock:
             self._require_open()
             return [
-                connection.receive(least, most, destinations[connection.rank] if destinations else None)
+                connection.receive(least, most, head, memories[connection.rank] if memories else None)
                 for connection in self._first
             ]
 
@@ -231,21 +216,17 @@ class Mesh:
             self._require_open()
             return self._by_rank[source][channel].receive(least, most)
 
-    def finish(self, messages: Sequence[Outgoing | Incoming], nbytes: int | None = None) -> None:
-        """Wait until these messages were sent and received. Raises PeerError.
-
-        Args:
-            nbytes: wait only for this many bytes of each message, or all of a shorter one; None: for all bytes.
-        """
+    def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
+        """Wait until these messages were sent and received. Raises PeerError."""
         with self._lock:
-            ready, awaited = self._in_use, _awaited(messages, nbytes)
+            ready, awaited = self._in_use, _awaited(messages)
             begun = time.monotonic()
             for connection in awaited:
                 connection.heard = begun
             while awaited:
                 for connection in ready:
                     connection.advance()
-                awaited = _awaited(messages, nbytes)
+                awaited = _awaited(messages)
                 if awaited:
                     self._require_open()  # first: after a close of our own, `require_reachable` would blame the peer
                     for connection in awaited:
@@ -287,8 +268,6 @@ class Mesh:
 
         Returns the connections that can receive or send. Raises PeerError if an awaited one was silent for too long.
         """
-        for connection in self._in_use:
-            connection.update_poll(self._poll)
         silent_since = min(connection.heard for connection in awaited)
         left = silent_since + self._timeout - time.monotonic()
         if left <= 0:
@@ -298,11 +277,16 @@ class Mesh:
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        events = self._poll.poll(1000 * min(left, _MAX_POLL_SECONDS))
+        poll, by_descriptor = select.poll(), {}
+        for connection in self._in_use:
+            if wanted := connection.wanted_events():
+                poll.register(connection.socket, wanted)
+                by_descriptor[connection.socket.fileno()] = connection
+        events = poll.poll(1000 * min(left, _MAX_POLL_SECONDS))
         heard = time.monotonic()
         ready = []
-        for number, event in events:
-            connection = self._by_socket[number]
+        for descriptor, event in events:
+            connection = by_descriptor[descriptor]
             connection.heard = heard
             if event != select.POLLIN:  # it can send, or the next try to send raises its error
                 connection.is_full = False
@@ -310,64 +294,48 @@ class Mesh:
         return ready
 
 
-def _awaited(messages: Sequence[Outgoing | Incoming], nbytes: int | None) -> list[_Connection]:
-    """The connections of messages that are not done for `nbytes`; None: all bytes. One may be there several times."""
-    return [message.connection for message in messages if not message.has(nbytes)]
-
-
-class Destination(NamedTuple):
-    """Memory for the rest of a message, used only if the message has the expected head and length.
-
-    Attributes:
-        head: expected first bytes; at most as long as the shortest possible message.
-        rest: memory for the bytes after the head. Nobody else may use it before the exchange is over.
-    """
-
-    head: bytes
-    rest: memoryview
+def _awaited(messages: Sequence[Outgoing | Incoming]) -> list[_Connection]:
+    """The connections of messages that are under way. A connection may be there several times."""
+    return [message.connection for message in messages if message.ended is None]
 
 
 class Exchange:
-    """Exchange of messages under way: one to each other rank, and one from each.
+    """Messages under way: one to each other rank, and one from each.
 
-    Attributes:
-        ranks: the other ranks, in order.
+    Args:
+        outgoing: the messages to the other ranks.
+        head: first bytes of each message, which ranks compare.
+        comparison: takes the heads of the other ranks; None: there are no heads.
     """
 
-    def __init__(self, mesh: Mesh, outgoing: list[Outgoing]):
+    def __init__(self, mesh: Mesh, outgoing: list[Outgoing], head: bytes, comparison: RankComparison | None):
         self._mesh = mesh
         self._outgoing = outgoing
+        self._head = head
+        self._comparison = comparison
         self._incoming: list[Incoming] = []
 
-    def receive(self, least: int, most: int, destinations: Sequence[Destination | None] | None = None) -> None:
-        """Start to receive, without a wait. Called once, before any other exchange begins.
+    def receive(self, least: int, most: int, memories: Sequence[memoryview | None] = ()) -> Exchange:
+        """Start to receive, without a wait. Called once, before any other exchange begins. Returns this object.
 
         Args:
-            least, most: bytes that a message may have.
-            destinations: for each rank, memory for its message; None: new memory.
+            least, most: bytes that a message may have, without its head.
+            memories: for each rank, memory for its message, used if head and length are as expected; None: new memory.
+                Nobody else may use it before `wait` has returned.
         """
-        self._incoming = self._mesh.expect(least, most, destinations)
-
-    @property
-    def ranks(self) -> list[int]:
-        return [message.connection.rank for message in self._incoming]
+        head_bytes = len(self._head)
+        self._incoming = self._mesh.expect(self._head, head_bytes + least, head_bytes + most, memories)
+        return self
 
     def wait(self) -> list[memoryview]:
-        """Wait until all messages were sent and received. Raises PeerError.
+        """Wait until all messages were sent and received, and pass their heads to the comparison. Raises PeerError.
 
-        Returns the message of each of `ranks`, as bytes; only its head if the rest went to its destination.
+        Returns the message of each other rank, in order, without its head. It is empty if it went to its memory.
         """
         self._mesh.finish([*self._outgoing, *self._incoming])
-        return [message.values for message in self._incoming]
-
-    def reach(self, nbytes: int) -> list[memoryview]:
-        """Wait until `nbytes` of each message, or all of a shorter one, were sent and received. Raises PeerError.
-
-        A rank that sends a tensor and receives values to add may then replace these bytes by the sum.
-
-        Returns the messages, see `wait`. Only their first `nbytes` have come.
-        """
-        self._mesh.finish([*self._outgoing, *self._incoming], nbytes)
+        if self._comparison is not None:
+            for message in self._incoming:
+                self._comparison.hear(message.connection.rank, message.head.tobytes())
         return [message.values for message in self._incoming]
 
 
@@ -381,18 +349,12 @@ class Outgoing:
     def __init__(self, connection: _Connection, parts: Sequence[Memory]):
         self.connection = connection
         self.ended: float | None = None
-        self._sent = -_LENGTH.size  # bytes of the message that were sent; negative before the message itself
         views = [memoryview(part) for part in parts if len(part)]
         self._left = [memoryview(_LENGTH.pack(sum(map(len, views)))), *views]
-
-    def has(self, nbytes: int | None) -> bool:
-        """Whether `nbytes` of the message have left, or all of it; None: all of it."""
-        return self.ended is not None or (nbytes is not None and self._sent >= nbytes)
 
     def advance(self, to: socket.socket) -> None:
         """Send as much as the socket takes."""
         sent = to.sendmsg(self._left, [], _SEND_FLAGS)
-        self._sent += sent
         while self._left and sent >= self._left[0].nbytes:
             sent -= self._left.pop(0).nbytes
         if self._left:
@@ -404,31 +366,32 @@ class Outgoing:
 class Incoming:
     """Message that is being received.
 
+    Args:
+        least, most: bytes that the message may have, with its head.
+        head: expected first bytes; at most `least`.
+        memory: memory for the bytes after the head, used if the head and the length are as expected; None: new memory.
+
     Attributes:
-        values: the message as bytes; only its head if the rest goes to its destination. None before the head has come.
+        head: first bytes of the message, as many as were expected.
+        values: bytes after the head; empty if they went to `memory`. None before the head has come.
         ended: time when all of it was there, in seconds of `time.perf_counter`; None before.
     """
 
-    def __init__(self, connection: _Connection, least: int, most: int, destination: Destination | None = None):
+    def __init__(
+        self, connection: _Connection, least: int, most: int, head: bytes = b"", memory: memoryview | None = None
+    ):
         self.connection = connection
         self._possible = least, most
-        # The length and the head, which tell where the rest goes.
-        self._front = memoryview(bytearray(_LENGTH.size + (len(destination.head) if destination else 0)))
-        self._memories = self._memory_of(destination)
-        self._left = next(self._memories)
-        self._arrived = -_LENGTH.size  # bytes of the message that came; negative before the message itself
+        self._expected = head, memory
+        self._front = memoryview(bytearray(_LENGTH.size + len(head)))  # the length, then the head
+        self.head = self._front[_LENGTH.size :]
         self.values: memoryview | None = None
+        self._left = self._front  # memory that is being filled
         self.ended: float | None = None
 
-    def has(self, nbytes: int | None) -> bool:
-        """Whether `nbytes` of the message are in their memory, or all of it; None: all of it."""
-        if self.ended is not None:
-            return True
-        return nbytes is not None and self.values is not None and self._arrived >= nbytes
-
     def drop(self) -> None:
-        """Stop receiving. Lets go of the destination, and of the generator, which holds this object."""
-        self._memories = iter(())
+        """Let go of the caller's memory."""
+        self._expected = self._left = None
 
     def advance(self, source: socket.socket) -> None:
         """Receive as much as has come. Raises PeerError."""
@@ -438,27 +401,25 @@ class Incoming:
             if not received:
                 raise PeerError(_gone(self.connection.rank))
             self._left = self._left[received:]
-            self._arrived += received
             if received < wanted:
-                if self.values is None and self._arrived >= 0:
+                if self.values is None and self._front.nbytes - self._left.nbytes >= _LENGTH.size:
                     self._length()  # raises if the message is shorter than the head: the rest would never come
                 return  # nothing more has come
-            # Skip empty memory: receiving 0 bytes looks like the end of the connection.
-            self._left = next((memory for memory in self._memories if memory.nbytes), None)
-            if self._left is None:
+            # Receive what comes after the head, if there is any: receiving 0 bytes looks like the end of a connection.
+            if self.values is None:
+                self._left = self._memory_after_head()
+            if not self._left.nbytes:
                 self.ended = time.perf_counter()
 
-    def _memory_of(self, destination: Destination | None) -> Iterator[memoryview]:
-        """The memories to fill, one after another."""
-        yield self._front
-        nbytes, head = self._length(), self._front[_LENGTH.size :]
-        if destination is not None and head == destination.head and nbytes == head.nbytes + destination.rest.nbytes:
-            self.values = head
-            yield destination.rest
-            return
+    def _memory_after_head(self) -> memoryview:
+        """The memory for the bytes after the head. Sets `values`."""
+        nbytes = self._length() - self.head.nbytes
+        head, memory = self._expected
+        if memory is not None and self.head == head and memory.nbytes == nbytes:
+            self.values = memoryview(b"")
+            return memory
         self.values = memoryview(np.empty(nbytes, np.uint8))
-        self.values[: head.nbytes] = head
-        yield self.values[head.nbytes :]
+        return self.values
 
     def _length(self) -> int:
         """The length that stands before the message. Raises PeerError if it is not possible."""
@@ -487,7 +448,6 @@ class _Connection:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # the error that ended the connection
-        self._polled = 0  # the events that are polled for
         self.is_full = False
         self.heard = 0.0
         opened.setblocking(False)
@@ -501,21 +461,11 @@ class _Connection:
             message.drop()
         self.incoming.clear()
 
-    def update_poll(self, poll: select.poll) -> None:
-        """Poll for what the messages under way need: to receive, to send, or nothing.
-
-        The registration is kept from wait to wait, as renewing it takes as long as some waits.
-        """
-        wanted = 0
-        if self._lost is None:
-            wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
-        if wanted == self._polled:
-            return
-        if wanted:
-            poll.register(self.socket, wanted)
-        else:
-            poll.unregister(self.socket)
-        self._polled = wanted
+    def wanted_events(self) -> int:
+        """The events of poll(2) that the messages under way wait for: to receive, to send, or nothing."""
+        if self._lost is not None:
+            return 0
+        return (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
 
     def send(self, parts: Sequence[Memory]) -> Outgoing:
         """Start to send a message, after earlier ones."""
@@ -524,9 +474,9 @@ class _Connection:
         self.send_more()
         return message
 
-    def receive(self, least: int, most: int, destination: Destination | None = None) -> Incoming:
-        """Start to receive a message, after earlier ones."""
-        message = Incoming(self, least, most, destination)
+    def receive(self, least: int, most: int, head: bytes = b"", memory: memoryview | None = None) -> Incoming:
+        """Start to receive a message, after earlier ones: see `Incoming`."""
+        message = Incoming(self, least, most, head, memory)
         self.incoming.append(message)
         return message
 
@@ -573,6 +523,20 @@ def _gone(rank: int) -> str:
 
 
 # ---------------------------------------------------------------- connecting
+
+
+class _reaching(ErrorTranslation):
+    """Context in which an OSError becomes PeerError. Its subject names the ranks that can't be reached."""
+
+    __slots__ = ()
+
+    def translated(self, error):
+        if not isinstance(error, OSError):
+            return None
+        return PeerError(
+            f"connecting to rank {self.subject} failed: {error}. It has died, or nothing can reach it at the address "
+            "of its interface: look at its log, and see GLOO_SOCKET_IFNAME"
+        )
 
 
 def _listener(address: str | None) -> socket.socket | None:

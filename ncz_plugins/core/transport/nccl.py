@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,10 @@ from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..runtime.worker import Worker
-from .base import Agreement, FrameStream, Transport, Work, peer_errors
+from .base import FrameStream, Transport, Work, peer_errors
 from .comparison import RankComparison
 from .connections import Connections
 from .forecast import Forecasts
-from .plain import start_exchange
 from .striped import StripedCollectives
 
 _FRAME_TAG, _SIZE_TAG = 0, 1
@@ -161,18 +159,16 @@ class NcclTransport(Transport):
     def streams(
         self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
     ) -> list[NcclStream]:
-        rounds = _Rounds(self._open_groups, len(peers))
+        rounds = _Rounds(self.plain, self.rank, self.world_size, len(peers))
         return [
             NcclStream(self._connections, rounds, self._device, to, source, incoming, frame_capacity, counters)
             for to, source in peers
         ]
 
-    def start_max(self, tensor: Tensor, counters: Counters) -> Agreement:
+    def start_max(self, tensor: Tensor, counters: Counters) -> Work:
         return self._connections.start_max(tensor, counters)
 
-    def start_comparison(
-        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
-    ) -> Agreement:
+    def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         return self._connections.start_comparison(comparison, counters)
 
     def close(self) -> None:
@@ -187,9 +183,10 @@ class NcclTransport(Transport):
         with suppress(RuntimeError):  # an interpreter that ends starts no threads: then abort one after another
             for group in groups[1:]:
                 workers.append(Worker("ncz-abort"))
-                workers[-1].submit(partial(_abort, group))
+                workers[-1].submit(group.abort)
         for group in groups[:1] + groups[1 + len(workers) :]:
-            _abort(group)
+            with suppress(RuntimeError):  # the error that came before it matters more
+                group.abort()
         deadline = time.monotonic() + _ABORT_WITHIN.total_seconds()
         for worker in workers:
             worker.close(max(0.0, deadline - time.monotonic()))
@@ -222,11 +219,6 @@ def _shut_down(groups: list[dist.ProcessGroup]) -> None:
     with ExitStack() as stack:  # all are ended even if one raises
         for group in groups:
             stack.callback(getattr(group, "shutdown", None) or group._shutdown)  # its name in torch 2.6
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # the error that came before it matters more
-        group.abort()
 
 
 class NcclStream(FrameStream):
@@ -335,16 +327,17 @@ class _Rounds:
     """Rounds of one collective, in which its frame streams send and receive together.
 
     Args:
-        groups: returns the NCCL groups. Called each time.
+        plain: the collectives of the NCCL groups between the ranks.
         streams: the number of frame streams.
 
     Attributes:
         waiting: rounds that are complete but not yet started, oldest first.
     """
 
-    def __init__(self, groups: Callable[[], list[dist.ProcessGroup]], streams: int):
-        self._group = lambda: groups()[0]
-        self._gathers = StripedCollectives(groups)
+    def __init__(self, plain: StripedCollectives, rank: int, world_size: int, streams: int):
+        self._plain = plain
+        self._rank = rank
+        self._world_size = world_size
         self._streams = streams
         self._filling: list[tuple[NcclStream, Tensor]] = []
         self.waiting: deque[list[tuple[NcclStream, Tensor]]] = deque()
@@ -377,8 +370,7 @@ class _Rounds:
     ) -> None:
         """Start sends, and receives of these sizes."""
         frames = [torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in zip(receives, sizes)]
-        works = start_exchange(
-            self._group,
+        works = self._plain.exchange(
             [(stream.to, frame) for stream, frame in sends],
             [(stream.source, frame) for stream, frame in zip(receives, frames)],
             _FRAME_TAG,
@@ -390,7 +382,7 @@ class _Rounds:
 
     def _is_gather(self, sends: list[tuple[NcclStream, Tensor]], sizes: list[int]) -> bool:
         """Whether every rank sends one frame to all others, of about the same size. The same on all ranks."""
-        if not sizes or len(sends) != self._group().size() - 1 or any(frame is not sends[0][1] for _, frame in sends):
+        if not sizes or len(sends) != self._world_size - 1 or any(frame is not sends[0][1] for _, frame in sends):
             return False
         every = [sends[0][1].numel(), *sizes]
         return len(every) * max(every) <= _MAX_PADDED_SHARE * sum(every)
@@ -400,13 +392,13 @@ class _Rounds:
 
         NCCL has more channels for all-gathers. Over sockets they take two thirds of the time.
         """
-        group, own = self._group(), sends[0][1]
+        own = sends[0][1]
         length = -(-max(own.numel(), *sizes) // _GATHER_ALIGNMENT_BYTES) * _GATHER_ALIGNMENT_BYTES
-        gathered = own.new_empty(group.size() * length)
-        mine = gathered[group.rank() * length :][:length]
+        gathered = own.new_empty(self._world_size * length)
+        mine = gathered[self._rank * length :][:length]
         mine[: own.numel()] = own
         mine[own.numel() :] = 0  # do not send what was in this memory before
-        work = self._gathers.all_gather_into_tensor(gathered, mine)
+        work = self._plain.all_gather_into_tensor(gathered, mine)
         for stream, _ in sends:
             stream.sent(work, mine)
         for stream, size in zip(receives, sizes):

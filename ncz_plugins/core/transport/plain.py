@@ -23,11 +23,6 @@ from .base import PlainCollectives, Work, peer_errors
 _TAG = 4  # other tags are in gloo.py, nccl.py and connections.py
 
 
-def untracked(work: dist.Work) -> Work:
-    """Return the work unchanged."""
-    return work
-
-
 class TorchCollectives(PlainCollectives):
     """Collectives of a torch.distributed process group.
 
@@ -37,19 +32,22 @@ class TorchCollectives(PlainCollectives):
             know the works that are under way.
     """
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup], track: Callable[[dist.Work], Work] = untracked):
+    def __init__(self, group: Callable[[], dist.ProcessGroup], track: Callable[[dist.Work], Work] = lambda work: work):
         self._group = group
         self._track = track
 
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
         options = dist.AllreduceOptions()
         options.reduceOp, divisor = self._without_average(op, tensor)
-        return _DividedWork(self._track(self._group().allreduce([tensor], options)), tensor, divisor / scale)
+        divisor /= scale
+        work = self._track(self._group().allreduce([tensor], options))
+        return work if divisor == 1 else _DividedWork(work, tensor, divisor)
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
         options = dist.ReduceScatterOptions()
         options.reduceOp, divisor = self._without_average(op, input)
-        return _DividedWork(self._track(self._group()._reduce_scatter_base(output, input, options)), output, divisor)
+        work = self._track(self._group()._reduce_scatter_base(output, input, options))
+        return work if divisor == 1 else _DividedWork(work, output, divisor)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
         return self._track(self._group()._allgather_base(output, input))
@@ -62,8 +60,24 @@ class TorchCollectives(PlainCollectives):
         options.rootRank, options.rootTensor = root, 0
         return self._track(self._group().broadcast([tensor], options))
 
-    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Work]:
-        return start_exchange(self._group, sends, receives, _TAG, self._track)
+    def exchange(
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int = _TAG
+    ) -> list[Work]:
+        """See `PlainCollectives.exchange`.
+
+        With NCCL all of it is one operation, as otherwise ranks that all send first would wait for each other for ever.
+
+        Args:
+            tag: number that only these messages between the ranks have.
+        """
+        fused = dist.is_nccl_available() and isinstance(self._group(), dist.ProcessGroupNCCL)
+        if fused:
+            self._group()._start_coalescing()
+        works = [self._track(self._group().send([tensor], rank, tag)) for rank, tensor in sends]
+        works += [self._track(self._group().recv([tensor], rank, tag)) for rank, tensor in receives]
+        if fused:
+            works = [self._track(self._group()._end_coalescing())] * len(works)
+        return works
 
     def _without_average(self, op, tensor: Tensor):
         """Replace AVG by SUM and a divisor for floats in host memory, as gloo has no AVG. Returns (op, divisor)."""
@@ -80,35 +94,10 @@ class GroupTransport(NamedTuple):
     plain: PlainCollectives
 
 
-def start_exchange(
-    group: Callable[[], dist.ProcessGroup],
-    sends: list[tuple[int, Tensor]],
-    receives: list[tuple[int, Tensor]],
-    tag: int,
-    track: Callable[[dist.Work], Work] = untracked,
-) -> list[Work]:
-    """Start to send and to receive tensors: see `PlainCollectives.exchange`.
-
-    With NCCL all of it is one operation, as otherwise ranks that all send first would wait for each other for ever.
-
-    Args:
-        group, track: see TorchCollectives.
-        tag: number that only these messages between the ranks have.
-    """
-    fused = dist.is_nccl_available() and isinstance(group(), dist.ProcessGroupNCCL)
-    if fused:
-        group()._start_coalescing()
-    works = [track(group().send([tensor], rank, tag)) for rank, tensor in sends]
-    works += [track(group().recv([tensor], rank, tag)) for rank, tensor in receives]
-    if fused:
-        works = [track(group()._end_coalescing())] * len(works)
-    return works
-
-
 class _DividedWork:
     """Work of a sum that is divided by a number when the work is waited for."""
 
-    def __init__(self, work: Work, tensor: Tensor, divisor: int):
+    def __init__(self, work: Work, tensor: Tensor, divisor: float):
         self._work = work
         self._tensor = tensor
         self._divisor = divisor
@@ -124,8 +113,7 @@ class _DividedWork:
         return self._work.get_future().then(lambda done: (done.value(), self._divide()))
 
     def is_completed(self) -> bool:
-        # Only sums in host memory have a divisor, and waiting for one that is complete takes no time.
-        return self._work.is_completed() and (self._divisor == 1 or self.wait())
+        return self._work.is_completed() and self.wait()  # waiting for a work that is complete takes no time
 
     def _divide(self) -> bool:
         """Divide the sum, once for all threads. Returns True."""

@@ -6,13 +6,13 @@ Ethernet several groups carry more, as several TCP connections do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Work
+from .base import GeneratorWork, Work
 from .plain import TorchCollectives
 
 MOST_GROUPS = 4
@@ -35,29 +35,21 @@ class StripedCollectives(TorchCollectives):
         groups = self._groups()
         if len(groups) == 1 or input.nbytes < STRIPED_BYTES:
             return super().all_gather_into_tensor(output, input)
-        return _StripedGather(groups, output, input)
+        return GeneratorWork(_gather_in_stripes(groups, output, input))
 
 
-class _StripedGather:
-    """Work of a gather in stripes: each group gathers a stripe of every rank's bytes. `wait` puts stripes together."""
+def _gather_in_stripes(groups: list[dist.ProcessGroup], output: Tensor, input: Tensor) -> Iterator[None]:
+    # Each group gathers a stripe of every rank's bytes.
+    own = input.view(-1).view(torch.uint8)
+    length = -(-own.numel() // (len(groups) * _STRIPE_ALIGNMENT_BYTES)) * _STRIPE_ALIGNMENT_BYTES
+    outputs = output.view(-1).view(torch.uint8).view(-1, own.numel()).split(length, dim=1)
+    under_way: list[tuple[Work, Tensor, Tensor]] = []
+    for group, stripe, out in zip(groups, own.split(length), outputs):
+        gathered = stripe.new_empty(group.size(), stripe.numel())
+        under_way.append((group._allgather_base(gathered.view(-1), stripe), gathered, out))
+    yield
 
-    def __init__(self, groups: list[dist.ProcessGroup], output: Tensor, input: Tensor):
-        own = input.view(-1).view(torch.uint8)
-        length = -(-own.numel() // (len(groups) * _STRIPE_ALIGNMENT_BYTES)) * _STRIPE_ALIGNMENT_BYTES
-        stripes = own.split(length)
-        outputs = output.view(-1).view(torch.uint8).view(-1, own.numel()).split(length, dim=1)
-        self._under_way: list[tuple[Work, Tensor, Tensor]] = []
-        for group, stripe, out in zip(groups, stripes, outputs):
-            gathered = stripe.new_empty(group.size(), stripe.numel())
-            self._under_way.append((group._allgather_base(gathered.view(-1), stripe), gathered, out))
-
-    def wait(self, *timeout) -> bool:
-        while self._under_way:  # empty from the second call on
-            work, gathered, out = self._under_way[0]
-            work.wait(*timeout)
-            out.copy_(gathered)
-            del self._under_way[0]
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work, *_ in self._under_way)
+    # Put the stripes together.
+    for work, gathered, out in under_way:
+        work.wait()
+        out.copy_(gathered)

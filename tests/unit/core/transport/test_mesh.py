@@ -43,8 +43,18 @@ def play(world_size: int, body, seconds: float = 30.0, channels: int = 1) -> lis
         return [each.result(60) for each in [pool.submit(run, rank) for rank in range(world_size)]]
 
 
-def message(*numbers: int) -> list[bytes]:
-    return [bytes(numbers)]
+def message(*numbers: int) -> bytes:
+    return bytes(numbers)
+
+
+class Heads:
+    """In place of a comparison: `told` goes out, and what others told is in `heard`."""
+
+    def __init__(self, told: bytes):
+        self.told, self.heard = told, []
+
+    def hear(self, rank: int, told: bytes) -> None:
+        self.heard.append((rank, told))
 
 
 def lists(received: list[memoryview]) -> list[list[int]]:
@@ -61,18 +71,21 @@ def test_each_rank_gets_what_each_other_one_sent_it(world_size):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 300_000), max_size=3), min_size=1, max_size=4), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300_000)), min_size=1, max_size=4), st.booleans())
 def test_messages_of_any_size_stay_in_order_also_when_several_are_under_way(sizes, in_order):
     """Far more than fits in the buffers of a socket, and waited for in either order."""
 
     def body(rank, opened):
         started = []
-        for at, parts in enumerate(sizes):
-            parts = [bytes([10 * rank + at]) * size for size in parts]
-            started.append(opened.start([parts] * 2, 0, MOST))
-        received = {at: started[at].wait()[0] for at in range(len(sizes))[:: 1 if in_order else -1]}
-        for at, parts in enumerate(sizes):
-            assert received[at].tobytes() == bytes([10 * (1 - rank) + at]) * sum(parts)
+        for at, (head, size) in enumerate(sizes):
+            heads = Heads(bytes([10 * rank + at]) * head)
+            exchange = opened.tell([bytes([10 * rank + at]) * size] * 2, heads)
+            started.append((exchange.receive(0, MOST), heads))
+        for at in range(len(sizes))[:: 1 if in_order else -1]:
+            exchange, heads = started[at]
+            [received], (head, size) = exchange.wait(), sizes[at]
+            assert received.tobytes() == bytes([10 * (1 - rank) + at]) * size
+            assert heads.heard == [(1 - rank, bytes([10 * (1 - rank) + at]) * head)]
 
     play(2, body)
 
@@ -83,41 +96,20 @@ def test_messages_of_any_size_stay_in_order_also_when_several_are_under_way(size
 )
 def test_a_message_goes_to_its_place_if_it_fits(head, sent, is_placed):
     """None: it has the length, and begins otherwise."""
+    theirs = b"?" * len(head) if sent is None else head
 
     def body(rank, opened):
         if rank == 0:
-            message = b"?" * len(head) + b"xyz" if sent is None else head + sent
-            opened.start([[message]] * 2, 0, 9).wait()
+            opened.tell([b"xyz" if sent is None else sent] * 2, Heads(theirs)).receive(0, 9).wait()
             return None
-        rest = bytearray(3)
-        [came] = opened.start([[]] * 2, len(head), 9, [mesh.Destination(head, memoryview(rest)), None]).wait()
-        return came.tobytes(), bytes(rest)
+        place, heads = bytearray(3), Heads(head)
+        [came] = opened.tell([b""] * 2, heads).receive(0, 9, [memoryview(place), None]).wait()
+        assert heads.heard == [(0, theirs)]
+        return came.tobytes(), bytes(place)
 
-    if sent is None and not head:
-        sent, is_placed = b"xyz", True  # there is no other beginning
-    whole = b"?" * len(head) + b"xyz" if sent is None else head + sent
-    assert play(2, body)[1] == ((head, sent) if is_placed else (whole, bytes(3)))
-
-
-def test_the_first_bytes_of_a_message_can_be_had_before_the_last():
-    between = threading.Event()
-
-    def body(rank, opened):
-        large = np.arange(32 << 20, dtype=np.uint8)
-        if rank == 0:
-            first = opened.start([[memoryview(large)]] * 2, 0, 1 << 26)
-            assert between.wait(20)  # the buffers of the sockets hold less
-            return first.wait()[0].nbytes
-        exchange = opened.start([[]] * 2, 0, 1 << 26)
-        [begun] = exchange.reach(1000)
-        assert np.array_equal(begun[:1000], large[:1000])
-        between.set()
-        [whole] = exchange.wait()
-        assert np.array_equal(whole, large) and np.shares_memory(np.asarray(whole), np.asarray(begun))
-        [again] = exchange.reach(1 << 26)  # of which it has fewer
-        return again.nbytes
-
-    assert play(2, body) == [0, 32 << 20]
+    if sent is None:
+        sent, is_placed = b"xyz", not head  # there is no other beginning
+    assert play(2, body)[1] == ((b"", sent) if is_placed else (sent, bytes(3)))
 
 
 def test_what_is_to_leave_has_left_by_then_as_well():
@@ -127,7 +119,7 @@ def test_what_is_to_leave_has_left_by_then_as_well():
 
     def body(rank, opened):
         if rank == 0:
-            opened.start([[large]] * 2, 0, 1 << 26).reach(len(large))
+            opened.start([large] * 2, 0, 1 << 26).wait()
             returned.set()
             return
         connection = opened._connections[0].socket
@@ -144,7 +136,7 @@ def test_what_is_to_leave_has_left_by_then_as_well():
 
 def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
     """The peer looks at the large one only after something else that needs this rank."""
-    large = [bytes(32 << 20)]
+    large = bytes(32 << 20)
     between = threading.Barrier(2)
 
     def body(rank, opened):
@@ -194,7 +186,7 @@ def test_the_longest_time_out_is_none_too_long():
 
 def test_waiting_to_send_is_not_woken_by_what_is_not_asked_for(monkeypatch):
     """The peer has sent its next message, and takes none of the large one yet."""
-    large = [bytes(32 << 20)]
+    large = bytes(32 << 20)
     sent = threading.Event()
     polls = []
     wait_for = mesh.Mesh._wait_for
@@ -291,7 +283,7 @@ def test_a_peer_that_closes_is_noticed_at_once_and_what_it_said_before_is_read()
 
 def test_what_a_peer_said_is_read_although_it_closed_with_messages_unread():
     """The system resets such a connection. So closes a rank that finds out that ranks differ: others must hear it."""
-    large = [bytes(32 << 20)]
+    large = bytes(32 << 20)
     closed = threading.Event()
 
     def body(rank, opened):
@@ -344,7 +336,7 @@ def test_of_several_receivers_the_one_that_takes_nothing_is_named():
 @pytest.mark.parametrize(("sent", "least", "most"), [(3, 4, 10), (11, 4, 10), (1, 0, 0)])
 def test_a_message_of_an_impossible_size_is_refused(sent, least, most):
     def body(rank, opened):
-        exchange = opened.start([[bytes(sent)]] * 2, least, most)
+        exchange = opened.start([bytes(sent)] * 2, least, most)
         with pytest.raises(PeerError, match=f"sent a message of {sent} bytes; {least} to {most} are possible"):
             exchange.wait()
 
@@ -373,9 +365,9 @@ def test_such_a_length_is_refused_at_once_although_a_head_is_expected_behind_it(
             opened._connections[0].socket.send(struct.pack("<q", nbytes))
             assert refused.wait(20)
             return
-        place = mesh.Destination(b"head", memoryview(bytearray(9)))
+        exchange = opened.tell([b""] * 2, Heads(b"head")).receive(0, MOST - 4, [None, memoryview(bytearray(9))])
         with pytest.raises(PeerError, match=f"sent a message of {nbytes} bytes; 4 to {MOST} are possible"):
-            opened.start([[b"head"]] * 2, 4, MOST, [None, place]).wait()
+            exchange.wait()
         refused.set()
 
     play(2, body)
@@ -407,7 +399,7 @@ def test_another_thread_may_close_while_one_waits():
 
 def test_closing_lets_go_of_the_memory_of_what_was_under_way():
     def body(rank, opened):
-        opened.start([[bytes(32 << 20)]] * 2, 0, 1 << 26)  # of which some has left
+        opened.start([bytes(32 << 20)] * 2, 0, 1 << 26)  # of which some has left
         opened.close("for this test")
         return [len(peer.outgoing) + len(peer.incoming) for peer in opened._connections]
 

@@ -1,8 +1,5 @@
 """Uncompressed collectives of small tensors: exact, alike on all ranks, and in place of none that gloo must make."""
 
-from functools import partial
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import play, same_bits, values
 
-from ncz_plugins import kernels
 from ncz_plugins.core.errors import MismatchError, PeerError
 from ncz_plugins.core.transport import small
 from ncz_plugins.core.transport.comparison import RankComparison
-from ncz_plugins.kernels.format import Combination
 
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -28,7 +23,7 @@ def run(transport, collective, input, output, op=None, root=0, call: int = 1) ->
 
     comparison = RankComparison({"call": call}, transport.rank, transport.world_size)
     assert transport.small.serve(collective, input, op)
-    transport.small.start(collective, input, output, op, root, comparison).finish(check)
+    transport.small.start(collective, input, output, op, root, comparison, check).wait()
 
 
 def exact(op, everyone: list[torch.Tensor]) -> torch.Tensor:
@@ -136,46 +131,6 @@ def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
 
 
-class Arriving:
-    """In place of the opening of a call: values come no earlier than they are waited for."""
-
-    def __init__(self, values: torch.Tensor, place: torch.Tensor):
-        self._values, self._place = values, place
-
-    def reach(self, nbytes: int) -> list[memoryview]:
-        count = nbytes // self._values.itemsize
-        self._place[:count] = self._values[:count]
-        return []
-
-    compare = reach
-
-    def wait(self) -> list[memoryview]:
-        return self.reach(self._values.nbytes)
-
-
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 500, 400])
-def test_a_piece_is_formed_once_its_values_are_there(piece_bytes):
-    own, theirs, received, out = values(0, 1000), values(1, 1000), torch.zeros(1000), torch.empty(1000)
-    combination = partial(kernels.cpu_backend().combination, how=Combination.ADD, divisor=1)
-    here = SimpleNamespace(rank=0)
-    small._Sum(here, Arriving(theirs, received), [own, received], [out], combination, piece_bytes).finish(lambda: None)
-    assert torch.equal(out, own + theirs)
-
-
-def test_sums_in_place_are_formed_in_pieces():
-    """Each is told to the others while the next one is on its way."""
-
-    def body(transport):
-        tensor = values(transport.rank, 1 << 18)
-        comparison = RankComparison({"call": 1}, transport.rank, transport.world_size)
-        how = "all_reduce", tensor, tensor, dist.ReduceOp.SUM, 0, comparison
-        under_way = transport.small.start(*how, link_gbps=1.0)
-        under_way.finish(lambda: None)
-        return len(under_way._combinations)
-
-    assert play(4, body) == [4] * 4
-
-
 @pytest.mark.parametrize(("world_size", "length"), [(2, 3 << 20), (3, 1 << 20)])
 def test_a_part_may_be_formed_where_those_of_other_ranks_still_have_to_leave(world_size, length):
 
@@ -189,18 +144,11 @@ def test_a_part_may_be_formed_where_those_of_other_ranks_still_have_to_leave(wor
     torch.testing.assert_close(torch.cat(play(world_size, body)), whole.float())
 
 
-@pytest.mark.parametrize(
-    ("gbps", "nbytes"), [(None, 2 << 20), (0.001, 64 << 10), (0.94, 64 << 10), (2.5, 160 << 10), (100, 2 << 20)]
-)
-def test_pieces_are_what_a_link_carries_in_half_a_millisecond(gbps, nbytes):
-    assert small._piece_bytes(gbps) == nbytes
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_in_pieces_are_those_of_the_whole(world_size, op, dtype, monkeypatch):
-    """To the bit, in place or not, also where ranks have parts of different lengths, one piece more or less."""
+def test_sums_in_two_rounds_are_those_in_one(world_size, op, dtype, monkeypatch):
+    """To the bit, in place or not, also where ranks have parts of different lengths."""
 
     def body(transport):
         results = []
@@ -209,16 +157,15 @@ def test_sums_in_pieces_are_those_of_the_whole(world_size, op, dtype, monkeypatc
             run(transport, "all_reduce", tensor, tensor, op)
             apart = torch.empty(length, dtype=dtype)
             run(transport, "all_reduce", values(transport.rank, length, dtype), apart, op)
-            part = torch.empty(length, dtype=dtype)
-            run(transport, "reduce_scatter_tensor", values(transport.rank, length * world_size, dtype), part, op)
-            results += [tensor, apart, part]
+            results += [tensor, apart]
         return results
 
-    monkeypatch.setattr(small, "_MAX_ONE_ROUND_BYTES", 256)
-    whole = play(world_size, body, reuse=True)
-    monkeypatch.setattr(small, "_PIECE_BYTES", 512)
-    for in_pieces, before in zip(play(world_size, body, reuse=True), whole):
-        assert all(map(torch.equal, in_pieces, before))
+    in_two_rounds = []
+    for most in (256, 1 << 30):
+        monkeypatch.setattr(small, "_MAX_ONE_ROUND_BYTES", most)
+        in_two_rounds.append(play(world_size, body, reuse=True))
+    for ranks in zip(*in_two_rounds):
+        assert all(map(torch.equal, *ranks))
 
 
 def test_parameters_are_taken_although_they_require_gradients():
