@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,8 +41,8 @@ def measured_on_gpus(config: Config, device: Device, transport: CollectiveTransp
         if nbytes > _PROBE_BYTES[0] and _PROBES * seconds * larger / nbytes > _MAX_PROBE_SECONDS:
             break
         tensor = torch.zeros(larger // 4, dtype=torch.float32, device=where)
-        all_reduce = partial(transport.plain.all_reduce, tensor, dist.ReduceOp.SUM)
-        nbytes, seconds = larger, _seconds_of(all_reduce, device, transport, where)
+        seconds = _seconds_of(transport.plain.all_reduce, (tensor, dist.ReduceOp.SUM), device, transport, where)
+        nbytes = larger
     sent = 2 * (transport.world_size - 1) / transport.world_size * nbytes  # bytes of each rank
     gbps = min(max(8e-9 * sent / seconds, 1e-3), 1e4)  # the limits of `transport.link_gbps`
     config = config.resolved(link_gbps=float(f"{gbps:.3g}"))
@@ -77,24 +76,23 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
     own = torch.zeros(nbytes, dtype=torch.uint8, device=where)
     gathered = own.new_empty(transport.world_size * own.numel())
 
-    def seconds_with(groups: int) -> float | None:
-        if transport.use_groups(groups) != groups:
-            return None
-        return _seconds_of(lambda: transport.plain.all_gather_into_tensor(gathered, own), device, transport, where)
-
-    groups, seconds = 1, seconds_with(1)
-    while groups < MOST_GROUPS:
-        with_more = seconds_with(2 * groups)
-        if with_more is None or _MIN_SPEEDUP * with_more > seconds:
-            transport.use_groups(groups)
+    groups, seconds, count = 1, 0.0, 1
+    while count <= MOST_GROUPS and transport.use_groups(count) == count:
+        taken = _seconds_of(transport.plain.all_gather_into_tensor, (gathered, own), device, transport, where)
+        if count > 1 and _MIN_SPEEDUP * taken > seconds:
             break
-        groups, seconds = 2 * groups, with_more
+        groups, seconds, count = count, taken, 2 * count
+    transport.use_groups(groups)
     if groups > 1:
         _say(transport, f"large frames of GPUs travel over {groups} NCCL groups side by side")
 
 
 def _seconds_of(
-    collective: Callable[[], Work], device: Device, transport: CollectiveTransport, where: torch.device
+    collective: Callable[..., Work],
+    arguments: Sequence,
+    device: Device,
+    transport: CollectiveTransport,
+    where: torch.device,
 ) -> float:
     """Duration of a collective in seconds: the fastest of 4 calls, on the slowest rank."""
     times = []
@@ -102,7 +100,7 @@ def _seconds_of(
         for _ in range(_PROBES):
             device.synchronize()
             started = time.perf_counter()
-            collective().wait()
+            collective(*arguments).wait()
             device.synchronize()
             times.append(time.perf_counter() - started)
         slowest = torch.tensor([min(times)], dtype=torch.float64, device=where)

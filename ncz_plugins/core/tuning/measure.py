@@ -333,7 +333,6 @@ def _link_gbps(
         times: number of frames sent at once to each peer; they may use that many connections.
         expected: expected Gbit/s, which gives the first size; 0 if unknown.
     """
-    exchange = partial(subject.exchange, times=times)
     max_bytes = _MAX_EXCHANGED_BYTES // times
     codes = torch.full((max_bytes // _ITEMSIZE,), 2**30, dtype=torch.int32, device="cpu")  # 32 bits in the frame, too
     buffer = torch.empty(max_frame_bytes(codes.numel()), dtype=torch.uint8, device="cpu")
@@ -343,14 +342,24 @@ def _link_gbps(
     while True:
         values = codes[: nbytes // _ITEMSIZE]
         frame = buffer[: backend.encode_codes(values, Coding(Coder.RAW, Predictor.NONE), buffer)]
-        (taken,) = _interleaved(subject, [exchange], frame, seconds=0, least=1)
+        taken = _exchange_seconds(subject, frame, times, rounds=1)
         carrying = max(taken - 2 * trip, _MIN_EXCHANGE_SECONDS)  # some ranks start one message later than others
         if carrying >= _MIN_SHARE_OF_LINK_SECONDS * seconds or nbytes == max_bytes:
             break
         nbytes = min(int(nbytes * min(seconds / carrying, _GROWTH)), max_bytes)
-    (taken,) = _interleaved(subject, [exchange], frame, seconds=0)
+    taken = _exchange_seconds(subject, frame, times, rounds=_MIN_ROUNDS)
     gbps = 8e-9 * frame.numel() * sends / max(taken - trip, _MIN_EXCHANGE_SECONDS)
     return min(max(gbps, 1e-3), 1e4)  # the range of transport.link_gbps
+
+
+def _exchange_seconds(subject: Subject, frame: Tensor, times: int, rounds: int) -> float:
+    """Seconds of `Subject.exchange` on the slowest rank: the median over rounds."""
+    slowest = []
+    for _ in range(rounds):
+        started = _started_together(subject)
+        subject.exchange(frame, times)
+        slowest += subject.highest([time.perf_counter() - started])
+    return median_low(slowest)
 
 
 def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Sequence[Sequence[int]]) -> list[float]:
@@ -377,13 +386,11 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
     end = begin + _BURST_SECONDS
     wait = begin - time.monotonic()
     both, started = [], math.inf
-    if (
-        wait < 4 * trip + _OTHER_CLOCK_SECONDS
-    ):  # else the ranks have different clocks, as copies of a virtual machine do
+    if wait < 4 * trip + _OTHER_CLOCK_SECONDS:  # else ranks have different clocks, as copies of a virtual machine do
         time.sleep(max(0.0, wait))
         started = time.monotonic()
         with ThreadPoolExecutor(2) as threads:
-            both = list(threads.map(partial(_code, backend), [end, end]))
+            both = list(threads.map(_code, [backend] * 2, [end] * 2))
     # Count the CPU time that this rank got from the moment when all ranks of the machine were coding.
     start = latest(started)
     cores = [0.0] * subject.world_size
@@ -418,24 +425,32 @@ def _measured_costs(subject: Subject, backend: Backend) -> CoderCosts:
     out, codes = torch.empty_like(x), torch.empty(_TILE_VALUES, dtype=torch.int32, device="cpu")
     frame = torch.empty(max_frame_bytes(_TILE_VALUES), dtype=torch.uint8, device="cpu")
 
-    def code(coder: Coder, step: float) -> None:
+    # Time the coders. The lower quartile counts, not the median: a round is so short that other processes fill many.
+    quartiles = []
+    for coder, step in (
+        (Coder.RAW, _WIDE_STEP),
+        (Coder.FIXED, _WIDE_STEP),
+        (Coder.HUFFMAN, _WIDE_STEP),
+        (Coder.RANS, _WIDE_STEP),
+        (Coder.RANS, _NARROW_STEP),
+    ):
         scales = torch.full((blocks_of(_TILE_VALUES),), step, dtype=torch.float32, device="cpu")
-        size = backend.encode(x, 1 / scales, Coding(coder, Predictor.NONE), frame)
-        backend.decode(frame[:size], scales, out)
+        inverse_steps, taken = 1 / scales, []
+        for _ in range(_CODING_ROUNDS):
+            started = _started_together(subject)
+            size = backend.encode(x, inverse_steps, Coding(coder, Predictor.NONE), frame)
+            backend.decode(frame[:size], scales, out)
+            taken.append(time.perf_counter() - started)
+        quartiles.append(sorted(taken)[_CODING_ROUNDS // 4])
+    picoseconds = [1e12 * each / _TILE_VALUES for each in subject.highest(quartiles)]
 
-    def rest(step: float) -> float:
-        """Share of codes other than 0, the most frequent one."""
-        backend.quantize(x, torch.full((blocks_of(_TILE_VALUES),), 1 / step, dtype=torch.float32, device="cpu"), codes)
-        return (codes != 0).double().mean().item()
-
-    wide, narrow = _WIDE_STEP, _NARROW_STEP
-    cases = [(Coder.RAW, wide), (Coder.FIXED, wide), (Coder.HUFFMAN, wide), (Coder.RANS, wide), (Coder.RANS, narrow)]
-    rounds = [sorted(_timed(subject, partial(code, *case)) for _ in range(_CODING_ROUNDS)) for case in cases]
-    # The lower quartile, not the median: a round is so short that other processes fill many of them.
-    picoseconds = [
-        1e12 * each / _TILE_VALUES for each in subject.highest([taken[_CODING_ROUNDS // 4] for taken in rounds])
-    ]
-    rans = rans_costs(picoseconds[3:], subject.highest([rest(wide), rest(narrow)]))
+    # Count the codes other than 0, the most frequent one, on which the time of RANS depends.
+    rests = []
+    for step in (_WIDE_STEP, _NARROW_STEP):
+        inverse_steps = torch.full((blocks_of(_TILE_VALUES),), 1 / step, dtype=torch.float32, device="cpu")
+        backend.quantize(x, inverse_steps, codes)
+        rests.append((codes != 0).double().mean().item())
+    rans = rans_costs(picoseconds[3:], subject.highest(rests))
     return CoderCosts(**dict(zip(CoderCosts.model_fields, map(round, [*picoseconds[:3], *rans]))))
 
 
@@ -448,20 +463,18 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
         for frame_bytes in (sizes if own.frame_bytes == "auto" else [config.transport.frame_bytes_in_effect()])
         for schedule in (subject.schedules if own.schedule == "auto" else [own.schedule])
     ]
-    runs = [partial(subject.compressed, config=each) for each in configs]
     allowed = clock.left() / 3
     tell("schedules and frame sizes")
-    nbytes = _affordable(subject, runs, data, len(runs) * _compressed_seconds_per_byte(config), allowed)
+    nbytes = _affordable(subject, configs, data, len(configs) * _compressed_seconds_per_byte(config), allowed)
     source = data.of(nbytes)
     # Configurations that cut a tensor of this size alike differ by noise only: time the first of them.
     different = {}
-    for each, run in zip(configs, runs):
-        way = each.transport.schedule, layout_of_sum(source, subject.world_size, each)
-        different.setdefault(way, (each.transport, run))
-    seconds = _interleaved(subject, [run for _, run in different.values()], source, allowed)
+    for each in configs:
+        different.setdefault((each.transport.schedule, layout_of_sum(source, subject.world_size, each)), each)
+    seconds = _interleaved(subject, list(different.values()), source, allowed)
     return [
-        Trial(schedule=transport.schedule, frame_bytes=transport.frame_bytes, nbytes=nbytes, seconds=taken)
-        for (transport, _), taken in zip(different.values(), seconds)
+        Trial(schedule=each.transport.schedule, frame_bytes=each.transport.frame_bytes, nbytes=nbytes, seconds=taken)
+        for each, taken in zip(different.values(), seconds)
     ]
 
 
@@ -469,28 +482,28 @@ def _comparisons(
     subject: Subject, config: Config, data: _Data, clock: _Clock, tell: Callable[[str], None]
 ) -> list[SpeedComparison]:
     """Time plain and compressed all-reduces, from the largest size that there is time for down to 16 KiB."""
-    runs = [subject.plain, partial(subject.compressed, config=config)]
     tell("plain and compressed")
     per_byte = _plain_seconds_per_byte(config) + _compressed_seconds_per_byte(config)
-    nbytes = _affordable(subject, runs, data, per_byte, clock.left() * 2 / 3)
+    nbytes = _affordable(subject, [None, config], data, per_byte, clock.left() * 2 / 3)
     comparisons = []
     while nbytes >= _MIN_BYTES:
         tell(f"plain and compressed, {format_size(nbytes)}")
-        plain, compressed = _interleaved(subject, runs, data.of(nbytes), clock.left() / 2)
+        plain, compressed = _interleaved(subject, [None, config], data.of(nbytes), clock.left() / 2)
         comparisons.append(SpeedComparison(nbytes=nbytes, plain_seconds=plain, compressed_seconds=compressed))
         nbytes //= _GROWTH
     return comparisons[::-1]
 
 
 def _affordable(
-    subject: Subject, runs: Sequence[Callable[[Tensor], None]], data: _Data, seconds_per_byte: float, seconds: float
+    subject: Subject, configs: Sequence[Config | None], data: _Data, seconds_per_byte: float, seconds: float
 ) -> int:
-    """The largest size in bytes for which the minimum number of rounds of all `runs` fits into `seconds`.
+    """The largest size in bytes for which the minimum number of rounds of all-reduces fits into `seconds`.
 
     Args:
-        seconds_per_byte: time of all `runs` together for each byte beyond the smallest size.
+        configs: see `_interleaved`.
+        seconds_per_byte: time of one round for each byte beyond the smallest size.
     """
-    once = sum(_interleaved(subject, runs, data.of(_MIN_BYTES), seconds=0))
+    once = sum(_interleaved(subject, configs, data.of(_MIN_BYTES), seconds=0))
     nbytes = _MIN_BYTES
     while nbytes < _MAX_BYTES and _MIN_ROUNDS * (once + _GROWTH * nbytes * seconds_per_byte) < seconds:
         nbytes *= _GROWTH
@@ -508,36 +521,33 @@ def _compressed_seconds_per_byte(config: Config) -> float:
     return _plain_seconds_per_byte(config) / 8 + 2e-12 * (costs.rans + costs.rans_rest) / _ITEMSIZE
 
 
-def _interleaved(
-    subject: Subject,
-    runs: Sequence[Callable[[Tensor], None]],
-    source: Tensor,
-    seconds: float,
-    least: int = _MIN_ROUNDS,
-) -> list[float]:
-    """Seconds of each of `runs` on a copy of `source`: medians over rounds, in which the runs take turns.
+def _interleaved(subject: Subject, configs: Sequence[Config | None], source: Tensor, seconds: float) -> list[float]:
+    """Seconds of an all-reduce of `source` with each of `configs`: medians over rounds, in which they take turns.
 
     Args:
-        seconds: time for all rounds.
-        least: number of rounds that are made in any case.
+        configs: settings of a compressed all-reduce; None: an uncompressed one.
+        seconds: time for all rounds. At least 3 rounds are made.
     """
     work = torch.empty_like(source)
     rounds: list[list[float]] = []
     spent = 0.0
     # Make one more round if it fits, judging by the mean of the rounds so far.
-    while len(rounds) < least or (len(rounds) < _MAX_ROUNDS and spent * (1 + 1 / len(rounds)) < seconds):
+    while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and spent * (1 + 1 / len(rounds)) < seconds):
         taken = []
-        for run in runs:
+        for config in configs:
             work.copy_(source)
-            taken.append(_timed(subject, partial(run, work)))
+            started = _started_together(subject)
+            if config is None:
+                subject.plain(work)
+            else:
+                subject.compressed(work, config)
+            taken.append(time.perf_counter() - started)
         rounds.append(subject.highest(taken))
         spent += sum(rounds[-1])
     return [median_low(of_one) for of_one in zip(*rounds)]
 
 
-def _timed(subject: Subject, run: Callable[[], None]) -> float:
-    """Seconds of `run` on this rank. All ranks start at the same time."""
+def _started_together(subject: Subject) -> float:
+    """Wait for all ranks. Returns the time, in seconds of `time.perf_counter`."""
     subject.highest([0.0])
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+    return time.perf_counter()
