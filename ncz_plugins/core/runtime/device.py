@@ -29,54 +29,6 @@ _HOST = torch.device("cpu")  # comparing with it takes a third of the time of `d
 _no_context = nullcontext()
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether this tensor has memory of its own, unlike DTensors and other subclasses that wrap tensors."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-def require_tensor(tensor: object) -> None:
-    """Raise UnsupportedError, with a remedy, unless `tensor` is a dense, contiguous tensor with its own memory."""
-    if not isinstance(tensor, Tensor):
-        raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...)")
-    if not has_memory(tensor):
-        raise UnsupportedError(
-            f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, "
-            "for a DTensor its to_local()"
-        )
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(f"tensor of layout {tensor.layout}: pass tensor.to_dense()")
-    if tensor.is_neg():
-        raise UnsupportedError("tensor that is a negated view of another one: pass tensor.resolve_neg()")
-    if not tensor.is_contiguous():
-        raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
-
-
-def require_kernels(device: torch.device) -> None:
-    """Raise UnsupportedError, with a remedy, unless tensors on `device` can be compressed."""
-    if device == _HOST:
-        return
-    remedy = "keep these tensors on the CPU, or leave them uncompressed"
-    if device.type != "cuda":
-        raise UnsupportedError(f"device {device}: only CPU and CUDA tensors can be compressed; {remedy}")
-    try:
-        kernels.cuda_backend()
-    except ImportError as error:
-        raise UnsupportedError(f"device {device}: {error}; or {remedy}") from error
-
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the caller's current CUDA stream, for `Device.after`. Returns None for a CPU."""
-    return None if device == _HOST else torch.cuda.current_stream(device).record_event()
-
-
-def has_spare_core() -> bool:
-    """Whether there are at least 2 usable cores for each rank on this machine."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # torchrun and DeepSpeed's launcher set these. If neither is set, this rank counts as the only one.
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    return not ranks.isdigit() or usable >= 2 * int(ranks)
-
-
 class Device(ABC):
     """Device that the tensors of a call live on. Host and Gpu implement it.
 
@@ -146,33 +98,6 @@ class Device(ABC):
         """After an error, return once no job writes to the caller's memory any more. Raises nothing."""
 
 
-class _Arena(threading.local):
-    """Memory for the frames of one collective, one after another. Each thread has its own.
-
-    Memory is kept from one collective to the next, which saves page faults.
-    """
-
-    def __init__(self):
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._used = 0
-
-    def free(self, nbytes: int) -> Tensor:
-        """Memory that is not taken: uint8, [nbytes]."""
-        if self._used + nbytes > self._memory.numel():
-            # Full memory is released with the last frame in it.
-            self._memory = torch.empty(max(_MIN_ARENA_BYTES, 2 * nbytes), dtype=torch.uint8, device="cpu")
-            self._used = 0
-        return self._memory[self._used : self._used + nbytes]
-
-    def take(self, nbytes: int) -> None:
-        """Take the first bytes of the memory that `free` returned last."""
-        self._used += -(-nbytes // _FRAME_ALIGNMENT_BYTES) * _FRAME_ALIGNMENT_BYTES
-
-    def reset(self) -> None:
-        """Free all memory: no frame is in use any more."""
-        self._used = 0
-
-
 class Host(Device):
     """Host memory. Work is done when a method returns, except submitted jobs.
 
@@ -231,6 +156,33 @@ class Host(Device):
     def abandon(self) -> None:
         with suppress(BaseException):
             self.synchronize()
+
+
+class _Arena(threading.local):
+    """Memory for the frames of one collective, one after another. Each thread has its own.
+
+    Memory is kept from one collective to the next, which saves page faults.
+    """
+
+    def __init__(self):
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._used = 0
+
+    def free(self, nbytes: int) -> Tensor:
+        """Memory that is not taken: uint8, [nbytes]."""
+        if self._used + nbytes > self._memory.numel():
+            # Full memory is released with the last frame in it.
+            self._memory = torch.empty(max(_MIN_ARENA_BYTES, 2 * nbytes), dtype=torch.uint8, device="cpu")
+            self._used = 0
+        return self._memory[self._used : self._used + nbytes]
+
+    def take(self, nbytes: int) -> None:
+        """Take the first bytes of the memory that `free` returned last."""
+        self._used += -(-nbytes // _FRAME_ALIGNMENT_BYTES) * _FRAME_ALIGNMENT_BYTES
+
+    def reset(self) -> None:
+        """Free all memory: no frame is in use any more."""
+        self._used = 0
 
 
 class Gpu(Device):
@@ -335,3 +287,51 @@ def _pause(started: float) -> None:
         select.select((), (), (), 0)  # releases the GIL for a moment; time.sleep(0) takes 50 us
     else:
         time.sleep(_POLL_SECONDS)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event on the caller's current CUDA stream, for `Device.after`. Returns None for a CPU."""
+    return None if device == _HOST else torch.cuda.current_stream(device).record_event()
+
+
+def has_spare_core() -> bool:
+    """Whether there are at least 2 usable cores for each rank on this machine."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # torchrun and DeepSpeed's launcher set these. If neither is set, this rank counts as the only one.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    return not ranks.isdigit() or usable >= 2 * int(ranks)
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raise UnsupportedError, with a remedy, unless tensors on `device` can be compressed."""
+    if device == _HOST:
+        return
+    remedy = "keep these tensors on the CPU, or leave them uncompressed"
+    if device.type != "cuda":
+        raise UnsupportedError(f"device {device}: only CPU and CUDA tensors can be compressed; {remedy}")
+    try:
+        kernels.cuda_backend()
+    except ImportError as error:
+        raise UnsupportedError(f"device {device}: {error}; or {remedy}") from error
+
+
+def require_tensor(tensor: object) -> None:
+    """Raise UnsupportedError, with a remedy, unless `tensor` is a dense, contiguous tensor with its own memory."""
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...)")
+    if not has_memory(tensor):
+        raise UnsupportedError(
+            f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, "
+            "for a DTensor its to_local()"
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"tensor of layout {tensor.layout}: pass tensor.to_dense()")
+    if tensor.is_neg():
+        raise UnsupportedError("tensor that is a negated view of another one: pass tensor.resolve_neg()")
+    if not tensor.is_contiguous():
+        raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether this tensor has memory of its own, unlike DTensors and other subclasses that wrap tensors."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -31,7 +31,7 @@ from .descriptors import shortage_of_descriptors
 from .handshake import require_all_able
 from .mesh import MOST_RANKS, Mesh, open_mesh
 
-MAX_OPENING_BYTES = 16 << 20  # values that may travel with a comparison, to each other rank
+MAX_BYTES_WITH_COMPARISON = 16 << 20  # values that may travel with a comparison, to each other rank
 # Limits of the bytes that a rank sends in an agreement, by the way to agree: see `WayToAgree`.
 _MAX_TOLD_BYTES = 256 << 10
 _MAX_SPREAD_BYTES = 64 << 10
@@ -308,7 +308,7 @@ def most_with_comparison(world_size: int, meshed: bool) -> int:
     """
     if not meshed:
         return 0
-    return MAX_OPENING_BYTES if world_size <= 2 else told_bytes(world_size)
+    return MAX_BYTES_WITH_COMPARISON if world_size <= 2 else told_bytes(world_size)
 
 
 def rounds_of(world_size: int) -> int:
@@ -335,7 +335,7 @@ def _compare(
 ) -> Iterator[None]:
     """Compare numbers, and replace `values` by their maximum unless another rank has sent another number of bytes."""
     n = connections.world_size
-    exchange = connections.mesh.tell([memory_of(values)] * n, comparison).receive(0, MAX_OPENING_BYTES)
+    exchange = connections.mesh.tell([memory_of(values)] * n, comparison).receive(0, MAX_BYTES_WITH_COMPARISON)
     counters.wire_bytes += (len(comparison.told) + values.nbytes) * (n - 1)
     yield
     with span("wait", values.nbytes, counters):

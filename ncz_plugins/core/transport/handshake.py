@@ -121,63 +121,6 @@ def _await_verdict(store: dist.Store, ranks: Sequence[int], rank: int, timeout: 
     return verdict
 
 
-def require_all_able(store: dist.Store, rank: int, world_size: int, refusal: str | None, timeout: timedelta) -> None:
-    """Return once every rank has said that it can go on. All of them must call this.
-
-    Args:
-        store: a store that nothing else uses under the same prefix.
-        refusal: why this rank can't go on; None: it can.
-
-    Raises UnsupportedError on a rank that can't go on, and PeerError on the others, or if a rank does not come.
-    """
-    with peer_errors("connecting to the other ranks"):
-        if refusal is not None:
-            store.set("verdict", f"rank {rank} of {world_size} can't go on: {refusal}")
-        elif store.add("able", 1) == world_size:
-            store.set("verdict", "")
-        store.wait(["verdict"], timeout)
-        verdict = store.get("verdict").decode()
-    if verdict:
-        _await_readers(store, world_size)
-        raise PeerError(verdict) if refusal is None else UnsupportedError(refusal)
-
-
-def _await_readers(store: dist.Store, world_size: int) -> None:
-    """Wait up to 5 s until all ranks have read the verdict, as the store ends with the rank that serves it."""
-    with suppress(RuntimeError):
-        if store.add("readers", 1) == world_size:
-            store.set("read", "")
-        store.wait(["read"], _READ_WITHIN)
-
-
-def described(config: Config | NczError | None) -> dict[str, object]:
-    """Name -> value of what all ranks must have in common, ready for JSON. For `config` see `compare_ranks`."""
-    mine = {"version": __version__, "frame version": VERSION}
-    if isinstance(config, Config):
-        return mine | {"compression": "on"} | _flat(json.loads(config.canonical()))
-    return mine | {"compression": _OFF if config is None else f"refused: {config}"}
-
-
-def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None = None) -> str:
-    """Say in words how ranks differ; empty if they don't.
-
-    Args:
-        everyone: name -> value for each rank, such as `described` returns.
-        ranks: numbers of the ranks, for messages; None: 0, 1, 2, ...
-    """
-    ranks = range(len(everyone)) if ranks is None else ranks
-    found = []
-    for key in everyone[0]:
-        if any(key not in one for one in everyone):
-            continue  # a setting: ranks without compression have none, and differ in "compression" already
-        ranks_of: dict[str, list[int]] = {}
-        for rank, one in zip(ranks, everyone):
-            ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
-        if len(ranks_of) > 1:
-            found.append(f"{key} is " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in ranks_of.items()))
-    return "; ".join(found)
-
-
 def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> tuple[str, int]:
     """Compare what all ranks wrote.
 
@@ -221,8 +164,65 @@ def _named(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+def described(config: Config | NczError | None) -> dict[str, object]:
+    """Name -> value of what all ranks must have in common, ready for JSON. For `config` see `compare_ranks`."""
+    mine = {"version": __version__, "frame version": VERSION}
+    if isinstance(config, Config):
+        return mine | {"compression": "on"} | _flat(json.loads(config.canonical()))
+    return mine | {"compression": _OFF if config is None else f"refused: {config}"}
+
+
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
     flat = {}
     for key, value in tree.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat
+
+
+def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None = None) -> str:
+    """Say in words how ranks differ; empty if they don't.
+
+    Args:
+        everyone: name -> value for each rank, such as `described` returns.
+        ranks: numbers of the ranks, for messages; None: 0, 1, 2, ...
+    """
+    ranks = range(len(everyone)) if ranks is None else ranks
+    found = []
+    for key in everyone[0]:
+        if any(key not in one for one in everyone):
+            continue  # a setting: ranks without compression have none, and differ in "compression" already
+        ranks_of: dict[str, list[int]] = {}
+        for rank, one in zip(ranks, everyone):
+            ranks_of.setdefault(json.dumps(one[key]), []).append(rank)
+        if len(ranks_of) > 1:
+            found.append(f"{key} is " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in ranks_of.items()))
+    return "; ".join(found)
+
+
+def require_all_able(store: dist.Store, rank: int, world_size: int, refusal: str | None, timeout: timedelta) -> None:
+    """Return once every rank has said that it can go on. All of them must call this.
+
+    Args:
+        store: a store that nothing else uses under the same prefix.
+        refusal: why this rank can't go on; None: it can.
+
+    Raises UnsupportedError on a rank that can't go on, and PeerError on the others, or if a rank does not come.
+    """
+    with peer_errors("connecting to the other ranks"):
+        if refusal is not None:
+            store.set("verdict", f"rank {rank} of {world_size} can't go on: {refusal}")
+        elif store.add("able", 1) == world_size:
+            store.set("verdict", "")
+        store.wait(["verdict"], timeout)
+        verdict = store.get("verdict").decode()
+    if verdict:
+        _await_readers(store, world_size)
+        raise PeerError(verdict) if refusal is None else UnsupportedError(refusal)
+
+
+def _await_readers(store: dist.Store, world_size: int) -> None:
+    """Wait up to 5 s until all ranks have read the verdict, as the store ends with the rank that serves it."""
+    with suppress(RuntimeError):
+        if store.add("readers", 1) == world_size:
+            store.set("read", "")
+        store.wait(["read"], _READ_WITHIN)

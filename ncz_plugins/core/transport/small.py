@@ -22,7 +22,7 @@ from ...kernels.format import COMBINED_DTYPES, Combination
 from ...kernels.scratch import Scratch
 from .base import GeneratorWork, Work
 from .comparison import RankComparison, place_of
-from .connections import MAX_OPENING_BYTES, Connections, gather, require_received
+from .connections import MAX_BYTES_WITH_COMPARISON, Connections, gather, require_received
 
 # A larger all-reduce of more than 2 ranks takes two rounds, in which each rank sends fewer bytes.
 _MAX_ONE_ROUND_BYTES = 16 << 10
@@ -69,7 +69,7 @@ class SmallCollectives:
             most = _MAX_BROADCAST_BYTES
         return (
             self._connections.mesh is not None
-            and nbytes <= MAX_OPENING_BYTES
+            and nbytes <= MAX_BYTES_WITH_COMPARISON
             and nbytes * (n - 1) <= most
             and (op is None or (place_of(op, _OPS) < len(_OPS) and input.dtype in COMBINED_DTYPES))
         )
@@ -109,7 +109,7 @@ class SmallCollectives:
         n = self._world_size
         values = [_memory(own if self._rank == root else own[:0])] * n
         memories = [_memory(out) if peer == root else None for peer in range(n)]
-        exchange = self._connections.mesh.tell(values, comparison).receive(0, MAX_OPENING_BYTES, memories)
+        exchange = self._connections.mesh.tell(values, comparison).receive(0, MAX_BYTES_WITH_COMPARISON, memories)
         yield
         received = exchange.wait()
         check()
@@ -124,7 +124,7 @@ class SmallCollectives:
         own = own.clone() if _overlaps(own, out, parts[rank]) else own
         memories = [_memory(part) for part in parts]
         exchange = self._connections.mesh.tell([_memory(own)] * n, comparison)
-        exchange.receive(0, MAX_OPENING_BYTES, memories)
+        exchange.receive(0, MAX_BYTES_WITH_COMPARISON, memories)
         yield
         received = exchange.wait()
         check()
@@ -155,7 +155,7 @@ class SmallCollectives:
         received = self._scratch.of("received", (n - 1) * mine.numel(), mine.dtype)
         of_ranks = [received] if n == 2 else list(received.tensor_split(n - 1))
         of_ranks.insert(rank, mine)
-        exchange.receive(0, MAX_OPENING_BYTES, [_memory(each) for each in of_ranks])
+        exchange.receive(0, MAX_BYTES_WITH_COMPARISON, [_memory(each) for each in of_ranks])
         number = place_of(op, _OPS)
         divisor = n if _OPS[number] is dist.ReduceOp.AVG else 1
         combine = self._backend.combination(of_ranks, _COMBINATIONS[number], output, divisor)

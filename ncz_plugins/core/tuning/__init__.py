@@ -1,6 +1,6 @@
-"""Measurement of link and coders, and the settings that follow from it.
+"""Tuning: measurement of link and coders, and the settings that follow from it.
 
-measure      measures link, coders and all-reduces on all ranks
-decisions    chooses schedule, frame size, connections and smallest size from measurements
-tuning_file  the file that `ncz tune` writes: measurements and choices
+- decisions.py: schedule, frame size, connections and smallest size, chosen from measurements.
+- measure.py: measurement of the link, the coders and all-reduces, on all ranks.
+- tuning_file.py: the file that `ncz tune` writes, with measurements and choices.
 """

@@ -16,7 +16,7 @@ from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport.comparison import Extremes, RankComparison
-from ncz_plugins.core.transport.connections import MAX_OPENING_BYTES, Connections, memory_of, timeout_of
+from ncz_plugins.core.transport.connections import MAX_BYTES_WITH_COMPARISON, Connections, memory_of, timeout_of
 from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
 
@@ -296,9 +296,9 @@ def test_a_call_that_opens_with_values_meets_one_that_only_compares():
         if transport.rank == 0:
             transport.start_comparison(comparison, Counters()).wait()
         else:
-            values = torch.ones(MAX_OPENING_BYTES, dtype=torch.uint8)
+            values = torch.ones(MAX_BYTES_WITH_COMPARISON, dtype=torch.uint8)
             mesh = transport._connections.mesh
-            mesh.tell([memory_of(values)] * 2, comparison).receive(0, MAX_OPENING_BYTES).wait()
+            mesh.tell([memory_of(values)] * 2, comparison).receive(0, MAX_BYTES_WITH_COMPARISON).wait()
         return comparison.differing()
 
     assert play(2, body) == [{"call": Extremes(0, 0, 1, 1)}] * 2
@@ -308,7 +308,7 @@ def test_values_reach_the_ranks_that_they_are_for():
     def body(transport):
         outgoing = [memory_of(torch.full((to + 1,), 10.0 * transport.rank + to)) for to in range(3)]
         comparison = RankComparison({"call": 7}, transport.rank, 3)
-        received = transport._connections.mesh.tell(outgoing, comparison).receive(0, MAX_OPENING_BYTES).wait()
+        received = transport._connections.mesh.tell(outgoing, comparison).receive(0, MAX_BYTES_WITH_COMPARISON).wait()
         return [message.cast("f").tolist() for message in received]
 
     wanted = [[[10.0], [20.0]], [[1.0] * 2, [21.0] * 2], [[2.0] * 3, [12.0] * 3]]
