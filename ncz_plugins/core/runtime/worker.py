@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,31 +52,43 @@ class FutureHandle(Handle):
         return self._future.exception() if self._future.done() else None
 
     def get_future(self) -> Future[list[Tensor]]:
-        future, outputs = self._new_future(), list(self.outputs)
-        where = outputs[0].device
-
-        def complete(error: BaseException | None) -> None:  # on a GPU, too, the result is in place by now
-            # A thread begins with GPU 0, and a future switches to the GPU of its tensors and back. Switching back to a
-            # GPU that this process does not use would create a CUDA context there, of half a gigabyte.
-            with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
-                if error is not None:
-                    fail(future, error)
-                else:
-                    future.set_result(outputs)
-
-        # The job's future keeps `when_done` after the job. So that no tensors are kept, `when_done` takes `complete`,
-        # which holds them, out of a list, and does not refer to this handle, which holds the job's future.
-        callbacks, asking, waiting = self._callbacks, threading.get_ident(), [complete]
-
-        def when_done(done: concurrent.futures.Future) -> None:
-            completing = partial(waiting.pop(), done.exception())
-            if threading.get_ident() == asking:
-                completing()  # the job is over already, so the future is completed here: torchft expects that
-            else:
-                callbacks.run(completing)
-
-        self._future.add_done_callback(when_done)
+        future = self._new_future()
+        self._future.add_done_callback(_Completion(future, list(self.outputs), self._callbacks))
         return future
+
+
+class _Completion:
+    """Callback of a job's future that completes a future of `get_future`.
+
+    The job's future keeps this object after the job. So this object lets go of the tensors when it has completed the
+    future, and does not refer to the handle, which holds the job's future.
+    """
+
+    def __init__(self, future: Future[list[Tensor]], outputs: list[Tensor], callbacks: Callbacks):
+        self._given: tuple[Future[list[Tensor]], list[Tensor]] | None = (future, outputs)
+        self._error: BaseException | None = None
+        self._callbacks = callbacks
+        self._asking = threading.get_ident()
+
+    def __call__(self, done: concurrent.futures.Future) -> None:
+        self._error = done.exception()
+        if threading.get_ident() == self._asking:
+            self._complete()  # the job is over already, so the future is completed here: torchft expects that
+        else:
+            self._callbacks.run(self._complete)
+
+    def _complete(self) -> None:
+        (future, outputs), error = self._given, self._error
+        self._given = self._error = None
+        where = outputs[0].device
+        # On a GPU, too, the result is in place by now. A thread begins with GPU 0, and a future switches to the GPU of
+        # its tensors and back. Switching back to a GPU that this process does not use would create a CUDA context
+        # there, of half a gigabyte.
+        with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+            if error is not None:
+                fail(future, error)
+            else:
+                future.set_result(outputs)
 
 
 class Callbacks:

@@ -26,7 +26,7 @@ from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import Transport
 from ..transport.intra_node import exchange_in_node
-from ..transport.topology import Nodes
+from ..transport.topology import Between, Nodes
 
 _scratch = Scratch()
 
@@ -183,7 +183,7 @@ def _run_between_nodes(
     """
     counters.plain_bytes = plain_wire_bytes(collective, codec.source.data.nbytes, nodes.count)
     codec = codec.for_segments(share)
-    plan.schedule(nodes.between(transport), codec, counters, **root)
+    plan.schedule(Between(transport, nodes), codec, counters, **root)
     codec.finish()
 
 

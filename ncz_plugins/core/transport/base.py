@@ -80,13 +80,13 @@ class FrameStream(ABC):
         change until `finish` returns.
         """
 
-    @abstractmethod
     def exchange(self, frame: Tensor) -> None:
         """Start to send a frame, at a point of the schedule where every rank sends one on each of its streams.
 
         Each rank will receive one frame on each stream in return, so a transport may send and receive the frames of all
         streams in one operation. For the rest see `send`.
         """
+        self.send(frame)
 
     @abstractmethod
     def receive(self) -> Tensor:

@@ -130,9 +130,6 @@ class GlooStream(FrameStream):
         self._sending.append((work, frame, time.perf_counter()))
         self._counters.wire_bytes += frame.nbytes
 
-    def exchange(self, frame: Tensor) -> None:
-        self.send(frame)
-
     def receive(self) -> Tensor:
         work, buffer, posted = self._frames.popleft()
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):

@@ -49,9 +49,6 @@ class MeshStream(FrameStream):
         self._sent += 1
         self._counters.wire_bytes += frame.nbytes
 
-    def exchange(self, frame: Tensor) -> None:
-        self.send(frame)
-
     def receive(self) -> Tensor:
         message = self._frames.popleft()
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):

@@ -50,17 +50,13 @@ class Nodes:
         """The number of ranks of a node."""
         return len(self.ranks[0])
 
-    def between(self, transport: Transport) -> Between:
-        """The transport between this rank and its counterparts on other nodes.
-
-        Args:
-            transport: the transport between all ranks.
-        """
-        return Between(transport, self)
-
 
 class Between(FrameTransport):
-    """Transport between nodes. Its rank i is this rank's counterpart on node i: the rank with the same local rank."""
+    """Transport between nodes. Its rank i is this rank's counterpart on node i: the rank with the same local rank.
+
+    Args:
+        transport: the transport between all ranks.
+    """
 
     def __init__(self, transport: Transport, nodes: Nodes):
         self.rank = nodes.node

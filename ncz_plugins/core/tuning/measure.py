@@ -38,7 +38,7 @@ from ..schedules.choice import schedule_for
 from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
-from ..transport.topology import Nodes
+from ..transport.topology import Between, Nodes
 from .decisions import SHARED, SPARE, best, connections_to_use, crossover, ranks_on_a_core, rans_costs
 from .tuning_file import SpeedComparison, Trial, Tuning
 
@@ -128,7 +128,7 @@ class TorchRanks(Subject):
         self._ranks = ranks
         self._nodes = nodes
         self.host, self.transport = queue.routes.of(torch.device("cpu"))
-        self._between_nodes = nodes.between(self.transport) if nodes else self.transport
+        self._between_nodes = Between(self.transport, nodes) if nodes else self.transport
         # A training of its own, so that measuring leaves no trace in that of the user.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
         self.config = config
