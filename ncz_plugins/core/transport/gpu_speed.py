@@ -36,6 +36,7 @@ def measured_on_gpus(config: Config, device: Device, transport: CollectiveTransp
         device, transport: the device and transport of the GPU.
         where: this rank's GPU.
     """
+    # Time all-reduces of growing sizes, as long as the next size is expected to take less than half a second.
     nbytes, seconds = 0, 0.0
     for larger in _PROBE_BYTES:
         if nbytes > _PROBE_BYTES[0] and _PROBES * seconds * larger / nbytes > _MAX_PROBE_SECONDS:
@@ -43,6 +44,8 @@ def measured_on_gpus(config: Config, device: Device, transport: CollectiveTransp
         tensor = torch.zeros(larger // 4, dtype=torch.float32, device=where)
         seconds = _seconds_of(transport.plain.all_reduce, (tensor, dist.ReduceOp.SUM), device, transport, where)
         nbytes = larger
+
+    # The largest size tells the speed.
     sent = 2 * (transport.world_size - 1) / transport.world_size * nbytes  # bytes of each rank
     gbps = min(max(8e-9 * sent / seconds, 1e-3), 1e4)  # the limits of `transport.link_gbps`
     config = config.resolved(link_gbps=float(f"{gbps:.3g}"))
@@ -61,8 +64,7 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
     """Measure which number of NCCL groups is fastest for large gathers, and use it: see `Transport.use_groups`.
 
     Nothing is measured if `transport.connections` is a number, if uncompressed calls carry less than 4 or more than 200
-    Gbit/s, or for a fixed rate, which uses the user's own group.
-    All ranks must call this. Raises PeerError.
+    Gbit/s, or for a fixed rate, which uses the user's own group. All ranks must call this. Raises PeerError.
 
     Args:
         config: the settings that `measured_on_gpus` returned.
@@ -72,10 +74,12 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
     is_open = config.transport.connections == "auto" and config.quantizer.bits is None
     if not is_open or not _MIN_STRIPED_GBPS <= config.transport.link_gbps <= _MAX_STRIPED_GBPS:
         return
+
     nbytes = max(STRIPED_BYTES, _GATHERED_BYTES // transport.world_size)
     own = torch.zeros(nbytes, dtype=torch.uint8, device=where)
     gathered = own.new_empty(transport.world_size * own.numel())
 
+    # Double the number of groups as long as that makes gathers faster. All ranks see the same times.
     groups, seconds, count = 1, 0.0, 1
     while count <= MOST_GROUPS and transport.use_groups(count) == count:
         taken = _seconds_of(transport.plain.all_gather_into_tensor, (gathered, own), device, transport, where)
