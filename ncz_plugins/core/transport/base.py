@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -35,6 +36,16 @@ if TYPE_CHECKING:
 _FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 _DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
 _MIN_BYTES_TO_LEARN = 1 << 20  # smaller calls fit into buffers, and say nothing about the link
+
+
+class Tag(IntEnum):
+    """Tags of messages between two ranks over torch.distributed. Each use has its own, so that none gets another's."""
+
+    NCCL_FRAME = 0
+    SIZE = 1  # of a frame that NCCL carries
+    FRAME = 2
+    PLAIN = 4
+    FIRST_ROUND = 16  # of an agreement; each further round has the next number
 
 
 class Work(Protocol):

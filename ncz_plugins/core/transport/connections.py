@@ -25,7 +25,7 @@ from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .addresses import gloo_interfaces
-from .base import GeneratorWork, Work, peer_errors
+from .base import GeneratorWork, Tag, Work, peer_errors
 from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
 from .handshake import require_all_able
@@ -35,7 +35,6 @@ MAX_BYTES_WITH_COMPARISON = 16 << 20  # values that may travel with a comparison
 # Limits of the bytes that a rank sends in an agreement, by the way to agree: see `WayToAgree`.
 _MAX_TOLD_BYTES = 256 << 10
 _MAX_SPREAD_BYTES = 64 << 10
-_FIRST_SPREAD_TAG = 16  # of messages, one tag for each round; other tags are in gloo.py, nccl.py and plain.py
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -370,7 +369,7 @@ def _agree_by_spreading(connections: Connections, tensor: Tensor, counters: Coun
     """
     n, rank = connections.world_size, connections.rank
     for number in range(rounds_of(n)):
-        distance, tag = 1 << number, _FIRST_SPREAD_TAG + number
+        distance, tag = 1 << number, Tag.FIRST_ROUND + number
         sent, received = tensor.clone(), torch.empty_like(tensor)
         with peer_errors("agreeing with the other ranks"):
             receiving = connections.receive(received, (rank - distance) % n, tag)

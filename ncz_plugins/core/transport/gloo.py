@@ -17,14 +17,13 @@ from torch import Tensor
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import FrameStream, Transport, Work, frame_bytes, peer_errors
+from .base import FrameStream, Tag, Transport, Work, frame_bytes, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
 from .small import SmallCollectives
 
-_FRAME_TAG = 2  # other tags are in nccl.py, plain.py and connections.py
 # Bytes of the receives that are posted ahead for each peer. A frame leaves once a receive is posted for it, and a rank
 # posts none while it is coding.
 _POSTED_BYTES = 32 << 20
@@ -126,7 +125,7 @@ class GlooStream(FrameStream):
 
     def send(self, frame: Tensor) -> None:
         with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
-            work = self._connections.send(frame, self.to, _FRAME_TAG)
+            work = self._connections.send(frame, self.to, Tag.FRAME)
         self._sending.append((work, frame, time.perf_counter()))
         self._counters.wire_bytes += frame.nbytes
 
@@ -160,5 +159,5 @@ class GlooStream(FrameStream):
         """Start to receive one more frame into `buffer`."""
         self._due -= 1
         with peer_errors(f"receiving from rank {self.source}"):
-            work = self._connections.receive(buffer[: self._capacity], self.source, _FRAME_TAG)
+            work = self._connections.receive(buffer[: self._capacity], self.source, Tag.FRAME)
         self._frames.append((work, buffer, time.perf_counter()))

@@ -25,13 +25,12 @@ from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..runtime.worker import Worker
-from .base import FrameStream, Transport, Work, peer_errors
+from .base import FrameStream, Tag, Transport, Work, peer_errors
 from .comparison import RankComparison
 from .connections import Connections
 from .forecast import Forecasts
 from .striped import StripedCollectives
 
-_FRAME_TAG, _SIZE_TAG = 0, 1
 _GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 _MAX_PADDED_SHARE = 1.3  # padded bytes of an all-gather over bytes of its frames; an all-gather is 1.4 times as fast
 _ROUNDS_AHEAD = 1  # rounds whose sizes are on their way while the next round is coded
@@ -313,13 +312,13 @@ class NcclStream(FrameStream):
         self._due -= 1
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         with peer_errors(f"receiving from rank {self.source}"):
-            self._sizes.append((self._connections.receive(size, self.source, _SIZE_TAG), size))
+            self._sizes.append((self._connections.receive(size, self.source, Tag.SIZE), size))
 
     def _announce(self, frame: Tensor) -> None:
         """Send the size of a frame to the peer that will receive it."""
         size = torch.tensor([frame.numel()], dtype=torch.int64, device="cpu")
         with peer_errors(f"sending to rank {self.to}"):
-            self._sending.append((self._connections.send(size, self.to, _SIZE_TAG), size))
+            self._sending.append((self._connections.send(size, self.to, Tag.SIZE), size))
         self._counters.wire_bytes += size.nbytes
 
 
@@ -373,7 +372,7 @@ class _Rounds:
         works = self._plain.exchange(
             [(stream.to, frame) for stream, frame in sends],
             [(stream.source, frame) for stream, frame in zip(receives, frames)],
-            _FRAME_TAG,
+            Tag.NCCL_FRAME,
         )
         for (stream, frame), work in zip(sends, works):
             stream.sent(work, frame)

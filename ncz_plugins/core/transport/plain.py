@@ -18,9 +18,7 @@ from torch.futures import Future
 
 from ..errors import PeerError, fresh, without_frames
 from ..runtime.handle import Handle, seconds_of
-from .base import PlainCollectives, Work, peer_errors
-
-_TAG = 4  # other tags are in gloo.py, nccl.py and connections.py
+from .base import PlainCollectives, Tag, Work, peer_errors
 
 
 class TorchCollectives(PlainCollectives):
@@ -61,7 +59,7 @@ class TorchCollectives(PlainCollectives):
         return self._track(self._group().broadcast([tensor], options))
 
     def exchange(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int = _TAG
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int = Tag.PLAIN
     ) -> list[Work]:
         """See `PlainCollectives.exchange`.
 

@@ -16,8 +16,9 @@ WORTH = 0.97  # largest share of the plain time that counts as a gain; a smaller
 # gain may be noise, and more connections make queues overflow more often.
 _MIN_GAIN = {4: 1.7, 8: 1.4}
 MOST_CONNECTIONS = max(_MIN_GAIN)
-SHARED = 1.5  # coding that takes this many times as long as on a free core counts as sharing cores
-SPARE = 1.5  # a rank that gets this many of two cores counts as having a second one
+# Ranks count as sharing cores if coding takes this many times as long as on a free core.
+MIN_SLOWDOWN_OF_SHARED_CORES = 1.5
+MIN_CORES_FOR_TWO_THREADS = 1.5  # a rank that gets this many of two cores counts as having two
 _LARGE_BYTES = 16 << 20  # from here on, the constant part of a call's time is negligible
 _GROWTH = 4  # factor from a size that was measured to the next one
 

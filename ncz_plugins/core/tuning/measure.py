@@ -39,7 +39,15 @@ from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
 from ..transport.topology import Between, Nodes
-from .decisions import SHARED, SPARE, best, connections_to_use, crossover, ranks_on_a_core, rans_costs
+from .decisions import (
+    MIN_CORES_FOR_TWO_THREADS,
+    MIN_SLOWDOWN_OF_SHARED_CORES,
+    best,
+    connections_to_use,
+    crossover,
+    ranks_on_a_core,
+    rans_costs,
+)
 from .tuning_file import SpeedComparison, Trial, Tuning
 
 OPENING_SECONDS = 2.0
@@ -201,9 +209,9 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
         gbps = carried(transport.channels)
     # Measure the cores. Above 1: coding takes this many times as long as on a free core.
     times = ranks_on_a_core(_cores_of_each(subject, backend, trip, machines), machines)
-    if 1 / times < SPARE:
+    if 1 / times < MIN_CORES_FOR_TWO_THREADS:
         subject.host.use_one_thread()
-    costs = None if times < SHARED else _known_costs(subject, backend, times)
+    costs = None if times < MIN_SLOWDOWN_OF_SHARED_CORES else _known_costs(subject, backend, times)
     config = subject.config.resolved(link_gbps=float(f"{gbps:.3g}"), costs=costs)
     if subject.rank == 0:
         words = f"the link carries {config.transport.link_gbps:g} Gbit/s"
