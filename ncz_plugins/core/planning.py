@@ -93,7 +93,7 @@ def _sum(group: Group, call: Call) -> Plan:
     feedback = None
     if call.feeds_back:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
-    verifies = group.state.picks(group.training.step)
+    verifies = group.state.guard.picks(group.training.step)
     return Plan(
         layout,
         _flat(call.input),

@@ -118,7 +118,7 @@ class ProcessSetReducer:
                 self._reduce_bucket(job, number, bucket, bypass)
         except BaseException:
             # Elastic training repeats a step that failed. All ranks then count its sums from the beginning.
-            job.owner.compressor.training.of_group(job.process_set.ranks).sums = 0
+            job.owner.compressor.training.of_group(job.process_set.ranks).guard.sums = 0
             raise
 
     def _reduce_bucket(self, job: Job, number: int, tensors: list[PendingTensor], bypass: Bypass | None = None) -> None:
@@ -307,13 +307,14 @@ class _Progress:
         self._state: GroupState = compressor.training.of_group(process_set.ranks)
         state, guard = self._state, self._state.guard.state_dict()
         halvings = round(-math.log2(guard["tightening"]))
-        numbers = [self._training.step, guard["calls"], halvings, state.calls, state.sums]
+        numbers = [self._training.step, guard["calls"], halvings, state.calls, state.guard.sums]
         self.tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def follow(self) -> None:
         """Take over the numbers in `tensor`: those of the rank that is farthest."""
-        self._training.step, calls, halvings, self._state.calls, self._state.sums = self.tensor.tolist()
-        self._state.guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
+        guard = self._state.guard
+        self._training.step, calls, halvings, self._state.calls, guard.sums = self.tensor.tolist()
+        guard.load_state_dict({"tightening": 2.0**-halvings, "calls": calls})
 
 
 def _differences(job: Job, tensors: list[PendingTensor]) -> str:

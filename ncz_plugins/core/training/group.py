@@ -11,22 +11,14 @@ class GroupState:
     """State of one process group. It is the same on all ranks of the group.
 
     Attributes:
-        calls: number of compressed collectives so far. It numbers the next one, and selects its random
-            numbers.
+        calls: number of compressed collectives so far. It numbers the next one, and selects its random numbers.
         guard: verifies some of the compressed sums.
-        sums: number of compressed sums in this step so far.
     """
 
     def __init__(self, config: GuardConfig):
         self.calls = 0
         self.guard = Guard(config)
-        self.sums = 0
         self._pending: list[Handle] = []
-
-    def picks(self, step: int) -> bool:
-        """Whether to verify the next compressed sum. Call this once for each compressed sum."""
-        self.sums += 1
-        return self.guard.picks(step, self.sums - 1)
 
     def wait_at_end_of_step(self, handle: Handle) -> None:
         """Have the end of this step wait for a call that verifies its result."""
@@ -35,7 +27,6 @@ class GroupState:
 
     def wait_for_pending(self) -> None:
         """Wait for the calls passed to `wait_at_end_of_step`. Raises the error of a call that failed."""
-        self.sums = 0
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()

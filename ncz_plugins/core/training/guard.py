@@ -53,32 +53,30 @@ class Guard:
         tightening: factor on all error bounds. Starts at 1.0, and is halved after each step with an alarm if
             `on_alarm` is tighten.
         findings: findings of the current step.
+        sums: compressed sums in this step so far.
     """
 
     def __init__(self, settings: GuardConfig):
         self.tightening = 1.0
         self.findings: list[Finding] = []
+        self.sums = 0
         self.settings = settings
         self._step = 0
         self._calls = 1  # compressed sums in the last step that had any
-        self._seen = 0  # compressed sums in this step so far
         self._prints = False  # whether this is the rank that prints alarms
 
-    def picks(self, step: int, calls_in_step: int) -> bool:
-        """Whether this compressed sum is the one to verify in this step.
+    def picks(self, step: int) -> bool:
+        """Whether to verify the next compressed sum. Call this once for each compressed sum.
 
         Sums take turns: each verification takes the sum after the one that the previous verification took.
 
         Args:
             step: number of the training step, from 0. Steps 0, `every`, 2 * `every` ... verify one sum each.
-            calls_in_step: number of this sum among the compressed sums of this step, from 0.
         """
-        every = self.settings.every
-        if not every:
-            return False
+        number, every = self.sums, self.settings.every
+        self.sums += 1
         self._step = step
-        self._seen = max(self._seen, calls_in_step + 1)
-        return step % every == 0 and calls_in_step == step // every % self._calls
+        return every > 0 and step % every == 0 and number == step // every % self._calls
 
     def verify(self, name: str | None, result: Tensor, exact: Tensor, whole: bool, transport) -> Finding | None:
         """Compare a compressed sum with the uncompressed one. A collective: all ranks must call it.
@@ -115,8 +113,8 @@ class Guard:
         `stop` raises AccuracyError on all ranks.
         """
         findings, self.findings = self.findings, []
-        if self._seen:
-            self._calls, self._seen = self._seen, 0
+        if self.sums:
+            self._calls, self.sums = self.sums, 0
         alarms = [finding for finding in findings if finding.alarm]
         if alarms:
             self._act_on(f"step {self._step + 1}: " + "; ".join(finding.describe() for finding in alarms))

@@ -30,15 +30,6 @@ def test_the_end_of_a_step_waits_once_for_what_is_pending():
     assert (done.waits, pending.waits) == (0, 1)
 
 
-def test_sums_are_counted_from_the_start_of_each_step():
-    group = state()
-    for _ in range(3):
-        group.picks(0)
-    assert group.sums == 3
-    group.wait_for_pending()
-    assert group.sums == 0
-
-
 def test_what_ranks_have_in_common_is_saved_and_restored():
     group, restored = state(), state()
     group.calls = 7

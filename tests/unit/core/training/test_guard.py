@@ -129,9 +129,18 @@ def picked(own, calls, steps):
     """For each step, which of its `calls` sums were picked."""
     found = []
     for step in steps:
-        found.append([call for call in range(calls) if own.picks(step, call)])
+        found.append([call for call in range(calls) if own.picks(step)])
         own.end_step()
     return found
+
+
+def test_sums_are_counted_from_the_start_of_each_step():
+    own = Guard(GuardConfig())
+    for _ in range(3):
+        own.picks(0)
+    assert own.sums == 3
+    own.end_step()
+    assert own.sums == 0
 
 
 @pytest.mark.parametrize("every", [1, 3])

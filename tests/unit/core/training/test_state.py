@@ -241,8 +241,8 @@ def test_an_alarm_in_one_group_ends_the_step_in_all_of_them():
     """Another group may have a rank that is not in the first, and would pick other sums than these from then on."""
     training = of_two_ranks(guard={"every": 1, "on_alarm": "stop"})
     one, other = (training.of_group(ranks).guard for ranks in (RANKS, (0, 1, 2)))
-    for sum_of_step in range(3):
-        other.picks(0, sum_of_step)
+    for _ in range(3):
+        other.picks(0)
     for guard in (one, other):
         guard.findings.append(Finding("weight", 2.0, 0.1, alarm=guard is one))
     with pytest.raises(AccuracyError):
