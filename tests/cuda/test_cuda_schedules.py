@@ -11,7 +11,10 @@ from ranks import play
 from test_cuda_batches import CountingLauncher
 
 from ncz_plugins.core.call import Call
+from ncz_plugins.core.codec.coded_tensor import CodedTensor
+from ncz_plugins.core.codec.gpu_codec import GpuCodec, Outcome
 from ncz_plugins.core.codec.layout import Layout, Window
+from ncz_plugins.core.codec.quantize import Scales
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.group import Group
@@ -26,7 +29,7 @@ from ncz_plugins.core.transport.base import replace_by_largest
 from ncz_plugins.core.transport.striped import StripedCollectives
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
-from ncz_plugins.kernels.format import CHUNK, HEADER_BYTES
+from ncz_plugins.kernels.format import CHUNK, HEADER, HEADER_BYTES, Coder, Coding, blocks_of
 
 SUM = torch.distributed.ReduceOp.SUM
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -413,6 +416,18 @@ def test_what_goes_plain_is_as_it_was(call, poison):
     config = Config(quantizer=ABSOLUTE | {"value": 1e-3}, entropy=FIXED)
     for ours in calls_of_two(tensors_of, config):
         assert [waits for _, waits, *_ in ours][-1] == 2
+
+
+@pytest.mark.parametrize("reason", [None, "code overflow"])
+def test_a_frame_is_empty_if_the_host_learns_with_its_size_that_the_call_goes_plain(reason):
+    """Otherwise codes of steps that can't be used would travel, as many bytes as the values themselves."""
+    values, steps = torch.randn(CHUNK), torch.ones(blocks_of(CHUNK))
+    tensor = CodedTensor(Layout.of([CHUNK], CHUNK), Window(values))
+    outcome = Outcome(torch.zeros(3, dtype=torch.int64), lambda seen: reason)
+    given = EmulatedGpu(), tensor, Coding(Coder.FIXED), False, Counters(), Scales(steps, steps)
+    frame = GpuCodec(*given, outcome=outcome).encode(0, 0)
+    *_, count, _, _, _ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+    assert count == (0 if reason else CHUNK)
 
 
 @pytest.mark.parametrize("expected", [None, [9000]])
