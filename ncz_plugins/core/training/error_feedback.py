@@ -81,8 +81,14 @@ class Feedback:
 
     def added_to(self, source: Window) -> Window:
         """`source` plus the residuals, float32 or float64. Valid until this thread makes its next call."""
-        values = _buffer(source.data)
+        # Memory for the sum. On a CPU it is reused: fresh memory would cost as much time as the addition.
+        if source.data.is_cpu:
+            values = _scratch.of("compensated", source.data.numel(), _dtype(source.data))
+        else:
+            values = torch.empty_like(source.data, dtype=_dtype(source.data))
         values.copy_(source.data)
+
+        # Add the residual of each slice whose gradient is not all zeros.
         compensated = Window(values, source.start)
         for part, elements in self._named(source):
             own = compensated[elements]
@@ -167,11 +173,5 @@ def _is_used(gradient: Tensor) -> bool | Tensor:
 
 
 def _dtype(like: Tensor) -> torch.dtype:
+    """Dtype of residuals of a tensor: float64 for float64, else float32."""
     return torch.promote_types(like.dtype, torch.float32)
-
-
-def _buffer(like: Tensor) -> Tensor:
-    """Memory for a copy of `like`, in the dtype of residuals."""
-    if like.device.type == "cpu":  # fresh memory would cost as much time as the addition
-        return _scratch.of("compensated", like.numel(), _dtype(like))
-    return torch.empty_like(like, dtype=_dtype(like))
