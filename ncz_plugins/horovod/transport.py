@@ -64,9 +64,7 @@ class HorovodTransport(Transport):
         handle = hvd.allreduce_async_(carried, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
         return HorovodAgreement(_HorovodWork(handle, tensor), counters)
 
-    def start_comparison(
-        self, comparison: RankComparison, counters: Counters, values: Tensor | None = None
-    ) -> Work:
+    def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         """Send nothing: the ranks compare all calls of a bucket before the first one, see `process_set.agree`.
 
         Measurements travel in a message of their own. Their length follows from the tensors, which may differ until
