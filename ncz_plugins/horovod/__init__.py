@@ -7,8 +7,8 @@ single tensors, with Horovod's signatures.
     patches.py      replacements of Horovod's functions
     compressor.py   NCZ, and the form of it that an optimizer holds
     functions.py    allreduce and its relatives for single tensors
-    pending.py      tensors that wait for their reduction
-    reduction.py    registry of pending tensors, and the end of a step
+    pending.py      tensors that wait for their reduction, and their handles
+    reduction.py    registry of handles, and the end of a step
     bucket_plan.py  which gradients are reduced together, and when
     process_set.py  reduction of buckets over one process set, on its thread
     fusion.py       several tensors in one call

@@ -31,6 +31,6 @@ class _Handler(state.StateHandler):
     def sync(self) -> None:
         """Take over the configuration of rank 0, in which `auto` has been replaced for its number of ranks.
 
-        Nothing else needs to be sent: ranks that join later take the step from the others in their first reduction.
+        Ranks that join later take the step from the others in their first reduction.
         """
         self.value.training.config = gathered(self.value.config.model_dump(mode="json"), "ncz.config")[0]

@@ -36,8 +36,8 @@ def install() -> None:
     _wrap([optimizer], "grouped_allreduce_async_", _takes_tagged_group)
     _wrap([optimizer, hvd, mpi_ops], "synchronize", _takes_pending)
     _wrap([hvd, mpi_ops], "poll", _polls)
-    _wrap([hvd, mpi_ops], "allreduce", functools.partial(_takes_compression, functions.allreduce))
-    _wrap([hvd, mpi_ops], "grouped_allreduce", functools.partial(_takes_compression, functions.grouped_allreduce))
+    _wrap([hvd, mpi_ops], "allreduce", _takes_compression)
+    _wrap([hvd, mpi_ops], "grouped_allreduce", _takes_compression)
     for name in ("reducescatter", "grouped_reducescatter"):
         _wrap([hvd, mpi_ops], name, _refuses_compression)
     _wrap([optimizer, hvd], "DistributedOptimizer", _takes_ncz)
@@ -120,8 +120,9 @@ def _polls(original):
     return poll
 
 
-def _takes_compression(ours, original):
-    """A function of Horovod that calls `ours` if its argument `compression` is NCZ."""
+def _takes_compression(original):
+    """A function of Horovod that calls ours of the same name if its argument `compression` is NCZ."""
+    ours = getattr(functions, original.__name__)
 
     def allreduce(*args, **kwargs):
         arguments = _bound(original, *args, **kwargs)

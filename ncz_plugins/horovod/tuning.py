@@ -44,8 +44,8 @@ class OfHorovod(Subject):
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"ncz.tune.plain.{tensor.numel()}")
 
     def compressed(self, tensor: Tensor, config: Config) -> None:
-        # Policies, steps and records do not matter for the speed of a link.
         """Sum a tensor over ranks by a compressed all-reduce with the settings in `config`."""
+        # Policies, steps and records do not matter for the speed of a link.
         quantizer = config.quantizer.changed(error_feedback=False)
         compressor = NCZ(Config(quantizer=quantizer, entropy=config.entropy, transport=config.transport))
         allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=compressor)

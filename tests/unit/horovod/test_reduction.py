@@ -13,7 +13,7 @@ from ncz_plugins.horovod.reduction import _Reductions
 
 
 class Submitted:
-    """In place of a Pending, its compressor and its owner."""
+    """In place of a ReductionHandle, its owner and the owner's compressor."""
 
     may_run_ahead = True
     process_set = None
