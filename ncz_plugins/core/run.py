@@ -45,7 +45,7 @@ from .codec.quantize import (
     most_summable,
     step_rule,
 )
-from .codec.tensor_codec import UpdatingCodec
+from .codec.tensor_codec import LosslessCodec
 from .config import Config
 from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
@@ -411,7 +411,7 @@ def _versions(call: Call, backend: Backend) -> dict[str, int]:
     return versions
 
 
-def _updating_codec(call: Call, device: Device, transport: Transport) -> UpdatingCodec:
+def _updating_codec(call: Call, device: Device, transport: Transport) -> LosslessCodec:
     """The codec of a call that sends changes. Segments of which ranks hold different versions are sent whole."""
     made = call.plan
     comparison = RankComparison(_versions(call, device.backend), transport.rank, transport.world_size)
@@ -421,7 +421,7 @@ def _updating_codec(call: Call, device: Device, transport: Transport) -> Updatin
         reason = "first call" if ends.lowest == _NO_VERSION else "changed in between"
         call.counters.sent_whole[reason] = 1
     sent = call.baseline.sent(made.source.data)
-    return UpdatingCodec(
+    return LosslessCodec(
         device,
         CodedTensor(made.layout, made.source, made.output),
         coding_for(call.config, device.backend, transport.link_gbps, transport.carried_gbps),

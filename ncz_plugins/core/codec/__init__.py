@@ -7,5 +7,5 @@
 - gpu_codec.py: the quantizing codec for a GPU, which codes many frames in one launch.
 - layout.py: how a flat tensor is cut into segments and frames.
 - quantize.py: from a tensor's values to the quantization steps that all ranks share.
-- tensor_codec.py: the codecs that write frames: quantized, lossless, and changes since an earlier version.
+- tensor_codec.py: the codecs that write frames: quantized or lossless.
 """

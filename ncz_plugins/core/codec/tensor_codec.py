@@ -1,4 +1,4 @@
-"""Codecs that write a tensor as frames, and read frames back: quantized, lossless, or changes since a version.
+"""Codecs that write a tensor as frames, and read frames back: quantized or lossless.
 
 Encoding a batch of frames, in `TensorCodec._encode`:
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...kernels.backend import Backend, Decoding, Sum, require_seals
 from ...kernels.format import HEADER, HEADER_BYTES, Coder, Coding, DamagedFrame, Noise, max_frame_bytes
-from ...kernels.lossless import decode_floats, encode_floats, max_lossless_bytes
+from ...kernels.lossless import max_lossless_bytes
 from ...kernels.updates import decode_update, encode_update, max_update_bytes
 from ..errors import ErrorTranslation, FrameError
 from ..runtime.device import Device
@@ -289,27 +289,47 @@ class QuantizingCodec(TensorCodec):
 
 @dataclass
 class LosslessCodec(TensorCodec):
-    """Codec that keeps floats as they are, and adds floats as a plain collective does.
+    """Codec that keeps every bit.
 
-    Several frames are added in rank order, a single one when it comes.
+    It adds floats as a plain collective does: several frames in rank order, a single one when it comes.
+
+    With a `base`, it sends only what has changed since a version that all ranks hold. The output holds that version,
+    and decoding overwrites it with the new values.
 
     Attributes:
         divisor: the sum is divided by it.
+        base: the version of this rank's own values, with the elements of `source`; None: all values are sent.
+        own: with a base, segments of this rank. They are copied to the output, not decoded.
+        whole: with a base, segments of which ranks hold different versions. All their values are sent.
     """
 
     divisor: float = 1
+    base: Window | None = None
+    own: range = range(0)
+    whole: frozenset[int] = frozenset()
 
     @property
     def frame_capacity(self) -> int:
-        window = self.source or self.output
-        return max_lossless_bytes(self.layout.frame_elements, window.data.element_size())
+        itemsize = (self.source or self.output).data.element_size()
+        count = self.layout.frame_elements
+        return max_lossless_bytes(count, itemsize) if self.base is None else max_update_bytes(count, itemsize)
+
+    def decode(self, segment: int, index: int, frame: Tensor) -> None:
+        if segment not in self.own:
+            return super().decode(segment, index, frame)
+        elements = self.layout.frame(segment, index)
+        if self.output[elements].data_ptr() != self.source[elements].data_ptr():
+            self.output[elements].copy_(self.source[elements])
 
     def _write(self, batch, buffers):
         sizes = []
         for (segment, index, frames), buffer in zip(batch, buffers):
-            own = self.source[self.layout.frame(segment, index)]
-            values = self._add(segment, frames, own) if frames else own
-            sizes.append(encode_floats(self.backend, values, self.coding, buffer))
+            elements = self.layout.frame(segment, index)
+            values = self.source[elements]
+            if frames:
+                values = self._add(segment, frames, values)
+            base = self.base[elements] if self._sends_changes(segment) else None
+            sizes.append(encode_update(self.backend, values, base, self.coding, buffer))
         return torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
     def _add(self, segment: int, frames: list[Tensor], own: Tensor) -> Tensor:
@@ -322,7 +342,8 @@ class LosslessCodec(TensorCodec):
             values = own
             if frame is not None:
                 values = torch.empty_like(own)
-                self._decode_floats(frame, values)
+                self._await(frame)
+                decode_update(self.backend, frame, None, values)
             if total is None:
                 total = values.to(torch.promote_types(own.dtype, torch.float32), copy=True)
             else:
@@ -330,52 +351,12 @@ class LosslessCodec(TensorCodec):
         return total.to(own.dtype)
 
     def _read(self, segment, index, frame):
+        self._await(frame)
         out = self.output[self.layout.frame(segment, index)]
-        self._decode_floats(frame, out)
+        decode_update(self.backend, frame, out if self._sends_changes(segment) else None, out)
         if self.divisor != 1:
             out /= self.divisor
 
-    def _decode_floats(self, frame: Tensor, out: Tensor) -> None:
-        self._await(frame)
-        decode_floats(self.backend, frame, out)
-
-
-@dataclass
-class UpdatingCodec(TensorCodec):
-    """Codec that sends what has changed, without loss, since a version that all ranks hold.
-
-    The output holds that version, and decoding overwrites it with the new values.
-
-    Attributes:
-        base: the version of this rank's own values, with the elements of `source`.
-        own: segments of this rank. They are copied to the output, not decoded.
-        whole: segments of which ranks hold different versions. They are sent as they are.
-    """
-
-    base: Window
-    own: range
-    whole: frozenset[int]
-
-    @property
-    def frame_capacity(self) -> int:
-        return max_update_bytes(self.layout.frame_elements, self.output.data.element_size())
-
-    def decode(self, segment: int, index: int, frame: Tensor) -> None:
-        if segment not in self.own:
-            return super().decode(segment, index, frame)
-        elements = self.layout.frame(segment, index)
-        if self.output[elements].data_ptr() != self.source[elements].data_ptr():
-            self.output[elements].copy_(self.source[elements])
-
-    def _write(self, batch, buffers):
-        sizes = []
-        for each, buffer in zip(batch, buffers):
-            elements = self.layout.frame(each.segment, each.index)
-            base = None if each.segment in self.whole else self.base[elements]
-            sizes.append(encode_update(self.backend, self.source[elements], base, self.coding, buffer))
-        return torch.tensor(sizes, dtype=torch.int64, device="cpu")
-
-    def _read(self, segment, index, frame):
-        self._await(frame)
-        out = self.output[self.layout.frame(segment, index)]
-        decode_update(self.backend, frame, None if segment in self.whole else out, out)
+    def _sends_changes(self, segment: int) -> bool:
+        """Whether frames of a segment hold changes, rather than the values themselves."""
+        return self.base is not None and segment not in self.whole

@@ -11,7 +11,7 @@ from ncz_plugins.core.codec.from_config import codec_for, coding_for
 from ncz_plugins.core.codec.gpu_codec import GpuCodec, Outcome
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import Scales
-from ncz_plugins.core.codec.tensor_codec import LosslessCodec, QuantizingCodec, TensorCodec, UpdatingCodec
+from ncz_plugins.core.codec.tensor_codec import LosslessCodec, QuantizingCodec, TensorCodec
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError
 from ncz_plugins.core.runtime.device import Host
@@ -152,7 +152,7 @@ def test_on_a_gpu_the_host_learns_late_whether_there_are_steps_and_a_call_withou
 def test_the_own_values_of_who_sends_changes_are_copied_to_the_output():
     source, output = torch.ones(3 * CHUNK), torch.zeros(3 * CHUNK)
     tensor = CodedTensor(Layout((CHUNK, 2 * CHUNK), CHUNK), Window(source), Window(output))
-    made = UpdatingCodec(
+    made = LosslessCodec(
         Host(), tensor, Coding(), False, Counters(), base=Window(source), own=range(1, 2), whole=frozenset()
     )
     for index in range(2):
