@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from on_rank import PATIENCE, device, digest, raises, rank, same_on_all_ranks, start, world_size
+from on_rank import PATIENCE, device, digest, folder, raises, rank, same_on_all_ranks, start, world_size
 from scenarios import ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -27,7 +27,7 @@ generator, values = generators[rank], values_by_rank[rank].clone()
 
 def join() -> None:
     """Start with a configuration that `NCZ_CONFIG` names, and "ncz" as the backend of the default group."""
-    os.environ["NCZ_CONFIG"] = os.environ["NCZ_TEST_RESULT"] + ".yaml"
+    os.environ["NCZ_CONFIG"] = str(folder() / f"rank{rank}.yaml")
     with open(os.environ["NCZ_CONFIG"], "w") as file:
         # What GPUs share is faster than any network, and would be measured.
         file.write("transport: {min_bytes: 128KiB}\n")

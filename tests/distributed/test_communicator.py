@@ -3,11 +3,10 @@
 import gc
 import os
 import threading
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from on_rank import digest, raises, rank, same_on_all_ranks, values, world_size
+from on_rank import digest, folder, raises, rank, same_on_all_ranks, values, world_size
 from scenarios import ranks
 
 from ncz_plugins import Communicator, Config, ConfigError, MismatchError, NczError, UnsupportedError
@@ -154,7 +153,7 @@ def test_many_handles_are_waited_for_in_any_order(group):
 
 @ranks(3)
 def test_rank_0_records_over_two_starts_what_it_counted(group):
-    file = str(Path(os.environ["NCZ_TEST_RESULT"]).with_name("recorded.jsonl"))
+    file = str(folder() / "recorded.jsonl")
     totals, state = [], None
     for _ in range(2):
         with Communicator({"statistics": {"jsonl": file}, "guard": {"every": 2}}, group) as communicator:
@@ -182,7 +181,7 @@ def test_rank_0_records_over_two_starts_what_it_counted(group):
 
 @ranks(3)
 def test_all_ranks_learn_that_rank_0_cannot_record(group):
-    file = Path(os.environ["NCZ_TEST_RESULT"]).with_name("a file")
+    file = folder() / "a file"
     file.touch()
     config = {"statistics": {"jsonl": f"{file}/below a file"}}
     words = ("rank 0", "statistics.jsonl", "cannot be written")

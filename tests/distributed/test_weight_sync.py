@@ -95,8 +95,7 @@ def test_a_group_of_some_ranks(group):
             assert sent[1] < 0.5 * sent[0]
         elif rank == 2:
             assert sent[1] > 0.9 * sent[0]  # where only the newest is kept, nothing tells what changed
-    words = "src must be a global rank of this group, one of [1, 2], got 0"
-    raises(UnsupportedError, lambda: WeightSync(some, src=0), words)
+    raises(UnsupportedError, lambda: WeightSync(some, src=0), "src", "rank of this group", "[1, 2]")
 
 
 def die_before_or_within_the_second_version(when: str) -> None:

@@ -44,9 +44,17 @@ def finish() -> None:
     dist.destroy_process_group()
 
 
+def folder() -> Path:
+    """A folder for files, which all ranks of one run share."""
+    return Path(os.environ["NCZ_TEST_RESULT"]).parent
+
+
 def leave(result: object) -> None:
     """Write this rank's result now. A scenario needs it if it ends without returning."""
-    Path(os.environ["NCZ_TEST_RESULT"]).write_text(json.dumps(result))
+    file = Path(os.environ["NCZ_TEST_RESULT"])
+    written = file.with_suffix(".new")
+    written.write_text(json.dumps(result))
+    written.rename(file)  # complete, whenever this process is killed
 
 
 def leave_alone(result: object) -> None:

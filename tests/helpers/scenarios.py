@@ -40,7 +40,10 @@ DEVICES = ["cpu", GPU]
 
 # Slow modules, imported once for the ranks of all files. None may start a thread. `on_rank` can't be one of them, as it
 # reads the environment of its rank.
-IMPORTS = "scenarios,ncz_plugins.torch.backend,ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo"
+IMPORTS = (
+    "scenarios,ncz_plugins.torch.backend,ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo"
+    ",torch.distributed.checkpoint"
+)
 RUNNER = Path(__file__).with_name("run_scenario.py")
 
 
@@ -77,6 +80,7 @@ def run_ranks(
     device: str = "cpu",
     seconds: float = 120,
     imports: str = IMPORTS,
+    launcher: str = "hosts",
     environment: dict[str, str] | None = None,
     nodes: Sequence[Node] = (),
 ) -> list[Finished]:
@@ -89,12 +93,13 @@ def run_ranks(
         folder: of the test. Each run has a folder of its own in it.
         device: what `on_rank.device` is there.
         imports: modules that ranks share, separated by commas. None may start a thread.
+        launcher: whose variables ranks have, one of those in forked_ranks.py. "hosts": each rank is a host.
         environment: further variables of the processes.
         nodes: machines of a laboratory, with equally many ranks on each. Their ranks share no imports.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{scenario.__name__}-", dir=folder))
     command = program(scenario, folder, *arguments, device=device, seconds=seconds)
-    finished, in_time = _run(command, world_size, folder, seconds, imports, environment or {}, nodes)
+    finished, in_time = _run(command, world_size, folder, seconds, imports, launcher, environment or {}, nodes)
     assert in_time, f"not done within {seconds} s:\n" + report(finished)
     return finished
 
@@ -138,7 +143,7 @@ def _report_of(rank: int, finished: Finished) -> str:
 # ------------------------------------------------------------------ tests that share their processes
 
 
-def ranks(*world_sizes: int, cpu: bool = True, gpu: bool = False, **options):
+def ranks(*world_sizes: int, cpu: bool = True, gpu: bool = False, environment: dict[str, str] | None = None, **options):
     """Decorate a test of which every rank runs its own part, given a process group of all ranks.
 
     The selected tests of a file run one after another in the same processes, once for each world size and device. Each
@@ -148,8 +153,9 @@ def ranks(*world_sizes: int, cpu: bool = True, gpu: bool = False, **options):
     Args:
         cpu: whether ranks run the test with `on_rank.device` the CPU.
         gpu: whether ranks run the test with `on_rank.device` a GPU, where there is one.
-        options: see `Ranks`.
+        environment, options: see `Ranks`.
     """
+    options["environment"] = tuple((environment or {}).items())
     made = []
     devices = ["cpu"] * cpu + ["cuda"] * (gpu and torch.cuda.is_available())
     for device in devices:
@@ -165,8 +171,7 @@ class Ranks:
     Attributes:
         start: name of the test file's function by which a rank joins the others; None: `on_rank.start`.
         seconds: time limit. All processes are killed when it is over.
-        imports: modules that ranks share, see `run_ranks`.
-        environment: further variables of the processes, as pairs.
+        imports, launcher, environment: see `run_ranks`. `environment` has pairs.
     """
 
     world_size: int
@@ -174,6 +179,7 @@ class Ranks:
     start: str | None = None
     seconds: float = 200
     imports: str = IMPORTS
+    launcher: str = "hosts"
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -190,7 +196,8 @@ class Batch:
         each = self._ranks
         what = {"tests": self._tests, "start": each.start}
         command = _program(str(self._file), self._folder, each.device, each.seconds, **what)
-        return _run(command, each.world_size, self._folder, each.seconds, each.imports, dict(each.environment))[0]
+        how = each.seconds, each.imports, each.launcher, dict(each.environment)
+        return _run(command, each.world_size, self._folder, *how)[0]
 
     def check(self, name: str) -> None:
         """Fail unless a test passed on every rank. Says what failed on which rank."""
@@ -252,15 +259,18 @@ def _run(
     folder: Path,
     seconds: float,
     imports: str,
+    launcher: str,
     environment: dict[str, str],
     nodes: Sequence[Node] = (),
 ) -> tuple[list[Finished], bool]:
     """Run a program once per rank. Returns how each rank ended, and whether all did within `seconds`."""
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path(), **environment}
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
+    environment = {**os.environ, **ours, **environment}
     if nodes:
-        ended = _run_on_nodes(command, world_size, folder, seconds, os.environ | environment, nodes)
+        ended = _run_on_nodes(command, world_size, folder, seconds, environment, nodes)
     else:
-        ended = _run_forks(command, world_size, folder, seconds, os.environ | environment, imports)
+        forks = [FORKED_RANKS, imports, "--into", folder, launcher, world_size, free_port(), *command]
+        ended = _run_forks([*map(str, forks)], world_size, folder, seconds, environment)
     finished = []
     for rank, (code, when) in enumerate(ended):
         log, result = folder / f"rank{rank}.log", folder / f"rank{rank}.json"
@@ -271,12 +281,10 @@ def _run(
 
 
 def _run_forks(
-    command: list[str], world_size: int, folder: Path, seconds: float, environment: dict[str, str], imports: str
+    forks: list[str], world_size: int, folder: Path, seconds: float, environment: dict[str, str]
 ) -> list[tuple[int | None, float | None]]:
-    """Run a program in forks of one process. Returns exit status and time of each."""
-    forks = [FORKED_RANKS, imports, "--into", folder, "hosts", world_size, free_port(), *command]
-    log = folder / "fork.log"
-    process = forking.start([sys.executable, *map(str, forks)], cwd=Path.cwd(), env=environment, log=log)
+    """Run forked_ranks.py. Returns exit status and time of each rank."""
+    process = forking.start([sys.executable, *forks], cwd=Path.cwd(), env=environment, log=folder / "fork.log")
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
