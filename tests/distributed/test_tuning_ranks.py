@@ -1,93 +1,146 @@
 """Measured by real ranks: they choose alike, whatever the times are; files that all must have; `ncz tune`."""
 
-import json
+import contextlib
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
-from processes import results, run
+import torch
+from on_rank import digest, folder, raises, rank, same_on_all_ranks, values, world_size
+from scenarios import ranks
 
-from ncz_plugins.core.config import FRAME_BYTES, Config
-from ncz_plugins.core.tuning.tuning_file import Tuning
+from ncz_plugins import Communicator, Config, ConfigError, MismatchError
+from ncz_plugins.core.config import FRAME_BYTES, CoderCosts
+from ncz_plugins.core.tuning.tuning_file import SpeedComparison, Trial, Tuning
 
 NCZ = [sys.executable, "-m", "ncz_plugins"]
+HIERARCHY = 2 if world_size == 4 else "off"  # four ranks are two nodes
+OPEN = {"frame_bytes": "auto", "min_bytes": "auto", "hierarchy": HIERARCHY}
+ELEMENTS = 1 << 20
+COSTS = {"raw": 1, "fixed": 2, "huffman": 3, "rans": 4, "rans_rest": 5}
+
+everyone = [values(r, ELEMENTS) for r in range(world_size)]
+exact = sum(each.double() for each in everyone)
 
 
-@pytest.fixture(scope="module", params=[(3, "off"), (4, "2")], ids=["3 ranks", "2 nodes of 2"])
-def outcomes(request, tmp_path_factory):
-    ranks, hierarchy = request.param
-    arguments = [] if hierarchy == "off" else [hierarchy]
-    return results(run("tuning", ranks, tmp_path_factory.mktemp("tuning"), *arguments, seconds=200))
+def file(name: str, **values) -> Path:
+    """A tuning file of this rank's own."""
+    path = folder() / f"{name}{rank}.json"
+    found = {
+        "format": 1,
+        "world_size": world_size,
+        "schedule": "direct",
+        "frame_bytes": 128 << 10,
+        "min_bytes": 1 << 20,
+        "link_gbps": 0.5,
+        "costs": CoderCosts(**COSTS),
+        "latency_seconds": 1e-4,
+        "trials": [Trial(schedule="direct", frame_bytes=128 << 10, nbytes=1 << 20, seconds=0.5)],
+        "comparisons": [SpeedComparison(nbytes=1 << 24, plain_seconds=2, compressed_seconds=1)],
+        "quantizer": Config().quantizer.describe(),
+        "kernels": "avx2",
+        "version": "0",
+    }
+    Tuning(**found | values).write(path)
+    return path
 
 
-def alike(outcomes, name):
-    """What all ranks found."""
-    assert all(outcome[name] == outcomes[0][name] for outcome in outcomes), name
-    return outcomes[0][name]
+def with_file(path: Path) -> dict:
+    return {"transport": {"tuning": str(path), **OPEN}}
 
 
-def test_all_ranks_choose_alike_at_the_opening(outcomes):
-    config = Config.load(json.loads(alike(outcomes, "opened")))
-    assert config.transport.schedule in ("ring", "direct")
-    assert config.transport.frame_bytes in (4 << 20, 1 << 20)
-    assert config.transport.min_bytes == "never" or config.transport.min_bytes >= 16 << 10
-    assert config.transport.link_gbps > 0 and config.entropy.costs is not None
+@ranks(3, 4)
+def test_all_ranks_choose_alike_at_the_opening_and_one_says_it_in_one_line(group):
+    """Results are bit-identical, and what was measured with is not counted."""
+    config = {"quantizer": {"mode": "abs", "value": 0.01}, "transport": OPEN}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        communicator = Communicator(config, group)
+    with communicator:
+        chosen = communicator.config
+        assert communicator.stats.total.calls == 0
+        tensor = everyone[rank].clone()
+        communicator.all_reduce(tensor)
+        assert communicator.stats.total.calls == 1
+    assert (tensor - exact).abs().max() <= world_size * 0.01 + 1e-5
+    same_on_all_ranks([chosen.canonical(), digest(tensor)], group)
+    assert chosen.transport.schedule in ("ring", "direct")
+    assert chosen.transport.frame_bytes in (4 << 20, 1 << 20)
+    assert chosen.transport.min_bytes == "never" or chosen.transport.min_bytes >= 16 << 10
+    assert chosen.transport.link_gbps > 0 and chosen.entropy.costs is not None
+    line = rf"ncz_plugins: measured {world_size} ranks, [0-9.e+]+ Gbit/s, .*\n" if rank == 0 else ""
+    assert re.fullmatch(line, printed.getvalue()), printed.getvalue()
 
 
-def test_one_rank_says_it_in_one_line(outcomes):
-    printed = [outcome["printed"] for outcome in outcomes]
-    assert printed[1:] == [""] * (len(outcomes) - 1)
-    assert re.fullmatch(rf"ncz_plugins: measured {len(outcomes)} ranks, [0-9.e+]+ Gbit/s, .*\n", printed[0])
+@ranks(3, 4)
+def test_what_is_named_is_kept(group):
+    """Also where the rest is measured."""
+    named = {"schedule": "ring", "frame_bytes": "64KiB", "min_bytes": "auto", "link_gbps": 3, "hierarchy": HIERARCHY}
+    with Communicator({"transport": named}, group) as communicator:
+        transport = communicator.config.transport
+    assert (transport.schedule, transport.frame_bytes, transport.link_gbps) == ("ring", 64 << 10, 3)
+    assert transport.min_bytes != "auto"
 
 
-def test_what_was_measured_with_is_not_counted(outcomes):
-    assert alike(outcomes, "calls") == 0 and alike(outcomes, "counted") == 1
+@ranks(3, 4)
+def test_a_file_is_followed(group):
+    with Communicator(with_file(file("same")), group) as communicator:
+        found = communicator.config.transport
+        assert (found.schedule, found.frame_bytes, found.min_bytes, found.link_gbps) == (
+            "direct",
+            128 << 10,
+            1 << 20,
+            0.5,
+        )
+        assert communicator.config.entropy.costs.model_dump() == COSTS
+        communicator.all_reduce(everyone[rank][: ELEMENTS // 8].clone())
+        assert communicator.stats.total.bypasses == {"too small": 1}
 
 
-def test_results_are_bit_identical_after_tuning(outcomes):
-    alike(outcomes, "sum")
+@ranks(3, 4)
+def test_a_link_that_is_too_fast_is_a_reason_of_its_own(group):
+    with Communicator(with_file(file("never", min_bytes="never")), group) as communicator:
+        tensor = everyone[rank].clone()
+        communicator.all_reduce(tensor)
+        assert torch.equal(tensor, sum(everyone))  # in the order of ranks
+        assert communicator.stats.total.bypasses == {"link too fast": 1}
 
 
-def test_what_is_named_is_kept(outcomes):
-    assert alike(outcomes, "named") == ["ring", 64 << 10, 3]
+@ranks(3, 4)
+def test_a_file_of_other_ranks_gives_a_warning_and_no_schedule(group):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Communicator(with_file(file("others", world_size=world_size + 1)), group) as communicator:
+            transport = communicator.config.transport
+    assert (transport.schedule, transport.frame_bytes) == ("auto", 128 << 10)
+    (warning,) = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+    assert f"was measured with {world_size + 1} ranks, not {world_size}" in warning
 
 
-def test_a_file_is_followed(outcomes):
-    assert alike(outcomes, "from file") == ["direct", 128 << 10, 1 << 20, 0.5]
-    assert alike(outcomes, "costs") == {"raw": 1, "fixed": 2, "huffman": 3, "rans": 4, "rans_rest": 5}
-    assert alike(outcomes, "below") == {"too small": 1}
+@ranks(3, 4)
+def test_files_that_differ_are_an_error_on_every_rank(group):
+    config = with_file(file("differing", min_bytes=(1 + rank) << 20))
+    words = "transport.min_bytes is 1048576 on rank 0, 2097152 on rank 1"
+    raises(MismatchError, lambda: Communicator(config, group), words)
 
 
-def test_a_link_that_is_too_fast_is_a_reason_of_its_own(outcomes):
-    assert alike(outcomes, "never") == {"link too fast": 1}
-
-
-def test_a_file_of_other_ranks_gives_a_warning_and_no_schedule(outcomes):
-    assert alike(outcomes, "others") == ["auto", 128 << 10]
-    for outcome in outcomes:
-        (warning,) = outcome["warned"]
-        assert f"was measured with {len(outcomes) + 1} ranks, not {len(outcomes)}" in warning
-
-
-def test_files_that_differ_are_an_error_on_every_rank(outcomes):
-    for outcome in outcomes:
-        kind, text = outcome["differing"]
-        assert kind == "MismatchError" and "transport.min_bytes is 1048576 on rank 0, 2097152 on rank 1" in text
-
-
-def test_a_missing_or_damaged_file_is_an_error_on_every_rank(outcomes):
-    for rank, outcome in enumerate(outcomes):
-        kind, text = outcome["missing everywhere"]
-        assert kind == "ConfigError" and "nowhere.json: cannot be read" in text and "ncz tune --output" in text
-        kind, text = outcome["missing on rank 1"]
-        assert kind == ("ConfigError" if rank == 1 else "MismatchError") and "nowhere.json: cannot be read" in text
-        kind, text = outcome["damaged"]
-        assert kind == "ConfigError" and "invalid JSON" in text
+@ranks(3, 4)
+def test_a_missing_or_damaged_file_is_an_error_on_every_rank(group):
+    nowhere = folder() / "nowhere.json"
+    words = "nowhere.json: cannot be read", "ncz tune --output"
+    raises(ConfigError, lambda: Communicator(with_file(nowhere), group), *words)
+    config = with_file(nowhere if rank == 1 else file("present"))
+    error = ConfigError if rank == 1 else MismatchError
+    raises(error, lambda: Communicator(config, group), "nowhere.json: cannot be read")
+    damaged = file("damaged")
+    damaged.write_text(damaged.read_text()[:-20])
+    raises(ConfigError, lambda: Communicator(with_file(damaged), group), "invalid JSON")
 
 
 # ------------------------------------------------------------------ the command
