@@ -1,62 +1,208 @@
 """Forks, process groups that end and begin again, and what runs out: errors instead of hangs, and no leaks."""
 
+import gc
+import os
+import resource
+import time
+import warnings
+from functools import partial
+
 import pytest
-from processes import results, run
+import torch
+import torch.distributed as dist
+from on_rank import digest, rank, same_on_all_ranks, values, world_size
+from scenarios import on_ranks, ranks
+
+from ncz_plugins import Communicator, NczError
+from ncz_plugins.cli.perf.launch import free_port
 
 SOON = 20.0  # seconds; the time-out is half an hour
+WARMUP, CYCLES = 10, 100
+MiB = 1 << 20
+# Large blocks come from the system and go back to it, so that what is held shows, and a limit is felt.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+two_ranks = ranks(2, environment=ENVIRONMENT)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    # Large blocks come from the system and go back to it, so that what is held shows, and a limit is felt.
-    environment = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    return results(run("faults_life", 2, tmp_path_factory.mktemp("life"), seconds=240, environment=environment))
+def attempt(call) -> str:
+    try:
+        call()
+    except NczError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
 
 
-def test_a_fork_gets_an_error_at_once_and_its_parent_goes_on(ranks):
-    for rank in ranks:
-        found = rank["forks"]
-        for size in ("large", "small"):
-            assert found[size].startswith("UnsupportedError") and "is a fork of process" in found[size], found
-        assert found["close"] == "fine"
-        assert found["parent"] is True
+# ---------------------------------------------------------------- forks
 
 
-def test_a_rank_without_memory_for_frames_says_so_and_the_others_hear_of_it(ranks):
-    others, last = (rank["out of memory"] for rank in ranks)
-    assert any(found.startswith("OutOfMemoryError") for found in last), last
-    for other, found in zip(others, last):
-        assert found == "fine" or found.startswith("OutOfMemoryError"), found
-        assert (other == "fine") == (found == "fine") and (other == "fine" or other.startswith("PeerError")), other
-    assert ranks[0]["after"] == ranks[1]["after"]
+def in_fork(call) -> str:
+    """What comes of `call` in a fork of this process; it hangs if there is no answer in time."""
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which is what this is about
+        process = os.fork()
+    if process == 0:
+        os.write(writes, attempt(call).encode())
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while not (ended := os.waitpid(process, os.WNOHANG)[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended:
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+        return "hangs"
+    os.close(writes)
+    with os.fdopen(reads) as answer:
+        return answer.read()
 
 
-def test_a_communicator_takes_three_descriptors_for_each_peer_and_three_threads(ranks):
-    """The first one takes what gloo listens with as well, which all share: four descriptors and a thread."""
-    for rank in ranks:
-        first, *more = rank["each"]
-        assert first["files"] <= 3 + 4 and first["threads"] <= 3 + 1, first
-        assert all(each["files"] <= 3 and each["threads"] <= 3 for each in more), more
+@two_ranks
+def test_a_fork_gets_an_error_at_once_and_its_parent_goes_on(group):
+    config = {"quantizer": {"kind": "error_bound"}, "transport": {"timeout_seconds": 60}}
+    with Communicator(config, group) as communicator:
+        tensor = values(rank, 100_000)
+        communicator.all_reduce(tensor)
+        for numel in (100_000, 10):
+            found = in_fork(lambda numel=numel: communicator.all_reduce(values(rank, numel)))
+            assert found.startswith("UnsupportedError") and "is a fork of process" in found, found
+        assert in_fork(communicator.close) == "fine"
+        again = values(rank, 100_000)
+        communicator.all_reduce(again)  # the parent's goes on
+        assert torch.equal(tensor, again)
 
 
-def test_communicators_that_are_dropped_leave_nothing_behind_without_a_collection_of_garbage(ranks):
-    for rank in ranks:
-        assert rank["dropped"]["files"] <= 0 and rank["dropped"]["threads"] <= 0, rank["dropped"]
+# ---------------------------------------------------------------- descriptors and threads
 
 
-def test_a_rank_that_may_open_too_few_descriptors_says_so_and_the_others_hear_of_it(ranks):
-    first, last = ([rank["short of descriptors"][which] for which in ("last", "all")] for rank in ranks)
-    for each in (*last, first[1]):
-        assert each["found"].startswith("UnsupportedError: connecting 2 ranks takes up to "), each
-        assert "run `ulimit -n " in each["found"]
-    assert first[0]["found"].startswith("PeerError: rank 1 of 2 can't go on: connecting 2 ranks takes up to "), first
-    for each in (*first, *last):
-        assert each["seconds"] < SOON and each["next"] == "fine", each
+def held() -> dict[str, int]:
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        resident = int(statm.read().split()[1]) * resource.getpagesize()
+    files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
+    return {"files": files, "threads": threads, "memory": resident}
 
 
-def test_a_hundred_process_groups_and_communicators_leave_nothing_behind(ranks):
-    for rank in ranks:
-        lives = rank["lives"]
-        assert lives["results"] == 1
-        assert lives["more"]["files"] <= 0 and lives["more"]["threads"] <= 0, lives
-        assert lives["more"]["memory"] < 16 << 20, lives  # 160 KiB each, of which one result has 400
+@two_ranks
+def test_a_communicator_takes_three_descriptors_for_each_peer_and_three_threads(group):
+    """The first one may take what gloo listens with as well: four descriptors and a thread."""
+    communicators = []
+    for extra_files, extra_threads in ((4, 1), (0, 0), (0, 0)):
+        before = held()
+        communicators.append(Communicator(group=group))
+        for numel in (10, 100_000, 4_000_000):
+            communicators[-1].all_reduce(values(rank, numel), async_op=True).wait()
+            communicators[-1].all_reduce(torch.ones(numel, dtype=torch.int64))
+        more = {name: number - before[name] for name, number in held().items()}
+        assert more["files"] <= 3 + extra_files and more["threads"] <= 3 + extra_threads, more
+    for communicator in communicators:
+        communicator.close()
+
+
+@two_ranks
+def test_communicators_that_are_dropped_leave_nothing_behind_without_a_collection_of_garbage(group):
+    before = held()
+    gc.disable()
+    for _ in range(20):
+        communicator = Communicator(group=group)
+        communicator.all_reduce(values(rank, 100_000), async_op=True).get_future().wait()
+        del communicator
+    deadline = time.monotonic() + 20  # threads end by themselves, soon
+    while len(os.listdir("/proc/self/task")) > before["threads"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
+    gc.enable()
+    assert files <= before["files"] and threads <= before["threads"], (files, threads, before)
+
+
+@two_ranks
+@pytest.mark.parametrize("which", ["last", "all"])
+def test_a_rank_that_may_open_too_few_descriptors_says_so_and_the_others_hear_of_it(group, which):
+    dist.barrier(group)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    short = which == "all" or rank == world_size - 1
+    if short:  # of which two are left
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))
+    started = time.monotonic()
+    found = attempt(partial(Communicator, group=group))
+    seconds = time.monotonic() - started
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    if short:
+        assert found.startswith("UnsupportedError: connecting 2 ranks takes up to "), found
+        assert "run `ulimit -n " in found
+    else:
+        assert found.startswith("PeerError: rank 1 of 2 can't go on: connecting 2 ranks takes up to "), found
+    assert seconds < SOON
+    assert attempt(partial(Communicator, group=group)) == "fine"
+
+
+# ---------------------------------------------------------------- no memory
+
+
+@two_ranks
+def test_a_rank_without_memory_for_frames_says_so_and_the_others_hear_of_it(group):
+    found = [out_of_memory(megabytes, group) for megabytes in (1, 8)]
+    found_by_all = [None] * world_size
+    dist.all_gather_object(found_by_all, found, group)
+    others, last = found_by_all
+    assert any(each.startswith("OutOfMemoryError") for each in last), last
+    for other, each in zip(others, last):
+        assert each == "fine" or each.startswith("OutOfMemoryError"), each
+        assert (other == "fine") == (each == "fine") and (other == "fine" or other.startswith("PeerError")), other
+    after = values(rank, 100_000)
+    with Communicator(group=group) as communicator:
+        communicator.all_reduce(after)
+    same_on_all_ranks(digest(after), group)
+
+
+def out_of_memory(megabytes: float, group) -> str:
+    """An all-reduce with so little memory left on the last rank, in large frames."""
+    config = {"transport": {"timeout_seconds": 60, "frame_bytes": "64MiB"}, "quantizer": {"kind": "lossless"}}
+    communicator = Communicator(config, group)
+    tensor = values(rank, 16 * MiB)
+    communicator.all_reduce(tensor[:100_000])  # now all threads run
+    dist.barrier(group)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == world_size - 1:
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + int(megabytes * MiB), limits[1]))
+    found = attempt(partial(communicator.all_reduce, tensor))
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    communicator.close()
+    del communicator, tensor
+    gc.collect()
+    dist.barrier(group)
+    return found
+
+
+# ---------------------------------------------------------------- a hundred lives
+
+
+def cycle(port: int) -> str:
+    """A process group from its beginning to its end, and a communicator in it."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    with Communicator() as communicator:
+        tensor = values(rank, 100_000)
+        communicator.all_reduce(tensor)
+    dist.barrier()
+    dist.destroy_process_group()
+    return digest(tensor)
+
+
+def live_a_hundred_times(ports: list[int]) -> dict:
+    """What this rank holds after that more than before, and how many different results it got."""
+    torch.set_num_threads(1)
+    digests = {cycle(port) for port in ports[:WARMUP]}
+    before = held()
+    digests |= {cycle(port) for port in ports[WARMUP:]}
+    after = held()
+    return {"more": {name: after[name] - before[name] for name in before}, "results": len(digests)}
+
+
+def test_a_hundred_process_groups_and_communicators_leave_nothing_behind(tmp_path):
+    ports = [free_port() for _ in range(WARMUP + CYCLES)]
+    for found in on_ranks(2, live_a_hundred_times, tmp_path, ports, environment=ENVIRONMENT):
+        assert found["results"] == 1
+        assert found["more"]["files"] <= 0 and found["more"]["threads"] <= 0, found
+        assert found["more"]["memory"] < 16 << 20, found  # 160 KiB each, of which one result has 400
