@@ -1,7 +1,12 @@
-"""A small DeepSpeed engine, for the workers that make several."""
+"""A small DeepSpeed engine, for tests that make several."""
 
 import deepspeed
 import torch
+from scenarios import IMPORTS
+
+# For ranks that make engines.
+DEEPSPEED_IMPORTS = f"{IMPORTS},ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer"
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
 
 
 def small_engine(stage: int, key, mpu=None, **top_level):
