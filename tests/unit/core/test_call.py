@@ -10,11 +10,11 @@ from ncz_plugins.core.call import Call, plain_wire_bytes
 from ncz_plugins.core.transport.base import PlainCollectives
 
 
-def test_calls_are_of_one_kind_only_if_ranks_tell_the_same_of_them():
-    """What is decided of one, and what is told of it, goes for all others of its kind."""
+def test_calls_have_one_signature_only_if_ranks_tell_the_same_of_them():
+    """What is decided of one, and what is told of it, goes for all others with its signature."""
     tensor = torch.zeros(8)
     call = Call("all_reduce", tensor, tensor, dist.ReduceOp.SUM, role="gradient")
-    assert call.kind == replace(call, input=torch.ones(8), output=torch.ones(2, 4)).kind
+    assert call.signature == replace(call, input=torch.ones(8), output=torch.ones(2, 4)).signature
     others = [
         {"collective": "broadcast"},
         {"op": None},
@@ -28,7 +28,7 @@ def test_calls_are_of_one_kind_only_if_ranks_tell_the_same_of_them():
         {"input": tensor.double()},
         {"output": tensor.double()},
     ]
-    kinds = {call.kind, *(replace(call, **changes).kind for changes in others)}
+    kinds = {call.signature, *(replace(call, **changes).signature for changes in others)}
     assert len(kinds) == 1 + len(others)
 
 
