@@ -54,7 +54,7 @@ from .planning import plan
 from .runtime.device import Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
 from .runtime.trace import span
-from .transport.base import CollectiveTransport, Transport, peer_errors, replace_by_largest
+from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 
 _MOST_SIGNATURES = 1000  # whose decisions are remembered
@@ -295,7 +295,7 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
     # Few measurements travel with the comparison, which saves a round trip. More of them wait for it: if ranks pass
     # different sizes, their measurements have different lengths. This rank measures while the comparison travels.
     nbytes = measured_bytes(made.layout, quantizer, call.input.dtype) if measures_at_once else 0
-    together = 0 < nbytes <= transport.most_with_comparison and not device.in_batches
+    together = 0 < nbytes <= transport.most_with_comparison
     if together:
         source, measured = _measured(call, source, device)
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
@@ -321,11 +321,8 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
         return _codec(call, source, None, device, transport)
 
     # Quantization steps follow from the largest of what the ranks have measured.
-    if device.in_batches:
-        with peer_errors("agreeing on quantization steps"):
-            replace_by_largest(transport, measured, call.counters)
-    elif not together:
-        transport.start_max(measured, call.counters).wait()
+    if not together:
+        transport.agree_on_largest(measured, call.counters)
     return _quantizing_codec(call, source, measured, device, transport)
 
 

@@ -99,7 +99,7 @@ def all_reduce(
             addend=transport.rank,
         )
         for sizes in [expected] * 4 if expected else []:
-            transport.forecasts.of(call.kind).learn(sizes)
+            transport.forecasts.of(call.signature).learn(sizes)
         try:
             run_planned(call, device, transport)
         except FrameError as error:

@@ -269,6 +269,14 @@ class Transport(FrameTransport):
             counters: receive the bytes sent and the seconds waited.
         """
 
+    def agree_on_largest(self, tensor: Tensor, counters: Counters) -> None:
+        """Replace `tensor` by its element-wise maximum over ranks. On a GPU the host does not wait.
+
+        Args:
+            tensor: of one dimension, on the device of this transport; otherwise as in `start_max`.
+        """
+        self.start_max(tensor, counters).wait()
+
     def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         """Begin to compare what every call begins with. Then `comparison` knows whether the ranks differ.
 

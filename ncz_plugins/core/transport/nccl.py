@@ -25,7 +25,7 @@ from ..runtime.process import keep_in_forks
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..runtime.worker import Worker
-from .base import FrameStream, Tag, Transport, Work, peer_errors
+from .base import FrameStream, Tag, Transport, Work, peer_errors, replace_by_largest
 from .comparison import RankComparison
 from .connections import Connections
 from .forecast import Forecasts
@@ -166,6 +166,10 @@ class NcclTransport(Transport):
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Work:
         return self._connections.start_max(tensor, counters)
+
+    def agree_on_largest(self, tensor: Tensor, counters: Counters) -> None:
+        with peer_errors("agreeing on quantization steps"):
+            replace_by_largest(self, tensor, counters)
 
     def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         return self._connections.start_comparison(comparison, counters)
