@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from links import gone
-from processes import report, results, run
 
-from ncz_plugins.cli.perf import COLLECTIVES
 from ncz_plugins.core.config import Config
 
 SECONDS = 240  # for one command, on a busy machine
@@ -123,41 +121,6 @@ def test_the_trace_has_a_process_for_each_rank(document, folder):
         spans = [e for e in events if e["pid"] == own and e["ph"] == "X"]
         assert {"encode", "decode"} <= {e["name"] for e in spans}
         assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in spans)
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    return results(run("perf", 3, tmp_path_factory.mktemp("measured"), "measured", seconds=SECONDS))
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_collective_is_right(measured, collective):
-    for outcome in measured:
-        assert outcome["exact"][collective] == [True, True]
-    for r in measured[0]["records"][collective]:
-        assert r["op"] == ("sum" if collective in ("all_reduce", "reduce_scatter") else "none")
-        assert r["count"] == r["size"] // 4 // (3 if collective in ("reduce_scatter", "all_gather") else 1)
-        if r["size"] < 10_000 or r["peer"] != "ncz":
-            assert r["error"] < 1e-3
-        else:
-            assert r["ratio"] > 3 and 0 < r["of_bound"] <= 1
-
-
-def test_weights_are_sent_exactly_as_changes(measured):
-    plain, ours = measured[0]["weights"]
-    assert plain["type"] == ours["type"] == "bfloat16" and ours["max_error"] == 0
-    assert ours["ratio"] > 1.5 and ours["bypasses"] == {}
-
-
-def test_a_result_outside_the_bound_is_an_error_on_every_rank(measured):
-    for outcome in measured:
-        assert "ncz: all_reduce of" in outcome["wrong"] and "times its bound" in outcome["wrong"]
-
-
-def test_ranks_with_different_options_are_refused(tmp_path):
-    finished = run("perf", 2, tmp_path, "different", seconds=SECONDS)
-    for f in finished:
-        assert f.result.startswith("MismatchError: rank 1 was started with other options"), report(finished)
 
 
 def test_torchrun_gives_the_ranks_and_rank_0_prints(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from links import gone
-from processes import WORKERS
+from repository import LAUNCHED
 
 from ncz_plugins.cli.perf import launch
 from ncz_plugins.cli.perf.launch import run
@@ -16,9 +16,9 @@ SECONDS = 120
 
 
 def launched(case: str, tmp_path: Path, ranks: int = 2, **options) -> list:
-    """Run a case of `_workers/launched.py`; returns what rank 0 told."""
+    """Run a case of launched.py; returns what rank 0 told."""
     records = []
-    command = [sys.executable, str(WORKERS / "launched.py"), case, str(tmp_path)]
+    command = [sys.executable, str(LAUNCHED), case, str(tmp_path)]
     options = {"timeout": SECONDS, "on_record": records.append} | options
     run(command, ranks, tmp_path / "records.jsonl", **options)
     return records

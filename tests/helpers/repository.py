@@ -5,4 +5,5 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FORKED_RANKS = ROOT / "tests" / "forked_ranks.py"
 FORK_SERVER = ROOT / "tests" / "fork_server.py"
+LAUNCHED = ROOT / "tests" / "helpers" / "launched.py"
 GOLDEN = ROOT / "tests" / "unit" / "golden"

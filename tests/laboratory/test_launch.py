@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from links import gone, needs_links
-from processes import WORKERS
-from repository import ROOT
+from repository import LAUNCHED, ROOT
 
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import link
@@ -19,9 +18,9 @@ SECONDS = 120
 
 
 def launched(case: str, tmp_path: Path, ranks: int = 2, **options) -> list:
-    """Run a case of `_workers/launched.py`; returns what rank 0 told."""
+    """Run a case of launched.py; returns what rank 0 told."""
     records = []
-    command = [sys.executable, str(WORKERS / "launched.py"), case, str(tmp_path)]
+    command = [sys.executable, str(LAUNCHED), case, str(tmp_path)]
     options = {"timeout": SECONDS, "on_record": records.append} | options
     run(command, ranks, tmp_path / "records.jsonl", **options)
     return records
@@ -71,8 +70,8 @@ def test_ranks_of_horovod_meet_on_one_host(tmp_path):
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("where", ["here", pytest.param("links", marks=needs_links)])
 def test_nothing_is_left_when_the_command_is_ended(where, sent, tmp_path):
-    worker = [WORKERS / "launched.py", tmp_path / "records.jsonl", where]
-    command = [sys.executable, WORKERS / "laboratory_command.py", *worker]
+    worker = [LAUNCHED, tmp_path / "records.jsonl", where]
+    command = [sys.executable, Path(__file__).with_name("laboratory_command.py"), *worker]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     path = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, **streams, text=True, env=path, start_new_session=True) as process:

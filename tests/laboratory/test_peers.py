@@ -2,14 +2,19 @@
 
 import json
 import sys
+from functools import cache
 
 import pytest
-from processes import WORKERS
-from repository import ROOT
+import torch
+import torch.distributed as dist
+from on_rank import digest, rank, start, values, world_size
+from scenarios import program, search_path
 
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.peers import CONTENDERS
+from ncz_plugins import Config
 from ncz_plugins.cli.perf import COLLECTIVES
+from ncz_plugins.cli.perf.contenders import Context
 
 pytestmark = pytest.mark.slow
 
@@ -45,19 +50,93 @@ def absent(name: str) -> str | None:
 RANKS = 3  # an odd number; what `ncz perf` does with two is in tests/distributed/test_perf.py
 
 
+SIZES = (1, 2, 7, 1009, 100_003, 1_200_007)  # in the last one, hivemind's segments have several parts
+
+
+@cache
+def held(numel: int, seed: int) -> list[torch.Tensor]:
+    """What every rank holds; drawn once for all peers."""
+    return [values(r, numel, seed=seed) for r in range(world_size)]
+
+
+@cache
+def exact(collective: str, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank should have in the end, of float64, and the norm of what goes into it."""
+    everyone = [one.double() for one in held(numel, seed)]
+    if collective == "broadcast":
+        return everyone[0], everyone[0].norm()
+    if collective == "all_gather":
+        return torch.cat(everyone), torch.cat(everyone).norm()
+    if collective == "reduce_scatter":
+        everyone = [tensor.chunk(world_size)[rank] for tensor in everyone]
+    return sum(everyone), torch.cat(everyone).norm()
+
+
+def check(name: str, collective: str, context: Context) -> dict:
+    """All sizes of one peer; the second run of each has other values, and no new buffers."""
+    runs = []
+    with CONTENDERS[name].open(context) as exchange:
+        assert exchange.details() == {} or name == "ncz"
+        for size in SIZES:
+            numel = size * world_size if collective == "reduce_scatter" else size
+            for seed in (1, 2):
+                everyone = held(numel, seed)
+                tensor = everyone[rank].clone()
+                wanted, scale = exact(collective, numel, seed)
+                exchange.load(tensor)
+                result = exchange.run()
+                assert torch.equal(tensor, everyone[rank]), f"{name} changed its input"
+                assert (result.dtype, result.shape) == (torch.float32, wanted.shape), name
+                found = result.double() * (world_size if exchange.op == "avg" else 1)
+                runs.append([float((found - wanted).norm() / scale), digest(result)])
+        return {"op": exchange.op, "runs": runs, "details": exchange.details()}
+
+
+def low_rank(terms: int, context: Context, name: str) -> list[float]:
+    """The errors of a peer on matrices of this rank, alike but for factors on all ranks, call after call."""
+    u, v = values(0, 130 * terms).view(130, terms), values(1, 130 * terms).view(terms, 130)
+    errors = []
+    with CONTENDERS[name].open(context) as exchange:
+        for call in range(3):
+            factors = [values(r, terms, seed=10 + call) for r in range(world_size)]
+            everyone = [((u * f) @ v).flatten() for f in factors]
+            wanted = sum(matrix.double() for matrix in everyone)
+            exchange.load(everyone[rank])
+            found = exchange.run().double() * world_size
+            errors.append(float((found - wanted).norm() / wanted.norm()))
+    return errors
+
+
+def every_contender() -> dict:
+    """One collective after another, sizes that divide by nothing, twice each.
+
+    Returns, for each collective and contender, [relative L2 error, digest of the result] of every run, and what else is
+    told.
+    """
+    start()
+    results = {}
+    for collective in COLLECTIVES:
+        context = Context(Config(), dist.group.WORLD, world_size, rank, collective)
+        names = [name for name, peer in CONTENDERS.items() if collective in peer.collectives and peer.missing() is None]
+        results[collective] = {name: check(name, collective, context) for name in names}
+    context = Context(Config(), None, world_size, rank, "all_reduce")
+    results["low rank"] = {terms: low_rank(terms, context, f"ddp-powersgd-{terms}") for terms in (1, 4)}
+    return results
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What every rank found."""
     folder = tmp_path_factory.mktemp("peers")
     run(
-        [sys.executable, str(WORKERS / "perf_peers.py")],
+        [sys.executable, *program(every_contender, folder, seconds=250)],
         RANKS,
         folder / "records",
         horovod=absent("horovod") is None,
-        environment={"NCZ_TEST_FOLDER": str(folder), "PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": search_path()},
         timeout=250,
     )
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads((folder / f"rank{each}.json").read_text()) for each in range(RANKS)]
 
 
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name != "nccl"])
@@ -66,8 +145,8 @@ def test_every_result_is_as_exact_as_the_peer_can_be(ranks, name):
         pytest.skip(absent(name))
     least, most = ERRORS[name]
     for collective in CONTENDERS[name].collectives:
-        for rank in ranks:
-            errors = [error for error, _ in rank[collective][name]["runs"]]
+        for found in ranks:
+            errors = [error for error, _ in found[collective][name]["runs"]]
             assert len(errors) == 12
             assert max(errors) <= most, (collective, errors)
             assert min(errors[LARGE:]) >= least, (collective, errors)
@@ -78,13 +157,13 @@ def test_results_are_the_same_on_all_ranks(ranks, name):
     if absent(name):
         pytest.skip(absent(name))
     for collective in CONTENDERS[name].collectives - {"reduce_scatter"}:
-        digests = {tuple(digest for _, digest in rank[collective][name]["runs"]) for rank in ranks}
+        digests = {tuple(digest for _, digest in found[collective][name]["runs"]) for found in ranks}
         assert len(digests) == 1, collective
 
 
 def test_power_sgd_is_exact_where_its_rank_suffices(ranks):
-    for rank in ranks:
-        for terms, errors in rank["low rank"].items():
+    for found in ranks:
+        for terms, errors in found["low rank"].items():
             assert max(errors) < 1e-4, (terms, errors)
 
 
@@ -96,7 +175,7 @@ def test_only_sums_and_averages_say_so(ranks):
 
 def test_ours_tells_what_it_did_and_the_others_nothing(ranks):
     for collective in COLLECTIVES:
-        received = [rank[collective]["ncz"]["details"] for rank in ranks]
+        received = [found[collective]["ncz"]["details"] for found in ranks]
         for details in received:
             assert details["calls"] == 12 and details["compressed_calls"] == 4
             assert details["bypasses"] == {"too small": 8}
@@ -105,5 +184,5 @@ def test_ours_tells_what_it_did_and_the_others_nothing(ranks):
         )
         assert sum(sum(details["coders"].values()) for details in received) > 4
         assert all(
-            rank[collective][name]["details"] == {} for rank in ranks for name in rank[collective] if name != "ncz"
+            found[collective][name]["details"] == {} for found in ranks for name in found[collective] if name != "ncz"
         )
