@@ -2,6 +2,8 @@
 
 ddp.py          DistributedDataParallel: `ddp.compress(model, "ncclz")`
 fsdp.py         FSDP2: `fsdp.compress(model, "ncclz")`
+replicas.py     the process group that FSDP2 averages replicas over
+tensor_parallel.py  equal gradients for what tensor parallelism replicates
 backend.py      the backend "ncz", for programs that offer no other place
 torchft.py      a process group for torchft and DiLoCo
 compression.py  base class of what `ddp.compress` and `fsdp.compress` return

@@ -1,4 +1,4 @@
-"""Compression of gradients and weights for FSDP2: models to which `fully_shard` was applied.
+"""Compression of gradients and weights for FSDP2: models to which `fully_shard` or `replicate` was applied.
 
     from ncz_plugins.torch import fsdp
 
@@ -11,11 +11,12 @@ See docs/guides/fsdp.md.
 from __future__ import annotations
 
 import weakref
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -28,49 +29,63 @@ from ..core.training.state import Training
 from ..core.transport.groups import require_group
 from . import private
 from .compression import ModelCompression, unwrapped
-from .private import name_of
+from .private import ReducedParameter, name_of
+from .replicas import ReplicaGroup
+from .tensor_parallel import TensorParallel
 
 _compressing: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by sharded module: its `Compression`
+
+
+class Reductions(NamedTuple):
+    """How the gradients of one module are reduced: first among the ranks of a replica, then over replicas.
+
+    Attributes:
+        shards: the process group that shards the module's parameters; None if each rank has all of them.
+        replicas: the process group of the ranks that hold the same shard; None if there is one replica.
+        compresses_shards: whether the first reduction is compressed. The second always is.
+    """
+
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+    compresses_shards: bool
 
 
 class Compression(ModelCompression):
     """State of a compressed FSDP2 model: its communicators, and what lasts from step to step. `compress` makes it.
 
     Args:
-        communicators: for each group that shards parameters, by its `group_name`.
-        replicas: the communicator of the ranks that hold the same shard; None if there is one replica.
+        reductions: those of each sharded module, by name.
         training: the state that all communicators share.
         config: the settings of the communicators; None takes the settings of `training`.
         model: the root module. All of its sharded modules are served.
 
     Attributes:
         closed: whether `close` was called.
-        scatters: True if gradients are reduced and scattered; False if they are averaged over replicas.
     """
 
-    def __init__(
-        self,
-        communicators: dict[str, Communicator],
-        replicas: Communicator | None,
-        training: Training,
-        config,
-        model: torch.nn.Module,
-    ):
+    def __init__(self, reductions: dict[str, Reductions], training: Training, config, model: torch.nn.Module):
         super().__init__(training)
-        self._communicators = communicators
-        self._replicas = replicas
-        self.scatters = replicas is None
         self._config = config
+        self._reductions = reductions
+        self._communicators: dict[tuple[int, ...], Communicator] = {}  # by global ranks
+        # Connect among the ranks of replicas first, then between replicas: all ranks must connect in the same order.
+        for group in [each.shards for each in reductions.values() if each.compresses_shards]:
+            self._communicator(group)
+        for group in [each.replicas for each in reductions.values() if each.replicas is not None]:
+            self._communicator(group)
+        data_groups = [group for each in reductions.values() for group in each[:2] if group is not None]
+        sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
+        self._tensor_parallel = TensorParallel(sharded, data_groups)
         self._model = weakref.ref(model)
         self._served = weakref.WeakSet(_sharded_modules(model).values())
         self._are_all_served = False  # checked in the first backward pass
         self.closed = False
         self._end_callback: weakref.ref | None = None  # for the pass under way, once it has reduced something
         self._reduced_outside = False  # whether something was reduced outside of a backward pass in this step
-        self._contributing: dict[str, list[tuple[str, int]]] = {}  # by module, see `note`
-        self._replica_ops: dict[str, dist.ReduceOp] = {}  # by module: how to reduce over replicas
+        self._contributing: dict[str, list[ReducedParameter]] = {}  # by module, see `note`
+        self._hook_ops: dict[str, dist.ReduceOp] = {}  # by module: how a hook reduces over replicas
 
-    def note(self, name: str, contributing: list[tuple[str, int]], is_divided: bool) -> None:
+    def note(self, name: str, contributing: list[ReducedParameter], is_divided: bool) -> None:
         """Take note of the parameters of a module whose gradients FSDP reduces next.
 
         FSDP reduces the gradients that a module has, which may be others in each pass. Error feedback keeps residuals
@@ -78,50 +93,88 @@ class Compression(ModelCompression):
 
         Args:
             name: the module's.
-            contributing: name of each parameter, and how many of its elements each rank gets. At least one parameter.
+            contributing: at least one parameter.
             is_divided: whether FSDP divides the sum over all ranks itself, by the factor of
                 `set_gradient_divide_factor`.
         """
         self._contributing[name] = contributing
-        self._replica_ops[name] = dist.ReduceOp.SUM if is_divided else dist.ReduceOp.AVG
-        if self.scatters and all(each.world_size == 1 for each in self._communicators.values()):
-            self._end_step_with_this_pass()  # FSDP reduces nothing where each group has one rank
+        self._hook_ops[name] = dist.ReduceOp.SUM if is_divided else dist.ReduceOp.AVG
+        shards, replicas, _ = self._reductions[name]
+        if replicas is None and shards.size() == 1:
+            self._end_step_with_this_pass()  # FSDP reduces nothing where each rank has all of a module
 
-    def _kept_as(self, name: str, gradient: Tensor, ranks: int) -> list[ParameterSlice] | None:
+    def reduces_shards(self, name: str) -> bool:
+        """Whether a module has a compressed reduction within a replica, which FSDP leaves out for one rank."""
+        shards, _, compresses_shards = self._reductions[name]
+        return compresses_shards and shards.size() > 1
+
+    def _kept_as(self, name: str, gradient: Tensor, ranks: int, suffix: str = "") -> list[ParameterSlice] | None:
         """Keys of error feedback for a module's gradients: rank 0's shares, then rank 1's, and so on.
 
         None if the parameters noted don't have as many elements as `gradient`.
         """
-        shares = self._contributing.get(name, [])
+        shares = [(f"{name_of(each.name or name)}{suffix}", each.elements) for each in self._contributing.get(name, [])]
         parts = [ParameterSlice(each, n, rank * n, ranks * n) for rank in range(ranks) for each, n in shares]
         return parts if sum(part.length for part in parts) == gradient.numel() else None
+
+    def _communicator(self, group: dist.ProcessGroup) -> Communicator:
+        """The communicator of the ranks of a group. The first call connects them.
+
+        torch has several groups of the same ranks, such as that of `FSDPModule.set_separate_reduce_scatter_group`.
+        """
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._communicators:
+            self._communicators[ranks] = Communicator(self._config, group, self.training)
+        return self._communicators[ranks]
 
     def close(self) -> None:
         """Finish all calls and free the connections. Safe to call twice."""
         self.closed = True
-        for communicator in [*self._communicators.values(), *filter(None, [self._replicas])]:
+        for communicator in self._communicators.values():
             communicator.close()
 
     def reduce_scatter(self, name: str, output: Tensor, input: Tensor, group, op, async_op: bool):
         """Reduce and scatter the gradients of one module: see `Communicator.reduce_scatter_tensor`."""
-        self._end_step_with_this_pass()
+        # Averaging over replicas ends a step, not this: passes that accumulate gradients may come between.
+        is_last = self._reductions[name].replicas is None
+        if is_last:
+            self._end_step_with_this_pass()
+
+        # Parameters that ranks of tensor parallelism have in common are made equal after the last reduction.
+        equalizes = is_last and self._tensor_parallel.is_used
         kept_as = self._kept_as(name, input, group.size())
-        how = {"async_op": async_op, "role": "gradient", "name": name, "kept_as": kept_as}
-        return self._communicators[group.group_name].reduce_scatter_tensor(output, input, op, **how)
+        how = {"async_op": async_op and not equalizes, "role": "gradient", "name": name, "kept_as": kept_as}
+        handle = self._communicator(group).reduce_scatter_tensor(output, input, op, **how)
+        if equalizes:
+            self._equalize(name, output)
+        return handle
 
     def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
-        """Gather the weights of one module without loss: see `Communicator.all_gather_into_tensor`."""
-        communicator = self._communicators.get(group.group_name)
-        if communicator is None:  # fully_shard(reshard_after_forward=n) gathers within groups of n ranks
-            communicator = Communicator(self._config, group, self.training)
-            self._communicators[group.group_name] = communicator
+        """Gather the weights of one module without loss: see `Communicator.all_gather_into_tensor`.
+
+        fully_shard(reshard_after_forward=n) gathers within groups of n ranks, which meet here.
+        """
+        communicator = self._communicator(group)
         communicator.all_gather_into_tensor(output, input, role="parameter", name=name, baseline=baseline)
 
-    def reduce_replicas(self, name: str, gradient: Tensor) -> None:
-        """Reduce the gradients of one module's shard over all replicas, in place."""
+    def reduce_replicas(self, name: str, gradient: Tensor, op: dist.ReduceOp | None = None) -> None:
+        """Reduce the gradients of one module's shard over all replicas, in place.
+
+        Args:
+            op: how; None: as a hook must, which FSDP does not tell it.
+        """
         self._end_step_with_this_pass()
-        how = {"role": "gradient", "name": name, "kept_as": self._kept_as(name, gradient, 1)}
-        self._replicas.all_reduce(gradient, self._replica_ops[name], **how)
+        _, replicas, compresses_shards = self._reductions[name]
+        # Where a parameter is rounded twice, it has two residuals.
+        kept_as = self._kept_as(name, gradient, 1, " between replicas" if compresses_shards else "")
+        op = self._hook_ops[name] if op is None else op
+        self._communicator(replicas).all_reduce(gradient, op, role="gradient", name=name, kept_as=kept_as)
+        if self._tensor_parallel.is_used:
+            self._equalize(name, gradient)
+
+    def _equalize(self, name: str, gradient: Tensor) -> None:
+        """Give ranks of tensor parallelism the same gradients of parameters that each of them holds whole."""
+        self.training.stats.record(self._tensor_parallel.equalize(gradient, self._contributing[name]))
 
     def _end_step_with_this_pass(self) -> None:
         """End a step with the backward pass under way.
@@ -226,6 +279,7 @@ def compress(
     config=None,
     *,
     replicas: dist.ProcessGroup | None = None,
+    within_replicas: bool = False,
     training: Training | None = None,
     keep_weights: bool = False,
 ) -> Compression:
@@ -233,15 +287,17 @@ def compress(
 
     Weights are gathered as before. With "parameter" in the setting `roles` they are compressed without loss.
 
-    Several replicas: apply `fully_shard` with the mesh of one replica, such as the GPUs of a node, and pass `replicas`.
-    FSDP then scatters gradients uncompressed within the replica, and compressed all-reduces average them between
-    replicas.
+    Several replicas: apply `fully_shard` with a 2-D mesh, whose second dimension is one replica, such as the GPUs of a
+    node. FSDP then scatters gradients uncompressed within the replica, and compressed all-reduces average them between
+    replicas. `replicate` keeps all parameters on each rank: it only averages.
 
     Args:
-        model: the root module, after `fully_shard` was applied to it and its submodules; or what `Fabric.setup`
-            returned for it.
+        model: the root module, after `fully_shard` or `replicate` was applied to it and its submodules; or what
+            `Fabric.setup` returned for it.
         config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
-        replicas: the process group of the ranks that hold the same shard of each replica.
+        replicas: the process group of the ranks that hold the same shard of each replica, where `fully_shard` got the
+            mesh of one replica and knows of no other.
+        within_replicas: compress the reductions within a replica, too. Gradients are then rounded twice.
         training: state that lasts from step to step, to share it between models.
         keep_weights: send only the weights that changed since the last gather. Every rank then keeps all weights in
             host memory, in the dtype in which they are gathered, and its own shard once more. CPU only.
@@ -251,12 +307,50 @@ def compress(
     Raises UnsupportedError for a model or a torch that can't be served, MismatchError if ranks differ in version or
     configuration, ConfigError for invalid settings.
     """
+    # Refuse what can't be served.
+    model = unwrapped(model)
+    modules = _sharded_modules(model)
+    _require_served(model, modules)
+
+    # Find what to compress, and with which settings.
+    reductions = _reductions_of(modules, replicas, within_replicas)
+    if training is None:
+        training, config = Training(config), None  # None: the communicators take the training's settings
+    roles = (training.config if config is None else Config.load(config)).roles
+    sends_weights = "parameter" in roles
+    if keep_weights and not sends_weights:
+        raise ConfigError(
+            f"keep_weights: roles is {list(roles)}, so weights are not compressed; add parameter to roles"
+        )
+    if sends_weights and not all(each.compresses_shards for each in reductions.values()):
+        raise UnsupportedError(
+            f"roles: {list(roles)}: weights are gathered within a replica, and only what goes between "
+            'replicas is compressed here; set roles to ["gradient"], or pass within_replicas=True if replicas are '
+            "sharded"
+        )
+
+    # Connect, and only then take FSDP's collectives over.
+    for module in modules.values():  # which may hold the collectives of a compression that was closed
+        private.restore_collectives(module, _ReduceScatter, _AllGather, _ReplicaReduction, ReplicaGroup)
+    compression = Compression(reductions, training, config, model)
+    for name, module in modules.items():
+        name = name or "model"
+        if name in reductions:
+            _take_over(module, name, compression, reductions[name])
+        if name in reductions and sends_weights:
+            module.set_custom_all_gather(_AllGather(compression, name, keep_weights))
+        _note_reductions(weakref.ref(compression), name, module)
+        _note_ends(weakref.ref(compression), module)
+        _compressing[module] = compression
+    return compression
+
+
+def _require_served(model: torch.nn.Module, modules: dict[str, FSDPModule]) -> None:
+    """Raise UnsupportedError for a torch or a model that can't be served, or is served already."""
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise UnsupportedError(
             f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; update torch to 2.9 or newer"
         )
-    model = unwrapped(model)
-    modules = _sharded_modules(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError("FullyShardedDataParallel (FSDP1) can't be compressed: shard the model with fully_shard")
     if not modules:
@@ -266,62 +360,50 @@ def compress(
             raise UnsupportedError(
                 f"{name or type(model).__name__}: its gradients are compressed already; close() that first"
             )
-    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
-    for name, module in modules.items():
         if len(private.parameter_groups(module)) > 1:
             raise UnsupportedError(
                 f"{name or type(model).__name__}: its parameters are sharded over several meshes, and FSDP takes no "
                 "other reduce-scatter for such a module; give each mesh its own modules"
             )
-    for mesh in meshes:
-        if mesh.ndim == 1 and any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
-            raise UnsupportedError(
-                f"parameters over {mesh} are replicated and not sharded: use DistributedDataParallel and ddp.compress"
-            )
-        if mesh.ndim == 1:
-            continue
-        if not any(each.placements[0].is_replicate() for each in _shards_over(mesh, model)):
-            raise UnsupportedError(
-                f"fully_shard over {mesh}, one dimension of which is tensor parallelism: that can't be compressed; "
-                "shard over a mesh without it"
-            )
-        raise UnsupportedError(
-            f"fully_shard over {mesh}: FSDP averages the replicas of such a mesh itself, uncompressed. Use the "
-            'mesh of one replica, mesh["shard"], and pass replicas=mesh["replicate"].get_group()'
-        )
-    if training is None:
-        training, config = Training(config), None  # None: the communicators take the training's settings
-    roles = (training.config if config is None else Config.load(config)).roles
-    sends_weights = "parameter" in roles
-    if keep_weights and not sends_weights:
-        raise ConfigError(
-            f"keep_weights: roles is {list(roles)}, so weights are not compressed; add parameter to roles"
-        )
-    if sends_weights and replicas is not None:
-        raise UnsupportedError(
-            f"roles: {list(roles)}: weights are gathered within a replica, and only what goes between "
-            'replicas is compressed here; set roles to ["gradient"]'
-        )
-    for module in modules.values():  # which may hold the collectives of a compression that was closed
-        private.restore_collectives(module, _ReduceScatter, _AllGather, _ReplicaReduction)
-    if replicas is not None:
-        _require_one_in_common(require_group(replicas), [mesh.get_group() for mesh in meshes])
-        compression = Compression({}, Communicator(config, replicas, training), training, config, model)
-        for name, module in modules.items():
-            module.set_all_reduce_hook(_ReplicaReduction(compression, name or "model"))
-    else:
-        groups = [mesh.get_group() for mesh in meshes]
-        communicators = {group.group_name: Communicator(config, group, training) for group in groups}
-        compression = Compression(communicators, None, training, config, model)
-        for name, module in modules.items():
-            module.set_custom_reduce_scatter(_ReduceScatter(compression, name or "model"))
-            if sends_weights:
-                module.set_custom_all_gather(_AllGather(compression, name or "model", keep_weights))
+
+
+def _reductions_of(
+    modules: dict[str, FSDPModule], replicas: dist.ProcessGroup | None, within_replicas: bool
+) -> dict[str, Reductions]:
+    """How each module that has parameters is reduced. Raises UnsupportedError for what contradicts its mesh."""
+    found = {}
     for name, module in modules.items():
-        _note_reductions(weakref.ref(compression), name or "model", module)
-        _note_ends(weakref.ref(compression), module)
-        _compressing[module] = compression
-    return compression
+        for group in private.parameter_groups(module):
+            shards, own_replicas = private.shard_group(group), private.replicate_group(group)
+            if isinstance(own_replicas, ReplicaGroup):  # of a compression that was closed
+                own_replicas = own_replicas.group
+            if replicas is not None and own_replicas is not None:
+                raise UnsupportedError(
+                    f"replicas: the mesh of {name or 'the model'} has replicas already, which fsdp.compress finds by "
+                    "itself; leave replicas out"
+                )
+            if replicas is not None:
+                _require_one_in_common(require_group(replicas), shards)
+            between = own_replicas if replicas is None else require_group(replicas)
+            compresses_shards = shards is not None and (between is None or within_replicas)
+            found[name or "model"] = Reductions(shards, between, compresses_shards)
+    if within_replicas and found and not any(each.compresses_shards for each in found.values()):
+        raise UnsupportedError(
+            "within_replicas: each rank has all parameters, so nothing is reduced within a replica; leave it out"
+        )
+    return found
+
+
+def _take_over(module: FSDPModule, name: str, compression: Compression, reductions: Reductions) -> None:
+    """Let a module reduce its gradients by the compression."""
+    if reductions.compresses_shards:
+        module.set_custom_reduce_scatter(_ReduceScatter(compression, name))
+    [group] = private.parameter_groups(module)
+    if private.replicate_group(group) is not None:
+        reduce = partial(compression.reduce_replicas, name)
+        private.replace_replicate_group(group, ReplicaGroup(reductions.replicas, reduce))
+    elif reductions.replicas is not None:
+        module.set_all_reduce_hook(_ReplicaReduction(compression, name))
 
 
 def _sharded_modules(model: torch.nn.Module) -> dict[str, FSDPModule]:
@@ -337,9 +419,9 @@ def _note_reductions(compression: weakref.ref[Compression], name: str, module: F
         if told is None or not reduced:
             return
         is_divided = private.has_divide_factor(group)
-        if is_divided and told.scatters and private.reduce_scatter_ranks(group) > 1:
+        if is_divided and told.reduces_shards(name):
             private.force_sum(group)
-        told.note(name, [(name_of(parameter or name), elements) for parameter, elements in reduced], is_divided)
+        told.note(name, reduced, is_divided)
 
     private.before_reductions(module, note)
 
@@ -357,17 +439,11 @@ def _note_ends(compression: weakref.ref[Compression], module: FSDPModule) -> Non
     private.after_reductions(module, end)
 
 
-def _shards_over(mesh: DeviceMesh, model: torch.nn.Module) -> list[DTensor]:
-    """Parameters that are sharded over `mesh`."""
-    return [each for each in model.parameters() if isinstance(each, DTensor) and each.device_mesh == mesh]
-
-
-def _require_one_in_common(replicas: dist.ProcessGroup, shards: list[dist.ProcessGroup]) -> None:
+def _require_one_in_common(replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
     """Raise UnsupportedError if `replicas` would average a rank's shard with another shard of the same replica."""
     of_replicas = set(dist.get_process_group_ranks(replicas))
-    for group in shards:
-        if len(both := of_replicas.intersection(dist.get_process_group_ranks(group))) > 1:
-            raise UnsupportedError(
-                f"replicas: ranks {sorted(both)} are in that group and hold different shards of one replica; pass the "
-                'group of the ranks that hold the same shard, such as mesh["replicate"].get_group()'
-            )
+    if len(both := of_replicas.intersection(dist.get_process_group_ranks(shards))) > 1:
+        raise UnsupportedError(
+            f"replicas: ranks {sorted(both)} are in that group and hold different shards of one replica; pass the "
+            'group of the ranks that hold the same shard, such as mesh["replicate"].get_group()'
+        )

@@ -15,10 +15,11 @@ until it.
                                      _root_post_backward_final_callback
     FSDPParamGroup                   post_backward, fsdp_params, reduce_grads, gradient_divide_factor,
                                      force_sum_reduction_for_comms, reduce_scatter_unused_params [from 2.13],
-                                     _reduce_scatter_process_group, _reduce_scatter_comm, _all_gather_comm,
-                                     _all_reduce_hook
-    FSDPParam                        _param_fqn, padded_sharded_param_size, _unsharded_param, unsharded_param,
-                                     unsharded_accumulated_grad
+                                     mesh_info, _reduce_scatter_comm, _all_gather_comm, _all_reduce_hook,
+                                     _reduce_scatter_param_indices, _get_partial_reduce_grad [from 2.15]
+    FSDPMeshInfo, DDPMeshInfo        shard_process_group, replicate_process_group
+    FSDPParam                        sharded_param, _param_fqn, padded_sharded_param_size, _unsharded_param,
+                                     unsharded_param, unsharded_accumulated_grad
     torch.distributed.fsdp._fully_shard._fsdp_collectives   DefaultAllGather, DefaultReduceScatter
     Tensor, sparse                   _indices, _values
     torch.nn.Module                  _modules
@@ -29,13 +30,16 @@ until it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 # ------------------------------------------------------------------ process groups
@@ -136,7 +140,26 @@ def parameter_groups(module: FSDPModule) -> list:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def restore_collectives(module: FSDPModule, reduce_scatter: type, all_gather: type, all_reduce: type) -> None:
+def shard_group(group) -> dist.ProcessGroup | None:
+    """The process group that a group of parameters is sharded over; None if each rank has all of them."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def replicate_group(group) -> dist.ProcessGroup | None:
+    """The process group that FSDP averages replicas over: of a 2-D mesh or in `replicate`. None if it averages none."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def replace_replicate_group(group, replicas) -> None:
+    """Let FSDP average the replicas of a group of parameters by the all-reduce of `replicas`."""
+    # A copy, as modules may share what describes their mesh.
+    group.mesh_info = copy(group.mesh_info)
+    group.mesh_info.replicate_process_group = replicas
+
+
+def restore_collectives(
+    module: FSDPModule, reduce_scatter: type, all_gather: type, all_reduce: type, replicas: type
+) -> None:
     """Give a module FSDP's own collectives back, where it has those of the given types instead."""
     # torch 2.8 and older lack the import; `fsdp.compress` refuses these versions.
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -148,6 +171,8 @@ def restore_collectives(module: FSDPModule, reduce_scatter: type, all_gather: ty
             group._all_gather_comm = DefaultAllGather()
         if isinstance(group._all_reduce_hook, all_reduce):
             group._all_reduce_hook = None
+        if isinstance(replicate_group(group), replicas):
+            replace_replicate_group(group, replicate_group(group).group)
 
 
 def before_reductions(module: FSDPModule, callback: Callable[[object], None]) -> None:
@@ -177,21 +202,39 @@ def after_reductions(module: FSDPModule, callback: Callable[[], None]) -> None:
         setattr(owner, name, finish)
 
 
-def reduced_parameters(group) -> list[tuple[str | None, int]]:
-    """The parameters of a group whose gradients FSDP is about to reduce.
+class ReducedParameter(NamedTuple):
+    """A parameter whose gradient FSDP is about to reduce.
 
-    Returns: the full name of each, None if FSDP does not know it, and how many elements each rank gets.
+    Attributes:
+        name: its full name; None if FSDP does not know it.
+        elements: how many elements of the gradient each rank gets, padding included.
+        parameter: this rank's shard of it.
     """
+
+    name: str | None
+    elements: int
+    parameter: DTensor
+
+
+def reduced_parameters(group) -> list[ReducedParameter]:
+    """The parameters of a group whose gradients FSDP is about to reduce, in the order in which it does."""
     if not group.reduce_grads:
         return []
-    reduced = [each for each in group.fsdp_params if _is_reduced(each, group)]
-    return [(each._param_fqn, each.padded_sharded_param_size.numel()) for each in reduced]
+    order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
+    reduced = [each for at in order if _is_reduced(each := group.fsdp_params[at], group)]
+    return [
+        ReducedParameter(each._param_fqn, each.padded_sharded_param_size.numel(), each.sharded_param)
+        for each in reduced
+    ]
 
 
 def _is_reduced(parameter, group) -> bool:
     if not hasattr(parameter, "_unsharded_param"):
         return False
     if parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None:
+        return True
+    # torch 2.15 reduces zeros for parameters of which an earlier pass left a sum that is not averaged over replicas.
+    if hasattr(group, "_get_partial_reduce_grad") and group._get_partial_reduce_grad(parameter) is not None:
         return True
     # torch 2.13 and newer reduce zeros for unused parameters if `FSDPModule.set_reduce_scatter_unused_params` says so.
     return getattr(group, "reduce_scatter_unused_params", False) and parameter.unsharded_param.requires_grad
@@ -200,11 +243,6 @@ def _is_reduced(parameter, group) -> bool:
 def has_divide_factor(group) -> bool:
     """Whether the user has set a divisor of the sum of gradients: see `FSDPModule.set_gradient_divide_factor`."""
     return group.gradient_divide_factor is not None
-
-
-def reduce_scatter_ranks(group) -> int:
-    """The number of ranks that a group of parameters is sharded over."""
-    return group._reduce_scatter_process_group.size()
 
 
 def force_sum(group) -> None:

@@ -444,11 +444,6 @@ def test_what_can_not_be_served_is_refused(group):
     if device.type == "cpu":
         old = FullyShardedDataParallel(nn.Linear(3, 3), device_id=device)
         raises(UnsupportedError, lambda: fsdp.compress(old), "FSDP1", "fully_shard")
-    raises(UnsupportedError, lambda: fsdp.compress(sharded(square())), "replicas=")
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    replicated = replicate(nn.Linear(64, 7).to(device), mesh=flat())
-    raises(UnsupportedError, lambda: fsdp.compress(replicated), "not sharded", "ddp.compress")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(), replicas=dist.group.WORLD), "different shards")
     raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
     kept = FSDPModule.set_custom_reduce_scatter
