@@ -1,7 +1,7 @@
 """Private names of torch that this package uses: the only file to change when a new torch renames one.
 
-Tried on torch 2.13.0; read in the source of 2.14.1. A version in brackets: the name exists from that version on, or
-until it.
+Tried on torch 2.13.0, those of FSDP also on 2.15.0; read in the source of 2.14.1. A version in brackets: the name
+exists from that version on, or until it.
 
     torch.distributed.ProcessGroup   _set_default_backend, _register_backend; backend.py overrides _reduce_scatter_base
     dist.Backend                     _plugins

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from turns import Pair
@@ -310,6 +311,52 @@ def test_a_divisor_of_the_users(group):
             module.set_gradient_divide_factor(3.0)
     fsdp.compress(models[1], LOSSLESS, within_replicas=True)
     assert train(models[1]) == train(models[0])
+
+
+@ranks(4)
+def test_stages_of_a_pipeline_with_replicas(group):
+    """A schedule reduces after the backward passes of all microbatches: one step for each stage."""
+    mesh = init_device_mesh(device.type, (2, 2, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
+    at, peers = mesh["pipeline"].get_local_rank(), mesh["pipeline"].get_group()
+    gradients = []
+    for config in (None, LOSSLESS, SMALL):
+        torch.manual_seed(at)
+        model = fully_shard(nn.Linear(100, 100).to(device), mesh=mesh["replicate", "shard"])
+        compression = fsdp.compress(model, config) if config else None
+        stage = PipelineStage(model, at, 2, device, group=peers)
+        schedule = ScheduleGPipe(stage, 4, loss_fn=lambda output, target: (output * target).sum())
+        generator = torch.Generator().manual_seed(rank % 2)
+        for _ in range(3):
+            x, target = torch.randn(2, 8, 100, generator=generator).to(device)
+            schedule.step(*([] if at else [x]), **({"target": target} if at else {}))
+        gradients.append(torch.cat([each.grad.full_tensor().view(-1) for each in model.parameters()]))
+        if config:
+            assert compression.training.step == compression.stats.total.compressed_calls == 3
+    plain, exact, bounded = gradients
+    assert torch.equal(exact, plain)
+    assert 0 < (bounded - plain).norm() < 0.2 * plain.norm()
+
+
+@ranks(4)
+def test_parameters_that_some_ranks_use(group):
+    """FSDP reduces zeros for the others, where it is told to."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # before torch 2.13
+    gradients = []
+    for config in (None, LOSSLESS, WITH_FEEDBACK):
+        torch.manual_seed(0)
+        model = fully_shard(Pair().to(device), mesh=mesh_of(2, 2))
+        model.set_reduce_scatter_unused_params(True)
+        compression = fsdp.compress(model, config) if config else None
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(3):
+            used = ["left", "right"] if number == rank else ["left"]
+            model(torch.randn(8, 100, generator=generator).to(device), used).sum().backward()
+        gradients.append(torch.cat([each.grad.full_tensor().view(-1) for each in model.parameters()]))
+        assert not config or compression.training.step == 3
+    assert torch.equal(gradients[1], gradients[0])
+    assert (gradients[2] - gradients[0]).norm() < 0.2 * gradients[0].norm()
+    same_on_all_ranks(digest(gradients[2].cpu()), group)
 
 
 # ------------------------------------------------------------------ state
