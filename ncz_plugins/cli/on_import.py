@@ -68,15 +68,15 @@ def name_backend():
 
     def create(*arguments):
         try:
-            from ncz_plugins.torch.backend import CompressedBackend
+            from ncz_plugins.torch import backend
         except ImportError as error:
             raise ImportError(
                 f'the backend "ncz" can\'t be made: {error}. Reinstall ncz_plugins and run `ncz enable`; or delete '
                 f"{__file__} and the .pth file beside it"
             ) from error
-        return CompressedBackend(*arguments)
+        return backend.create(*arguments)
 
-    Backend.register_backend("ncz", create, devices=["cpu", "cuda"])
+    Backend.register_backend("ncz", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 sys.meta_path.insert(0, AfterImport({"deepspeed": import_plugin, "torch.distributed.distributed_c10d": name_backend}))

@@ -1,9 +1,12 @@
-"""Backend "ncz" of torch.distributed: import this module, then call `init_process_group("ncz")`.
+"""Backend "ncz" of torch.distributed, for programs that offer no other place for compression.
 
-It is for programs that offer no other place for compression. Tensors in host memory go through gloo, tensors on GPUs
-through NCCL. Compressed are `all_reduce`, `all_reduce_coalesced` and `reduce_scatter_tensor` of floats with SUM or AVG:
-a process group can't tell gradients from other tensors, so weights that a program averages by all_reduce are compressed
-as well. All other collectives, such as broadcasts of weights, stay uncompressed.
+    torch.distributed.init_process_group("ncz")
+
+Torch 2.14 and newer find it by its name. With older versions, import this module first.
+
+Compressed are sums and averages of floats that a backward pass makes, and what you call a gradient. All else is exact.
+A process group can't tell gradients from other tensors: roles.py says what it goes by. Tensors in host memory travel
+through gloo where they stay uncompressed, tensors on GPUs through NCCL.
 
 The environment variable NCZ_CONFIG names a configuration file. Without it all settings have their defaults.
 
@@ -12,193 +15,219 @@ See docs/guides/pytorch.md.
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..core.communicator import Communicator
-from ..core.config import Config
-from ..core.errors import ConfigError, UnsupportedError
-from ..core.runtime.handle import Handle
+from ..core.errors import UnsupportedError
 from . import private
-from .strided import all_reduce, reduce_scatter
-from .work import HandleWork
+from .backend_calls import ENVIRONMENT, BackendCalls
+from .roles import role
+from .work import WorkOfSeveral
+
+__all__ = ["ENVIRONMENT", "NAME", "CompressedBackend", "of_group", "register", "role"]
 
 NAME = "ncz"
-ENVIRONMENT = "NCZ_CONFIG"
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps a backend, and the wrapper keeps the C++ half of it only.
+_wrapped: set[CompressedBackend] = set()
 
 
-class CompressedBackend(dist.ProcessGroup):
-    """Process group with gloo and NCCL that compresses reductions of gradients.
+if private.PythonBackend is None:
 
-    Raises ConfigError if the configuration file is invalid. The first compressed call raises UnsupportedError if
-    another backend serves some devices, and MismatchError if ranks differ in version or configuration.
+    class CompressedBackend(BackendCalls, dist.ProcessGroup):
+        """Process group with gloo and NCCL that compresses reductions of gradients, for torch before 2.14.
 
-    Attributes:
-        communicator: for compressed calls. None before the first one, in which all ranks connect.
-    """
+        It serves all devices, so "cpu:ncz,cuda:nccl" is refused. Raises ConfigError if the configuration file is
+        invalid. The first compressed call raises UnsupportedError if another backend serves some devices, and
+        MismatchError if ranks differ in version or configuration.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)
-        self.communicator: Communicator | None = None
-        self._store = store
-        # Works of compressed calls under way. In torch 2.6 a work that only C++ refers to loses its Python object.
-        self._works: set[HandleWork] = set()
-        self._plain = dist.ProcessGroup(store, rank, size)  # the same backends, for all calls that stay uncompressed
-        types = dist.ProcessGroup.BackendType
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-        for group in (self, self._plain):
-            private.set_default_backend(group, types.GLOO)
-            private.register_backend(group, "cpu", types.GLOO, gloo)
-        # Read the settings after gloo has connected: if this rank fails here, the others see its connections close.
-        self._config = _configured()
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl_store = dist.PrefixStore("nccl", store)
-            nccl = dist.ProcessGroupNCCL(nccl_store, rank, size, private.nccl_options(timeout))
-            for group in (self, self._plain):
-                private.register_backend(group, "cuda", types.NCCL, nccl)
-
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts=None) -> dist.Work:
-        """Reduce one tensor over ranks, in place.
-
-        Compressed if it holds gradients, as far as `_reduces_gradients` can tell.
+        Attributes:
+            communicator: for compressed calls. None before the first one, in which all ranks connect.
+            training: what the calls have counted, and the settings.
         """
-        tensors, opts = [tensors] if isinstance(tensors, Tensor) else tensors, _options(opts)
-        op = opts.reduceOp.op
-        # DDP counts the ranks that have data left by sums of one number, and only its C++ holds their works. C++ can't
-        # keep a work alive that is written in Python, so these sums stay with torch's own works.
-        if len(tensors) != 1 or tensors[0].numel() == 1 or not _reduces_gradients(tensors[0], op):
-            return self._plain.allreduce(tensors, opts)
-        return self._work(all_reduce(self._connected(), tensors, op))
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
-        """Reduce several tensors over ranks, in place. Compressed if all of them hold gradients."""
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        op = opts.reduceOp.op
-        if not all(_reduces_gradients(tensor, op) for tensor in tensors):
-            return self._plain.allreduce_coalesced(tensors, opts)
-        return self._work(all_reduce(self._connected(), tensors, op))
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+            dist.ProcessGroup.__init__(self, rank, size)
+            self._open(store, rank, size, timeout)
+            # Torch asks the group itself for the backend of a device, and calls methods that are not overridden here.
+            types = dist.ProcessGroup.BackendType
+            private.set_default_backend(self, types.GLOO)
+            for device, its_type in (("cpu", types.GLOO), ("cuda", types.NCCL)):
+                if (backend := private.backend_of(self._plain, device)) is not None:
+                    private.register_backend(self, device, its_type, backend)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
-        """Reduce `input`, [ranks * elements of output], over ranks, and write this rank's share to `output`."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        op = opts.reduceOp.op
-        if not _reduces_gradients(input, op):
-            return self._plain._reduce_scatter_base(output, input, opts)
-        return self._work(reduce_scatter(self._connected(), output, input, op))
+        def getBackendName(self) -> str:
+            return NAME
 
-    reduce_scatter_single = _reduce_scatter_base  # the name that torch 2.13 calls
+        def _description(self) -> str:
+            return self.group_desc
 
-    def barrier(self, *args, **kwargs) -> dist.Work:
-        """Wait for this rank's compressed calls, then for all ranks."""
-        for work in list(self._works):
-            work.wait()
-        return self._plain.barrier(*args, **kwargs)
+        def _connected(self):
+            if self.communicator is None:
+                _require_alone(dist.get_backend_config(self))
+            return super()._connected()
 
-    def shutdown(self) -> None:
-        """Finish all calls and close all connections."""
-        if self.communicator is not None:
-            self.communicator.close()
-        _end(self._plain, "shutdown")
+else:
 
-    def abort(self) -> None:
-        """Give up the calls under way and close all connections."""
-        if self.communicator is not None:
-            self.communicator.abort()
-        _end(self._plain, "abort")
+    class CompressedBackend(BackendCalls, private.PythonBackend):
+        """Backend with gloo and NCCL that compresses reductions of gradients, for torch 2.14 and newer.
 
-    def getBackendName(self) -> str:
-        return NAME
+        Torch's C++ calls it for tensors on the devices that it was asked for, also from functional collectives. Raises
+        ConfigError if the configuration file is invalid. The first compressed call raises MismatchError if ranks differ
+        in version or configuration.
 
-    def _work(self, handle: Handle) -> dist.Work:
-        """A work for `handle`, which is kept until somebody has waited for it."""
-        self._works.difference_update([each for each in list(self._works) if each.is_completed()])
-        return HandleWork(handle, self._works)
+        Args:
+            name: the name that torch gives the group.
 
-    def _connected(self) -> Communicator:
-        """The communicator. The first call connects all ranks."""
-        if self.communicator is None:
-            _require_alone(dist.get_backend_config(self))
-            self.communicator = Communicator(self._config, self._plain, store=dist.PrefixStore("ncz", self._store))
-        return self.communicator
+        Attributes:
+            communicator: for compressed calls. None before the first one, in which all ranks connect.
+            training: what the calls have counted, and the settings.
+        """
+
+        supports_splitting = True
+        # Said here because torch 2.15 recurses for ever where a Python class leaves these to its base.
+        supports_reconfigure = supports_shrinking = supports_window = False
+        supports_time_estimate = _supports_time_estimate = False  # names in 2.14 and 2.15
+
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str):
+            private.PythonBackend.__init__(self, rank, size)
+            self._name = name
+            self._timeout = timeout
+            self._coalesced: list[dist.Work] | None = None  # works begun since start_coalescing
+            self._is_nccl_coalescing = False
+            self._open(store, rank, size, timeout)
+            if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+                _wrapped.add(self)
+
+        def getBackendName(self) -> str:
+            return NAME
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            _wrapped.discard(self)
+
+        def abort(self) -> None:
+            super().abort()
+            _wrapped.discard(self)
+
+        @property
+        def options(self):
+            """What torch takes time-outs from, and hands to `split`."""
+            return private.PythonBackend.Options(NAME, self._timeout)
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            """Set the time-out of plain calls, and of compressed ones if none was made so far."""
+            self._timeout = timeout
+            self._plain.set_timeout(timeout)
+
+        def allreduce_sparse(self, tensors, opts=None) -> dist.Work:
+            return self.allreduce(tensors, opts)
+
+        def _get_sequence_number_for_group(self) -> int:
+            """The number of plain calls, which torch compares and prints when it debugs."""
+            return private.backend_of(self._plain, "cpu")._get_sequence_number_for_group()
+
+        def _description(self) -> str:
+            return private.description_of(self._name)
+
+        def _store_to_meet(self) -> dist.Store:
+            # A connection of its own, which waits as long as the group does, and not as long as the default group.
+            store = self._store.clone()
+            store.set_timeout(self._timeout)
+            return store
+
+        # ------------------------------------------------------------ parts of the group
+
+        def split(self, store: dist.Store, ranks: list[int], opts) -> CompressedBackend:
+            """The backend of some ranks. Raises UnsupportedError on the others: torch ends their processes instead."""
+            if self.rank() not in ranks:
+                raise UnsupportedError(
+                    f"split_group: rank {self.rank()} of the group is in no part, which torch can't serve with a "
+                    "backend in Python: let split_ranks name every rank, or use new_group"
+                )
+            # The parent's connection to the store may block other threads while it waits.
+            place = ranks.index(self.rank()), len(ranks)
+            return CompressedBackend(store.clone(), *place, opts._timeout, opts.group_name)
+
+        def perform_nocolor_split(self, device: torch.device) -> None:
+            """Do nothing: ranks outside of a new group need not take part in making it."""
+
+        # ------------------------------------------------------------ coalescing
+
+        @property
+        def supports_coalescing(self) -> bool:
+            """Whether `batch_isend_irecv` must coalesce: NCCL's sends and receives would wait for each other."""
+            return private.backend_of(self._plain, "cuda") is not None
+
+        def start_coalescing(self) -> None:
+            """Collect the works of calls until `end_coalescing`."""
+            self._coalesced, self._is_nccl_coalescing = [], False
+
+        def end_coalescing(self) -> dist.Work:
+            """One work for all calls since `start_coalescing`."""
+            works, self._coalesced = self._coalesced, None
+            if self._is_nccl_coalescing:
+                works.append(self._plain._end_coalescing(torch.device("cuda")))
+            return WorkOfSeveral(works)
+
+        def send(self, tensors, rank: int, tag: int) -> dist.Work:
+            self._coalesce_on_gpu(tensors)
+            return super().send(tensors, rank, tag)
+
+        def recv(self, tensors, rank: int, tag: int) -> dist.Work:
+            self._coalesce_on_gpu(tensors)
+            return super().recv(tensors, rank, tag)
+
+        def _coalesce_on_gpu(self, tensors) -> None:
+            """Let NCCL begin to coalesce with the first send or receive: what is compressed must not wait for it."""
+            if self._coalesced is not None and tensors[0].is_cuda and not self._is_nccl_coalescing:
+                self._plain._start_coalescing(torch.device("cuda"))
+                self._is_nccl_coalescing = True
+
+        def _begun(self, work: dist.Work) -> dist.Work:
+            if self._coalesced is not None and work is not None and not self._is_nccl_coalescing:
+                self._coalesced.append(work)
+            return work
 
 
-def _forwarded(name: str):
-    """A method that calls the method of the same name of the plain process group.
+def of_group(group: dist.ProcessGroup | None = None) -> CompressedBackend:
+    """The backend of a process group, which has its `stats` and its `communicator`.
 
-    The inherited method would do the same. But torch calls inherited methods of a Python class with the interpreter
-    locked, and gloo's threads need that lock to free tensors: a deadlock.
+    Args:
+        group: None for the default group.
+
+    Raises UnsupportedError if "ncz" serves none of its devices.
     """
-
-    def method(self, *args, **kwargs):
-        return getattr(self._plain, name)(*args, **kwargs)
-
-    return method
-
-
-# Every method that torch looks for in a Python class. Its versions use different names, so some do not exist.
-for _name in (
-    "allgather",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "all_to_all_single",
-    "alltoall_base",
-    "broadcast",
-    "recv",
-    "reduce_scatter",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "send",
-):
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(CompressedBackend, _name, _forwarded(_name))
+    group = dist.group.WORLD if group is None else group
+    if isinstance(group, CompressedBackend):
+        return group
+    for device in ("cuda", "cpu"):
+        backend = private.backend_of(group, device)
+        if isinstance(backend := getattr(backend, "wrapped_pg", backend), CompressedBackend):
+            return backend
+    raise UnsupportedError(f'of_group: the backend of the group must be "{NAME}", got {dist.get_backend_config(group)}')
 
 
-def _configured() -> Config:
-    """Settings from the file that NCZ_CONFIG names, or the defaults. Raises ConfigError."""
-    source = os.environ.get(ENVIRONMENT) or "ncclz"
-    try:
-        return Config.load(source)
-    except ConfigError as error:
-        raise ConfigError(f"{ENVIRONMENT}={source}: {error}") from error
+def create(options, _) -> CompressedBackend:
+    """The backend of a new group. Torch calls this, with what it knows of the group."""
+    arguments = options.store, options.group_rank, options.group_size, options.timeout
+    return CompressedBackend(*arguments, *(() if private.PythonBackend is None else (options.group_id,)))
 
 
-def _end(group: dist.ProcessGroup, how: str) -> None:
-    """Call `shutdown` or `abort` of a group if it has the method.
-
-    In torch 2.6 connections close when the group is freed.
-    """
-    if hasattr(group, how):
-        getattr(group, how)()
-
-
-def _options(given) -> dist.AllreduceOptions:
-    """Options of an all-reduce. torch also passes a bare reduce op."""
-    if isinstance(given, dist.AllreduceOptions):
-        return given
-    options = dist.AllreduceOptions()
-    if given is not None:
-        options.reduceOp = given
-    return options
+def register() -> None:
+    """Let torch know the backend's name. Torch 2.14 and newer call this when they meet the name."""
+    if not private.is_registered(NAME):  # `ncz enable` may have registered it
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _require_alone(backends: str) -> None:
     """Raise UnsupportedError if another backend serves some devices, as in "cpu:ncz,cuda:nccl"."""
     if any(not each.endswith(f":{NAME}") for each in backends.split(",")):
         raise UnsupportedError(
-            f'backend "{backends}": {NAME} serves all devices (GPUs through NCCL), so pass "{NAME}" alone'
+            f'backend "{backends}": before torch 2.14 {NAME} serves all devices (GPUs through NCCL), so pass "{NAME}" '
+            "alone"
         )
 
 
-def _reduces_gradients(tensor: Tensor, op) -> bool:
-    """Whether a reduction is treated as one of gradients: dense floats, with SUM or AVG."""
-    return (
-        tensor.is_floating_point() and tensor.layout is torch.strided and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-    )
-
-
-if not private.is_registered(NAME):  # `ncz enable` may have registered it
-    dist.Backend.register_backend(NAME, CompressedBackend, devices=["cpu", "cuda"])
+register()

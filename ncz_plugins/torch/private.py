@@ -1,15 +1,20 @@
 """Private names of torch that this package uses: the only file to change when a new torch renames one.
 
-Tried on torch 2.13.0, those of FSDP also on 2.15.0; read in the source of 2.14.1. A version in brackets: the name
-exists from that version on, or until it.
+Tried on torch 2.13.0, those of FSDP also on 2.15.0, those of process groups on 2.14.1 and 2.15.0; the others were read
+in the source of 2.14.1. A version in brackets: the name exists from that version on, or until it.
 
-    torch.distributed.ProcessGroup   _set_default_backend, _register_backend; backend.py overrides _reduce_scatter_base
-    dist.Backend                     _plugins
+    torch.distributed.ProcessGroup   _set_default_backend, _register_backend, _get_backend, _start_coalescing,
+                                     _end_coalescing; backend_calls.py overrides _reduce_scatter_base, _allgather_base
+    dist.Backend                     _plugins, _ensure_backend_registered [from 2.14]
+    distributed_c10d                 _resolve_process_group
+    torch._C._distributed_c10d       Backend [to inherit from: from 2.14], its Options._timeout;
+                                     backend.py overrides _get_sequence_number_for_group
     ProcessGroupNCCL.Options         _timeout
-    torch._C                         _current_graph_task_id
+    torch._C                         _current_graph_task_id, _autograd._top_saved_tensors_default_hooks
+    torch.utils.checkpoint           _recomputation_hook
     torch.autograd.Variable          _execution_engine.queue_callback
     DistributedDataParallel          _comm_hooks, _divide_by_initial_world_size, _use_python_reducer,
-                                     _delay_all_reduce_params
+                                     _delay_all_reduce_params, _match_all_reduce_for_bwd_pass
     FSDPModule                       _get_fsdp_state, finalize_backward [from 2.15]
     FSDPState                        _fsdp_param_groups [from 2.13], _fsdp_param_group [until 2.12],
                                      _root_post_backward_final_callback
@@ -29,6 +34,7 @@ exists from that version on, or until it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
@@ -57,6 +63,27 @@ def register_backend(
     group._register_backend(torch.device(device), backend_type, backend)
 
 
+def backend_of(group: dist.ProcessGroup, device: str):
+    """The backend that serves the tensors of a process group on a type of device; None if there is none."""
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
+
+
+def description_of(name: str) -> str:
+    """The description of a process group that has this name, such as "mesh_tp"."""
+    return dist.distributed_c10d._resolve_process_group(name).group_desc
+
+
+# c10d's class of backends, if torch's C++ calls the methods of a Python class that inherits from it: since 2.14.
+PythonBackend = torch._C._distributed_c10d.Backend if hasattr(dist.Backend, "_ensure_backend_registered") else None
+
+_RENAMED = hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
+REDUCE_SCATTER = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+REDUCE_SCATTER_COALESCED = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+
+
 def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
     """Options of an NCCL backend with a time-out."""
     options = dist.ProcessGroupNCCL.Options()
@@ -75,6 +102,20 @@ def is_registered(name: str) -> bool:
 def in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def stands_in_for_backward_pass() -> bool:
+    """Whether DDP makes the calls of a backward pass for a rank that is out of data: see `model.join`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_match_all_reduce_for_bwd_pass":
+        frame = frame.f_back
+    return frame is not None
+
+
+def runs_forward_again() -> bool:
+    """Whether activation checkpointing runs a part of the forward pass again on this thread."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def at_end_of_backward_pass(callback: Callable[[], None]) -> None:

@@ -12,23 +12,23 @@ from ..core.runtime.handle import Handle
 from ..core.runtime.stream import StreamHandle
 
 
-def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], op) -> Handle:
-    """Reduce gradients over ranks, in place.
+def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], op, role: str = "gradient") -> Handle:
+    """Reduce tensors over ranks, in place.
 
     Tensors that are not contiguous are copied, and the call then waits for the result.
     """
     contiguous = [tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in tensors]
-    handle = communicator.all_reduce_coalesced(contiguous, op, async_op=True, role="gradient")
+    handle = communicator.all_reduce_coalesced(contiguous, op, async_op=True, role=role)
     return _copied_back(handle, tensors, contiguous).giving(*tensors)
 
 
-def reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op) -> Handle:
-    """Reduce gradients over ranks and scatter the result.
+def reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op, role: str = "gradient") -> Handle:
+    """Reduce a tensor over ranks and scatter the result.
 
     Tensors that are not contiguous are copied; if `output` is not, the call waits for the result.
     """
     scattered = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-    how = {"async_op": True, "role": "gradient"}
+    how = {"async_op": True, "role": role}
     handle = communicator.reduce_scatter_tensor(scattered, input.contiguous(), op, **how)
     return _copied_back(handle, [output], [scattered]).giving(output)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
-from ..core.runtime.handle import Handle
+from ..core.runtime.handle import Handle, _on_unused_stream, fail
 
 
 class HandleWork(dist.Work):
@@ -17,11 +19,18 @@ class HandleWork(dist.Work):
     Args:
         handle: a handle of a compressed call.
         unawaited: a set that holds the work until it was waited for or its future is done.
+        around: makes the context in which callbacks of the future run, on whatever thread; None: there is none.
     """
 
-    def __init__(self, handle: Handle, unawaited: set[HandleWork] | None = None):
+    def __init__(
+        self,
+        handle: Handle,
+        unawaited: set[HandleWork] | None = None,
+        around: Callable[[], AbstractContextManager] | None = None,
+    ):
         super().__init__()
         self._handle = handle
+        self._around = around
         self._unawaited = set() if unawaited is None else unawaited
         if unawaited is not None:
             unawaited.add(self)
@@ -51,4 +60,40 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         future = self._handle.get_future()
         future.add_done_callback(lambda _: self._unawaited.discard(self))
-        return future
+        return future if self._around is None else _passed_on(future, self._handle, self._around)
+
+
+def _passed_on(future: Future, handle: Handle, around: Callable[[], AbstractContextManager]) -> Future:
+    """A future with the same result, whose callbacks run in a context."""
+    passed_on = handle._new_future()
+
+    def complete(done: Future) -> None:
+        with around(), _on_unused_stream(handle.outputs[0].device):  # `value` makes the current CUDA stream wait
+            try:
+                passed_on.set_result(done.value())
+            except Exception as error:
+                fail(passed_on, error.with_traceback(None))  # its traceback holds the future
+
+    future.add_done_callback(complete)
+    return passed_on
+
+
+class WorkOfSeveral(dist.Work):
+    """Work that stands for several works."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(*([timeout] if timeout else []))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future that gives the results of all works, one after another."""
+        everything = collect_all([work.get_future() for work in self._works])
+        return everything.then(lambda done: [tensor for each in done.value() for tensor in each.value()])

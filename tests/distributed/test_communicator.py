@@ -199,7 +199,7 @@ def test_any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(gr
         raises(UnsupportedError, lambda: communicator.all_reduce(cube.transpose(0, 1)), "contiguous()")
         raises(UnsupportedError, lambda: communicator.all_reduce(torch.empty(9, device="meta")), "meta", "CPU")
         raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(3), torch.empty(4)), "got 4 and 3")
-        raises(UnsupportedError, lambda: communicator.broadcast(cube, 99), "src=99")
+        raises(UnsupportedError, lambda: communicator.broadcast(cube, 99), "src must be", "got 99")
         parts, elsewhere = torch.ones(world_size), torch.empty(1, device="meta")
         refused = lambda: communicator.reduce_scatter_tensor(elsewhere, parts)  # noqa: E731
         raises(UnsupportedError, refused, "cpu and meta", "one device")
