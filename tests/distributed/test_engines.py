@@ -20,16 +20,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 from on_rank import raises, rank, same_on_all_ranks, world_size
-from scenarios import ranks
-from small_engine import DEEPSPEED_IMPORTS, ENVIRONMENT, small_engine
+from scenarios import DEEPSPEED, ranks
+from small_engine import configuration, engine_of, train
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import ConfigError, MismatchError, PeerError
 from ncz_plugins.deepspeed.compression import configured
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile
 pytestmark = pytest.mark.slow
-on_four_ranks = ranks(4, imports=DEEPSPEED_IMPORTS, environment=ENVIRONMENT)
+on_four_ranks = ranks(4, **DEEPSPEED)
 HALVES = [0, 1], [2, 3]
 ON = {"transport": {"min_bytes": 0}}
 SOON = 20.0  # seconds for what must not wait for a time-out
@@ -65,14 +64,7 @@ class Grid:
 
 def engine(mpu: Grid | None, key, stage: int = 2, **top_level):
     """An engine whose configuration has the key with a value, or no key for None."""
-    return small_engine(stage, key, mpu, **top_level)
-
-
-def train(trained, steps: int = 2) -> None:
-    for number in range(steps):
-        random = torch.Generator().manual_seed(1000 * rank + number)
-        trained.backward(trained(torch.randn(4, 31, generator=random)).square().mean())
-        trained.step()
+    return engine_of(configuration(stage, key, **top_level), mpu)
 
 
 def weights(trained) -> list[float]:
@@ -200,7 +192,7 @@ def test_checkpoints_are_compared_among_the_ranks_of_an_engine(group):
     for of_each in ([feedback, None], [feedback, feedback]):  # engines of which one compresses, and of different steps
         key, steps = of_each[rank // 2], 3 - rank // 2
         trained = engine(mpu, key)
-        train(trained, steps)
+        train(trained, range(steps))
         trained.save_checkpoint(folder, tag="t")
         resumed = engine(mpu, key)
         resumed.load_checkpoint(folder, tag="t")

@@ -12,8 +12,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from on_rank import attempt, leave, leave_alone, rank, start, world_size
-from scenarios import report, run_ranks
-from small_engine import DEEPSPEED_IMPORTS, ENVIRONMENT, small_engine
+from scenarios import DEEPSPEED, report, run_ranks
+from small_engine import configuration, engine_of
 
 import ncz_plugins.deepspeed  # noqa: F401
 from ncz_plugins import kernels
@@ -29,7 +29,7 @@ outcomes = {}  # of this rank, by case
 
 def engine(seconds: float = LONG, stage: int = 2, **top_level):
     key = {"transport": {"min_bytes": 0, "timeout_seconds": seconds}, "entropy": {"checksum": True}}
-    return small_engine(stage, key, **top_level)
+    return engine_of(configuration(stage, key, **top_level))
 
 
 def step(engine, number: int, scale: float = 1.0, layers: slice = slice(None)) -> float:
@@ -125,7 +125,6 @@ def begin_again(size: int, port: int) -> None:
 def misbehave_in_turn() -> None:
     """One case after another in three processes. The last two cases cost one each."""
     start()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile
     processes: list[int] = [None] * world_size
     dist.all_gather_object(processes, os.getpid())
     ports = [free_port()]
@@ -146,8 +145,7 @@ def misbehave_in_turn() -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepspeed")
-    how = {"imports": DEEPSPEED_IMPORTS, "environment": ENVIRONMENT}
-    return run_ranks(3, misbehave_in_turn, folder, seconds=240, **how)
+    return run_ranks(3, misbehave_in_turn, folder, seconds=240, **DEEPSPEED)
 
 
 def test_all_ends(finished):

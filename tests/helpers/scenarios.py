@@ -44,6 +44,11 @@ IMPORTS = (
     "scenarios,ncz_plugins.torch.backend,ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo"
     ",torch.distributed.checkpoint"
 )
+# Options of `ranks` and `run_ranks` for scenarios of DeepSpeed, with what `deepspeed.initialize` imports.
+DEEPSPEED = {
+    "imports": f"{IMPORTS},ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer",
+    "environment": {"DS_ACCELERATOR": "cpu"},
+}
 RUNNER = Path(__file__).with_name("run_scenario.py")
 
 
