@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from scenarios import batches, group, pytest_pyfunc_call  # noqa: F401
 
 WITH_LOOPBACK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import forking
 import pytest
-from repository import FORKED_RANKS, ROOT
+from repository import FORKED_RANKS
+from scenarios import search_path
 
 from ncz_plugins.cli.perf.launch import free_port
 
@@ -82,7 +83,7 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "NCZ_TEST_RESULTS": str(folder)}
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings["PYTHONPATH"] = search_path()
     log = folder / "output.log"
     process = forking.start(command, cwd=folder, env={**os.environ, **settings, **(environment or {})}, log=log)
     try:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, WORKERS, deepspeed, deepspeed_ranks, launch, torchrun
+from launch import WORKERS, deepspeed, deepspeed_ranks, launch, torchrun
+from repository import ROOT
 
 PLUGIN = "ncz_plugins.deepspeed.launch"
 SCRIPT = WORKERS / "script.py"

@@ -4,7 +4,8 @@ import json
 from statistics import fmean
 
 import pytest
-from launch import ROOT, deepspeed_ranks, launch
+from launch import deepspeed_ranks, launch
+from repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

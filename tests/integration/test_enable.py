@@ -9,8 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from launch import ROOT, WORKERS, launch
-from repository import FORKED_RANKS
+from launch import WORKERS, launch
+from repository import FORKED_RANKS, ROOT
 
 from ncz_plugins.cli import enable as enabling
 from ncz_plugins.cli.enable import HOOK

@@ -5,7 +5,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from launch import ROOT, horovod_ranks, launch, needs_horovod
+from launch import horovod_ranks, launch, needs_horovod
+from repository import ROOT
 
 pytestmark = [pytest.mark.slow, needs_horovod, pytest.mark.timeout(600)]
 
