@@ -1,9 +1,16 @@
 """What can't be compressed as asked is an error on every rank at start-up, not a plain run or a hang."""
 
-import json
-
 import pytest
-from launch import WORKERS, deepspeed_ranks, launch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed import init_distributed
+from launch import deepspeed_ranks, launch
+from on_rank import rank
+from scenarios import DEEPSPEED, program, ranks
+from small_engine import configuration, engine_of
+
+import ncz_plugins.deepspeed  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
@@ -12,14 +19,7 @@ RANKS = 2
 
 def config(compression="ncclz", zero: dict | None = None, **top_level) -> dict:
     """A DeepSpeed configuration; no compression key where that is None."""
-    key = {} if compression is None else {"communication_compression": compression}
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": 2, **(zero or {})},
-        **key,
-        **top_level,
-    }
+    return configuration(2, compression, zero_optimization={"stage": 2, **(zero or {})}, **top_level)
 
 
 # name: (the configuration of each rank, the kind of error on all or on each, what its message must name)
@@ -107,33 +107,24 @@ UNCAUGHT = {
 }
 
 
-def cases_file(folder, cases):
-    file = folder / "cases.json"
-    file.write_text(json.dumps({name: configs for name, (configs, *_) in cases.items()}))
-    return file
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("refusals")
-    return launch(deepspeed_ranks(WORKERS / "refusals.py", cases_file(folder, CASES)), folder, timeout=120)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_refuses_and_says_why(name, refused):
-    _, kind, named = CASES[name]
-    assert len(refused.ranks) == RANKS
-    kinds = [kind] * RANKS if isinstance(kind, str) else kind
-    for errors, own_kind in zip(refused.ranks, kinds):
-        assert errors[name] is not None, "no error"
-        assert errors[name]["kind"] == own_kind
-        for text in named:
-            assert text in errors[name]["message"]
+@ranks(RANKS, launcher="torch", **DEEPSPEED)
+def test_every_rank_refuses_and_says_why(group, name):
+    configs, kind, named = CASES[name]
+    with pytest.raises(Exception) as refused:
+        engine_of(configs[rank])
+    assert type(refused.value).__name__ == (kind if isinstance(kind, str) else kind[rank])
+    assert all(text in str(refused.value) for text in named), refused.value
+
+
+def start_engine(name: str) -> None:
+    init_distributed()
+    engine_of(UNCAUGHT[name][0][rank])
 
 
 @pytest.mark.parametrize("name", UNCAUGHT)
 def test_left_uncaught_it_ends_all_ranks_with_an_exit_status(name, tmp_path):
-    file = cases_file(tmp_path, {name: UNCAUGHT[name]})
-    outcome = launch(deepspeed_ranks(WORKERS / "refusals.py", file, name), tmp_path, timeout=90, fails=True)
+    scenario = program(start_engine, tmp_path, name)
+    outcome = launch(deepspeed_ranks(*scenario), tmp_path, timeout=90, fails=True)
     assert f"MismatchError: {UNCAUGHT[name][1]}" in outcome.output
     assert outcome.ranks == []
