@@ -30,7 +30,7 @@ class Outcome:
     Attributes:
         returncode: the launcher's exit status.
         output: standard output and error of the launcher and all ranks.
-        ranks: what each rank saved, in the order of ranks (see `_workers/common.py`).
+        ranks: what each rank left in its rankN.json, in the order of ranks.
     """
 
     returncode: int
@@ -76,7 +76,7 @@ def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int) -> 
 def launch(
     command: list[str], folder: Path, *, timeout: float, fails: bool = False, environment: dict[str, str] | None = None
 ) -> Outcome:
-    """Run `command` to its end and collect the results that its ranks saved in `folder`.
+    """Run `command` to its end and collect the results that its ranks left in `folder`.
 
     Its whole process group is killed at the end, and after `timeout` seconds. Fails, showing the
     output, if it took longer, or if it did not end the way `fails` says.

@@ -4,13 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from launch import WORKERS, deepspeed, deepspeed_ranks, launch, torchrun
+from launch import deepspeed, deepspeed_ranks, launch, torchrun
 from repository import ROOT
 
 PLUGIN = "ncz_plugins.deepspeed.launch"
-SCRIPT = WORKERS / "script.py"
+SCRIPT = Path(__file__).with_name("user_script.py")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

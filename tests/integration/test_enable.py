@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from launch import WORKERS, launch
+from launch import launch
 from repository import FORKED_RANKS, ROOT
 
 from ncz_plugins.cli import enable as enabling
@@ -18,7 +18,7 @@ from ncz_plugins.cli.perf.launch import free_port
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = WORKERS / "script.py"
+SCRIPT = Path(__file__).with_name("user_script.py")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
