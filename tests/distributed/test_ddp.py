@@ -13,7 +13,7 @@ from on_rank import device, digest, raises, rank, same_on_all_ranks, world_size
 from scenarios import ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from turns import Pair, require_kept
+from turns import Pair, Passes, by_turns
 
 from ncz_plugins import Communicator, MismatchError, Training, UnsupportedError
 from ncz_plugins.core.call import plain_wire_bytes
@@ -262,26 +262,18 @@ def loses_nothing(group, used, begin=lambda model, used: model.zero_grad(), accu
     """
     model = DistributedDataParallel(Pair().to(device), process_group=group, **options)
     compression = ddp.compress(model, SMALL | {"quantizer": {"value": 1.0, "error_feedback": True}})
-    missing = {name: torch.zeros(100, 100, dtype=torch.float64) for name in ("left", "right")}
-    generator, of_any = torch.Generator().manual_seed(rank), set()
+    passes, of_any = Passes(), set()
     for number in range(9):
         mine, reduces = used(number, rank), not accumulates or number % 2 == 0
         if not of_any:
             begin(model, mine)
-        x, y = torch.randn(2, 8, 100, generator=generator)
         with contextlib.nullcontext() if reduces else model.no_sync():
-            (model(x.to(device), mine) * y.to(device)).sum().backward()
-        for name in mine:
-            missing[name] += y.double().T @ x.double() / world_size
+            passes.backward(model, mine)
         of_any.update(name for each in range(world_size) for name in used(number, each))
         while reduces and of_any:  # of others DDP drops the result
             name = of_any.pop()
-            missing[name] -= getattr(model.module, name).weight.grad.double().cpu() / world_size
-    require_kept(missing, compression, group)
-
-
-def by_turns(number: int, rank: int) -> list[str]:
-    return [("left", "right")[number % 2]]
+            passes.came_out(name, getattr(model.module, name).weight.grad)
+    passes.require_kept(compression, group)
 
 
 @ranks(2, 3, gpu=True)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from turns import Pair, require_kept
+from turns import Pair, Passes, by_turns
 
 from ncz_plugins import ConfigError, MismatchError, NczError, UnsupportedError
 from ncz_plugins.torch import fsdp
@@ -256,10 +256,6 @@ def test_policies_know_modules_and_error_feedback_parameters_by_name(group):
     compression.close()
 
 
-def by_turns(number: int, rank: int) -> list[str]:
-    return [("left", "right")[number % 2]]
-
-
 def loses_nothing(group, model, used=by_turns, begin=lambda model, used: None, accumulates=False):
     """Fail unless the sum of all that came out differs from the exact sum by what is kept, and by no more.
 
@@ -269,21 +265,17 @@ def loses_nothing(group, model, used=by_turns, begin=lambda model, used: None, a
         accumulates: whether only every other pass reduces, the first and the last among them.
     """
     compression = fsdp.compress(model, SMALL | {"quantizer": {"value": 1.0, "error_feedback": True}})
-    missing = {name: torch.zeros(100, 100, dtype=torch.float64) for name in ("left", "right")}
-    generator = torch.Generator().manual_seed(rank)
+    passes = Passes()
     for number in range(9):
         mine, reduces = used(number, rank), not accumulates or number % 2 == 0
         begin(model, mine)
-        x, y = torch.randn(2, 8, 100, generator=generator)
         model.set_requires_gradient_sync(reduces)
-        (model(x.to(device), mine) * y.to(device)).sum().backward()
-        for name in mine:
-            missing[name] += y.double().T @ x.double() / world_size
-        for name in missing:
+        passes.backward(model, mine)
+        for name in passes.missing:
             if (gradient := getattr(model, name).weight.grad) is not None:
-                missing[name] -= gradient.full_tensor().double().cpu() / world_size
+                passes.came_out(name, gradient.full_tensor())
         model.zero_grad()
-    require_kept(missing, compression, group)
+    passes.require_kept(compression, group)
 
 
 @ranks(2, 4, gpu=True)
