@@ -18,7 +18,13 @@ from pathlib import Path
 from repository import FORK_SERVER, FORKED_RANKS
 
 # No module reads these when it is imported; forks have them from their launch.
-OF_A_LAUNCH = {"HOROVOD_GLOO_TIMEOUT_SECONDS", "NCZ_CONFIG", "NCZ_TEST_RESULTS", "PYTEST_CURRENT_TEST"}
+OF_A_LAUNCH = {
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",
+    "NCZ_CONFIG",
+    "NCZ_TEST_RESULTS",
+    "PYTEST_CURRENT_TEST",
+}
 KEPT = 3  # of the processes that have imported something, each of which has some 200 MB
 
 

@@ -22,15 +22,29 @@ rank = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or 0)
 world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
 device = torch.device(os.environ.get("NCZ_TEST_DEVICE", "cpu"))
 
+# A rank of Horovod communicates over Horovod only. It has no process group of torch.distributed.
+UNDER_HOROVOD = "HOROVOD_RANK" in os.environ
+if UNDER_HOROVOD:
+    import horovod.torch as hvd
+
+# What a call that fails raises. Horovod's error is what its elastic training recovers from.
+ERRORS = (NczError, hvd.HorovodInternalError) if UNDER_HOROVOD else NczError
 _started = False
 
 
 def start(backend: str | None = None) -> None:
-    """Join the other ranks, by default over gloo, and NCCL too if `device` is a GPU. All ranks share the first GPU."""
+    """Join the other ranks, by default over gloo, and NCCL too if `device` is a GPU. All ranks share the first GPU.
+
+    A rank of Horovod joins by `hvd.init`. Process sets can be added if HOROVOD_DYNAMIC_PROCESS_SETS is 1.
+    """
     global _started
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(0)
+    if UNDER_HOROVOD:
+        os.environ["NCCL_HOSTID"] = f"host-{rank}"  # NCCL refuses ranks of one host that share a GPU
+        hvd.init()
+        return
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"))
     _started = True
 
@@ -71,13 +85,14 @@ def run_tests(module: ModuleType, tests: dict[str, Sequence]) -> None:
 
     Leaves a dict for `scenarios`: for each test an empty string, or the traceback of its failure on this rank. Every
     test has a process group of its own, so that collectives which a failed test has not finished disturb no other.
+    Under Horovod the group is None.
 
     Args:
         tests: for each name of a test its function's name and arguments, in the order in which they run.
     """
     outcomes = {}
     for name, (function, arguments) in tests.items():
-        group = dist.new_group(timeout=PATIENCE)
+        group = None if UNDER_HOROVOD else dist.new_group(timeout=PATIENCE)
         try:
             getattr(module, function)(group, **arguments)
             outcomes[name] = ""
@@ -85,7 +100,7 @@ def run_tests(module: ModuleType, tests: dict[str, Sequence]) -> None:
             outcomes[name] = traceback.format_exc()
         leave(outcomes)  # at once: a later test may end the process
         # The next test starts when all ranks are done with this one.
-        dist.all_reduce(torch.zeros(1))
+        hvd.barrier() if UNDER_HOROVOD else dist.all_reduce(torch.zeros(1))
 
 
 # ------------------------------------------------------------------ values and assertions
@@ -102,10 +117,19 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-def same_on_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> None:
-    """Fail on every rank unless all ranks have the same `value`."""
+def of_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """The `value` of each rank. Under Horovod `group` must be None."""
+    if UNDER_HOROVOD:
+        # Horovod would take the name of a value's type, and ranks with other types would wait for each other.
+        return hvd.allgather_object(value, name="value")
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group)
+    return everyone
+
+
+def same_on_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> None:
+    """Fail on every rank unless all ranks have the same `value`."""
+    everyone = of_all_ranks(value, group)
     assert all(each == everyone[0] for each in everyone), everyone
 
 
@@ -124,6 +148,6 @@ def attempt(call: Callable) -> dict | None:
     started = time.monotonic()
     try:
         call()
-    except NczError as error:
+    except ERRORS as error:
         return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
     return None

@@ -49,6 +49,8 @@ DEEPSPEED = {
     "imports": f"{IMPORTS},ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer",
     "environment": {"DS_ACCELERATOR": "cpu"},
 }
+# Options of `ranks` and `run_ranks` for scenarios of Horovod, with what the first optimizer of PyTorch imports.
+HOROVOD = {"launcher": "horovod", "imports": "scenarios,ncz_plugins.core.communicator,horovod.torch,torch._dynamo"}
 RUNNER = Path(__file__).with_name("run_scenario.py")
 
 
