@@ -1,26 +1,36 @@
 """Compressed gradients through hvd.DistributedOptimizer, beside Horovod's own in the same processes."""
 
 import json
+import os
 
 import pytest
-from launch import WORKERS, horovod_ranks, launch, needs_horovod
 
-pytestmark = [pytest.mark.slow, needs_horovod]
+pytest.importorskip("horovod")
 
+import horovod.torch as hvd
+import on_rank
+import torch
+from on_rank import folder, of_all_ranks, rank, same_on_all_ranks, world_size
+from scenarios import HOROVOD, ranks
+from torch import nn
+from under_horovod import gradients, largest, largest_error, loss_of, new_model, sha256
+
+from ncz_plugins.horovod import NCZ
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
 BOUND = 2e-4  # of each rank's contribution, in the gradients' own unit
 CONFIG = {"quantizer": {"mode": "abs", "value": BOUND}, "transport": {"min_bytes": 0}}
 # Two roundings of half a unit in the last place, one in either run, as a share of the value.
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 # What a case may set:
-#   written: how the user writes `compression`; all ways mean the same configuration
 #   arguments: of DistributedOptimizer; names for op and for the parameters in groups
 #   unnamed: without named_parameters
 #   dtype: of the model
 #   branches: of the model, and in which order; one item per rank, taken in turn
-WRITTEN = ["class", "instance", "file", "mapping", "sections"]
 CASES = {
-    **{f"written as {way}": {"written": way} for way in WRITTEN},
     **{dtype: {"dtype": dtype} for dtype in ("float64", "float16", "bfloat16")},
     "sum": {"arguments": {"op": "Sum"}},
     "predivided": {"arguments": {"gradient_predivide_factor": 3.0}},
@@ -34,75 +44,116 @@ CASES = {
     "a gradient that no rank has": {"branches": ["b"]},
     "groups in another order": {"arguments": {"groups": 2}, "branches": ["ab", "ba"]},
 }
-THREE_RANKS = [name for name in CASES if not name.startswith("written")]
-ON_RING = ["sum in groups", "a gradient that only some ranks have", "bfloat16"]
 
 
-def run(folder, names, ranks: int, schedule: str = "auto") -> list[dict]:
-    config, cases = folder / "config.json", folder / "cases.json"
-    config.write_text(json.dumps({**CONFIG, "transport": {**CONFIG["transport"], "schedule": schedule}}))
-    cases.write_text(json.dumps({name: CASES[name] for name in names}))
-    command = horovod_ranks(WORKERS / "horovod_optimizer.py", cases, config, ranks=ranks)
-    outcome = launch(command, folder, timeout=120, environment={"NCZ_CONFIG": str(config)})
-    assert len(outcome.ranks) == ranks
-    return outcome.ranks
+def configured_by_the_environment() -> None:
+    """Join the other ranks, with a file of CONFIG in NCZ_CONFIG."""
+    file = folder() / f"config{rank}.json"
+    file.write_text(json.dumps(CONFIG))
+    os.environ["NCZ_CONFIG"] = str(file)
+    on_rank.start()
 
 
-@pytest.fixture(scope="module")
-def three_on_ring(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("three_on_ring"), ON_RING, ranks=3, schedule="ring")
+@pytest.mark.parametrize("name", CASES)
+@ranks(2, 3, start="configured_by_the_environment", **HOROVOD)
+def test_gradients_are_compressed_and_replicas_stay_identical(group, name):
+    train_beside_plain(CASES[name], NCZ(CONFIG))
 
 
-LAUNCHES = {"two_ranks": CASES, "three_ranks": THREE_RANKS, "three_on_ring": ON_RING}
+@pytest.mark.parametrize("name", ["sum in groups", "a gradient that only some ranks have", "bfloat16"])
+@ranks(3, start="configured_by_the_environment", **HOROVOD)
+def test_the_ring_gives_the_same_to_the_bit(group, name):
+    on_ring = NCZ({**CONFIG, "transport": {"min_bytes": 0, "schedule": "ring"}})
+    assert train_beside_plain(CASES[name], on_ring) == train_beside_plain(CASES[name], NCZ(CONFIG))
 
 
-@pytest.fixture(params=[(fixture, name) for fixture, names in LAUNCHES.items() for name in names], ids="-".join)
-def compared(request):
-    """(the settings, what every rank found)"""
-    fixture, name = request.param
-    return CASES[name], [rank[name] for rank in request.getfixturevalue(fixture)]
+@ranks(2, start="configured_by_the_environment", **HOROVOD)
+def test_all_ways_to_write_it_mean_the_same(group):
+    file = os.environ["NCZ_CONFIG"]
+    ways = {"class": NCZ, "instance": NCZ(), "file": NCZ(file), "mapping": NCZ(CONFIG), "sections": NCZ(**CONFIG)}
+    assert len({train_beside_plain({}, compression) for compression in ways.values()}) == 1
 
 
-def test_every_gradient_is_compressed(compared):
-    _, ranks = compared
-    for rank in ranks:
-        assert len(rank["steps"]) == len(rank["errors"])
-        for step in rank["steps"]:
-            assert step["bypasses"] == {}
-            assert step["compressed_calls"] == step["calls"] > 0
-            assert step["bytes_in"] == rank["gradient_bytes"]
-            assert step["wire_bytes"] < step["plain_bytes"]
+class AsFloat32(hvd.Compression.none):
+    """For the plain run: Horovod can't add bfloat16."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.float(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.to(ctx)
 
 
-def test_gradients_stay_within_the_bound(compared):
-    settings, ranks = compared
-    bound = BOUND * (len(ranks) if settings.get("arguments", {}).get("op") == "Sum" else 1)
-    for rank in ranks:
-        for error, magnitude in zip(rank["errors"], rank["magnitudes"]):
-            assert 0 < error <= bound + ROUNDING[settings.get("dtype", "float32")] * magnitude
-            assert magnitude > 10 * bound
+def new_optimizer(compression, settings: dict):
+    """A new model with its optimizer."""
+    model = new_model(getattr(torch, settings.get("dtype", "float32")))
+    arguments = dict(settings.get("arguments", {}))
+    if "op" in arguments:
+        arguments["op"] = getattr(hvd, arguments["op"])
+    if isinstance(arguments.get("groups"), list):
+        arguments["groups"] = [[model.get_parameter(name) for name in group] for group in arguments["groups"]]
+    if not settings.get("unnamed"):
+        arguments["named_parameters"] = model.named_parameters()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, hvd.DistributedOptimizer(sgd, compression=compression, **arguments)
 
 
-def test_replicas_are_identical(compared):
-    _, ranks = compared
-    assert len({rank["sha256"] for rank in ranks}) == 1
+def train_beside_plain(settings: dict, compression) -> str:
+    """A few steps with compressed gradients, beside Horovod's own from the same weights. A hash of the weights."""
+    stats = (NCZ.default() if compression is NCZ else compression).stats
+    model, optimizer = new_optimizer(compression, settings)
+    plain_compression = AsFloat32 if settings.get("dtype") == "bfloat16" else hvd.Compression.none
+    plain_model, plain_optimizer = new_optimizer(plain_compression, settings)
+    everyones = settings.get("branches", ["ab"])
+    branches = everyones[rank % len(everyones)]
+    passes = settings.get("arguments", {}).get("backward_passes_per_step", 1)
+    bound = BOUND * (world_size if settings.get("arguments", {}).get("op") == "Sum" else 1)
+    order, hooks = order_of_gradients(model)
+    for step in range(STEPS):
+        plain_model.load_state_dict(model.state_dict())
+        for each, its_optimizer in ((model, optimizer), (plain_model, plain_optimizer)):
+            its_optimizer.zero_grad()
+            for number in range(step * passes, (step + 1) * passes):
+                loss_of(each, number, branches=branches).backward()
+            its_optimizer.synchronize()
+        magnitude = largest(gradients(plain_model))
+        rounding = ROUNDING[settings.get("dtype", "float32")] * magnitude
+        assert 0 < largest_error(gradients(model), gradients(plain_model)) <= bound + rounding
+        assert magnitude > 10 * bound
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        while hooks:  # those of the first step have told the order
+            hooks.pop().remove()
+
+    each_had_its_own(order, everyones)
+    every_gradient_was_compressed(model, stats)
+    digest = sha256(model.parameters())
+    same_on_all_ranks(digest)
+    return digest
 
 
-def test_all_ways_to_write_it_mean_the_same(two_ranks):
-    assert len({rank[f"written as {way}"]["sha256"] for rank in two_ranks for way in WRITTEN}) == 1
+def order_of_gradients(model: nn.Module):
+    """A list in which backward passes note the names of parameters, and the hooks that do so."""
+    order = []
+    hooks = [p.register_hook(lambda _, name=name: order.append(name)) for name, p in model.named_parameters()]
+    return order, hooks
 
 
-@pytest.mark.parametrize("name", ON_RING)
-def test_the_ring_gives_the_same_to_the_bit(name, three_ranks, three_on_ring):
-    assert [rank[name]["sha256"] for rank in three_on_ring] == [rank[name]["sha256"] for rank in three_ranks]
-
-
-def test_ranks_really_had_their_gradients_in_another_order(two_ranks):
-    for name in ("another order on each rank", "groups in another order"):
-        first, second = (rank[name]["order"] for rank in two_ranks)
+def each_had_its_own(order: list[str], branches: list[str]) -> None:
+    """Ranks really had their gradients in another order, and gradients that are missing really were."""
+    first, second, *_ = of_all_ranks(order)
+    if branches == ["ab", "ba"]:
         assert first != second and sorted(first) == sorted(second)
+    if branches == ["ab", "a"]:
+        assert set(first) - set(second) == {"b.weight", "b.bias"}
 
 
-def test_gradients_that_never_fired_really_did_not(two_ranks):
-    first, second = (set(rank["a gradient that only some ranks have"]["order"]) for rank in two_ranks)
-    assert first - second == {"b.weight", "b.bias"}
+def every_gradient_was_compressed(model: nn.Module, stats) -> None:
+    assert len(stats.steps) == STEPS
+    for step in stats.steps:
+        assert step.bypasses == {}
+        assert step.compressed_calls == step.calls > 0
+        assert step.bytes_in == sum(p.nbytes for p in model.parameters())
+        assert step.wire_bytes < step.plain_bytes
