@@ -1,94 +1,229 @@
 """What can't be compressed as asked is an error on every rank: not a plain run, a hang or a wrong result."""
 
-import json
+import copy
+import os
+import pickle
 
 import pytest
-from launch import WORKERS, horovod_ranks, horovodrun, launch, needs_horovod
 
-pytestmark = [pytest.mark.slow, needs_horovod]
+pytest.importorskip("horovod")
 
-INVALID = "quantizer: {valeu: 0.1}\n"
-# name: the configuration of each rank in the second step; in the first, all have the defaults
-DIFFERENT = {
-    "different bounds": [{"quantizer": {"value": 0.25}}, {"quantizer": {"value": 0.1}}],
-    "too small on one rank": [{"transport": {"min_bytes": 0}}, {"transport": {"min_bytes": "1GiB"}}],
-    "another schedule": [{"transport": {"schedule": "direct"}}, {"transport": {"schedule": "ring"}}],
-    "changed on one rank": [{}, {"entropy": {"coder": "fixed"}}],
-}
-# name: (the kind of error, what its message must name)
+import horovod.torch as hvd
+import torch
+from horovod.torch import DistributedOptimizer, allreduce  # before the plugin, which can't replace these names
+from horovod.torch.compression import Compressor
+from launch import horovodrun, launch
+from on_rank import folder, raises, rank, world_size
+from scenarios import HOROVOD, ranks
+from under_horovod import loss_of, new_model, own_values
+
+import ncz_plugins.horovod
+from ncz_plugins import ConfigError, MismatchError, UnsupportedError
+from ncz_plugins.horovod import NCZ
+
+pytestmark = pytest.mark.slow
+
+SIZE = 50_000
+on_two_ranks = ranks(2, **HOROVOD)
+
+
+def invalid_file() -> str:
+    file = folder() / f"rank{rank}-invalid.yaml"
+    file.write_text("quantizer: {valeu: 0.1}\n")
+    return str(file)
+
+
+def from_environment() -> NCZ:
+    os.environ["NCZ_CONFIG"] = invalid_file()
+    try:
+        return NCZ()
+    finally:
+        del os.environ["NCZ_CONFIG"]
+
+
+def optimizer(compression, **arguments):
+    model = new_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compression, **arguments)
+
+
+def optimizer_imported_before() -> None:
+    model = new_model()
+    named = model.named_parameters()
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), named, compression=NCZ)
+    loss_of(model, 0).backward()
+
+
+def reduce_names(names) -> None:
+    """Tensors of these names, which differ between ranks, although all their sizes are the same."""
+    compressor = NCZ(transport={"min_bytes": 0})
+    handles = [ncz_plugins.horovod.allreduce_async(own_values(SIZE), name=n, compression=compressor) for n in names]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+def reduce_different(*ranks: dict) -> None:
+    """One tensor, of which the ranks reduce other kinds."""
+    how = {"op": hvd.Sum, "dtype": torch.float32, "compression": NCZ(transport={"min_bytes": 0})} | ranks[rank]
+    values = own_values(how.pop("shape", SIZE), dtype=how.pop("dtype"))
+    ncz_plugins.horovod.allreduce(values, name="a", **how)
+
+
+def train_with_different(*ranks: dict) -> None:
+    """A step with the defaults, in which all agree, and one with the configuration of each rank."""
+    compressor = NCZ()
+    model, its_optimizer = optimizer(compressor)
+    for settings in ({}, ranks[rank]):
+        compressor.config = settings
+        its_optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        its_optimizer.step()
+
+
+def wait_after_a_failure() -> None:
+    compressor = NCZ(quantizer={"value": 0.1 * (1 + rank)})
+    handle = ncz_plugins.horovod.allreduce_async(own_values(SIZE), compression=compressor)
+    raises(MismatchError, lambda: hvd.synchronize(handle))
+    hvd.synchronize(handle)  # must not pass for reduced
+
+
+# name: (what every rank does, the error, what its message must name)
 CASES = {
-    "unknown section": ("ConfigError", ["quantiser", "did you mean quantizer"]),
-    "impossible value": ("ConfigError", ["quantizer.value", "-1", "above 0"]),
-    "invalid file": ("ConfigError", ["invalid.yaml", "quantizer.valeu", "quantizer.value"]),
-    "missing file": ("ConfigError", ["nowhere/ncclz.yaml: no such file"]),
-    "file and sections": ("ConfigError", ["not both", "quantizer"]),
-    "another type": ("ConfigError", ["0.1 (float) is not a configuration"]),
-    "roles that Horovod does not offer": ("ConfigError", ["roles", "parameter", '["gradient"]']),
-    "nodes of several ranks": ("ConfigError", ["transport.hierarchy: 2", "auto, off"]),
-    "invalid file in the environment": ("ConfigError", ["invalid.yaml", "quantizer.valeu"]),
-    "adasum": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
-    "adasum with an instance": ("UnsupportedError", ["Adasum", "compression=NCZ"]),
-    "a string": ("UnsupportedError", ["compression='ncz'", "compression=NCZ"]),
-    "a mapping": ("UnsupportedError", ["'value': 0.1", "NCZ(...)"]),
-    "a function imported before": ("UnsupportedError", ["imported", "before", "ncz_plugins.horovod first"]),
-    "an optimizer imported before": ("UnsupportedError", ["imported", "before", "ncz_plugins.horovod first"]),
-    "reducescatter": ("UnsupportedError", ["hvd.reducescatter", "Compression.none"]),
-    "grouped reducescatter": ("UnsupportedError", ["hvd.grouped_reducescatter", "Compression.none"]),
-    "a sparse tensor": ("UnsupportedError", ["torch.sparse_coo", "tensor.to_dense()"]),
-    "no tensors": ("ValueError", ["list of tensors is empty"]),
-    "a process set that was not added": ("UnsupportedError", ["ranks [0, 1]", "hvd.add_process_set"]),
-    "other names": ("MismatchError", ['name is "b" on rank 0, "c" on rank 1']),
-    "fewer on one rank": ("MismatchError", ["number of tensors to reduce is 2 on rank 0, 1 on rank 1"]),
-    "other dtypes": ("MismatchError", ['a: dtype is "int32" on rank 0, "float32" on rank 1']),
-    "other shapes": ("MismatchError", ["a: shape is [25000, 2] on rank 0, [2, 25000] on rank 1"]),
-    "other ops": ("MismatchError", ['a: reduce op is "Min" on rank 0, "Sum" on rank 1']),
-    "scale 0 on one rank": ("MismatchError", ["a: prescale factor is 1.0 on rank 0, 0.0 on rank 1"]),
-    "given up": ("HorovodInternalError", ["was not reduced: an earlier reduction failed"]),
-    "different bounds": ("MismatchError", ["quantizer.value is 0.25 on rank 0, 0.1 on rank 1"]),
-    "too small on one rank": ("MismatchError", ["transport.min_bytes is 0 on rank 0, 1073741824 on rank 1"]),
-    "another schedule": ("MismatchError", ['transport.schedule is "direct" on rank 0, "ring" on rank 1']),
-    "changed on one rank": ("MismatchError", ['entropy.coder is "auto" on rank 0, "fixed" on rank 1']),
+    "unknown section": (lambda: NCZ(quantiser={"value": 0.1}), ConfigError, ["quantiser", "did you mean quantizer"]),
+    "impossible value": (lambda: NCZ({"quantizer": {"value": -1}}), ConfigError, ["quantizer.value", "-1", "above 0"]),
+    "invalid file": (lambda: NCZ(invalid_file()), ConfigError, ["invalid.yaml", "quantizer.valeu", "quantizer.value"]),
+    "missing file": (lambda: NCZ("nowhere/ncclz.yaml"), ConfigError, ["nowhere/ncclz.yaml: no such file"]),
+    "file and sections": (lambda: NCZ("ncclz", quantizer={"value": 0.1}), ConfigError, ["not both", "quantizer"]),
+    "another type": (lambda: NCZ(0.1), ConfigError, ["0.1 (float) is not a configuration"]),
+    "roles that Horovod does not offer": (
+        lambda: NCZ(roles=["gradient", "parameter"]),
+        ConfigError,
+        ["roles", "parameter", '["gradient"]'],
+    ),
+    "nodes of several ranks": (
+        lambda: NCZ(transport={"hierarchy": 2}),
+        ConfigError,
+        ["transport.hierarchy: 2", "auto, off"],
+    ),
+    "invalid file in the environment": (from_environment, ConfigError, ["invalid.yaml", "quantizer.valeu"]),
+    "adasum": (lambda: optimizer(NCZ, op=hvd.Adasum), UnsupportedError, ["Adasum", "compression=NCZ"]),
+    "adasum with an instance": (
+        lambda: optimizer(NCZ(), op=hvd.Adasum),
+        UnsupportedError,
+        ["Adasum", "compression=NCZ"],
+    ),
+    "a string": (lambda: optimizer("ncz"), UnsupportedError, ["compression='ncz'", "compression=NCZ"]),
+    "a mapping": (
+        lambda: hvd.allreduce(own_values(SIZE), compression={"quantizer": {"value": 0.1}}),
+        UnsupportedError,
+        ["'value': 0.1", "NCZ(...)"],
+    ),
+    "a function imported before": (
+        lambda: allreduce(own_values(SIZE), compression=NCZ),
+        UnsupportedError,
+        ["imported", "before", "ncz_plugins.horovod first"],
+    ),
+    "an optimizer imported before": (
+        optimizer_imported_before,
+        UnsupportedError,
+        ["imported", "before", "ncz_plugins.horovod first"],
+    ),
+    "reducescatter": (
+        lambda: hvd.reducescatter(own_values(SIZE), compression=NCZ),
+        UnsupportedError,
+        ["hvd.reducescatter", "Compression.none"],
+    ),
+    "grouped reducescatter": (
+        lambda: hvd.grouped_reducescatter([own_values(SIZE)], compression=NCZ()),
+        UnsupportedError,
+        ["hvd.grouped_reducescatter", "Compression.none"],
+    ),
+    "a sparse tensor": (
+        lambda: hvd.allreduce(torch.eye(9).to_sparse(), compression=NCZ),
+        UnsupportedError,
+        ["torch.sparse_coo", "tensor.to_dense()"],
+    ),
+    "no tensors": (lambda: hvd.grouped_allreduce([], compression=NCZ), ValueError, ["list of tensors is empty"]),
+    "a process set that was not added": (
+        lambda: hvd.allreduce(own_values(SIZE), process_set=hvd.ProcessSet([0, 1]), compression=NCZ),
+        UnsupportedError,
+        ["ranks [0, 1]", "hvd.add_process_set"],
+    ),
+    # Ranks that differ.
+    "other names": (lambda: reduce_names(["a", "bc"[rank]]), MismatchError, ['name is "b" on rank 0, "c" on rank 1']),
+    "fewer on one rank": (
+        lambda: reduce_names(["a", "b"][rank:]),
+        MismatchError,
+        ["number of tensors to reduce is 2 on rank 0, 1 on rank 1"],
+    ),
+    "other dtypes": (
+        lambda: reduce_different({"dtype": torch.int32}, {}),
+        MismatchError,
+        ['a: dtype is "int32" on rank 0, "float32" on rank 1'],
+    ),
+    "other shapes": (
+        lambda: reduce_different({"shape": (SIZE // 2, 2)}, {"shape": (2, SIZE // 2)}),
+        MismatchError,
+        ["a: shape is [25000, 2] on rank 0, [2, 25000] on rank 1"],
+    ),
+    "other ops": (
+        lambda: reduce_different({"op": hvd.Min}, {}),
+        MismatchError,
+        ['a: reduce op is "Min" on rank 0, "Sum" on rank 1'],
+    ),
+    "scale 0 on one rank": (
+        lambda: reduce_different({}, {"prescale_factor": 0.0}),
+        MismatchError,
+        ["a: prescale factor is 1.0 on rank 0, 0.0 on rank 1"],
+    ),
+    "given up": (wait_after_a_failure, hvd.HorovodInternalError, ["was not reduced: an earlier reduction failed"]),
+    "different bounds": (
+        lambda: train_with_different({"quantizer": {"value": 0.25}}, {"quantizer": {"value": 0.1}}),
+        MismatchError,
+        ["quantizer.value is 0.25 on rank 0, 0.1 on rank 1"],
+    ),
+    "too small on one rank": (
+        lambda: train_with_different({"transport": {"min_bytes": 0}}, {"transport": {"min_bytes": "1GiB"}}),
+        MismatchError,
+        ["transport.min_bytes is 0 on rank 0, 1073741824 on rank 1"],
+    ),
+    "another schedule": (
+        lambda: train_with_different({"transport": {"schedule": "direct"}}, {"transport": {"schedule": "ring"}}),
+        MismatchError,
+        ['transport.schedule is "direct" on rank 0, "ring" on rank 1'],
+    ),
+    "changed on one rank": (
+        lambda: train_with_different({}, {"entropy": {"coder": "fixed"}}),
+        MismatchError,
+        ['entropy.coder is "auto" on rank 0, "fixed" on rank 1'],
+    ),
 }
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("refusals")
-    different, invalid = folder / "different.json", folder / "invalid.yaml"
-    different.write_text(json.dumps(DIFFERENT))
-    invalid.write_text(INVALID)
-    outcome = launch(horovod_ranks(WORKERS / "horovod_refusals.py", different, invalid), folder, timeout=90)
-    assert len(outcome.ranks) == 2
-    return outcome.ranks
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_refuses_and_says_why(name, refused):
-    kind, named = CASES[name]
-    for rank in refused:
-        error = rank["errors"][name]
-        assert error is not None, "no error"
-        assert error["kind"] == kind, error
-        for text in named:
-            assert text in error["message"]
+@on_two_ranks
+def test_every_rank_refuses_and_says_why(group, name):
+    act, error, words = CASES[name]
+    raises(error, act, *words)
 
 
-def test_all_refusals_are_tested(refused):
-    assert set(CASES) == set(refused[0]["errors"])
+@on_two_ranks
+def test_horovod_still_works_after_them(group):
+    assert torch.equal(hvd.allreduce(torch.ones(3), op=hvd.Sum), torch.full((3,), float(world_size)))
 
 
-def test_horovod_still_works_after_them(refused):
-    assert [rank["still_works"] for rank in refused] == [True, True]
+@on_two_ranks
+def test_it_is_a_compressor_to_whoever_asks(group):
+    assert issubclass(NCZ, Compressor) and isinstance(NCZ(), Compressor)
 
 
-def test_it_is_a_compressor_to_whoever_asks(refused):
-    assert [rank["is_compressor"] for rank in refused] == [[True, True]] * 2
-
-
-def test_it_can_be_copied_and_sent_to_other_processes(refused):
-    for rank in refused:
-        assert rank["copies"] == [True, True] and rank["class"]
-        assert "rms:0.1" in rank["repr"] and "step 0" in rank["repr"]
+@on_two_ranks
+def test_it_can_be_copied_and_sent_to_other_processes(group):
+    first = NCZ(quantizer={"value": 0.1})
+    for copied in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
+        assert copied.config == first.config and copied.training is not first.training
+    assert pickle.loads(pickle.dumps(NCZ)) is NCZ
+    assert "rms:0.1" in repr(first) and "step 0" in repr(first)
 
 
 ALONE = """
