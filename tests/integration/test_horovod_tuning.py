@@ -1,57 +1,67 @@
 """`ncz tune` measures over Horovod's own runtime, and NCZ follows the file that it writes."""
 
-import json
+from pathlib import Path
 
 import pytest
-from launch import WORKERS, horovodrun, launch, needs_horovod
 
-from ncz_plugins import Config
+pytest.importorskip("horovod")
+
+from launch import horovodrun, launch
+from on_rank import raises, same_on_all_ranks, start
+from scenarios import program, search_path
+from under_horovod import own_values, sha256
+
+import ncz_plugins.horovod as ncz
+from ncz_plugins import ConfigError
 from ncz_plugins.core.tuning.tuning_file import Tuning
 
-pytestmark = [pytest.mark.slow, needs_horovod]
+pytestmark = pytest.mark.slow
+
+OPEN = {"frame_bytes": "auto", "min_bytes": "auto"}
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """The file, what was printed, and what the ranks of a second launch made of it."""
+    """The file, and what was printed."""
     folder = tmp_path_factory.mktemp("tuning")
     file = folder / "tuned.json"
     command = horovodrun("-m", "ncz_plugins", "tune", "--seconds", "1", "--output", file)
-    printed = launch(command, folder / "measure", timeout=200).output
-    ranks = launch(horovodrun(WORKERS / "horovod_tuning.py", file), folder / "use", timeout=200).ranks
-    assert len(ranks) == 2
-    return Tuning.read(file), printed, ranks
+    return file, launch(command, folder / "measure", timeout=200).output
 
 
 def test_it_measures_over_horovod(tuned):
-    tuning, printed, _ = tuned
+    file, printed = tuned
+    tuning = Tuning.read(file)
     assert tuning.world_size == 2
     assert [trial.schedule for trial in tuning.trials[:2]] == ["direct", "ring"]  # direct is Horovod's ordinary one
     assert printed.count("is written") == 1
 
 
-def test_the_file_is_followed(tuned):
-    tuning, _, ranks = tuned
-    for rank in ranks:
-        transport = Config.load(json.loads(rank["config"])).transport
-        assert (transport.schedule, transport.frame_bytes) == (tuning.schedule, tuning.frame_bytes)
-        assert (transport.min_bytes, transport.link_gbps) == (tuning.min_bytes, tuning.link_gbps)
-        expected = {
-            "never": {"link too fast": 1},
-            True: {"too small": 1},
-            False: {},
-        }["never" if tuning.min_bytes == "never" else 1_200_000 < tuning.min_bytes]
-        assert rank["bypasses"] == expected and rank["calls"] == 1 and rank["compressed"] == (not expected)
-        assert rank["sha256"] == ranks[0]["sha256"]
+def reduce_as_tuned(file: str) -> bool:
+    start()
+    tuning = Tuning.read(Path(file))
+    compressor = ncz.NCZ(transport={"tuning": file, **OPEN})
+    tensor = own_values(300_000)
+    result = ncz.allreduce(tensor, name="tuned", compression=compressor)
+    transport, total = compressor.config.transport, compressor.stats.total
+    assert (transport.schedule, transport.frame_bytes) == (tuning.schedule, tuning.frame_bytes)
+    assert (transport.min_bytes, transport.link_gbps) == (tuning.min_bytes, tuning.link_gbps)
+    if tuning.min_bytes == "never":
+        expected = {"link too fast": 1}
+    else:
+        expected = {"too small": 1} if tensor.nbytes < tuning.min_bytes else {}
+    assert total.bypasses == expected and total.calls == 1 and total.compressed_calls == (not expected)
+    same_on_all_ranks(sha256([result]))
+
+    # Without a file, and with one that is missing.
+    remedy = "horovodrun -np N ncz tune --output tuned.json"
+    raises(ConfigError, lambda: ncz.NCZ(transport=OPEN), remedy)
+    missing = {"tuning": "nowhere.json"}
+    raises(ConfigError, lambda: ncz.NCZ(transport=missing), "nowhere.json: cannot be read")
+    return True
 
 
-def test_auto_without_a_file_names_the_command(tuned):
-    for rank in tuned[2]:
-        kind, text = rank["auto"]
-        assert kind == "ConfigError" and "horovodrun -np N ncz tune --output tuned.json" in text
-
-
-def test_a_missing_file_is_an_error(tuned):
-    for rank in tuned[2]:
-        kind, text = rank["missing"]
-        assert kind == "ConfigError" and "nowhere.json: cannot be read" in text
+def test_the_file_is_followed(tuned, tmp_path):
+    file, _ = tuned
+    command = horovodrun(*program(reduce_as_tuned, tmp_path, file))
+    assert launch(command, tmp_path, timeout=200, environment={"PYTHONPATH": search_path()}).ranks == [True, True]
