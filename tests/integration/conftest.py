@@ -21,15 +21,3 @@ def private_network() -> list[str]:
     if done.returncode:
         pytest.skip(f"no private network namespace: {' '.join(prefix)} true: {done.stderr.strip()}")
     return prefix
-
-
-@pytest.fixture(scope="module")
-def two_ranks(request, tmp_path_factory) -> list[dict]:
-    """What each of two ranks found of a module's `CASES`, which the module's `run` has them do."""
-    return request.module.run(tmp_path_factory.mktemp("two_ranks"), request.module.CASES, ranks=2)
-
-
-@pytest.fixture(scope="module")
-def three_ranks(request, tmp_path_factory) -> list[dict]:
-    """What each of three ranks found of those that `THREE_RANKS` names."""
-    return request.module.run(tmp_path_factory.mktemp("three_ranks"), request.module.THREE_RANKS, ranks=3)

@@ -15,7 +15,6 @@ from scenarios import search_path
 
 from ncz_plugins.cli.perf.launch import free_port
 
-WORKERS = Path(__file__).resolve().parent / "_workers"
 BIN = Path(sys.executable).parent
 
 needs_horovod = pytest.mark.skipif(

@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import torch
 from launch import Outcome, horovodrun, launch
 from on_rank import start
-from scenarios import program, search_path
+from scenarios import program
 from under_horovod import gradients, largest_error, loss_of, new_model, sha256
 
 import ncz_plugins.horovod
@@ -31,7 +31,7 @@ def run_elastic(scenario, folder: Path, *arguments, seconds: int, options: tuple
     """Run a scenario under horovodrun. Its ranks change, so the results are those of the ranks that are left."""
     command = horovodrun(*program(scenario, folder, *arguments, seconds=seconds), ranks=ranks, options=options)
     # Survivors notice a death at the latest after Horovod's time-out.
-    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(gloo_seconds), "PYTHONPATH": search_path()}
+    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(gloo_seconds)}
     return launch(command, folder, timeout=seconds, environment=environment)
 
 

@@ -1,16 +1,19 @@
 """What carries no NCZ is left alone: Horovod's documented behaviours, with the plugin imported and without."""
 
+from pathlib import Path
+
 import pytest
-from launch import WORKERS, horovod_ranks, launch, needs_horovod
-from scenarios import search_path
+from launch import horovod_ranks, launch, needs_horovod
 
 pytestmark = [pytest.mark.slow, needs_horovod]
+
+PROGRAM = Path(__file__).with_name("plain_horovod.py")
 
 
 def run(folder, plugin: str) -> list[dict[str, str]]:
     """A hash of each result on each rank."""
-    command = horovod_ranks(WORKERS / "horovod_plain.py", plugin, imports="horovod.torch")
-    first, second = launch(command, folder, timeout=120, environment={"PYTHONPATH": search_path()}).ranks
+    command = horovod_ranks(PROGRAM, plugin, imports="horovod.torch")
+    first, second = launch(command, folder, timeout=120).ranks
     return [first, second]
 
 

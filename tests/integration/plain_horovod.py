@@ -1,6 +1,6 @@
 """Horovod's own documented behaviours, with or without ncz_plugins.horovod imported: the results must be the same.
 
-usage: horovod_plain.py with|without
+usage: plain_horovod.py with|without
 
 It is a program of its own as what runs scenarios imports ncz_plugins.
 """
