@@ -1,4 +1,4 @@
-"""What programs get that know the backend `ncz` by its name only."""
+"""What programs get that know the backend `ncz` by its name only, with torch before 2.14."""
 
 import gc
 import os
@@ -7,6 +7,7 @@ import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -17,7 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ncz_plugins import ConfigError, NczError, PeerError, UnsupportedError
+from ncz_plugins.torch import private
+from ncz_plugins.torch.backend import role
 
+pytestmark = pytest.mark.skipif(
+    private.PythonBackend is not None, reason="torch 2.14 and newer have another class: test_torch_backend.py"
+)
 in_backend = ranks(3, gpu=True, start="join")
 generators = [torch.Generator().manual_seed(r) for r in range(world_size)]
 values_by_rank = torch.stack([torch.randn(100_003, generator=each) for each in generators]).to(device)
@@ -355,6 +361,24 @@ def test_tensors_go_with_their_last_reference(group):
                 time.sleep(0.001)
     finally:
         gc.enable()
+
+
+@in_backend
+def test_without_rules_a_backward_pass_is_compressed_and_all_else_is_exact(group):
+    rules = os.environ.pop("NCZ_ROLES")
+    try:
+        other = dist.new_group()
+        result = values.clone()
+        dist.all_reduce(result, dist.ReduceOp.AVG, group=other)
+        torch.testing.assert_close(result, values_by_rank.mean(0))
+        assert other.stats.total.bypasses == {"role not enabled": 1}
+        model = DistributedDataParallel(nn.Linear(400, 400).to(device), process_group=other)
+        model(values[:4000].view(10, 400)).square().mean().backward()
+        with role("gradient"):
+            dist.all_reduce(result, group=other)
+        assert other.stats.total.compressed_calls == 2
+    finally:
+        os.environ["NCZ_ROLES"] = rules
 
 
 @in_backend
