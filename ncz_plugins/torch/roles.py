@@ -7,7 +7,7 @@ A process group sees tensors without names. The first of these that applies says
 3. the tensor itself, if it is a parameter, or belongs to a graph of autograd or to a forward pass that is run again;
 4. whether a backward pass makes the call: a gradient if so, else a weight.
 
-All ranks must come to the same role; a call in which they differ is a MismatchError.
+All ranks must come to the same role. If some would compress a call and others keep it exact, all raise MismatchError.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ import sys
 import time
 import warnings
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from on_rank import PATIENCE, digest, folder, raises, rank, same_on_all_ranks, start, world_size
+from on_rank import PATIENCE, attempt, digest, folder, raises, rank, same_on_all_ranks, start, world_size
 from repository import ROOT
 from scenarios import GPU, on_ranks, ranks
 from torch import nn
@@ -218,6 +219,33 @@ def test_functional_collectives_go_through_us(group):
     assert all((functional.wait_tensor(each) - exact[: each.numel()]).abs().max() < 4 for each in sums)
     expected = {"compressed": 5, "role not enabled": 1, "too small": 1}
     assert counted(group) == expected, counted(group)
+
+
+@in_backend
+def test_ranks_that_differ_in_a_tensors_role_get_an_error(group):
+    def summed(part: dist.ProcessGroup, elements: int = 100_000) -> torch.Tensor:
+        dist.all_reduce(result := values[:elements].clone(), group=part)
+        return result
+
+    def check(call, says_role: bool = True) -> None:
+        """Fail unless every rank gets an error, and no time-out, if only rank 2 calls a tensor a gradient."""
+        part = dist.new_group(timeout=PATIENCE)
+        with role("gradient" if rank == 2 else "activation") if says_role else nullcontext():
+            failed = attempt(lambda: call(part))
+        assert failed is not None and failed["error"] == "MismatchError", failed
+        assert "rank 2" in failed["message"] and "role" in failed["message"], failed
+        assert failed["seconds"] < PATIENCE.total_seconds() / 2, failed
+
+    check(summed)
+    check(lambda part: summed(part, 100))  # so few go plain, whatever they are
+    check(lambda part: dist.reduce_scatter_single(torch.empty(25_000), values, group=part))
+    check(lambda part: dist.all_reduce(values.clone(), group=part, async_op=True).wait())
+    check(lambda part: functional.wait_tensor(functional.all_reduce(values, "sum", part)))
+    # No rank says what it reduces, and only rank 2 is in a backward pass.
+    check(lambda part: in_backward(lambda _: summed(part), values) if rank == 2 else summed(part), says_role=False)
+    # Both of these are exact.
+    with role("parameter" if rank == 2 else "activation"):
+        assert is_exact(summed(group), exact)
 
 
 @in_backend
