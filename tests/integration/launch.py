@@ -11,7 +11,7 @@ from pathlib import Path
 import forking
 import pytest
 from repository import FORKED_RANKS
-from scenarios import search_path
+from scenarios import DEEPSPEED, search_path
 
 from ncz_plugins.cli.perf.launch import free_port
 
@@ -53,12 +53,12 @@ def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -
     return [f"{BIN}/horovodrun", "--gloo", "-np", str(ranks), *options, sys.executable, *map(str, script)]
 
 
-def deepspeed_ranks(*script: object, ranks: int = 2, imports: str = "ncz_plugins.deepspeed") -> list[str]:
+def deepspeed_ranks(*script: object, ranks: int = 2) -> list[str]:
     """The command that starts a script once per rank without a launcher, for tests that are not about one.
 
-    `imports` are the modules that all ranks share, besides what `deepspeed.initialize` imports.
+    All ranks share the modules that scenarios of DeepSpeed import.
     """
-    return _forked("torch", f"{imports},deepspeed.runtime.zero.muon.muon_optimizer", script, ranks)
+    return _forked("torch", DEEPSPEED["imports"], script, ranks)
 
 
 def horovod_ranks(
@@ -81,8 +81,9 @@ def launch(
     output, if it took longer, or if it did not end the way `fails` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "NCZ_TEST_RESULTS": str(folder)}
-    settings["PYTHONPATH"] = search_path()
+    # As for scenarios, so that both fork the same process.
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
+    settings |= DEEPSPEED["environment"] | {"NCZ_TEST_RESULTS": str(folder)}
     log = folder / "output.log"
     process = forking.start(command, cwd=folder, env={**os.environ, **settings, **(environment or {})}, log=log)
     try:
