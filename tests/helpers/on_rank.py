@@ -22,8 +22,8 @@ rank = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or 0)
 world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
 device = torch.device(os.environ.get("NCZ_TEST_DEVICE", "cpu"))
 
-# A rank of Horovod communicates over Horovod only. It has no process group of torch.distributed.
-UNDER_HOROVOD = "HOROVOD_RANK" in os.environ
+# A rank of Horovod alone communicates over Horovod. It has no process group of torch.distributed.
+UNDER_HOROVOD = "HOROVOD_RANK" in os.environ and "RANK" not in os.environ
 if UNDER_HOROVOD:
     import horovod.torch as hvd
 
