@@ -122,7 +122,7 @@ def _calls(largest: int) -> Iterator[tuple[str, float]]:
                 communicator.all_reduce(tensor.copy_(gradients), dist.ReduceOp.AVG, role="gradient")
 
             first = _median(call, 3)
-            calls = torch.tensor([min(200, max(5, SECONDS_OF_A_SIZE / first))])
+            calls = torch.tensor([min(200.0, max(5.0, SECONDS_OF_A_SIZE / first))])
             dist.broadcast(calls, 0)
             yield f"all_reduce {nbytes >> 10} KiB", _median(call, int(calls))
 
