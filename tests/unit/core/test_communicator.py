@@ -59,6 +59,15 @@ def test_a_name_that_is_no_text_is_refused():
     play_communicators(1, "ncclz", body)
 
 
+def test_calls_of_one_rank_are_counted():
+    def body(communicator):
+        communicator.all_reduce(torch.ones(4))
+        communicator.all_reduce_coalesced([torch.ones(4), torch.ones(4)], async_op=True).wait()
+        return communicator.stats.total.bypasses
+
+    assert play_communicators(1, "ncclz", body) == [{"one rank": 2}]
+
+
 def test_no_call_of_several_begins_if_one_is_refused():
     def body(communicator):
         tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]

@@ -55,9 +55,11 @@ def calls_of(communicator) -> GpuCalls:
     return GpuCalls(communicator._group.for_gpus(), HOST, communicator._queue, communicator.group, None)
 
 
-def begun(calls: GpuCalls, tensor: torch.Tensor, async_op: bool = False, joined: Joined | None = None):
+def begun(
+    calls: GpuCalls, tensor: torch.Tensor, async_op: bool = False, joined: Joined | None = None, op=dist.ReduceOp.SUM
+) -> Call:
     parts = [ParameterSlice(None, tensor.numel())]
-    call = Call("all_reduce", tensor, tensor, dist.ReduceOp.SUM, parts=parts, joined=joined)
+    call = Call("all_reduce", tensor, tensor, op, parts=parts, joined=joined)
     calls.decide(call)
     handle = calls.begin(call, async_op)
     if handle is not None:
@@ -95,6 +97,36 @@ def test_a_plain_call_that_differs_is_told_with_the_next_compared_one():
         calls.begin(call, async_op=False)
         with pytest.raises(MismatchError, match="calls on GPUs before it differs"):
             begun(calls, torch.zeros(10_000))
+
+    play_communicators(2, AT_BOUND, body)
+
+
+def test_a_call_at_a_fixed_rate_that_differs_is_told_with_the_next_compared_one():
+    def body(communicator):
+        ops = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+        begun(calls_of(communicator), values(communicator.rank, 10_000), op=ops[communicator.rank])
+        with pytest.raises(MismatchError, match="calls on GPUs before it differs"):
+            communicator.all_reduce(torch.zeros(10_000))
+
+    play_communicators(2, FIXED_RATE, body)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_sum_is_verified_unless_a_graph_captures_it(card, capturing):
+    """The host would have to look at it."""
+
+    def body(communicator):
+        call = begun(calls_of(communicator), values(communicator.rank, 10_000), async_op=True)
+        assert (call.plan.verify_as is None) == capturing
+
+    card.capturing = capturing
+    play_communicators(2, FIXED_RATE | {"guard": {"every": 1}}, body)
+
+
+def test_tensors_on_gpus_are_cut_as_gpus_want_it():
+    def body(communicator):
+        call = begun(calls_of(communicator), torch.zeros(8 << 20))
+        assert call.plan.layout.frames == 1  # where a CPU has one or more for each rank
 
     play_communicators(2, AT_BOUND, body)
 

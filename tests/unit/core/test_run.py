@@ -391,3 +391,13 @@ def test_a_broadcast_does_not_wait_for_ranks_that_wait_for_its_frames(schedule):
 
     config = {"transport": transport, "roles": ["gradient"]}
     assert same_bits(play_communicators(3, config, body))
+
+
+def test_ranks_compare_the_settings_that_a_policy_gives_a_call():
+    def described(name: str) -> int:
+        chosen = collectives(policies=[{"name": "head.*", "quantizer": {"value": 0.5}}])
+        call = decided(chosen, summed(torch.zeros(1 << 18), name))
+        enter(chosen, call)
+        return call.described["configuration"]
+
+    assert described("head.weight") == described("head.bias") != described("body.weight")

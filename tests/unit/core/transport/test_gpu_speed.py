@@ -165,3 +165,11 @@ def test_tensors_on_gpus_have_a_least_size_of_their_own(monkeypatch):
     measure_gpus(gpus, "all_reduce", config, HOST, None, None)
     assert decided(ours, all_reduce(1 << 20)).bypass is None
     assert decided(gpus, all_reduce(1 << 20)).bypass is Bypass.TOO_SMALL
+
+
+def test_what_was_decided_for_a_cpu_is_decided_anew_for_gpus():
+    """At 10 Gbit/s a CPU takes 16 MiB, and a GPU 4 MiB."""
+    config = Config().resolved(link_gbps=10)
+    ours = Group(Training(config), config, range(2), 0)
+    assert decided(ours, all_reduce(2 << 20)).bypass is Bypass.TOO_SMALL
+    assert decided(ours.for_gpus(), all_reduce(2 << 20)).bypass is None
