@@ -289,7 +289,7 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
     """The codec that all ranks use, or the reason why they all go plain."""
     made, quantizer = call.plan, call.config.quantizer
     source, measured = made.source, None
-    has_steps = quantizer.kind != "lossless" and quantizer.bits is None and call.baseline is None
+    has_steps = quantizer.kind != "lossless" and quantizer.bits is None
     measures_at_once = has_steps and made.within_node is None
 
     # Few measurements travel with the comparison, which saves a round trip. More of them wait for it: if ranks pass
