@@ -1,14 +1,11 @@
 """`ncz perf`, run as a user runs it, on real ranks."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from links import gone
+from launching import interrupt
 
 from ncz_plugins.core.config import Config
 
@@ -143,28 +140,7 @@ def test_a_failure_of_a_rank_is_one_message(tmp_path):
 
 def test_ctrl_c_ends_it_and_leaves_nothing():
     command = [sys.executable, "-m", "ncz_plugins", "perf", "all_reduce", "--data", "noise"]
-    # Shells let what they start in the background ignore Ctrl-C.
-    heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--sizes", "64M", "--repeat", "99"], **pipes, **heeding) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + SECONDS
-        while sum(map(is_a_rank, children.read_text().split())) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        others = children.read_text().split()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "")
-    gone([int(child) for child in others])
-
-
-# A rank's command line, once the helpers that start it have become it.
-def is_a_rank(pid: str) -> bool:
-    try:
-        return b"ncz_plugins.cli.perf.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    assert interrupt([*command, "--sizes", "64M", "--repeat", "99"], "ncz_plugins.cli.perf.rank") == (130, "", "")
 
 
 def test_other_commands_need_no_torch_for_it():

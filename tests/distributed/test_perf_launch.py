@@ -1,27 +1,14 @@
 """Ranks that `ncz perf` and `ncz tune` start: each knows its rank, records arrive, none outlives the call."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from links import gone
-from repository import LAUNCHED
+from launching import gone, launched
 
 from ncz_plugins.cli.perf import launch
 from ncz_plugins.cli.perf.launch import run
 from ncz_plugins.core.errors import NczError, UnsupportedError
-
-SECONDS = 120
-
-
-def launched(case: str, tmp_path: Path, ranks: int = 2, **options) -> list:
-    """Run a case of launched.py; returns what rank 0 told."""
-    records = []
-    command = [sys.executable, str(LAUNCHED), case, str(tmp_path)]
-    options = {"timeout": SECONDS, "on_record": records.append} | options
-    run(command, ranks, tmp_path / "records.jsonl", **options)
-    return records
 
 
 def received(tmp_path: Path, ranks: int) -> list[dict]:
@@ -29,7 +16,7 @@ def received(tmp_path: Path, ranks: int) -> list[dict]:
 
 
 def test_ranks_of_one_host_are_told_who_they_are(tmp_path):
-    launched("received", tmp_path, ranks=3, standard_input='{"size": 1}')
+    launched(run, "received", tmp_path, ranks=3, standard_input='{"size": 1}')
     for rank, found in enumerate(received(tmp_path, 3)):
         assert found["RANK"] == found["LOCAL_RANK"] == str(rank)
         assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
@@ -40,11 +27,11 @@ def test_ranks_of_one_host_are_told_who_they_are(tmp_path):
 def test_what_starts_ranks_must_be_there(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "which", lambda name: None)
     with pytest.raises(UnsupportedError, match="setpriv, which is not here: install util-linux"):
-        launched("received", tmp_path)
+        launched(run, "received", tmp_path)
 
 
 def test_ranks_of_one_host_meet(tmp_path):
-    assert launched("gloo", tmp_path) == [{"sum": [3.0]}] * 2
+    assert launched(run, "gloo", tmp_path) == [{"sum": [3.0]}] * 2
 
 
 @pytest.mark.parametrize(
@@ -53,13 +40,13 @@ def test_ranks_of_one_host_meet(tmp_path):
 )
 def test_a_rank_that_dies_is_told_with_its_last_words(case, words, tmp_path):
     with pytest.raises(NczError, match=words):
-        launched(case, tmp_path)
+        launched(run, case, tmp_path)
 
 
 def test_time_is_limited_and_nothing_is_left(tmp_path):
     records = []
     with pytest.raises(NczError, match="rank 0 has not ended after 5 s(.|\n)*waiting"):
-        launched("waits", tmp_path, on_record=records.append, timeout=5)
+        launched(run, "waits", tmp_path, on_record=records.append, timeout=5)
     gone(records[0])
 
 
@@ -71,5 +58,5 @@ def test_nothing_is_left_when_the_receiver_of_records_fails(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launched("waits", tmp_path, on_record=fail)
+        launched(run, "waits", tmp_path, on_record=fail)
     gone(records[0])

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from links import gone, needs_links
+from launching import gone, launched
+from links import needs_links
 from repository import LAUNCHED, ROOT
 
 from benchmarks.laboratory.launch import run
@@ -17,19 +18,12 @@ from benchmarks.laboratory.link import link
 SECONDS = 120
 
 
-def launched(case: str, tmp_path: Path, ranks: int = 2, **options) -> list:
-    """Run a case of launched.py; returns what rank 0 told."""
-    records = []
-    command = [sys.executable, str(LAUNCHED), case, str(tmp_path)]
-    options = {"timeout": SECONDS, "on_record": records.append} | options
-    run(command, ranks, tmp_path / "records.jsonl", **options)
-    return records
-
-
 @needs_links
 def test_ranks_of_several_nodes_are_told_who_they_are(tmp_path):
     with link(2) as nodes:
-        launched("received", tmp_path, ranks=4, nodes=nodes, ranks_per_node=2, environment={"OMP_NUM_THREADS": "2"})
+        launched(
+            run, "received", tmp_path, ranks=4, nodes=nodes, ranks_per_node=2, environment={"OMP_NUM_THREADS": "2"}
+        )
     received = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     for rank, found in enumerate(received):
         assert (found["RANK"], found["WORLD_SIZE"]) == (str(rank), "4")
@@ -42,7 +36,7 @@ def test_ranks_of_several_nodes_are_told_who_they_are(tmp_path):
 @needs_links
 def test_ranks_in_nodes_meet_over_their_links(tmp_path):
     with link(2, "1gbit") as nodes:
-        assert launched("gloo", tmp_path, nodes=nodes) == [{"sum": [3.0]}] * 2
+        assert launched(run, "gloo", tmp_path, nodes=nodes) == [{"sum": [3.0]}] * 2
         for node in nodes:
             assert 2 << 20 < node.bytes_sent() < 2.4 * 2**20  # each sends half a MiB twice per sum
 
@@ -53,7 +47,7 @@ def test_ranks_of_horovod_meet_over_their_links(per_node, tmp_path):
     pytest.importorskip("horovod", reason="Horovod is not installed; `make setup` builds it")
     ranks = 2 * per_node
     with link(2, "1gbit") as nodes:
-        (record,) = launched("horovod", tmp_path, ranks, nodes=nodes, ranks_per_node=per_node, horovod=True)
+        (record,) = launched(run, "horovod", tmp_path, ranks, nodes=nodes, ranks_per_node=per_node, horovod=True)
         assert record["sum"] == [ranks * (ranks + 1) / 2]
         assert record["ranks"] == [[r, r % per_node, r // per_node, str(r)] for r in range(ranks)]
         for node in nodes:
@@ -62,7 +56,7 @@ def test_ranks_of_horovod_meet_over_their_links(per_node, tmp_path):
 
 def test_ranks_of_horovod_meet_on_one_host(tmp_path):
     pytest.importorskip("horovod", reason="Horovod is not installed; `make setup` builds it")
-    (record,) = launched("horovod", tmp_path, horovod=True)
+    (record,) = launched(run, "horovod", tmp_path, horovod=True)
     assert record["sum"] == [3.0]
     assert record["ranks"] == [[0, 0, 0, "0"], [1, 1, 0, "1"]]
 

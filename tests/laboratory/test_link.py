@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from links import gone, needs_links
+from launching import gone
+from links import needs_links
 from repository import ROOT
 
 from benchmarks.laboratory.link import Node, bits_per_second, link

@@ -1,14 +1,12 @@
 """benchmarks.laboratory.perf, run as a researcher runs it: links are crossed, and what starts on them ends with it."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from links import gone, needs_links
+from launching import interrupt
+from links import needs_links
 
 from benchmarks.laboratory import peers
 from benchmarks.laboratory.perf import main
@@ -71,28 +69,7 @@ def test_ranks_of_one_node_share_its_link():
 @needs_links
 def test_ctrl_c_ends_it_and_leaves_nothing():
     options = ["all_reduce", "--data", "noise", "--link", "10mbit", "--sizes", "64M", "--repeat", "99"]
-    # Shells let what they start in the background ignore Ctrl-C.
-    heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*COMMAND, *options], **pipes, **heeding) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + SECONDS
-        while sum(map(is_a_rank, children.read_text().split())) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        others = children.read_text().split()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "")
-    gone([int(child) for child in others])
-
-
-# A rank's command line, once the helpers that start it have become it.
-def is_a_rank(pid: str) -> bool:
-    try:
-        return b"benchmarks.laboratory.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    assert interrupt([*COMMAND, *options], "benchmarks.laboratory.rank") == (130, "", "")
 
 
 @needs_links
