@@ -17,9 +17,9 @@ from .config import Config
 from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError
 from .group import Group
 from .on_gpu import GpuCalls
-from .on_host import HOST, HostCalls
+from .on_host import HostCalls
 from .run import tell
-from .runtime.device import require_tensor
+from .runtime.device import HOST, require_tensor
 from .runtime.handle import Handle, Handles
 from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .runtime.statistics import Counters, Statistics
@@ -315,7 +315,7 @@ class Communicator:
     @property
     def transport(self) -> Transport:
         """What carries frames and agreements between all ranks, for tensors in host memory."""
-        return self._queue.routes.of(torch.device("cpu")).transport
+        return self._queue.routes.of(HOST).transport
 
     def measured_ranks(self, config: Config | None = None) -> TorchRanks:
         """The ranks of this communicator, as `tuning.measure` measures them.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from .call import Call
 from .call_queue import CallQueue
 from .group import Group
 from .run import count_plain, decide, enter, run, run_plain
+from .runtime.device import HOST
 from .runtime.handle import Handle
 from .transport.base import PlainCollectives, peer_errors
 from .transport.plain import WorkHandle
 
-HOST = torch.device("cpu")
 _QUICK_BYTES = 8 << 20  # of a compressed tensor whose call runs on the thread that makes it
 
 

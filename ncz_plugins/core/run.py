@@ -51,7 +51,7 @@ from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
 from .group import Group
 from .planning import plan
-from .runtime.device import Device, require_kernels, require_tensor
+from .runtime.device import HOST, Device, require_kernels, require_tensor
 from .runtime.statistics import Counters
 from .runtime.trace import span
 from .transport.base import CollectiveTransport, Transport, peer_errors
@@ -282,7 +282,7 @@ def tell(calls: CallQueue, group: Group, collective: str, numbers: Mapping[str, 
     def compare(device: Device, transport: Transport) -> None:
         require_same_call(collective, numbers, transport, group.ranks)
 
-    calls.submit(collective, torch.device("cpu"), compare)
+    calls.submit(collective, HOST, compare)
 
 
 def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:

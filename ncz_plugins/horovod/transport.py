@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import horovod.torch as hvd
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.statistics import Counters
-from ..core.transport.base import FrameStream, PlainCollectives, Transport, Work
+from ..core.transport.base import FrameStream, GeneratorWork, PlainCollectives, Transport, Work
 from ..core.transport.comparison import RankComparison
 
 _POLL_SECONDS = 2e-4  # short beside an operation, which takes a millisecond or more
@@ -57,12 +57,18 @@ class HorovodTransport(Transport):
         self._outgoing: dict[int, list[Tensor]] = {peer: [] for peer in range(self.world_size)}
         self._incoming: dict[int, deque[Tensor]] = {peer: deque() for peer in range(self.world_size)}
 
-    def start_max(self, tensor: Tensor, counters: Counters) -> HorovodAgreement:
+    def start_max(self, tensor: Tensor, counters: Counters) -> Work:
         """Start an element-wise maximum of `tensor` over ranks, in place."""
+        return GeneratorWork(self._max(tensor, counters))
+
+    def _max(self, tensor: Tensor, counters: Counters) -> Iterator[None]:
         carried = _carried(tensor)
         counters.wire_bytes += 2 * carried.nbytes * (self.world_size - 1) // self.world_size
         handle = hvd.allreduce_async_(carried, op=hvd.Max, name=self._next_name(), process_set=self._process_set)
-        return HorovodAgreement(_HorovodWork(handle, tensor), counters)
+        yield
+        started = time.perf_counter()
+        _HorovodWork(handle, tensor).wait()
+        counters.wait_seconds += time.perf_counter() - started
 
     def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         """Send nothing: the ranks compare all calls of a bucket before the first one, see `process_set.agree`.
@@ -113,19 +119,6 @@ class HorovodTransport(Transport):
         for peer, message in enumerate(received.split(sizes.tolist())):
             if peer != self.rank:
                 self._incoming[peer].extend(_unpacked(message, peer, frame_capacity))
-
-
-class HorovodAgreement:
-    """Element-wise maximum over ranks, under way over Horovod."""
-
-    def __init__(self, work: _HorovodWork, counters: Counters):
-        self._work = work
-        self._counters = counters
-
-    def wait(self) -> None:
-        started = time.perf_counter()
-        self._work.wait()
-        self._counters.wait_seconds += time.perf_counter() - started
 
 
 class ComparedBefore:

@@ -25,7 +25,7 @@ _POLL_SECONDS = 20e-6  # the sleep between two polls after that
 _MIN_ARENA_BYTES = 16 << 20
 _FRAME_ALIGNMENT_BYTES = 64
 
-_HOST = torch.device("cpu")  # comparing with it takes a third of the time of `device.type == "cpu"`
+HOST = torch.device("cpu")  # comparing with it takes a third of the time of `device.type == "cpu"`
 _no_context = nullcontext()
 
 
@@ -291,7 +291,7 @@ def _pause(started: float) -> None:
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
     """Record an event on the caller's current CUDA stream, for `Device.after`. Returns None for a CPU."""
-    return None if device == _HOST else torch.cuda.current_stream(device).record_event()
+    return None if device == HOST else torch.cuda.current_stream(device).record_event()
 
 
 def has_spare_core() -> bool:
@@ -304,7 +304,7 @@ def has_spare_core() -> bool:
 
 def require_kernels(device: torch.device) -> None:
     """Raise UnsupportedError, with a remedy, unless tensors on `device` can be compressed."""
-    if device == _HOST:
+    if device == HOST:
         return
     remedy = "keep these tensors on the CPU, or leave them uncompressed"
     if device.type != "cuda":

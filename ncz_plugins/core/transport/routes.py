@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, forget_tensors
-from ..runtime.device import Device, Gpu, Host, has_spare_core
+from ..runtime.device import HOST, Device, Gpu, Host, has_spare_core
 from .base import Transport
 from .connections import Connections
 from .gloo import GlooTransport
@@ -60,7 +60,7 @@ class Routes:
         self._closed = False
         self._connections = Connections(store, rank, world_size, timeout, channels)
         host = Route(Host(has_spare_core()), GlooTransport(self._connections))
-        self._routes: dict[torch.device, Route] = {torch.device("cpu"): host}
+        self._routes: dict[torch.device, Route] = {HOST: host}
 
     def of(self, device: torch.device) -> Route:
         """The route of tensors on `device`. The first call for a GPU connects the GPUs: all ranks must make it.

@@ -32,7 +32,7 @@ from ..messages import say
 from ..planning import layout_of_sum
 from ..run import decide, enter
 from ..run import run as run_call
-from ..runtime.device import Host
+from ..runtime.device import HOST, Host
 from ..runtime.statistics import Counters
 from ..schedules.choice import schedule_for
 from ..training.policy import ParameterSlice
@@ -135,7 +135,7 @@ class TorchRanks(Subject):
         self._plain = plain
         self._ranks = ranks
         self._nodes = nodes
-        self.host, self.transport = queue.routes.of(torch.device("cpu"))
+        self.host, self.transport = queue.routes.of(HOST)
         self._between_nodes = Between(self.transport, nodes) if nodes else self.transport
         # A training of its own, so that measuring leaves no trace in that of the user.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
