@@ -28,9 +28,9 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 NEEDS = ["setuptools", "packaging", "PyYAML", "psutil", "cloudpickle", "cffi", "numpy"]
 CMAKE = "cmake>=3.13,<4"  # from PyPI, where the machine has none
 MAX_JOBS = 8  # as in Horovod's setup.py; each takes about 1 GB of memory
-# Horovod's CMake files put -std=c++14 last on the line, where CXXFLAGS cannot overrule it, and torch needs C++17.
+# Horovod's CMake files put -std=c++14 last on the line, where CXXFLAGS cannot overrule it. torch needs a newer standard.
 COMPILER = """#!/bin/sh
-exec {compiler} "$@" -std=c++17 -g0
+exec {compiler} "$@" -std=c++{standard} -g0
 """
 # They take the folder's name for a regular expression, so a + in it puts the library into the wrong place.
 UNUSABLE = r"[^\w./-]"
@@ -68,11 +68,18 @@ def pinned_version(constraints: str) -> str:
     return re.search(r"^horovod==(\S+)$", constraints, re.MULTILINE)[1]
 
 
+def cxx_standard(torch: str) -> int:
+    """The C++ standard that the headers of this version of torch need: 17 or 20."""
+    major, minor = map(int, torch.split(".")[:2])
+    return 20 if (major, minor) >= (2, 14) else 17
+
+
 def key(horovod: str, torch: str, python: str, machine: str, compiler_version: str) -> str:
     """The folder's name: the parts a person looks for, and a hash of all that decides what the wheel contains."""
-    everything = [horovod, torch, python, machine, arch_flags(machine), compiler_version, COMPILER]
+    standard = f"cxx{cxx_standard(torch)}"
+    everything = [horovod, torch, python, machine, arch_flags(machine), compiler_version, COMPILER, standard]
     digest = hashlib.sha256("\n".join(everything).encode()).hexdigest()
-    return re.sub(UNUSABLE, "_", f"{horovod}-torch{torch}-{python}-{machine}-{digest[:12]}")
+    return re.sub(UNUSABLE, "_", f"{horovod}-torch{torch}-{standard}-{python}-{machine}-{digest[:12]}")
 
 
 def cache_folder() -> Path:
@@ -125,7 +132,7 @@ def build(folder: Path):
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     wrapper = work / "c++"
-    wrapper.write_text(COMPILER.format(compiler=compiler()))
+    wrapper.write_text(COMPILER.format(compiler=compiler(), standard=cxx_standard(metadata.version("torch"))))
     wrapper.chmod(0o755)
     environment = {
         **os.environ,

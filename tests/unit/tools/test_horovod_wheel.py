@@ -27,7 +27,16 @@ def tools(monkeypatch):
 def test_another_part_is_another_folder(tools, part):
     key = tools[1].key
     assert key(**PARTS) == key(**PARTS)
-    assert key(**PARTS) != key(**{**PARTS, part: "other"})
+    assert key(**PARTS) != key(**{**PARTS, part: "2.0.other"})
+
+
+@pytest.mark.parametrize(
+    ("torch", "standard"),
+    [("2.6.0", 17), ("2.13.0+cpu", 17), ("2.14.0", 20), ("2.15.0+cu132", 20), ("2.16.0.dev20261101", 20), ("3.0", 20)],
+)
+def test_torch_decides_the_cxx_standard_and_the_folder_names_it(tools, torch, standard):
+    assert tools[1].cxx_standard(torch) == standard
+    assert f"-cxx{standard}-" in tools[1].key(**{**PARTS, "torch": torch})
 
 
 def test_the_folder_has_no_character_that_breaks_the_build(tools):
