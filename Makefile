@@ -1,4 +1,4 @@
-# Everything starts with one of these; the first use also makes .venv with what is needed (Python 3.10 to 3.13).
+# Everything starts with one of these; the first use also makes .venv with what is needed (Python 3.11 to 3.14).
 #
 #   PYTHON=python3.12        the interpreter that .venv is made from
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,

@@ -5,7 +5,7 @@
 A profile says how much is installed: `demo` what `make demo` runs, `tools` all but Horovod, which takes longest as it
 is compiled, and `all` (the default) that too. Each includes the ones before it.
 
-Called by the Makefile with any Python 3.10 to 3.13; uses the standard library only. Environment: TORCH_INDEX_URL (a
+Called by the Makefile with any Python 3.11 to 3.14; uses the standard library only. Environment: TORCH_INDEX_URL (a
 package index for torch alone), what horovod_wheel.py reads, and pip's own variables.
 """
 
@@ -85,9 +85,9 @@ def mark_ready(profile: str):
 
 def check_machine():
     """Refuse early, and with the remedy, what would fail late."""
-    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
         version = ".".join(map(str, sys.version_info[:3]))
-        raise SetupError(f"{sys.executable} is Python {version}; needed is 3.10 to 3.13: make PYTHON=python3.12 ...")
+        raise SetupError(f"{sys.executable} is Python {version}; needed is 3.11 to 3.14: make PYTHON=python3.12 ...")
     lacks = horovod_wheel.missing(Path(sysconfig.get_path("include")))
     if lacks:
         raise SetupError("\n".join(lacks))

@@ -101,7 +101,7 @@ def _is_candidate(value: Any, module: ModuleType) -> bool:
         return True
     if getattr(value, "__module__", None) != module.__name__:  # imported from another module
         return False
-    if _is_class(value):
+    if inspect.isclass(value):
         makes_a_model = issubclass(value, nn.Module)
     else:
         makes_a_model = inspect.isfunction(value) and _returns_a_model(value)
@@ -113,13 +113,7 @@ def _returns_a_model(function: Callable) -> bool:
         returned = typing.get_type_hints(function).get("return")
     except Exception:  # an annotation may be any expression, and fail
         return False
-    return _is_class(returned) and issubclass(returned, nn.Module)
-
-
-def _is_class(value: Any) -> bool:
-    return (
-        inspect.isclass(value) and typing.get_origin(value) is None
-    )  # in Python 3.10, inspect.isclass(list[int]) is True
+    return inspect.isclass(returned) and issubclass(returned, nn.Module)
 
 
 def _required(make: Callable) -> list[str]:
