@@ -20,7 +20,7 @@ BIN := .venv/bin
 COVERAGE ?= $(CURDIR)/.cache/coverage
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak thirdparty docs clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak thirdparty versions docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each che
 
 thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed: what fails only with us? (20 minutes)
 	@$(BIN)/python benchmarks/thirdparty/run.py $(ARGS)
+
+versions: setup-tools  ## a part of the tests with several versions of Python and torch: docs/reference/compatibility.md (2 hours)
+	@$(BIN)/nox $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

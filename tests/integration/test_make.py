@@ -29,6 +29,7 @@ ARGUMENTS = {
     "fuzz": ["SECONDS=5"],  # inputs that crash are kept in build/fuzz
     "soak": ["SECONDS=1", "ARGS=--ranks 2 --largest 1000"],
     "thirdparty": ["ARGS=--help"],
+    "versions": ["ARGS=--list"],
     "docs": ["ARGS=--quiet --site-dir {}/site"],
 }
 

@@ -1,0 +1,93 @@
+"""Tests in fresh environments, one for each pair of Python and torch below: `make versions`.
+
+    make versions ARGS="-p 3.14"              environments with one Python
+    make versions ARGS="-t torch-2.6.0"       environments with one torch
+    make versions ARGS="-R -- -k ring"        a part of the tests, in the environments that are there; writes no table
+
+nox skips environments whose Python is not on the PATH. Each environment that ran replaces its row in
+docs/reference/compatibility.md. An environment takes 1.5 GB in .cache/nox, or 6.5 GB with torch for CUDA, and half an
+hour on two cores. Environment variables: TORCH_INDEX_URL and NCZ_CACHE, as for make.
+"""
+
+import os
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).parent
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+NEWEST = re.search(r"^torch==(\S+)$", CONSTRAINTS, re.MULTILINE)[1]
+ENVIRONMENTS = [("3.11", "2.6.0"), ("3.11", "2.13.0"), ("3.11", NEWEST), ("3.14", NEWEST)]
+OPEN = ("torch", "nvidia-cuda-nvrtc")  # packages of constraints.txt whose versions differ between environments
+TOOLS = "dev,plot,tensorboard,compare,peers"
+
+# Columns of the table: what is installed for them, and which tests run. Each adds to what the columns before installed.
+HOROVOD = "Horovod"
+COLUMNS = {
+    "Core, DDP, FSDP2, backend": ([f"-e.[{TOOLS}]"], ["tests/unit", "tests/distributed/test_checks.py"]),
+    "DeepSpeed": (["deepspeed"], ["tests/integration/test_deepspeed_zero.py"]),
+    HOROVOD: ([], ["tests/integration/test_horovod_functions.py", "tests/integration/test_horovod_optimizer.py"]),
+    "Lightning": (["lightning"], ["tests/distributed/test_fabric.py"]),
+    "Transformers, Accelerate": (["transformers", "accelerate"], ["tests/integration/test_hugging_face.py"]),
+    "torchft": (["torchft"], ["tests/distributed/test_torchft.py"]),
+}
+
+nox.options.envdir = ROOT / ".cache" / "nox"
+nox.options.default_venv_backend = "venv"
+
+
+@nox.session
+@nox.parametrize("python,torch", [nox.param(*pair, tags=[f"torch-{pair[1]}"]) for pair in ENVIRONMENTS])
+def tests(session: nox.Session, torch: str):
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    fixed = [line for line in CONSTRAINTS.splitlines() if line.partition("==")[0] not in OPEN]
+    constraints.write_text("\n".join([*fixed, f"torch=={torch}"]))
+    index = os.environ.get("TORCH_INDEX_URL")
+    session.install(f"torch=={torch}", *(["--index-url", index] if index else []))
+    cells = {column: run_column(session, column, constraints) for column in COLUMNS}
+    if not session.posargs:
+        write_row(session.python, torch, cells)
+    if any("fail" in cell for cell in cells.values()):
+        session.error(", ".join(f"{column}: {cell}" for column, cell in cells.items()))
+
+
+def run_column(session: nox.Session, column: str, constraints: Path) -> str:
+    """Install what the column needs and run its tests. Returns the cell of the table."""
+    packages, paths = COLUMNS[column]
+    try:
+        if packages:
+            session.install("-c", str(constraints), *packages)
+        if column == HOROVOD:
+            session.run("python", "tools/horovod_wheel.py")
+    except CommandFailed:
+        return "can't be installed"
+    report = constraints.with_name("report.xml")
+    options = ["-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", f"--junitxml={report}"]
+    # 1: some tests fail, 5: all were skipped. 2 to 4, for example an error in an import, ends the environment.
+    session.run("pytest", *options, *paths, *session.posargs, success_codes=[0, 1, 5])
+    return cell_of(report)
+
+
+def cell_of(report: Path) -> str:
+    """How many tests passed, out of pytest's report in JUnit's format."""
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    count = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    ran, failed = count["tests"] - count["skipped"], count["failures"] + count["errors"]
+    if failed:
+        return f"{failed} of {ran} fail"
+    return f"{ran} pass" if ran else "skipped"
+
+
+def write_row(python: str, torch: str, cells: dict[str, str]):
+    """Replace the row of an environment, and drop rows of environments that are no longer in the list."""
+    before, header, *rest = re.split(r"(?m)^(\| Python .*\n\|[-|]*\n)", PAGE.read_text())
+    rows = dict(re.findall(r"(?m)^(\| \S+ \| \S+ \|)(.*\n)", rest[0]))
+    after = re.sub(r"(?m)^\|.*\n", "", rest[0])
+    rows[f"| {python} | {torch} |"] = f" {' | '.join(cells.values())} |\n"
+    names = [f"| {python} | {torch} |" for python, torch in ENVIRONMENTS]
+    header = f"| Python | torch | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 2)}\n"
+    PAGE.write_text(before + header + "".join(name + rows[name] for name in names if name in rows) + after)
