@@ -28,7 +28,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 NEEDS = ["setuptools", "packaging", "PyYAML", "psutil", "cloudpickle", "cffi", "numpy"]
 CMAKE = "cmake>=3.13,<4"  # from PyPI, where the machine has none
 MAX_JOBS = 8  # as in Horovod's setup.py; each takes about 1 GB of memory
-# Horovod's CMake files put -std=c++14 last on the line, where CXXFLAGS cannot overrule it. torch needs a newer standard.
+# Horovod's CMake files put -std=c++14 last on the line, where CXXFLAGS cannot overrule it. torch needs a newer one.
 # Horovod's Gloo uses uint8_t without <cstdint>, which other headers of g++ include only until g++ 12.
 COMPILER = """#!/bin/sh
 exec {compiler} -include cstdint "$@" -std=c++{standard} -g0
