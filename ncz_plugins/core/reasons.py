@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Bypass(str, Enum):
+class Bypass(StrEnum):
     """Reason why a call went plain. The value is what counters, records and reports show."""
 
     ONE_RANK = "one rank"

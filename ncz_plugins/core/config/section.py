@@ -73,8 +73,7 @@ def settings_of(
 
 
 def _is_section(annotation: object) -> bool:
-    # In Python 3.10, isinstance(tuple[int, ...], type) is True.
-    return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _element(annotation: object) -> type[BaseModel] | None:
