@@ -29,9 +29,9 @@ NEEDS = ["setuptools", "packaging", "PyYAML", "psutil", "cloudpickle", "cffi", "
 CMAKE = "cmake>=3.13,<4"  # from PyPI, where the machine has none
 MAX_JOBS = 8  # as in Horovod's setup.py; each takes about 1 GB of memory
 # Horovod's CMake files put -std=c++14 last on the line, where CXXFLAGS cannot overrule it. torch needs a newer one.
-# Horovod's Gloo uses uint8_t without <cstdint>, which other headers of g++ include only until g++ 12.
+# Horovod and its Gloo lack #include <cstdint> and <string>; headers of g++ 13 and newer no longer include both.
 COMPILER = """#!/bin/sh
-exec {compiler} -include cstdint "$@" -std=c++{standard} -g0
+exec {compiler} -include cstdint -include string "$@" -std=c++{standard} -g0
 """
 # They take the folder's name for a regular expression, so a + in it puts the library into the wrong place.
 UNUSABLE = r"[^\w./-]"
