@@ -98,9 +98,9 @@ class Made:
         if call.collective == "all_reduce":
             return communicator.all_reduce(self.input, op, **how)
         if call.collective == "reduce_scatter":
-            return communicator.reduce_scatter_tensor(self.result, self.input, op, **how)
+            return communicator.reduce_scatter_single(self.result, self.input, op, **how)
         if call.collective == "all_gather":
-            return communicator.all_gather_into_tensor(self.result, self.input, **how)
+            return communicator.all_gather_single(self.result, self.input, **how)
         return communicator.broadcast(self.input, meeting.ranks[call.root], **how)
 
 

@@ -24,8 +24,8 @@ from .transport.comparison import place_of
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
 _PLAIN_BYTES = {
     "all_reduce": lambda nbytes, n: 2 * nbytes * (n - 1) // n,
-    "reduce_scatter_tensor": lambda nbytes, n: nbytes * (n - 1) // n,
-    "all_gather_into_tensor": lambda nbytes, n: nbytes * (n - 1),
+    "reduce_scatter_single": lambda nbytes, n: nbytes * (n - 1) // n,
+    "all_gather_single": lambda nbytes, n: nbytes * (n - 1),
     "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
 }
 
@@ -75,7 +75,7 @@ class Call:
     """One collective, from its caller's arguments to its counters.
 
     The caller's arguments:
-        collective: name in torch.distributed: all_reduce, reduce_scatter_tensor, all_gather_into_tensor, broadcast.
+        collective: torch's name from 2.14 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast.
         input: what this rank contributes, of any shape.
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.
@@ -131,7 +131,7 @@ class Call:
     @property
     def larger(self) -> Tensor:
         """The tensor that holds what all ranks contribute or get."""
-        return self.output if self.collective == "all_gather_into_tensor" else self.input
+        return self.output if self.collective == "all_gather_single" else self.input
 
     @property
     def memory(self) -> list[Tensor]:
@@ -170,9 +170,9 @@ class Call:
         match self.collective:
             case "all_reduce":
                 return plain.all_reduce(self.output, self.op, self.scale)
-            case "reduce_scatter_tensor":
+            case "reduce_scatter_single":
                 return plain.reduce_scatter_tensor(self.output, self.input, self.op)
-            case "all_gather_into_tensor":
+            case "all_gather_single":
                 return plain.all_gather_into_tensor(self.output, self.input)
             case _:
                 return plain.broadcast(self.output, self.root)

@@ -66,6 +66,9 @@ class Communicator:
     With `transport.hierarchy`, the ranks of a node add up uncompressed first, and compressed frames
     travel between nodes. The bound is the same, but for the rounding of the sums inside nodes.
 
+    Names are those of torch 2.14 and newer. Torch's older names are aliases: `reduce_scatter_tensor` is
+    `reduce_scatter_single`, `all_gather_into_tensor` is `all_gather_single`.
+
     Calls that compression can't serve, or would not make shorter, run plain. `stats` counts them by
     reason (`reasons.Bypass`). `role` says what a tensor is: "gradient", "parameter" or "activation".
     Roles that the configuration does not enable go plain; tensors without a role are compressed.
@@ -206,7 +209,7 @@ class Communicator:
             calls = self._sums([ordinary(each) for each in tensors], op, parts, role)
             return self._start(calls, tensors, async_op)
 
-    def reduce_scatter_tensor(
+    def reduce_scatter_single(
         self,
         output: Tensor,
         input: Tensor,
@@ -231,15 +234,17 @@ class Communicator:
         Raises what `all_reduce` does; ValueError for other sizes, UnsupportedError for parts that are treated
         differently.
         """
-        with _Beginning(self, "reduce_scatter_tensor"):
-            self._check_sizes("reduce_scatter_tensor", whole=input, part=output)
-            parts = _parts("reduce_scatter_tensor", input, name, parts)
-            _require_kept("reduce_scatter_tensor", input, name, kept_as)
+        with _Beginning(self, "reduce_scatter_single"):
+            self._check_sizes("reduce_scatter_single", whole=input, part=output)
+            parts = _parts("reduce_scatter_single", input, name, parts)
+            _require_kept("reduce_scatter_single", input, name, kept_as)
             memory = ordinary(input), ordinary(output)
-            call = Call("reduce_scatter_tensor", *memory, op, role=role, parts=parts, residual_parts=kept_as)
+            call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
             return self._start([call], [output], async_op)
 
-    def all_gather_into_tensor(
+    reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.14
+
+    def all_gather_single(
         self,
         output: Tensor,
         input: Tensor,
@@ -264,12 +269,14 @@ class Communicator:
 
         Raises what `all_reduce` does, and ValueError for other sizes.
         """
-        with _Beginning(self, "all_gather_into_tensor"):
-            self._check_sizes("all_gather_into_tensor", whole=output, part=input)
-            parts = _parts("all_gather_into_tensor", output, name, None)
+        with _Beginning(self, "all_gather_single"):
+            self._check_sizes("all_gather_single", whole=output, part=input)
+            parts = _parts("all_gather_single", output, name, None)
             memory = ordinary(input), ordinary(output)
-            call = Call("all_gather_into_tensor", *memory, role=role, parts=parts, baseline=baseline)
+            call = Call("all_gather_single", *memory, role=role, parts=parts, baseline=baseline)
             return self._start([call], [output], async_op)
+
+    all_gather_into_tensor = all_gather_single  # torch's name before 2.14
 
     def broadcast(
         self,
@@ -287,7 +294,7 @@ class Communicator:
 
         Args:
             tensor: contiguous, of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
-            baseline: as in `all_gather_into_tensor`.
+            baseline: as in `all_gather_single`.
 
         Returns: a handle if `async_op`, else None.
 
@@ -474,7 +481,7 @@ class Communicator:
             where = f"{whole.device} and {part.device}"
             raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
         if whole.numel() != part.numel() * self.world_size:
-            larger, smaller = ("input", "output") if collective == "reduce_scatter_tensor" else ("output", "input")
+            larger, smaller = ("input", "output") if collective == "reduce_scatter_single" else ("output", "input")
             wanted = f"{larger} must have {self.world_size} (ranks) times the elements of {smaller}"
             raise ValueError(f"{collective}: {wanted}, got {whole.numel()} and {part.numel()}")
 

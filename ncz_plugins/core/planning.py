@@ -57,7 +57,7 @@ def plan(group: Group, call: Call, number: int) -> Plan:
     Args:
         number: compressed calls of the ranks so far, this one included.
     """
-    make = {"broadcast": _broadcast, "all_gather_into_tensor": _gather}.get(call.collective, _sum)
+    make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
     made = replace(make(group, call), number=number)
     if group.nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
         return made
@@ -79,7 +79,7 @@ def _gather(group: Group, call: Call) -> Plan:
 
 
 def _sum(group: Group, call: Call) -> Plan:
-    """Of an all_reduce or a reduce_scatter_tensor."""
+    """Of an all_reduce or a reduce_scatter_single."""
     n, schedule = group.world_size, _schedule_of(group, call)
     if call.collective == "all_reduce":
         may_be_whole = schedule is direct and group.nodes is None

@@ -75,7 +75,7 @@ class GradientCompression:
         """
         own = shards[dist.get_rank(group)]
         baseline = self._baselines.setdefault(number, Baseline())
-        self.communicator(group).all_gather_into_tensor(whole, own, role="parameter", baseline=baseline)
+        self.communicator(group).all_gather_single(whole, own, role="parameter", baseline=baseline)
 
     def forget_weights(self) -> None:
         """Make the next gathers send all weights."""

@@ -92,7 +92,7 @@ def compressed_reduce_scatter(original):
         reduction = _reducing.get()
         if reduction is None:
             return original(self, output_tensor, input_tensor, op, group, async_op)
-        return reduction.compression.communicator(group).reduce_scatter_tensor(
+        return reduction.compression.communicator(group).reduce_scatter_single(
             output_tensor, input_tensor, self._reduce_op(op), async_op, role="gradient", parts=reduction.parts
         )
 

@@ -66,6 +66,6 @@ def gather_parameters(original):
         if compression is None:
             return original(self, output_tensor, input_tensor, group, async_op)
         communicator = compression.communicator(group)
-        return communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op, role="parameter")
+        return communicator.all_gather_single(output_tensor, input_tensor, async_op, role="parameter")
 
     return all_gather_into_tensor

@@ -120,7 +120,7 @@ class BackendCalls:
         # What is no dense float with SUM or AVG can't be compressed, whatever it is.
         reason = by_op(op) or _by_tensors(inputs) or reason
         if reason is not None:
-            self._count("reduce_scatter_tensor" if "scatter" in method else "all_reduce", inputs, reason)
+            self._count("reduce_scatter_single" if "scatter" in method else "all_reduce", inputs, reason)
             return self._begun(getattr(self._plain, method)(*arguments, opts))
 
         # Of the others the communicator compresses those whose role the settings list, and sees whether ranks differ.

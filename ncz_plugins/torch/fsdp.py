@@ -134,7 +134,7 @@ class Compression(ModelCompression):
             communicator.close()
 
     def reduce_scatter(self, name: str, output: Tensor, input: Tensor, group, op, async_op: bool):
-        """Reduce and scatter the gradients of one module: see `Communicator.reduce_scatter_tensor`."""
+        """Reduce and scatter the gradients of one module: see `Communicator.reduce_scatter_single`."""
         # Averaging over replicas ends a step, not this: passes that accumulate gradients may come between.
         is_last = self._reductions[name].replicas is None
         if is_last:
@@ -144,18 +144,18 @@ class Compression(ModelCompression):
         equalizes = is_last and self._tensor_parallel.is_used
         kept_as = self._kept_as(name, input, group.size())
         how = {"async_op": async_op and not equalizes, "role": "gradient", "name": name, "kept_as": kept_as}
-        handle = self._communicator(group).reduce_scatter_tensor(output, input, op, **how)
+        handle = self._communicator(group).reduce_scatter_single(output, input, op, **how)
         if equalizes:
             self._equalize(name, output)
         return handle
 
     def all_gather(self, name: str, output: Tensor, input: Tensor, group, baseline: Baseline | None) -> None:
-        """Gather the weights of one module without loss: see `Communicator.all_gather_into_tensor`.
+        """Gather the weights of one module without loss: see `Communicator.all_gather_single`.
 
         fully_shard(reshard_after_forward=n) gathers within groups of n ranks, which meet here.
         """
         communicator = self._communicator(group)
-        communicator.all_gather_into_tensor(output, input, role="parameter", name=name, baseline=baseline)
+        communicator.all_gather_single(output, input, role="parameter", name=name, baseline=baseline)
 
     def reduce_replicas(self, name: str, gradient: Tensor, op: dist.ReduceOp | None = None) -> None:
         """Reduce the gradients of one module's shard over all replicas, in place.

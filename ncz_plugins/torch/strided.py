@@ -29,7 +29,7 @@ def reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op
     """
     scattered = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     how = {"async_op": True, "role": role}
-    handle = communicator.reduce_scatter_tensor(scattered, input.contiguous(), op, **how)
+    handle = communicator.reduce_scatter_single(scattered, input.contiguous(), op, **how)
     return _copied_back(handle, [output], [scattered]).giving(output)
 
 

@@ -352,7 +352,7 @@ def test_a_reduce_scatter_of_two(longer_on):
         for call in range(7):
             tensor = normal(10 * transport.rank + call) * (1000 if call > 4 and transport.rank in longer_on else 1)
             part = tensor.new_empty(tensor.numel() // 2)
-            request = Call("reduce_scatter_tensor", tensor, part, SUM, parts=[ParameterSlice(None, tensor.numel())])
+            request = Call("reduce_scatter_single", tensor, part, SUM, parts=[ParameterSlice(None, tensor.numel())])
             on = device()
             run_decided(ours, request, on, transport)
             results.append(part)
@@ -540,8 +540,8 @@ def requests_of(rank: int, world_size: int, dtype: torch.dtype, poison: float | 
     new, parts = tensor.new_zeros, [ParameterSlice(None, 2 * CHUNK)]
     return [
         Call("all_reduce", (x := tensor.clone()), x, SUM, parts=[ParameterSlice(None, x.numel())]),
-        Call("reduce_scatter_tensor", tensor, new(2 * CHUNK), SUM, parts=[ParameterSlice(None, tensor.numel())]),
-        Call("all_gather_into_tensor", part, new(tensor.numel()), None, parts=parts),
+        Call("reduce_scatter_single", tensor, new(2 * CHUNK), SUM, parts=[ParameterSlice(None, tensor.numel())]),
+        Call("all_gather_single", part, new(tensor.numel()), None, parts=parts),
         Call("broadcast", (y := tensor.clone()), y, None, root=1, parts=[ParameterSlice(None, y.numel())]),
     ]
 
@@ -624,7 +624,7 @@ def test_weights_as_changes(schedule, dtype):
             weights[transport.rank] = version[transport.rank]
             parts = [ParameterSlice(None, weights.numel())]
             own = weights[transport.rank]
-            request = Call("all_gather_into_tensor", own, weights, role="parameter", parts=parts, baseline=baseline)
+            request = Call("all_gather_single", own, weights, role="parameter", parts=parts, baseline=baseline)
             run_decided(collectives, request, device, transport)
             assert torch.equal(weights.view(torch.uint8), version.view(torch.uint8))
         return collectives.training.stats.total.sent_whole

@@ -60,21 +60,21 @@ def collectives(group, transport: dict) -> None:
                 whole = values(rank, numel * world_size, dtype).to(device)
                 exact = sum(values(r, numel * world_size, dtype).double() for r in range(world_size))
                 part = torch.empty(numel, dtype=dtype, device=device)
-                communicator.reduce_scatter_tensor(part, whole)
+                communicator.reduce_scatter_single(part, whole)
                 within_bound(part, exact[rank * numel :][:numel], world_size)
 
                 aliased = whole.clone()  # as ZeRO 3 does: the output is a part of the input
                 own = aliased[rank * numel :][:numel]
-                communicator.reduce_scatter_tensor(own, aliased)
+                communicator.reduce_scatter_single(own, aliased)
                 assert torch.equal(own, part)
 
                 gathered = torch.empty(numel * world_size, dtype=dtype, device=device)
-                communicator.all_gather_into_tensor(gathered, mine)
+                communicator.all_gather_single(gathered, mine)
                 check(gathered, torch.cat(everyone))
 
                 aliased = torch.zeros_like(gathered)  # the input is a part of the output
                 aliased[rank * numel :][:numel] = mine
-                communicator.all_gather_into_tensor(aliased, aliased[rank * numel :][:numel])
+                communicator.all_gather_single(aliased, aliased[rank * numel :][:numel])
                 assert torch.equal(aliased, gathered)
 
                 for src in {0, world_size - 1}:
@@ -91,6 +91,6 @@ def test_the_guard_verifies_a_reduce_scatter(group):
     config = {"quantizer": ABS, "guard": {"every": 1}, "transport": {"min_bytes": 0, "hierarchy": HIERARCHY}}
     with Communicator(config, group) as communicator:
         whole = values(rank, 4096 * world_size).to(device)
-        communicator.reduce_scatter_tensor(torch.empty(4096, device=device), whole, name="weight")
+        communicator.reduce_scatter_single(torch.empty(4096, device=device), whole, name="weight")
         findings = communicator.training.of_group(communicator.ranks).guard.findings
         assert all(each.relative_error < BOUND for each in findings) and (world_size == 1 or findings), findings

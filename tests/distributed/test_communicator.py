@@ -71,7 +71,7 @@ def test_nan_and_infinity_come_through_at_their_own_places(group):
             whole = torch.cat(everyone)
             if rank == 0:
                 whole[-1] = poison
-            communicator.reduce_scatter_tensor(part, whole)
+            communicator.reduce_scatter_single(part, whole)
             assert part.isfinite().all() == (rank != world_size - 1)
         assert bypasses(communicator) == {"non-finite": 6}
 
@@ -103,7 +103,7 @@ def test_without_loss_all_of_that_passes_compressed(group):
         communicator.all_reduce(tensor, dist.ReduceOp.AVG)
         assert digest(tensor) == digest(sum(poisoned) / world_size)
         gathered = torch.empty(100_000 * world_size)
-        communicator.all_gather_into_tensor(gathered, poisoned[rank])
+        communicator.all_gather_single(gathered, poisoned[rank])
         assert digest(gathered) == digest(torch.cat(poisoned))
         total = communicator.stats.total
         assert total.compressed_calls == 2 and not total.bypasses and total.ratio > 1.05
@@ -198,10 +198,10 @@ def test_any_contiguous_shape_is_taken_and_others_are_refused_with_the_remedy(gr
         assert cube.shape == (10, 99, 100) and scalar.shape == ()
         raises(UnsupportedError, lambda: communicator.all_reduce(cube.transpose(0, 1)), "contiguous()")
         raises(UnsupportedError, lambda: communicator.all_reduce(torch.empty(9, device="meta")), "meta", "CPU")
-        raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(3), torch.empty(4)), "got 4 and 3")
+        raises(ValueError, lambda: communicator.reduce_scatter_single(torch.empty(3), torch.empty(4)), "got 4 and 3")
         raises(UnsupportedError, lambda: communicator.broadcast(cube, 99), "src must be", "got 99")
         parts, elsewhere = torch.ones(world_size), torch.empty(1, device="meta")
-        refused = lambda: communicator.reduce_scatter_tensor(elsewhere, parts)  # noqa: E731
+        refused = lambda: communicator.reduce_scatter_single(elsewhere, parts)  # noqa: E731
         raises(UnsupportedError, refused, "cpu and meta", "one device")
 
 
@@ -211,7 +211,7 @@ def test_ranks_that_sum_different_parameters_are_told_so(group):
     for make in (
         lambda c, names: c.all_reduce(mine(), name=names[0]),
         lambda c, names: c.all_reduce_coalesced([mine(), mine()], names=names),
-        lambda c, names: c.reduce_scatter_tensor(mine(100), mine(100 * world_size), name=names[0]),
+        lambda c, names: c.reduce_scatter_single(mine(100), mine(100 * world_size), name=names[0]),
     ):
         with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
             names = ["key", "query"] if rank == 0 else ["query", "key"]
@@ -247,7 +247,7 @@ def test_negated_views_and_a_name_twice_are_refused(group):
 def test_a_refused_call_is_told_at_once_and_to_the_others_when_they_make_it(group):
     with Communicator(group=group) as communicator:
         if rank == 0:  # whose error must not wait for the others
-            raises(ValueError, lambda: communicator.reduce_scatter_tensor(torch.empty(5), torch.empty(7)))
+            raises(ValueError, lambda: communicator.reduce_scatter_single(torch.empty(5), torch.empty(7)))
         dist.all_reduce(torch.zeros(1))
         raises(MismatchError, lambda: communicator.all_reduce(mine()), "rank 0")
 

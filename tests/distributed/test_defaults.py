@@ -111,8 +111,8 @@ def collectives(group, dtype: torch.dtype, config: dict) -> list[torch.Tensor]:
             communicator.all_reduce(summed, **named)
             communicator.all_reduce(averaged, dist.ReduceOp.AVG, async_op=True, name=f"other {numel}").wait()
             communicator.all_reduce_coalesced(several, names=[f"{numel} a", f"{numel} b"])
-            communicator.reduce_scatter_tensor(part, whole, name=f"part {numel}")
-            communicator.all_gather_into_tensor(whole, part)
+            communicator.reduce_scatter_single(part, whole, name=f"part {numel}")
+            communicator.all_gather_single(whole, part)
             communicator.broadcast(sent, 1)
             results += [summed, averaged, *several, part, whole, sent]
         total = communicator.stats.total
@@ -192,7 +192,7 @@ def test_changes_from_a_baseline(group):
             for _ in range(3):
                 weights += 1e-3
                 whole = torch.empty(world_size * 40_000, **FLOAT32)
-                communicator.all_gather_into_tensor(whole, weights, role="parameter", baseline=baseline)
+                communicator.all_gather_single(whole, weights, role="parameter", baseline=baseline)
                 results.append(whole)
         return results
 

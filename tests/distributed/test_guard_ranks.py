@@ -69,7 +69,7 @@ def test_the_figures_of_an_all_reduce_are_the_true_ones_and_verifying_changes_no
 def test_the_figures_of_a_reduce_scatter_are_the_true_ones(group):
     with communicator(group) as one:
         part = torch.empty(ELEMENTS // world_size)
-        one.reduce_scatter_tensor(part, everyone[rank].clone(), dist.ReduceOp.AVG, name="scattered")
+        one.reduce_scatter_single(part, everyone[rank].clone(), dist.ReduceOp.AVG, name="scattered")
         parts = [torch.empty_like(part) for _ in range(world_size)]
         dist.all_gather(parts, part, group=group)
         require_true(finish_step(one), "scattered", figures(torch.cat(parts), exact / world_size), group)

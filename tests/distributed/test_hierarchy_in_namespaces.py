@@ -44,12 +44,12 @@ def every_collective() -> dict:
         check("average", tensor, exact / world_size)
 
         part = torch.empty(NUMEL // world_size)
-        communicator.reduce_scatter_tensor(part, everyone[rank])
+        communicator.reduce_scatter_single(part, everyone[rank])
         check("reduce_scatter", part, exact[rank * len(part) :][: len(part)], world_size)
 
         gathered = torch.empty(NUMEL)
         parts = [tensor[: len(part)] for tensor in everyone]
-        communicator.all_gather_into_tensor(gathered, parts[rank])
+        communicator.all_gather_single(gathered, parts[rank])
         check("all_gather", gathered, torch.cat(parts))
 
         for src in range(world_size):

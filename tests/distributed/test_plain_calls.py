@@ -121,9 +121,9 @@ def test_sizes_of_large_tensors_that_go_plain(group):
 @ranks(3)
 def test_collectives(group):
     def gather(communicator):
-        communicator.all_gather_into_tensor(torch.ones(SMALL * world_size), torch.ones(SMALL))
+        communicator.all_gather_single(torch.ones(SMALL * world_size), torch.ones(SMALL))
 
-    differing(group, reduce(SMALL * world_size), gather, both("collective", "all_gather_into_tensor", "all_reduce"))
+    differing(group, reduce(SMALL * world_size), gather, both("collective", "all_gather_single", "all_reduce"))
 
 
 @ranks(3)
@@ -196,7 +196,7 @@ def test_what_no_rank_can_send_is_refused_by_name_and_all_go_on(group):
         integers = torch.ones(5, dtype=torch.int32)
         refused(communicator, lambda: reduce(integers, AVG), UnsupportedError, "AVG", "int32")
         whole = torch.ones(5 * world_size, dtype=torch.float64)
-        gather = communicator.all_gather_into_tensor
+        gather = communicator.all_gather_single
         refused(communicator, lambda: gather(whole, torch.ones(5)), UnsupportedError, "float32", "float64")
         refused(communicator, lambda: gather(whole, torch.ones(6)), ValueError, "elements")
 

@@ -59,7 +59,7 @@ def all_reduced(communicator: Communicator, tensor: torch.Tensor) -> torch.Tenso
 def reduce_scattered(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     """The shares of all ranks."""
     share = torch.empty(NUMEL // world_size)
-    communicator.reduce_scatter_tensor(share, tensor, dist.ReduceOp.AVG, parts=PARTS)
+    communicator.reduce_scatter_single(share, tensor, dist.ReduceOp.AVG, parts=PARTS)
     shares = torch.empty(NUMEL)
     dist.all_gather_into_tensor(shares, share)
     return shares
@@ -98,7 +98,7 @@ def test_policies(group):
         same_on_all_ranks(digest(tensor), group)
         share = torch.empty(NUMEL // world_size)
         different = "default and policies[0] and policies[1]"
-        raises(UnsupportedError, lambda: communicator.reduce_scatter_tensor(share, tensor, parts=PARTS), different)
+        raises(UnsupportedError, lambda: communicator.reduce_scatter_single(share, tensor, parts=PARTS), different)
         raises(UnsupportedError, lambda: communicator.all_reduce(tensor), "pass name=")
 
 

@@ -43,8 +43,8 @@ def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
         return _broadcast(plan, nodes, call.root, call.config.quantizer.block_in_effect)
     return {
         "all_reduce": _all_reduce,
-        "reduce_scatter_tensor": _reduce_scatter,
-        "all_gather_into_tensor": _all_gather,
+        "reduce_scatter_single": _reduce_scatter,
+        "all_gather_single": _all_gather,
     }[call.collective](plan, nodes)
 
 
@@ -86,7 +86,7 @@ def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
         return _sum_in_node(plan, nodes, transport, addend, counters)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
-        _run_between_nodes("reduce_scatter_tensor", plan, nodes, transport, codec, own, counters)
+        _run_between_nodes("reduce_scatter_single", plan, nodes, transport, codec, own, counters)
 
     output = Window(plan.output.data, plan.layout.segment(own[nodes.node]).start)
     # Error feedback keeps residuals by rank, and the codec now has the segments in another order.
@@ -105,7 +105,7 @@ def _all_gather(plan: Plan, nodes: Nodes) -> Plan:
         elements = plan.layout.elements(own)
         mine = _buffer("share", plan.output.data, elements.stop - elements.start)
         own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
-        _run_between_nodes("all_gather_into_tensor", plan, nodes, transport, own_codec, own, counters)
+        _run_between_nodes("all_gather_single", plan, nodes, transport, own_codec, own, counters)
         if codec.bypass:
             return
         by_rank = plan.output.data.view(nodes.count * nodes.size, -1)

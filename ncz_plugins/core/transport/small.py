@@ -61,7 +61,7 @@ class SmallCollectives:
         """Whether `start` can carry out this call."""
         n, in_two_rounds = self._world_size, self._in_two_rounds(collective, input)
         nbytes, most = input.nbytes, _MAX_BYTES
-        if in_two_rounds or collective == "reduce_scatter_tensor":
+        if in_two_rounds or collective == "reduce_scatter_single":
             nbytes = -(-nbytes // n)
         if in_two_rounds:
             most = _MAX_TWO_ROUNDS_BYTES
@@ -98,7 +98,7 @@ class SmallCollectives:
         out = own if output is input else _flat(output)
         if collective == "broadcast":
             return GeneratorWork(self._broadcast(own, out, root, comparison, check))
-        if collective == "all_gather_into_tensor":
+        if collective == "all_gather_single":
             return GeneratorWork(self._all_gather(own, out, comparison, check))
         return GeneratorWork(self._reduce(collective, own, out, op, comparison, check))
 

@@ -34,7 +34,7 @@ def test_calls_have_one_signature_only_if_ranks_tell_the_same_of_them():
 
 @pytest.mark.parametrize(
     ("collective", "sent"),
-    [("all_reduce", 1500), ("reduce_scatter_tensor", 750), ("all_gather_into_tensor", 3000), ("broadcast", 750)],
+    [("all_reduce", 1500), ("reduce_scatter_single", 750), ("all_gather_single", 3000), ("broadcast", 750)],
 )
 def test_what_a_plain_collective_sends(collective, sent):
     assert plain_wire_bytes(collective, 1000, 4) == sent
@@ -47,22 +47,22 @@ class Started(PlainCollectives):
         return "all_reduce", arguments
 
     def reduce_scatter_tensor(self, *arguments):
-        return "reduce_scatter_tensor", arguments
+        return "reduce_scatter_single", arguments
 
     def all_gather_into_tensor(self, *arguments):
-        return "all_gather_into_tensor", arguments
+        return "all_gather_single", arguments
 
     def broadcast(self, *arguments):
         return "broadcast", arguments
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast"])
 def test_a_call_starts_the_plain_collective_of_its_name(collective):
     small, large = torch.zeros(2), torch.zeros(4)
     given, result = {
         "all_reduce": (large, large),
-        "reduce_scatter_tensor": (large, small),
-        "all_gather_into_tensor": (small, large),
+        "reduce_scatter_single": (large, small),
+        "all_gather_single": (small, large),
         "broadcast": (large, large),
     }[collective]
     call = Call(collective, given, result, op=dist.ReduceOp.AVG, scale=0.5, root=1)

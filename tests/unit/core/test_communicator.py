@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import play_communicators
 
+from ncz_plugins.core.communicator import Communicator
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError, MismatchError, UnsupportedError
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -18,10 +19,10 @@ def zeros(count: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c: c.reduce_scatter_tensor(zeros(3), zeros(4)), "input must have 1 .ranks. .* got 4 and 3"),
-        (lambda c: c.reduce_scatter_tensor(zeros(4), zeros(3)), "got 3 and 4"),
-        (lambda c: c.all_gather_into_tensor(zeros(3), zeros(4)), "output must have 1 .ranks. .* got 3 and 4"),
-        (lambda c: c.all_gather_into_tensor(zeros(4), zeros(3)), "got 4 and 3"),
+        (lambda c: c.reduce_scatter_single(zeros(3), zeros(4)), "input must have 1 .ranks. .* got 4 and 3"),
+        (lambda c: c.reduce_scatter_single(zeros(4), zeros(3)), "got 3 and 4"),
+        (lambda c: c.all_gather_single(zeros(3), zeros(4)), "output must have 1 .ranks. .* got 3 and 4"),
+        (lambda c: c.all_gather_single(zeros(4), zeros(3)), "got 4 and 3"),
         (lambda c: c.all_reduce(zeros(), parts=SHORT), "parts must have the 4 elements of the tensor, got 3"),
         (lambda c: c.all_reduce(zeros(), parts=LONG), "parts must have the 4 elements of the tensor, got 5"),
         (lambda c: c.all_reduce(zeros(), name="a", parts=FOUR), "name or parts, not both, got name='a'"),
@@ -29,7 +30,7 @@ def zeros(count: int = 4) -> torch.Tensor:
         (lambda c: c.all_reduce(zeros(), name="a", kept_as=SHORT), "kept_as must have the 4 elements .* got 3"),
         (lambda c: c.all_reduce(zeros(), name="a", kept_as=LONG), "kept_as must have the 4 elements .* got 5"),
         (
-            lambda c: c.reduce_scatter_tensor(zeros(), zeros(), name="a", kept_as=LONG),
+            lambda c: c.reduce_scatter_single(zeros(), zeros(), name="a", kept_as=LONG),
             "kept_as must have the 4 elements .* got 5",
         ),
         (lambda c: c.all_reduce_coalesced([]), "at least one tensor, got none"),
@@ -104,14 +105,19 @@ def test_ranks_that_pass_other_lists_of_tensors_are_told_so():
     play_communicators(2, {"transport": {"min_bytes": 0}}, body)
 
 
+def test_the_older_names_of_torch_stay():
+    assert Communicator.reduce_scatter_tensor is Communicator.reduce_scatter_single
+    assert Communicator.all_gather_into_tensor is Communicator.all_gather_single
+
+
 @pytest.mark.parametrize("min_bytes", [0, "1GiB"], ids=["compressed", "plain"])
 def test_the_future_of_a_call_gives_what_the_result_is_in(min_bytes):
     def body(communicator):
         whole, part, gathered = zeros(8), zeros(4), zeros(8)
         for started, output in (
             (communicator.all_reduce(whole, async_op=True), whole),
-            (communicator.reduce_scatter_tensor(part, whole, async_op=True), part),
-            (communicator.all_gather_into_tensor(gathered, part, async_op=True), gathered),
+            (communicator.reduce_scatter_single(part, whole, async_op=True), part),
+            (communicator.all_gather_single(gathered, part, async_op=True), gathered),
             (communicator.broadcast(whole, 1, async_op=True), whole),
         ):
             [result] = started.get_future().wait()

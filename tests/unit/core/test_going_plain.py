@@ -17,7 +17,7 @@ from ncz_plugins.kernels.format import CHUNK
 SCHEDULES = {"ring": ring, "direct": direct}
 MODES = {"rms": 0.25, "rel": 0.01, "range": 0.01}
 FRAMES = 3  # of a segment
-COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast")
+COLLECTIVES = ("all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast")
 
 
 def config_of(mode: str = "rms", value: float | None = None, **quantizer) -> Config:
@@ -43,7 +43,7 @@ def call(
     elif collective == "all_reduce":
         layout, measured, output = Layout.split(numel, n, CHUNK, 0), range(n), flat
         more |= {"addends": n, "schedule": schedule.all_reduce}
-    elif collective == "reduce_scatter_tensor":
+    elif collective == "reduce_scatter_single":
         layout, measured = Layout.of([numel // n] * n, CHUNK), range(n)
         output = Window(tensor[layout.segment(rank)], layout.segment(rank).start)  # in place, as far as that goes
         more |= {"addends": n, "schedule": schedule.reduce_scatter}
@@ -99,8 +99,8 @@ def test_a_call_with_a_nan_goes_plain_and_leaves_everything_as_it_was(schedule, 
     for rank, result in enumerate(results):
         exact = {
             "all_reduce": sum(everyone),
-            "reduce_scatter_tensor": sum(everyone)[rank * part :][:part],
-            "all_gather_into_tensor": torch.cat([each[i * part :][:part] for i, each in enumerate(everyone)]),
+            "reduce_scatter_single": sum(everyone)[rank * part :][:part],
+            "all_gather_single": torch.cat([each[i * part :][:part] for i, each in enumerate(everyone)]),
             "broadcast": everyone[0],
         }[collective]
         finite = ~result.isnan()

@@ -71,8 +71,8 @@ def coalesces(communicator, size: int) -> list[weakref.ref]:
 
 def scatters_and_gathers(communicator, size: int) -> list[weakref.ref]:
     part, whole = torch.ones(size), torch.ones(2 * size)
-    for start in (communicator.reduce_scatter_tensor, communicator.all_gather_into_tensor):
-        given = (part, whole) if start == communicator.reduce_scatter_tensor else (whole, part)
+    for start in (communicator.reduce_scatter_single, communicator.all_gather_single):
+        given = (part, whole) if start == communicator.reduce_scatter_single else (whole, part)
         handle = start(*given, async_op=True)
         handle.get_future().wait()
     return watch(part, whole, handle)

@@ -19,7 +19,8 @@ class Call(Exchange):
     """Exchange by one call with the signature of torch.distributed.
 
     Args:
-        calls: object with all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast.
+        calls: object with all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast, which every
+            version of torch has by these names.
         dtype: dtype that the tensor is cast to before the call, and its result from; None for no cast.
     """
 
@@ -88,7 +89,7 @@ class Ours(Call):
             return super()._all_gather(tensor)
         # A buffer that no other contender uses, as it must still contain the last version.
         whole = self._buffer("weights", tensor.numel() * self.context.world_size, tensor)
-        self._communicator.all_gather_into_tensor(whole, tensor, role="parameter", baseline=self._baseline)
+        self._communicator.all_gather_single(whole, tensor, role="parameter", baseline=self._baseline)
         return whole
 
     def details(self) -> dict[str, Any]:

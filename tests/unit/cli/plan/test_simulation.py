@@ -69,10 +69,10 @@ def real_wire_bytes(ranks: int, collective: str, nbytes: int, schedule: str) -> 
         elif collective == "reduce_scatter":
             output = torch.empty(numel // ranks)
             parts = [ParameterSlice(None, numel)]
-            request = Call("reduce_scatter_tensor", x, output, dist.ReduceOp.SUM, parts=parts)
+            request = Call("reduce_scatter_single", x, output, dist.ReduceOp.SUM, parts=parts)
         else:
             output, own = torch.empty(numel), x[: numel // ranks]
-            request = Call("all_gather_into_tensor", own, output, parts=[ParameterSlice(None, numel)])
+            request = Call("all_gather_single", own, output, parts=[ParameterSlice(None, numel)])
         run_decided(group, request, Host(), transport)
         return training.stats.total.wire_bytes
 

@@ -26,8 +26,8 @@ def test_calls_in_and_out_of_inference_mode_take_turns(numel, async_op):
                 handles = [
                     communicator.all_reduce(reduced, async_op=async_op, name="reduced"),
                     communicator.all_reduce_coalesced(listed, async_op=async_op, names=["first", "second"]),
-                    communicator.reduce_scatter_tensor(part, own.repeat(n), async_op=async_op, name="scattered"),
-                    communicator.all_gather_into_tensor(whole, own, async_op=async_op, name="gathered"),
+                    communicator.reduce_scatter_single(part, own.repeat(n), async_op=async_op, name="scattered"),
+                    communicator.all_gather_single(whole, own, async_op=async_op, name="gathered"),
                     communicator.broadcast(sent, 1, async_op=async_op, name="sent"),
                 ]
                 if async_op:

@@ -99,10 +99,10 @@ def test_reduce_scatter_and_all_gather_are_an_all_reduce_in_two(world_size, part
         n = transport.world_size
         ours = collectives(transport)
         whole, own = values(transport.rank, n * part), torch.empty(part)
-        request = Call("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, n * part)])
+        request = Call("reduce_scatter_single", whole, own, SUM, parts=[ParameterSlice(None, n * part)])
         run_decided(ours, request, Host(), transport)
         gathered = torch.empty(n * part)
-        request = Call("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, n * part)])
+        request = Call("all_gather_single", own, gathered, parts=[ParameterSlice(None, n * part)])
         run_decided(ours, request, Host(), transport)
         return own, gathered
 
@@ -228,7 +228,7 @@ def test_the_random_numbers_of_ranks_and_batches_are_their_own():
         reduced(transport, summed, ours=ours)
         ours, gathered = collectives(transport, kind="stochastic"), torch.empty(4 * RATE_BLOCK)
         parts = [ParameterSlice(None, gathered.numel())]
-        request = Call("all_gather_into_tensor", alike[:RATE_BLOCK], gathered, parts=parts)
+        request = Call("all_gather_single", alike[:RATE_BLOCK], gathered, parts=parts)
         run_decided(ours, request, Host(), transport)
         return summed, gathered
 
@@ -252,8 +252,8 @@ def test_only_what_goes_between_nodes_is_compressed(ranks, way):
         gathered, sent = torch.empty(world_size * 300), values(transport.rank, 700)
         ours = collectives(transport, nodes)
         for request in (
-            Call("reduce_scatter_tensor", part, own, SUM, parts=[ParameterSlice(None, part.numel())]),
-            Call("all_gather_into_tensor", own, gathered, parts=[ParameterSlice(None, part.numel())]),
+            Call("reduce_scatter_single", part, own, SUM, parts=[ParameterSlice(None, part.numel())]),
+            Call("all_gather_single", own, gathered, parts=[ParameterSlice(None, part.numel())]),
             Call("broadcast", sent, sent, root=3, parts=[ParameterSlice(None, 700)]),
         ):
             run_decided(ours, request, Host(), transport)
@@ -313,8 +313,8 @@ def test_bytes_of_three_ranks_are_known_beforehand():
 
         return (
             more("all_reduce", 1, 1, op=SUM),
-            more("reduce_scatter_tensor", 1, 3, op=SUM),
-            more("all_gather_into_tensor", 3, 1),
+            more("reduce_scatter_single", 1, 3, op=SUM),
+            more("all_gather_single", 3, 1),
             more("broadcast", 1, 1),
         )
 
@@ -357,7 +357,7 @@ def test_batches_change_no_bit(world_size, monkeypatch):
         summed, whole = values(transport.rank, world_size * part), values(transport.rank, world_size * part)
         reduced(transport, summed)
         own = torch.empty(part)
-        request = Call("reduce_scatter_tensor", whole, own, SUM, parts=[ParameterSlice(None, whole.numel())])
+        request = Call("reduce_scatter_single", whole, own, SUM, parts=[ParameterSlice(None, whole.numel())])
         ours = collectives(transport)
         run_decided(ours, request, Host(), transport)
         return torch.cat([summed, own])
@@ -400,8 +400,8 @@ def test_waiting_for_others_is_counted_as_such(world_size):
         found = []
         for request in (
             Call("all_reduce", whole, whole, SUM, parts=all_of_it),
-            Call("reduce_scatter_tensor", whole, part, SUM, parts=all_of_it),
-            Call("all_gather_into_tensor", part, torch.empty(n * RATE_BLOCK), parts=all_of_it),
+            Call("reduce_scatter_single", whole, part, SUM, parts=all_of_it),
+            Call("all_gather_single", part, torch.empty(n * RATE_BLOCK), parts=all_of_it),
             Call("broadcast", whole, whole, root=0, parts=all_of_it),
         ):
             ours, transport.plain = collectives(transport), Slow(plain := transport.plain)

@@ -123,7 +123,7 @@ def test_reduce_scatter(schedule, shape, name):
         given = whole.clone()
         output = torch.full((part,), float("nan"))
         call = planned(
-            "reduce_scatter_tensor",
+            "reduce_scatter_single",
             config,
             layout,
             Window(whole),
@@ -160,7 +160,7 @@ def test_all_gather(schedule, shape, name):
         own = output[layout.segment(rank)]  # the input may be a part of the output
         own.copy_(values(rank, part))
         call = planned(
-            "all_gather_into_tensor",
+            "all_gather_single",
             config,
             layout,
             Window(own, layout.segment(rank).start),
@@ -312,12 +312,12 @@ class FoundHopeless(Codec):
         pass
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather_into_tensor", "broadcast"])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather_single", "broadcast"])
 def test_nothing_is_shared_in_a_node_once_the_call_must_go_plain(collective):
     """The output may hold what the plain call is about to send, on each rank its own."""
     layout = Layout.of([10] * 4, CHUNK)
     whole = Window(torch.arange(40.0))
-    source = Window(whole.data[:10]) if collective == "all_gather_into_tensor" else whole
+    source = Window(whole.data[:10]) if collective == "all_gather_single" else whole
     call = planned(
         collective, CONFIGS["nearest"], layout, source, whole, range(4), lambda *_, **root: None, never_plain
     )
@@ -390,7 +390,7 @@ def test_the_random_numbers_of_ranks_and_pieces_are_their_own():
 
 
 @pytest.mark.parametrize("shape", ["2x2", "2x3"])
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_single"])
 def test_errors_of_nodes_that_hold_alike_cancel(shape, collective):
     """Both nodes hold half a step, and where one of them rounds up the other one rounds down."""
     config = Config(quantizer={"kind": "stochastic", "mode": "abs", "value": 0.5})
@@ -400,7 +400,7 @@ def test_errors_of_nodes_that_hold_alike_cancel(shape, collective):
     def body(transport):
         tensor = torch.full((numel,), 0.5 / world_size)
         call = sum_of(tensor, transport, config, ring)
-        if collective == "reduce_scatter_tensor":
+        if collective == "reduce_scatter_single":
             layout = equal_parts(CHUNK, transport)
             here = layout.segment(transport.rank)
             output = Window(tensor.new_empty(CHUNK), here.start)
@@ -417,7 +417,7 @@ def test_errors_of_nodes_that_hold_alike_cancel(shape, collective):
         assert (out - 0.5).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_tensor"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter_single"])
 def test_what_overflows_is_told_by_sums_of_nodes(collective):
     """Twice 20,000 is a float16, and four times that would be none."""
     config = CONFIGS["nearest"]
@@ -425,7 +425,7 @@ def test_what_overflows_is_told_by_sums_of_nodes(collective):
     def body(transport):
         tensor = torch.full((4 * CHUNK,), 10_000.0, dtype=torch.float16)
         call = sum_of(tensor, transport, Config(quantizer={"mode": "rel", "value": 0.01}), ring)
-        if collective == "reduce_scatter_tensor":
+        if collective == "reduce_scatter_single":
             layout = equal_parts(CHUNK, transport)
             output = Window(tensor.new_empty(CHUNK), layout.segment(transport.rank).start)
             call = replanned(
@@ -494,7 +494,7 @@ def test_what_a_reduce_scatter_loses_is_kept_under_the_right_names():
         layout = equal_parts(part, transport)
         output = Window(torch.empty(part), layout.segment(transport.rank).start)
         scatter, feedback = ring.reduce_scatter, Feedback(residuals, names)
-        call = planned("reduce_scatter_tensor", config, layout, Window(whole), output, range(4), scatter, never_plain)
+        call = planned("reduce_scatter_single", config, layout, Window(whole), output, range(4), scatter, never_plain)
         go(transport, "2x2", config, replanned(call, addends=4, addend=transport.rank, feedback=feedback))
         return residuals.by_name
 

@@ -132,7 +132,7 @@ def test_reduce_scatter_gives_each_rank_its_part(schedule, world_size, part, con
         go(
             transport,
             config,
-            collective="reduce_scatter_tensor",
+            collective="reduce_scatter_single",
             layout=layout,
             source=Window(values(transport.rank, part * world_size)),
             output=Window(output, layout.segment(transport.rank).start),
@@ -159,7 +159,7 @@ def test_all_gather_gives_everyone_every_part(schedule, world_size, part, config
         go(
             transport,
             config,
-            collective="all_gather_into_tensor",
+            collective="all_gather_single",
             layout=layout,
             source=Window(values(transport.rank, part), layout.segment(transport.rank).start),
             output=Window(output),
@@ -550,7 +550,7 @@ def test_the_owner_of_a_segment_adds_codes_and_makes_no_frame_of_them():
         counters = go(
             transport,
             CONFIG,
-            collective="reduce_scatter_tensor",
+            collective="reduce_scatter_single",
             layout=layout,
             source=Window(values(transport.rank, 3 * part)),
             output=Window(torch.empty(part), layout.segment(transport.rank).start),
@@ -599,7 +599,7 @@ def test_damage_that_the_second_thread_finds_is_raised():
                 transport,
                 CONFIG,
                 device=Host(two_threads=True),
-                collective="all_gather_into_tensor",
+                collective="all_gather_single",
                 layout=Layout.of([4 * CHUNK] * 2, CHUNK),
                 source=Window(tensor[: 4 * CHUNK], transport.rank * 4 * CHUNK),
                 output=Window(tensor),

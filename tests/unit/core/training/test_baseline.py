@@ -54,7 +54,7 @@ class Rank:
         before = self.total.wire_bytes
         given = self.own.clone() if apart else self.own
         parts = [ParameterSlice(None, self.weights.numel())]
-        self.run(Call("all_gather_into_tensor", given, self.weights, role="parameter", parts=parts,
+        self.run(Call("all_gather_single", given, self.weights, role="parameter", parts=parts,
                          baseline=baseline or self.baseline))  # fmt: skip
         return self.total.wire_bytes - before
 
@@ -226,7 +226,7 @@ def test_ranks_must_agree_on_whether_there_is_a_baseline():
     def body(transport):
         rank = Rank(transport)
         request = Call(
-            "all_gather_into_tensor",
+            "all_gather_single",
             rank.own,
             rank.weights,
             role="parameter",

@@ -55,7 +55,7 @@ def test_reductions_are_right_and_alike_on_all_ranks(world_size, op, dtype):
             results.append(tensor)
             parts = values(transport.rank, length * world_size, dtype)
             part = torch.empty(length, dtype=dtype)
-            run(transport, "reduce_scatter_tensor", parts, part, op)
+            run(transport, "reduce_scatter_single", parts, part, op)
             results.append(part)
         return results
 
@@ -89,7 +89,7 @@ def test_values_are_moved_unchanged(world_size, dtype):
 
     def body(transport):
         gathered = torch.empty(1009 * world_size, dtype=dtype)
-        run(transport, "all_gather_into_tensor", everyone[transport.rank], gathered)
+        run(transport, "all_gather_single", everyone[transport.rank], gathered)
         from_last = everyone[transport.rank].clone()
         run(transport, "broadcast", from_last, from_last, root=world_size - 1)
         return gathered, from_last
@@ -104,9 +104,9 @@ def test_what_goes_in_may_be_part_of_what_comes_out():
         parts = torch.arange(30.0).view(3, 10)
         gathered = torch.zeros(3, 10)
         gathered[transport.rank] = parts[transport.rank]
-        run(transport, "all_gather_into_tensor", gathered[transport.rank], gathered)
+        run(transport, "all_gather_single", gathered[transport.rank], gathered)
         assert torch.equal(gathered, parts)
-        run(transport, "reduce_scatter_tensor", gathered, gathered[transport.rank], dist.ReduceOp.SUM)
+        run(transport, "reduce_scatter_single", gathered, gathered[transport.rank], dist.ReduceOp.SUM)
         assert torch.equal(gathered[transport.rank], 3 * parts[transport.rank])
 
     play(3, body)
@@ -115,7 +115,7 @@ def test_what_goes_in_may_be_part_of_what_comes_out():
 def test_what_goes_in_may_overlap_what_comes_out():
     def body(transport):
         memory = torch.arange(10_001.0)
-        run(transport, "reduce_scatter_tensor", memory[:10_000], memory[1:5001], dist.ReduceOp.SUM)
+        run(transport, "reduce_scatter_single", memory[:10_000], memory[1:5001], dist.ReduceOp.SUM)
         return memory[1:5001]
 
     first, second = play(2, body)
@@ -125,7 +125,7 @@ def test_what_goes_in_may_overlap_what_comes_out():
 def test_what_goes_in_may_lie_where_the_values_of_another_rank_go():
     def body(transport):
         gathered = torch.full((3, 10), float(transport.rank))
-        run(transport, "all_gather_into_tensor", gathered[(transport.rank + 1) % 3], gathered)
+        run(transport, "all_gather_single", gathered[(transport.rank + 1) % 3], gathered)
         return gathered[:, 0].tolist()
 
     assert play(3, body) == [[0.0, 1.0, 2.0]] * 3
@@ -137,7 +137,7 @@ def test_a_part_may_be_formed_where_those_of_other_ranks_still_have_to_leave(wor
     def body(transport):
         tensor = values(transport.rank, length * world_size)
         part = tensor[length // 2 :][:length]
-        run(transport, "reduce_scatter_tensor", tensor, part, dist.ReduceOp.SUM)
+        run(transport, "reduce_scatter_single", tensor, part, dist.ReduceOp.SUM)
         return part
 
     whole = exact(dist.ReduceOp.SUM, [values(rank, length * world_size) for rank in range(world_size)])
@@ -207,7 +207,7 @@ def test_ranks_that_differ_are_told_before_a_value_is_looked_at(elements):
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in play(2, body))
 
 
-@pytest.mark.parametrize("collective", ["broadcast", "all_gather_into_tensor"])
+@pytest.mark.parametrize("collective", ["broadcast", "all_gather_single"])
 def test_what_other_calls_send_is_not_put_into_place(collective):
     def body(transport):
         tensor, output = torch.full((5,), 1.0 + transport.rank), torch.zeros(10)
@@ -223,11 +223,11 @@ def test_what_other_calls_send_is_not_put_into_place(collective):
     assert play(2, body) == [wanted] * 2
 
 
-@pytest.mark.parametrize("collective", ["broadcast", "all_gather_into_tensor", "all_reduce"])
+@pytest.mark.parametrize("collective", ["broadcast", "all_gather_single", "all_reduce"])
 def test_values_of_another_size_are_an_error_although_the_calls_are_said_to_be_the_same(collective):
     def body(transport):
         tensor = torch.ones(5 + transport.rank)
-        output = torch.zeros(2 * tensor.numel()) if collective == "all_gather_into_tensor" else tensor
+        output = torch.zeros(2 * tensor.numel()) if collective == "all_gather_single" else tensor
         op = dist.ReduceOp.SUM if collective == "all_reduce" else None
         if collective == "broadcast" and transport.rank == 0:  # which gets nothing
             return run(transport, collective, tensor, output)
@@ -244,9 +244,9 @@ def test_values_of_another_size_are_an_error_although_the_calls_are_said_to_be_t
         ("all_reduce", (6 << 20) + 4, False),
         ("broadcast", 128 << 10, True),
         ("broadcast", (128 << 10) + 4, False),
-        ("all_gather_into_tensor", 8 << 20, True),
-        ("all_gather_into_tensor", (8 << 20) + 4, False),
-        ("reduce_scatter_tensor", 24 << 20, True),
+        ("all_gather_single", 8 << 20, True),
+        ("all_gather_single", (8 << 20) + 4, False),
+        ("reduce_scatter_single", 24 << 20, True),
     ],
 )
 def test_what_is_small(collective, nbytes, served):
