@@ -219,8 +219,10 @@ class WeightSync:
 
     @property
     def _device(self) -> torch.device:
-        """Where the group's collectives want tensors."""
-        return torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        """Where the group's collectives want tensors: in host memory if they take them there."""
+        if "cpu:" in dist.get_backend_config(self._group):
+            return torch.device("cpu")
+        return getattr(self._group, "bound_device_id", None) or torch.device("cuda")
 
 
 def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
