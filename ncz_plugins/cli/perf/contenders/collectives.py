@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -103,15 +104,17 @@ class OverNccl(Call):
     """Exchange by a plain call over NCCL, on this rank's GPU."""
 
     def __init__(self, context: Context):
+        # The GPU that a ProcessGroupNCCL2 takes: see `nccl_classes`.
+        self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         self._group = dist.new_group(dist.get_process_group_ranks(context.group), backend="nccl")
         super().__init__(context, _of_torch(self._group))
 
     def load(self, tensor: Tensor) -> None:
-        super().load(tensor.to("cuda"))
+        super().load(tensor.to(self._device))
 
     def run(self) -> Tensor:
         result = super().run()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         return result
 
     def close(self) -> None:
