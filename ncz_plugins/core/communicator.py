@@ -31,6 +31,7 @@ from .transport.connections import timeout_of
 from .transport.groups import require_group
 from .transport.handshake import compare_ranks, meet
 from .transport.intra_node import with_memory
+from .transport.nccl_classes import nccl_class_of
 from .transport.plain import TorchCollectives
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes, find_places
@@ -130,7 +131,8 @@ class Communicator:
             channels = MOST_CONNECTIONS if measures_link else 1
         else:
             nccl_groups = channels
-        routes = Routes(store, self.rank, self.world_size, timeout, channels, nccl_groups)
+        nccl = nccl_groups, nccl_class_of(self.group)
+        routes = Routes(store, self.rank, self.world_size, timeout, channels, *nccl)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)

@@ -23,6 +23,7 @@ from .runtime.handle import Handle
 from .runtime.stream import CallStream, StreamHandle, require_capturable
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
+from .transport.nccl_classes import is_nccl
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 
 
@@ -179,7 +180,7 @@ class GpuCalls:
     def _fixed_rate_transport(self) -> CollectiveTransport:
         """The user's own NCCL group, or ours where the user's is another kind."""
         backend = self._user_group._get_backend(self._device)
-        if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+        if is_nccl(backend):
             return GroupTransport(self._group.rank, self._group.world_size, TorchCollectives(lambda: backend))
         return self._calls.routes.of(self._device).transport
 

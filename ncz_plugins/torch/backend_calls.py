@@ -59,6 +59,7 @@ class BackendCalls:
         self.training = Training(_configured())
         roles.of_group("")  # raises ConfigError
         if torch.cuda.is_available() and dist.is_nccl_available():
+            # Not a ProcessGroupNCCL2, which would have to know its GPU here. This class sees it by the first tensor.
             nccl_store = dist.PrefixStore("nccl", store)
             nccl = dist.ProcessGroupNCCL(nccl_store, rank, size, private.nccl_options(timeout))
             private.register_backend(self._plain, "cuda", types.NCCL, nccl)

@@ -9,7 +9,8 @@ in the source of 2.14.1. A version in brackets: the name exists from that versio
     distributed_c10d                 _resolve_process_group
     torch._C._distributed_c10d       Backend [to inherit from: from 2.14], its Options._timeout;
                                      backend.py overrides _get_sequence_number_for_group
-    ProcessGroupNCCL.Options         _timeout
+    ProcessGroupNCCL                 _set_default_timeout; its Options._timeout, Options.lazy_init [from 2.15]
+    ProcessGroupNCCL2 [from 2.14]    the device in its constructor [from 2.15], without a GPU
     torch._C                         _current_graph_task_id, _autograd._top_saved_tensors_default_hooks
     torch.utils.checkpoint           _recomputation_hook
     torch.autograd.Variable          _execution_engine.queue_callback

@@ -5,6 +5,7 @@ The interface, and its implementations:
 - base.py: the interface of all transports.
 - gloo.py: the transport of tensors in host memory.
 - nccl.py: the transport of tensors on a GPU.
+- nccl_classes.py: torch's classes of NCCL groups.
 - routes.py: the transport and device for the tensors on each torch device.
 
 Connections:

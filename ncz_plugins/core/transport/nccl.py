@@ -29,6 +29,7 @@ from .base import FrameStream, Tag, Transport, Work, peer_errors, replace_by_lar
 from .comparison import RankComparison
 from .connections import Connections
 from .forecast import Forecasts
+from .nccl_classes import make_nccl_group, set_timeout
 from .striped import StripedCollectives
 
 _GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
@@ -40,13 +41,19 @@ _WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # leave the process and the group as they are
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # do not wait for a dump of the operations
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # with "1" a ProcessGroupNCCL2 has no watchdog, which finds its errors
 }
 _WATCHDOG_GRACE = timedelta(minutes=1)  # the watchdog's time-out is longer than ours
 _ABORT_WITHIN = timedelta(seconds=10)
 
 
 def open_nccl(
-    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    nccl_class: type | None = None,
 ) -> dist.ProcessGroup:
     """A new NCCL process group between ranks that meet at `store`. All of them must call this.
 
@@ -54,17 +61,16 @@ def open_nccl(
         store: a store that nothing else uses under the same prefix.
         device: this rank's GPU.
         timeout: how long to wait for a peer, when connecting and in each operation.
+        nccl_class: see `make_nccl_group`.
 
     Raises UnsupportedError if torch has no NCCL, and PeerError if the other ranks don't come.
     """
     if not dist.is_nccl_available():
         raise UnsupportedError("torch was built without NCCL, which carries compressed CUDA tensors")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout + _WATCHDOG_GRACE
-    options.is_high_priority_stream = True
+    watchdog_timeout = 2 * timeout + _WATCHDOG_GRACE
     with peer_errors("connecting to the other GPUs"):
         with _environment(_WATCHDOG):
-            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            group = make_nccl_group(nccl_class, store, rank, world_size, device, watchdog_timeout)
         keep_in_forks(group)
         # NCCL connects in the first operation, which needs all ranks. A broadcast's first send would not do.
         group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
@@ -180,14 +186,15 @@ class NcclTransport(Transport):
     def abort(self, error: BaseException) -> None:
         groups = self._take_groups()
         for group in groups:
-            group._set_default_timeout(_ABORT_WITHIN)  # now the time-out of aborting
-        # Abort all groups at the same time: aborting one may wait for kernels of the others.
+            set_timeout(group, _ABORT_WITHIN)  # now the time-out of aborting
+        # Abort all groups at the same time: aborting one may wait for kernels of the others. Not on this thread, as a
+        # ProcessGroupNCCL2 waits for them without a limit.
         workers: list[Worker] = []
         with suppress(RuntimeError):  # an interpreter that ends starts no threads: then abort one after another
-            for group in groups[1:]:
+            for group in groups:
                 workers.append(Worker("ncz-abort"))
                 workers[-1].submit(group.abort)
-        for group in groups[:1] + groups[1 + len(workers) :]:
+        for group in groups[len(workers) :]:
             with suppress(RuntimeError):  # the error that came before it matters more
                 group.abort()
         deadline = time.monotonic() + _ABORT_WITHIN.total_seconds()

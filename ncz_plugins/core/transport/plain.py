@@ -19,6 +19,7 @@ from torch.futures import Future
 from ..errors import PeerError, fresh, without_frames
 from ..runtime.handle import Handle, seconds_of
 from .base import PlainCollectives, Tag, Work, peer_errors
+from .nccl_classes import is_nccl
 
 
 class TorchCollectives(PlainCollectives):
@@ -68,7 +69,7 @@ class TorchCollectives(PlainCollectives):
         Args:
             tag: number that only these messages between the ranks have.
         """
-        fused = dist.is_nccl_available() and isinstance(self._group(), dist.ProcessGroupNCCL)
+        fused = is_nccl(self._group())
         if fused:
             self._group()._start_coalescing()
         works = [self._track(self._group().send([tensor], rank, tag)) for rank, tensor in sends]

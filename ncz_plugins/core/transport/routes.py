@@ -38,6 +38,7 @@ class Routes:
         timeout: how long to wait for a peer, when connecting and in each operation.
         channels: see `Connections`.
         nccl_groups: NCCL groups for large gathers, unless `Transport.use_groups` changes it.
+        nccl_class: the class of these groups, see `make_nccl_group`.
 
     Raises UnsupportedError if torch has no gloo, and PeerError if the other ranks don't come.
     """
@@ -50,9 +51,11 @@ class Routes:
         timeout: timedelta,
         channels: int = 1,
         nccl_groups: int = 1,
+        nccl_class: type | None = None,
     ):
         self._store = store
         self._nccl_groups = min(nccl_groups, MOST_GROUPS)
+        self._nccl_class = nccl_class
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -72,14 +75,14 @@ class Routes:
             raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-            rank, world_size, timeout = self._rank, self._world_size, self._timeout
+            place, settings = (self._rank, self._world_size), (device, self._timeout, self._nccl_class)
 
             # Does not refer to this object: the transport would keep it, and all connections open.
             def open_group(number: int) -> dist.ProcessGroup:
-                return open_nccl(dist.PrefixStore(f"group {number}", store), rank, world_size, device, timeout)
+                return open_nccl(dist.PrefixStore(f"group {number}", store), *place, *settings)
 
             groups = [open_group(number) for number in range(self._nccl_groups)]
-            gpu = Gpu(device, timeout, lambda: require_healthy(groups))
+            gpu = Gpu(device, self._timeout, lambda: require_healthy(groups))
             self._routes[device] = Route(gpu, NcclTransport(self._connections, groups, device, open_group))
         return self._routes[device]
 
