@@ -1,6 +1,7 @@
 """Runs everything for a machine with a GPU: one command, about 8 minutes at most, no network.
 
     make gpu        or, where torch, CuPy, pytest and hypothesis are installed:  python benchmarks/gpu.py [--out FOLDER]
+    TORCH_DIST_USE_NCCL2=0 make gpu        with the NCCL groups of torch before 2.15
 
 Builds the native library if it is missing, because the tests compare results with it. Then runs, each for a limited
 time: the compiler, so that no rank has to wait for it; the speed of the kernels; all_reduce over NCCL between processes
@@ -199,6 +200,7 @@ def main():
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "TORCH_DIST_USE_NCCL2": os.environ.get("TORCH_DIST_USE_NCCL2"),  # which class of groups "nccl" is
         "cupy": machine.report()["packages"]["cupy"],
         "python": platform.python_version(),
         "command": "python benchmarks/gpu.py",

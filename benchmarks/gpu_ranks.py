@@ -31,6 +31,7 @@ from rich.table import Table
 
 import ncz_plugins
 from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
+from ncz_plugins.core.transport.nccl_classes import nccl_class_of
 from ncz_plugins.kernels.format import CHUNK, RATE_BLOCK, SCALE_BLOCK, packed_bytes
 
 MIB = 1 << 20
@@ -122,6 +123,8 @@ def rank_main(arguments) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     rank, rows = dist.get_rank(), []
+    if on_gpu and rank == 0:
+        print(f'"nccl" is a {nccl_class_of(dist.group.WORLD).__name__}', flush=True)
     communicators = {name: ncz_plugins.Communicator(settings) for name, settings in SETTINGS.items()}
     for name_of_dtype, mib in product(arguments.dtypes, arguments.mib):
         dtype = getattr(torch, name_of_dtype)

@@ -22,8 +22,8 @@ def torch_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
 
 
 def hosts_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """As if every rank had a host of its own: several may then share one GPU."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    """As if every rank had a host of its own: several may then share its first GPU, which LOCAL_RANK names."""
+    numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks}
     return {name: str(number) for name, number in numbers.items()} | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
