@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber
+from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber, WeightSync
 
 
 def versions(count: int) -> list[dict[str, torch.Tensor]]:
@@ -190,3 +191,15 @@ def test_workers_that_are_fewer_versions_behind_than_are_kept_get_changes(keep):
 def test_how_many_versions_are_kept(keep):
     with pytest.raises(ValueError, match="keep"):
         WeightPublisher(keep)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("gloo", "cpu"), ("cpu:gloo,cuda:gloo", "cpu"), ("cuda:gloo", "cuda")]
+)
+def test_tensors_are_where_the_group_takes_them(backends, device):
+    """On a GPU only if nothing serves the CPU, as with "nccl", "nccl2" and "nccl-legacy"."""
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert WeightSync()._device.type == device
+    finally:
+        dist.destroy_process_group()
