@@ -171,9 +171,9 @@ class Call:
             case "all_reduce":
                 return plain.all_reduce(self.output, self.op, self.scale)
             case "reduce_scatter_single":
-                return plain.reduce_scatter_tensor(self.output, self.input, self.op)
+                return plain.reduce_scatter_single(self.output, self.input, self.op)
             case "all_gather_single":
-                return plain.all_gather_into_tensor(self.output, self.input)
+                return plain.all_gather_single(self.output, self.input)
             case _:
                 return plain.broadcast(self.output, self.root)
 

@@ -208,7 +208,7 @@ class HorovodCollectives(PlainCollectives):
         handle = hvd.alltoall_async(input, splits, name=name, process_set=self._process_set)
         return _HorovodWork(handle, output, lambda received: received[0])
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Work:
         self._operations += 1
         name = f"{self._name}.{self._operations}"
         handle = hvd.allgather_async(input, name=name, process_set=self._process_set)

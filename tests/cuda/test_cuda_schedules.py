@@ -506,7 +506,7 @@ def test_bytes_are_those_that_a_rank_sends():
 
 @pytest.mark.parametrize("when", ["lengths", "start", "wait"])
 def test_a_peer_that_is_gone_is_told(when, monkeypatch):
-    gather = StripedCollectives.all_gather_into_tensor
+    gather = StripedCollectives.all_gather_single
 
     def fail(*_):
         raise RuntimeError("Connection closed by peer")
@@ -524,7 +524,7 @@ def test_a_peer_that_is_gone_is_told(when, monkeypatch):
     if when == "lengths":
         monkeypatch.setattr(padded, "replace_by_largest", fail)
     else:
-        monkeypatch.setattr(StripedCollectives, "all_gather_into_tensor", fail_with_frames)
+        monkeypatch.setattr(StripedCollectives, "all_gather_single", fail_with_frames)
     play(2, body, "rounds")
 
 

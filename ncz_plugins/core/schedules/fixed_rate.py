@@ -55,7 +55,7 @@ def all_reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: 
     gathers = []
     for batch, sums in _summed(transport, codec, rows, magnitudes, counters):
         gathered = sums.new_empty(n * sums.numel())
-        gathers.append((batch, gathered, transport.plain.all_gather_into_tensor(gathered, sums), sums))
+        gathers.append((batch, gathered, transport.plain.all_gather_single(gathered, sums), sums))
         counters.wire_bytes += (n - 1) * sums.nbytes
 
     for batch, gathered, work, _ in gathers:
@@ -71,7 +71,7 @@ def _all_reduce_of_two(
     for batch in _batches(rows, codec.bits, magnitudes.is_cuda):
         packed = codec.pack(batch, magnitudes)
         gathered = packed.new_empty(2 * packed.numel())
-        gathers.append((batch, gathered, transport.plain.all_gather_into_tensor(gathered, packed), packed))
+        gathers.append((batch, gathered, transport.plain.all_gather_single(gathered, packed), packed))
         counters.wire_bytes += packed.nbytes
     for batch, gathered, work, _ in gathers:
         _wait(work, gathered, counters)
@@ -87,7 +87,7 @@ def all_gather(transport: CollectiveTransport, codec: FixedRateCodec, counters: 
     gathered = []
     for tensor in (own_magnitudes, packed):
         together = tensor.new_empty(n * tensor.numel())
-        gathered.append((together, transport.plain.all_gather_into_tensor(together, tensor)))
+        gathered.append((together, transport.plain.all_gather_single(together, tensor)))
         counters.wire_bytes += (n - 1) * tensor.nbytes
     (magnitudes, first), (codes, second) = gathered
     _wait(first, magnitudes, counters)

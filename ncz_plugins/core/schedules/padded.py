@@ -64,7 +64,7 @@ def _run(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) 
         for number, memory in frames.encoded():
             gathered = memory.new_empty(2 * memory.numel())
             with span("send", memory.nbytes), peer_errors("exchanging frames"):
-                gathers.append((number, gathered, transport.plain.all_gather_into_tensor(gathered, memory)))
+                gathers.append((number, gathered, transport.plain.all_gather_single(gathered, memory)))
             counters.wire_bytes += memory.nbytes
         for number, gathered, work in gathers:
             with peer_errors("exchanging frames"):

@@ -155,13 +155,13 @@ class PlainCollectives(ABC):
             scale: factor for the result.
         """
 
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
         """Write part `rank` of the sum of `input` over ranks to `output`, which has 1 / world_size of its elements."""
-        raise self._missing("reduce_scatter_tensor")
+        raise self._missing("reduce_scatter_single")
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Work:
         """Write every rank's `input` to `output`, in rank order. `output` has world_size times as many elements."""
-        raise self._missing("all_gather_into_tensor")
+        raise self._missing("all_gather_single")
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
         """Send part i of world_size equal parts of `input` to rank i, and receive part i of `output` from rank i."""
@@ -211,7 +211,7 @@ def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters:
     if n == 2:
         gathered = tensor.new_empty(2, tensor.numel())
         # As bytes, since not every library gathers every dtype.
-        transport.plain.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), tensor.view(torch.uint8)).wait()
+        transport.plain.all_gather_single(gathered.view(-1).view(torch.uint8), tensor.view(torch.uint8)).wait()
         torch.maximum(*gathered, out=tensor)
     else:
         transport.plain.all_reduce(tensor, dist.ReduceOp.MAX).wait()

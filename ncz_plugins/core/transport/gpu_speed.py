@@ -82,7 +82,7 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
     # Double the number of groups as long as that makes gathers faster. All ranks see the same times.
     groups, seconds, count = 1, 0.0, 1
     while count <= MOST_GROUPS and transport.use_groups(count) == count:
-        taken = _seconds_of(transport.plain.all_gather_into_tensor, (gathered, own), device, transport, where)
+        taken = _seconds_of(transport.plain.all_gather_single, (gathered, own), device, transport, where)
         if count > 1 and _MIN_SPEEDUP * taken > seconds:
             break
         groups, seconds, count = count, taken, 2 * count

@@ -408,7 +408,7 @@ class _Rounds:
         mine = gathered[self._rank * length :][:length]
         mine[: own.numel()] = own
         mine[own.numel() :] = 0  # do not send what was in this memory before
-        work = self._plain.all_gather_into_tensor(gathered, mine)
+        work = self._plain.all_gather_single(gathered, mine)
         for stream, _ in sends:
             stream.sent(work, mine)
         for stream, size in zip(receives, sizes):

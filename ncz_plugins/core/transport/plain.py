@@ -42,13 +42,13 @@ class TorchCollectives(PlainCollectives):
         work = self._track(self._group().allreduce([tensor], options))
         return work if divisor == 1 else _DividedWork(work, tensor, divisor)
 
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
         options = dist.ReduceScatterOptions()
         options.reduceOp, divisor = self._without_average(op, input)
         work = self._track(self._group()._reduce_scatter_base(output, input, options))
         return work if divisor == 1 else _DividedWork(work, output, divisor)
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Work:
         return self._track(self._group()._allgather_base(output, input))
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:

@@ -31,10 +31,10 @@ class StripedCollectives(TorchCollectives):
         super().__init__(lambda: groups()[0])
         self._groups = groups
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Work:
         groups = self._groups()
         if len(groups) == 1 or input.nbytes < STRIPED_BYTES:
-            return super().all_gather_into_tensor(output, input)
+            return super().all_gather_single(output, input)
         return GeneratorWork(_gather_in_stripes(groups, output, input))
 
 

@@ -37,14 +37,14 @@ class SubsetCollectives(PlainCollectives):
         padded = F.pad(tensor, (0, -tensor.numel() % n))
         received = torch.empty_like(padded)
         self.all_to_all_single(received, padded).wait()
-        self.all_gather_into_tensor(padded, received.view(n, -1).amax(0)).wait()
+        self.all_gather_single(padded, received.view(n, -1).amax(0)).wait()
         return _Messages([], lambda: tensor.copy_(padded[: tensor.numel()]))
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
         outgoing, incoming = input.chunk(len(self._ranks)), output.chunk(len(self._ranks))
         return self._exchange(outgoing, incoming)
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Work:
         return self._exchange([input] * len(self._ranks), output.chunk(len(self._ranks)))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:

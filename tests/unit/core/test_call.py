@@ -46,10 +46,10 @@ class Started(PlainCollectives):
     def all_reduce(self, *arguments):
         return "all_reduce", arguments
 
-    def reduce_scatter_tensor(self, *arguments):
+    def reduce_scatter_single(self, *arguments):
         return "reduce_scatter_single", arguments
 
-    def all_gather_into_tensor(self, *arguments):
+    def all_gather_single(self, *arguments):
         return "all_gather_single", arguments
 
     def broadcast(self, *arguments):

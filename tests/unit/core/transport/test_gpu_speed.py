@@ -74,7 +74,7 @@ class Striping(Slow):
         self.groups = min(count, self._most)
         return self.groups
 
-    def all_gather_into_tensor(self, output, input):
+    def all_gather_single(self, output, input):
         self.now += input.nbytes * 8e-9 / min(self.groups * self._gbps, self._link_gbps)
         return SimpleNamespace(wait=lambda: True)
 

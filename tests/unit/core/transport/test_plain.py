@@ -46,7 +46,7 @@ def test_all_reduce(op, scale, expected):
 def test_reduce_scatter(op, expected):
     def body(plain, rank):
         output = torch.zeros(2)
-        plain.reduce_scatter_tensor(output, (rank + 1.0) * torch.tensor([1.0, 1, 10, 10, 100, 100]), op).wait()
+        plain.reduce_scatter_single(output, (rank + 1.0) * torch.tensor([1.0, 1, 10, 10, 100, 100]), op).wait()
         return output.tolist()
 
     assert on_each_rank(body) == [[expected * 10**rank] * 2 for rank in range(WORLD)]
@@ -55,7 +55,7 @@ def test_reduce_scatter(op, expected):
 def test_all_gather():
     def body(plain, rank):
         output = torch.zeros(2 * WORLD, dtype=torch.int64)
-        plain.all_gather_into_tensor(output, torch.tensor([rank, -rank])).wait()
+        plain.all_gather_single(output, torch.tensor([rank, -rank])).wait()
         return output.tolist()
 
     assert on_each_rank(body) == [[0, 0, 1, -1, 2, -2]] * WORLD
@@ -156,7 +156,7 @@ def test_some_ranks_have_collectives_of_their_own(numel):
         some.all_reduce(highest, dist.ReduceOp.MAX).wait()
         dealt, gathered, sent = (torch.full((count,), -1) for count in (3, 6, 2))
         some.all_to_all_single(dealt, 10 * rank + torch.arange(3)).wait()
-        some.all_gather_into_tensor(gathered, torch.tensor([rank, 5])).wait()
+        some.all_gather_single(gathered, torch.tensor([rank, 5])).wait()
         if rank == 1:
             sent.fill_(8)
         some.broadcast(sent, 1).wait()

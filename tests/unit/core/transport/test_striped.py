@@ -30,7 +30,7 @@ def test_stripes_come_together_in_rank_order(world_size, count):
         for size in SIZES:
             own = torch.randint(256, (size,), generator=torch.Generator().manual_seed(transport.rank)).to(torch.uint8)
             gathered = own.new_empty(world_size * size)
-            work = collectives.all_gather_into_tensor(gathered, own)
+            work = collectives.all_gather_single(gathered, own)
             assert work.wait() and work.wait()
             for rank, part in enumerate(gathered.chunk(world_size)):
                 expected = torch.randint(256, (size,), generator=torch.Generator().manual_seed(rank)).to(torch.uint8)
@@ -51,7 +51,7 @@ def test_elements_of_any_size(dtype):
         ]
         own = torch.randn(700_001, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
         gathered = own.new_empty(2, own.numel())
-        StripedCollectives(lambda: groups).all_gather_into_tensor(gathered, own).wait()
+        StripedCollectives(lambda: groups).all_gather_single(gathered, own).wait()
         return torch.equal(gathered[transport.rank], own), gathered
 
     (first, of_first), (second, of_second) = play(2, body)
