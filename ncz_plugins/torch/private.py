@@ -11,8 +11,8 @@ in the source of 2.14.1. A version in brackets: the name exists from that versio
                                      backend.py overrides _get_sequence_number_for_group
     ProcessGroupNCCL                 _set_default_timeout; its Options._timeout, Options.lazy_init [from 2.15]
     ProcessGroupNCCL2 [from 2.14]    the device in its constructor [from 2.15], without a GPU
-    torch._C                         _current_graph_task_id, _autograd._top_saved_tensors_default_hooks
-    torch.utils.checkpoint           _recomputation_hook
+    torch._C                         _current_graph_task_id
+    torch.utils.checkpoint           recompute_fn [a function inside of another]
     torch.autograd.Variable          _execution_engine.queue_callback
     DistributedDataParallel          _comm_hooks, _divide_by_initial_world_size, _use_python_reducer,
                                      _delay_all_reduce_params, _match_all_reduce_for_bwd_pass
@@ -107,16 +107,20 @@ def in_backward_pass() -> bool:
 
 def stands_in_for_backward_pass() -> bool:
     """Whether DDP makes the calls of a backward pass for a rank that is out of data: see `model.join`."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_match_all_reduce_for_bwd_pass":
-        frame = frame.f_back
-    return frame is not None
+    return _runs_in("_match_all_reduce_for_bwd_pass")
 
 
 def runs_forward_again() -> bool:
     """Whether activation checkpointing runs a part of the forward pass again on this thread."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+    return _runs_in("recompute_fn")
+
+
+def _runs_in(function: str) -> bool:
+    """Whether a function with this name is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
 
 
 def at_end_of_backward_pass(callback: Callable[[], None]) -> None:

