@@ -23,17 +23,19 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 NEWEST = re.search(r"^torch==(\S+)$", CONSTRAINTS, re.MULTILINE)[1]
 ENVIRONMENTS = [("3.11", "2.6.0"), ("3.11", "2.13.0"), ("3.11", NEWEST), ("3.14", NEWEST)]
 OPEN = ("torch", "nvidia-cuda-nvrtc")  # packages of constraints.txt whose versions differ between environments
-TOOLS = "dev,plot,tensorboard,compare,peers"
 
 # Columns of the table: what is installed for them, and which tests run. Each adds to what the columns before installed.
 HOROVOD = "Horovod"
 COLUMNS = {
-    "Core, DDP, FSDP2, backend": (
-        [f"-e.[{TOOLS}]"],
-        ["tests/unit", "--ignore=tests/unit/deepspeed", "tests/distributed/test_checks.py"],
+    "Core": (
+        ["-e.[dev,plot,tensorboard]"],
+        ["tests/unit/core", "tests/unit/kernels", "tests/unit/torch", "tests/distributed/test_collectives.py"],
     ),
+    "DDP": ([], ["tests/distributed/test_ddp.py"]),
+    "FSDP2": ([], ["tests/distributed/test_fsdp.py"]),
+    "Backend `ncz`": ([], ["tests/distributed/test_backend.py", "tests/distributed/test_torch_backend.py"]),
     "DeepSpeed": (["deepspeed"], ["tests/unit/deepspeed", "tests/integration/test_deepspeed_zero.py"]),
-    HOROVOD: ([], ["tests/integration/test_horovod_functions.py", "tests/integration/test_horovod_optimizer.py"]),
+    HOROVOD: ([], ["tests/unit/horovod", "tests/integration/test_horovod_functions.py"]),
     "Lightning": (["lightning"], ["tests/distributed/test_fabric.py"]),
     "Transformers, Accelerate": (["transformers", "accelerate"], ["tests/integration/test_hugging_face.py"]),
     "torchft": (["torchft"], ["tests/distributed/test_torchft.py"]),
