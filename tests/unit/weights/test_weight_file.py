@@ -66,6 +66,7 @@ def test_dtypes_that_torch_lacks_are_named():
         apply_patch(make_file_patch(read_file(file_of_dtype("F6_E2M3"))))
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch 2.6 has no dtype for F4")
 def test_fours_are_those_of_torch():
     made = apply_patch(make_file_patch(read_file(file_of_dtype("F4"))))["x"]
     assert made.dtype == torch.float4_e2m1fn_x2 and made.shape == (50, 40)
