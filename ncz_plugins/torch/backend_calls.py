@@ -116,6 +116,8 @@ class BackendCalls:
             arguments: those of the method, without its options.
             reason: a reason to go plain, if there is one already.
         """
+        if private.multiplies_by_one(opts.reduceOp):
+            opts.reduceOp = dist.ReduceOp.SUM
         op = opts.reduceOp.op
 
         # What is no dense float with SUM or AVG can't be compressed, whatever it is.

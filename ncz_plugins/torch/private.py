@@ -11,6 +11,7 @@ in the source of 2.14.1. A version in brackets: the name exists from that versio
                                      backend.py overrides _get_sequence_number_for_group
     ProcessGroupNCCL                 _set_default_timeout; its Options._timeout, Options.lazy_init [from 2.15]
     ProcessGroupNCCL2 [from 2.14]    the device in its constructor [from 2.15], without a GPU
+    dist.ReduceOp                    __getstate__ [of PREMUL_SUM: the op and its factor]
     torch._C                         _current_graph_task_id
     torch.utils.checkpoint           recompute_fn [a function inside of another]
     torch.autograd.Variable          _execution_engine.queue_callback
@@ -90,6 +91,14 @@ def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
+
+
+def multiplies_by_one(op: dist.ReduceOp) -> bool:
+    """Whether an op is PREMUL_SUM with a factor of 1, which FSDP2 passes for `set_gradient_divide_factor(1)`."""
+    if op != dist.ReduceOp.PREMUL_SUM:
+        return False
+    _, factor = op.__getstate__()
+    return isinstance(factor, float) and factor == 1
 
 
 def is_registered(name: str) -> bool:

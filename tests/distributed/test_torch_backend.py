@@ -158,6 +158,21 @@ def test_a_backward_pass_is_compressed_and_all_else_is_exact(group):
 
 
 @in_backend
+def test_a_sum_is_one_whatever_it_is_called(group):
+    def scattered(factor: float) -> torch.Tensor:
+        op = dist.ReduceOp.PREMUL_SUM(factor)
+        dist.reduce_scatter_single(part := torch.empty(25_000), values, op, group=group)
+        return part
+
+    # FSDP2 asks for this where a model was told to divide gradients by 1, as torchtitan does.
+    assert is_lossy(in_backward(lambda _: scattered(1.0), values), exact.view(4, -1)[rank])
+    assert is_exact(scattered(1.0), exact.view(4, -1)[rank])
+    assert counted(group) == {"compressed": 1, "role not enabled": 1}
+    raises(RuntimeError, lambda: scattered(0.5), "PREMUL_SUM", "Gloo")  # NCCL alone has it
+    assert counted(group)["reduce op"] == 1
+
+
+@in_backend
 def test_other_collectives_are_exact_and_counted(group):
     copy, everyone, one = values.clone(), torch.empty(400_000), torch.empty(100_000)
     dist.broadcast(copy, 3, group=group)
