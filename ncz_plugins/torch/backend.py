@@ -35,6 +35,7 @@ _wrapped: set[CompressedBackend] = set()
 
 if private.PythonBackend is None:
 
+    @private.not_compiled
     class CompressedBackend(BackendCalls, dist.ProcessGroup):
         """Process group with gloo and NCCL that compresses reductions of gradients, for torch before 2.14.
 
@@ -70,6 +71,7 @@ if private.PythonBackend is None:
 
 else:
 
+    @private.not_compiled
     class CompressedBackend(BackendCalls, private.PythonBackend):
         """Backend with gloo and NCCL that compresses reductions of gradients, for torch 2.14 and newer.
 
@@ -123,6 +125,10 @@ else:
 
         def allreduce_sparse(self, tensors, opts=None) -> dist.Work:
             return self.allreduce(tensors, opts)
+
+        def monitored_barrier(self, opts: dist.BarrierOptions, wait_all_ranks: bool) -> None:
+            """A barrier of gloo. Rank 0 raises RuntimeError that names the first rank, or all ranks, that are missing."""
+            self._plain.monitored_barrier(opts.timeout, wait_all_ranks)
 
         def _get_sequence_number_for_group(self) -> int:
             """The number of plain calls, which torch compares and prints when it debugs."""

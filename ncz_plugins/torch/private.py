@@ -30,7 +30,7 @@ in the source of 2.14.1. A version in brackets: the name exists from that versio
     torch.distributed.fsdp._fully_shard._fsdp_collectives   DefaultAllGather, DefaultReduceScatter
     Tensor, sparse                   _indices, _values
     torch.nn.Module                  _modules
-    torch.compile                    _orig_mod
+    torch.compile                    _orig_mod, torch._disable_dynamo
     Lightning Fabric                 _original_module, _forward_module
 """
 
@@ -40,6 +40,7 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
+from inspect import isfunction
 from typing import NamedTuple
 
 import torch
@@ -99,6 +100,23 @@ def multiplies_by_one(op: dist.ReduceOp) -> bool:
         return False
     _, factor = op.__getstate__()
     return isinstance(factor, float) and factor == 1
+
+
+def not_compiled(cls: type) -> type:
+    """Class decorator that keeps `torch.compile` from tracing methods that torch's C++ calls.
+
+    C++ calls them while a compiled function runs, for example where DDP broadcasts buffers. Traced methods fail at
+    process groups. The first call of a method imports torch._dynamo, as the first optimizer of a program does.
+    """
+    for name in dir(cls):
+        method, is_call = getattr(cls, name), not name.startswith("_") or hasattr(dist.ProcessGroup, name)
+        if isfunction(method) and is_call and name not in _OUTSIDE_OF_CALLS:
+            setattr(cls, name, torch._disable_dynamo(method))
+    return cls
+
+
+# No compiled function calls these, and nothing can be imported where a program's end calls them.
+_OUTSIDE_OF_CALLS = {"getBackendName", "set_timeout", "shutdown", "abort"}
 
 
 def is_registered(name: str) -> bool:

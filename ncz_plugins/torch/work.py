@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 
 from ..core.runtime.handle import Handle, _on_unused_stream, fail
+from .private import not_compiled
 
 
+@not_compiled
 class HandleWork(dist.Work):
     """Work that stands for a handle. torch's C++, which functional collectives go through, takes works only.
 
@@ -78,6 +80,7 @@ def _passed_on(future: Future, handle: Handle, around: Callable[[], AbstractCont
     return passed_on
 
 
+@not_compiled
 class WorkOfSeveral(dist.Work):
     """Work that stands for several works."""
 

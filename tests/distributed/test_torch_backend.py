@@ -565,6 +565,46 @@ def test_tensors_of_any_layout_are_reduced(group):
 
 
 @in_backend
+def test_compiled_models_call_it(group):
+    """DDP broadcasts buffers in the forward pass, where torch traces all Python that C++ calls."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.BatchNorm1d(400)), process_group=group)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(values[:4000].view(10, 400)).square().mean().backward()
+    same_on_all_ranks(digest(model.module[0].weight.grad), group)
+    assert counted(group)["compressed"] == 2, counted(group)
+
+    @torch.compile(backend="aot_eager")
+    def compute(tensor):
+        torch._dynamo.graph_break()
+        with role("gradient"):
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.wait()
+        return tensor + 0
+
+    assert is_lossy(compute(values.clone()), exact)
+
+
+@in_backend
+def test_a_monitored_barrier_names_the_rank_that_does_not_come(group):
+    dist.monitored_barrier(group)
+    if rank != 2:
+        # Rank 0 finds out. The others learn that it has given up.
+        words = ["Ranks 2 failed"] if rank == 0 else []
+        raises(RuntimeError, lambda: dist.monitored_barrier(group, timedelta(seconds=2), wait_all_ranks=True), *words)
+
+
+@in_backend
+def test_a_message_from_any_rank_arrives(group):
+    if rank == 1:
+        dist.send(values[:5], 0, group=group)
+    if rank == 0:
+        work = dist.irecv(received := torch.empty(5), group=group)
+        work.wait()
+        assert torch.equal(received, by_rank[1, :5])
+
+
+@in_backend
 def test_groups_are_not_reconfigured(group):
     assert not group.supports_reconfigure
     raises(RuntimeError, group.get_reconfigure_handle, "ncz does not support")
