@@ -43,7 +43,7 @@ def make_nccl_group(
     """A new NCCL group of this rank's GPU. It connects in its first call, which all ranks must make.
 
     Args:
-        nccl_class: the class of the user's group, which this group is like. None: the user's group is another kind.
+        nccl_class: the class of the user's NCCL group, which the new group gets too. None: the user has no NCCL group.
         timeout: how long to wait for the others when connecting, and until torch's watchdog ends a call.
     """
     options = dist.ProcessGroupNCCL.Options()  # of all classes
