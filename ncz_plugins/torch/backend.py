@@ -127,7 +127,7 @@ else:
             return self.allreduce(tensors, opts)
 
         def monitored_barrier(self, opts: dist.BarrierOptions, wait_all_ranks: bool) -> None:
-            """A barrier of gloo. Rank 0 raises RuntimeError that names the first rank, or all ranks, that are missing."""
+            """A barrier of gloo. Rank 0 raises RuntimeError that names the first missing rank, or all of them."""
             self._plain.monitored_barrier(opts.timeout, wait_all_ranks)
 
         def _get_sequence_number_for_group(self) -> int:
