@@ -12,6 +12,12 @@ import pytest
 # threads they wait for each other on busy cores, which takes a third more of the processor's time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What torch is about to drop may not be used: not by the package, nor by tests, nor by programs that tests start, such
+# as examples and those of the documentation. What packages do among themselves is theirs. For ranks,
+# tests/helpers/run_scenario.py has this.
+NOTHING_DEPRECATED = r"error::FutureWarning:(ncz_plugins|tests\.|test_)"
+os.environ.setdefault("PYTHONWARNINGS", "error::FutureWarning:__main__")
+
 # Under nohup, in a script's background and in some CI systems SIGINT is ignored, and children inherit that. Tests that
 # interrupt a command would then wait for ever. Python's handler in this process gives children the system's default.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -31,6 +37,10 @@ UNAVAILABLE = {"torchft"} if sys.version_info >= (3, 14) else set()
 def pytest_addoption(parser):
     help = "fail what would be skipped because a package is missing: `make test` has installed all of them"
     parser.addoption("--require-packages", action="store_true", help=help)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", NOTHING_DEPRECATED)
 
 
 @pytest.hookimpl(wrapper=True)

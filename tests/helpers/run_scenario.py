@@ -7,14 +7,17 @@ import faulthandler
 import json
 import os
 import sys
+import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-
 def main() -> None:
     folder = Path(sys.argv[1])
     scenario = json.loads((folder / "scenario.json").read_text())
+    # Neither the package nor its tests may use what torch is about to drop. What DeepSpeed and Horovod use is theirs.
+    if not {"deepspeed", "horovod"} & set(sys.modules):
+        warnings.simplefilter("error", FutureWarning)
     # A rank that hangs prints where, before it is killed.
     faulthandler.dump_traceback_later(0.9 * scenario["seconds"])
     # Before the import below, as `on_rank` and test files read it when they are imported.
