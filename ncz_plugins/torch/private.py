@@ -32,6 +32,7 @@ in the source of 2.14.1. A version in brackets: the name exists from that versio
     torch.nn.Module                  _modules
     torch.compile                    _orig_mod, torch._disable_dynamo
     Lightning Fabric                 _original_module, _forward_module
+    Megatron-Core                    start_grad_sync; tried on 0.16.1 and 0.19.2
 """
 
 from __future__ import annotations
@@ -132,9 +133,14 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# Methods that reduce gradients outside of a backward pass: DDP's for a rank that is out of data (see `model.join`), and
+# Megatron-Core's, which it calls after the backward pass if `overlap_grad_reduce` is off, and always in the first step.
+_STAND_INS = ("_match_all_reduce_for_bwd_pass", "start_grad_sync")
+
+
 def stands_in_for_backward_pass() -> bool:
-    """Whether DDP makes the calls of a backward pass for a rank that is out of data: see `model.join`."""
-    return _runs_in("_match_all_reduce_for_bwd_pass")
+    """Whether a framework reduces gradients that a backward pass has left to it."""
+    return _runs_in(*_STAND_INS)
 
 
 def runs_forward_again() -> bool:
@@ -142,10 +148,10 @@ def runs_forward_again() -> bool:
     return _runs_in("recompute_fn")
 
 
-def _runs_in(function: str) -> bool:
-    """Whether a function with this name is under way on this thread."""
+def _runs_in(*functions: str) -> bool:
+    """Whether a function with one of these names is under way on this thread."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != function:
+    while frame is not None and frame.f_code.co_name not in functions:
         frame = frame.f_back
     return frame is not None
 

@@ -5,7 +5,8 @@ A process group sees tensors without names. The first of these that applies says
 1. `with role("gradient"):` around the call, on the same thread;
 2. the group's name: NCZ_ROLES="dp_*=gradient,tp=activation", or a usual name of a group that carries activations;
 3. the tensor itself, if it is a parameter, or belongs to a graph of autograd or to a forward pass that is run again;
-4. whether a backward pass makes the call: a gradient if so, else a weight.
+4. whether a backward pass makes the call, or a method known for reducing gradients after it: a gradient if so, else a
+   weight.
 
 All ranks must come to the same role. If some would compress a call and others keep it exact, all raise MismatchError.
 """

@@ -49,11 +49,13 @@ IMPORTS = {name: f"ncz_plugins.{name}" for name in FRAMEWORKS} | {
     "diloco": "ncz_plugins.torch.torchft",
     "lightning": "ncz_plugins.torch.ddp,lightning",
     "hugging-face": "ncz_plugins.torch.ddp,accelerate,transformers",
+    "megatron": "ncz_plugins.torch.backend",
 }
 REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
     "diloco": "torchft",
     "lightning": "lightning",
     "hugging-face": "transformers",
+    "megatron": "megatron",
 }
 PROGRAM_SECONDS = 200  # they take seconds on an idle machine
 
