@@ -169,7 +169,7 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     """
     started = time.perf_counter()
     counters = call.counters = call.new_counters(transport.world_size)
-    with call.pieces_in_place():
+    with device.using(call.memory), call.pieces_in_place():
         contribution = None if call.plan.verify_as is None else call.plan.source.data.clone()
 
         # 2. Compare calls, and agree on quantization steps.
@@ -201,11 +201,7 @@ def _exchange(call: Call, codec: Codec, device: Device, transport: Transport) ->
     Returns None, or the reason why the call must go plain; then the output is as it was.
     """
     counters, feedback = call.counters, call.plan.feedback
-    try:
-        call.plan.schedule(transport, codec, counters)
-    except BaseException:
-        device.abandon()
-        raise
+    call.plan.schedule(transport, codec, counters)
     codec.finish()
     if call.baseline is not None and len(call.plan.measured):
         call.baseline.keep(call.plan.source.data)

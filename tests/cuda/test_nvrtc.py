@@ -16,6 +16,8 @@ from ncz_plugins.kernels.cuda import nvrtc
 
 # Blocks of 256 threads; smaller ones, of which at least three fit on a multiprocessor.
 MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128, "NCZ_CHUNK_KERNEL": 168, "NCZ_SUM_KERNEL": 168}
+# Bytes of each thread that the compiler keeps in memory, stores and loads. float64 is rare.
+MOST_SPILLED = {torch.float32: 0, torch.bfloat16: 0, torch.float16: 0, torch.float64: 64}
 MOST_SHARED = 48 << 10  # bytes, without asking for more
 SOURCES = "".join(file.read_text() for file in sorted(nvrtc.FOLDER.glob("*.cuh")))
 
@@ -54,6 +56,7 @@ KINDS = [
     (torch.bfloat16, "sm_120"),
     (torch.float16, "sm_100"),
     (torch.float64, "sm_80"),
+    (torch.float64, "sm_90"),
 ]
 
 
@@ -72,7 +75,7 @@ def test_kernels_compile_and_fit(compiled, dtype, arch):
     assert "warning" not in log and "error" not in log
     found = resources(log)
     for name, needed in found.items():
-        assert needed.stack == needed.spilled == 0, (name, needed)
+        assert max(needed.stack, needed.spilled) <= MOST_SPILLED[dtype], (name, needed)
         assert needed.registers <= MOST_REGISTERS[declared()[name]], (name, needed)
         assert needed.shared <= MOST_SHARED, (name, needed)
 
@@ -107,6 +110,22 @@ def test_nvcc_compiles_them_without_a_warning(tmp_path):
     assert found and all(needed.stack == needed.spilled == 0 for needed in found.values()), found
 
 
+def test_the_kernels_of_a_module_are_found_in_it(compiled):
+    """They are loaded together, before a call waits for peers."""
+    for kind in KINDS:
+        cubin, log = compiled[kind]
+        assert set(nvrtc.kernels_in(cubin)) == set(resources(log))
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx():
+    assert nvrtc.architecture(9, 0) == "sm_90"
+    arch = nvrtc.architecture(99, 0)
+    assert arch == f"compute_{max(nvrtc.nvrtc.getSupportedArchs())}"
+    code, _ = nvrtc.compile_kernels(torch.float16, arch)
+    assert code.lstrip().startswith(b"//") and b".target sm_" in code
+    assert set(nvrtc.kernels_in(code)) == set(nvrtc.kernels_in(nvrtc.compile_kernels(torch.float16, "sm_90")[0]))
+
+
 def test_what_does_not_compile_is_an_error_that_says_why(monkeypatch, tmp_path):
     broken = tmp_path / "kernels.cu"
     broken.write_text("this is not CUDA")
@@ -135,7 +154,7 @@ def compilations(monkeypatch, tmp_path, compiled):
 def test_each_module_is_compiled_once(compilations, compiled, tmp_path):
     kinds = [(torch.float32, "sm_75"), (torch.float16, "sm_100"), (torch.bfloat16, "sm_120")]
     for kind in kinds * 2:
-        assert nvrtc.cubin(*kind) == compiled[kind][0]
+        assert nvrtc.compiled(*kind) == compiled[kind][0]
     assert compilations == kinds
     folder = tmp_path / "cache" / "cuda"
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -144,24 +163,24 @@ def test_each_module_is_compiled_once(compilations, compiled, tmp_path):
 
 def test_other_sources_flags_or_compilers_are_compiled_again(compilations, monkeypatch):
     kind = (torch.float32, "sm_75")
-    nvrtc.cubin(*kind)
+    nvrtc.compiled(*kind)
     monkeypatch.setattr(nvrtc, "FLAGS", (*nvrtc.FLAGS, "--use_fast_math"))
-    nvrtc.cubin(*kind)
+    nvrtc.compiled(*kind)
     monkeypatch.setattr(nvrtc, "_digest_of_sources", lambda: "other")
-    nvrtc.cubin(*kind)
+    nvrtc.compiled(*kind)
     monkeypatch.setattr(nvrtc.nvrtc, "getVersion", lambda: (99, 0))
-    nvrtc.cubin(*kind)
+    nvrtc.compiled(*kind)
     assert compilations == [kind] * 4
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"\x01"])
 def test_a_damaged_file_is_compiled_again(compilations, compiled, tmp_path, damage):
     kind = (torch.float32, "sm_75")
-    nvrtc.cubin(*kind)
+    nvrtc.compiled(*kind)
     (file,) = (tmp_path / "cache" / "cuda").iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
-    assert nvrtc.cubin(*kind) == compiled[kind][0]
+    assert nvrtc.compiled(*kind) == compiled[kind][0]
     assert file.read_bytes() == whole and compilations == [kind] * 2
 
 
@@ -170,7 +189,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(compilations, compiled, t
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="others can write"):
-        assert nvrtc.cubin(torch.float32, "sm_75") == compiled[torch.float32, "sm_75"][0]
+        assert nvrtc.compiled(torch.float32, "sm_75") == compiled[torch.float32, "sm_75"][0]
     assert not list(folder.iterdir())
 
 
@@ -179,7 +198,7 @@ def test_a_folder_of_another_user_is_not_used(compilations, monkeypatch, tmp_pat
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.warns(RuntimeWarning, match="belongs to another user"):
-        nvrtc.cubin(torch.float32, "sm_75")
+        nvrtc.compiled(torch.float32, "sm_75")
     assert not list((tmp_path / "cache" / "cuda").iterdir())
 
 
@@ -188,5 +207,5 @@ def test_what_is_no_folder_is_not_used(compilations, tmp_path, make):
     (tmp_path / "cache").mkdir()
     make(tmp_path / "cache" / "cuda")
     with pytest.warns(RuntimeWarning, match="compiled CUDA kernels can't be kept"):
-        nvrtc.cubin(torch.float32, "sm_75")
+        nvrtc.compiled(torch.float32, "sm_75")
     assert compilations == [(torch.float32, "sm_75")]

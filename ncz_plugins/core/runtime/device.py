@@ -7,7 +7,7 @@ import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ from ..errors import PeerError, UnsupportedError
 from .worker import FutureHandle, Worker
 
 _SPIN_SECONDS = 5e-3  # a wait polls without sleeping for this long, as the shortest sleep takes 50 us or more
+_SETTLE_SECONDS = 5.0  # until queued work has ended, after NCCL was told to give up
 _POLL_SECONDS = 20e-6  # the sleep between two polls after that
 _MIN_ARENA_BYTES = 16 << 20
 _FRAME_ALIGNMENT_BYTES = 64
@@ -94,8 +95,17 @@ class Device(ABC):
         """Do what `synchronize` does, and copy `tensors` to host memory. Raises DamagedFrame if a frame was damaged."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """After an error, return once no job writes to the caller's memory any more. Raises nothing."""
+    def using(self, memory: list[Tensor]) -> AbstractContextManager:
+        """A context in which jobs read and write tensors of the caller's.
+
+        If it ends by an error, no job writes to that memory once the caller has given it to something else. On a CPU
+        no job writes to it any more. On a GPU, queued work may still wait for a dead peer: torch does not reuse the
+        memory before that work has ended, and `settle` waits for it.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait a limited time until no queued work is left, once all connections were closed. Raises nothing."""
 
 
 class Host(Device):
@@ -153,9 +163,17 @@ class Host(Device):
         self.synchronize()  # the CPU kernels have raised DamagedFrame already
         return list(tensors)
 
-    def abandon(self) -> None:
-        with suppress(BaseException):
-            self.synchronize()
+    @contextmanager
+    def using(self, memory: list[Tensor]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(BaseException):
+                self.synchronize()
+            raise
+
+    def settle(self) -> None:
+        pass  # no job outlives `using`
 
 
 class _Arena(threading.local):
@@ -253,8 +271,20 @@ class Gpu(Device):
         self.backend.check(report.view(torch.int64))
         return [each.clone().view(tensor.dtype) for each, tensor in zip(copies, tensors)]
 
-    def abandon(self) -> None:
-        pass  # do not wait: queued work may wait for a dead peer
+    @contextmanager
+    def using(self, memory: list[Tensor]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for tensor in memory:
+                tensor.record_stream(self._stream)
+            raise
+
+    def settle(self) -> None:
+        started = time.monotonic()
+        with suppress(RuntimeError), torch.cuda.device(self._device):  # an error of CUDA has ended the work as well
+            while not self._stream.query() and time.monotonic() - started < _SETTLE_SECONDS:
+                _pause(started)
 
 
 def poll(is_done: Callable[[], bool], require_healthy: Callable[[], None], timeout: timedelta, what: str) -> None:

@@ -103,7 +103,10 @@ class Routes:
             error: the error that happened. The frames of its traceback are cleared, so it keeps no tensors.
         """
         with ExitStack() as stack:
-            for route in self._take_all():
+            routes = self._take_all()
+            for route in routes:  # these come last: peers must not wait for them
+                stack.callback(route.device.settle)
+            for route in routes:
                 stack.callback(route.transport.abort, error)
         forget_tensors(error)
 

@@ -1,13 +1,14 @@
 """Compiler and launcher of the kernels: NVRTC and the CUDA driver, through CuPy's bindings of both.
 
 There is one module for each element type and architecture. Compiling it on first use takes some seconds. Later
-processes read it from disk.
+processes read it from disk. A GPU that is newer than NVRTC gets PTX, which its driver translates.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from .arguments import ArgumentMemory, require_on
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
+OF_CODES = torch.float32  # whose module has the kernels that work on codes alone
 # No contraction: a fused multiply-add rounds differently from the reference.
 FLAGS = ("--std=c++17", "--fmad=false")
 
@@ -33,16 +35,30 @@ class CompileError(RuntimeError):
     """Error of NVRTC, with its text."""
 
 
-def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """Compile the kernels of one element type for `arch`, such as "sm_90". Needs no device.
+def architecture(major: int, minor: int) -> str:
+    """What to compile for a GPU of this compute capability: "sm_90", or PTX, "compute_121", if NVRTC is too old.
 
-    Returns: the cubin, and what the compiler printed: with `--ptxas-options=-v`, registers and memory of each kernel.
-    Raises CompileError.
+    Raises CompileError if NVRTC does not work.
+    """
+    _open_builtins()
+    wanted, known = 10 * major + minor, nvrtc.getSupportedArchs()
+    if wanted in known or wanted < min(known):  # for one that is too old, NVRTC's error says so
+        return f"sm_{wanted}"
+    return f"compute_{max(arch for arch in known if arch < wanted)}"
+
+
+def compile_kernels(dtype: torch.dtype, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Compile the kernels of one element type for `arch`, such as "sm_90" or "compute_90". Needs no device.
+
+    Returns: the cubin, or PTX for "compute_90"; and what the compiler printed: with `--ptxas-options=-v`, registers and
+    memory of each kernel. Raises CompileError.
     """
     _open_builtins()
     program = nvrtc.createProgram(KERNELS.read_text(), KERNELS.name, (), ())
     try:
         nvrtc.compileProgram(program, (*_flags(dtype, arch), f"--include-path={FOLDER}", *options))
+        if arch.startswith("compute_"):
+            return nvrtc.getPTX(program), nvrtc.getProgramLog(program)
         # CuPy's binding drops the last byte, which is part of the cubin's padding.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
@@ -65,7 +81,7 @@ class CupyLauncher:
 
     def __init__(self):
         self._functions: dict[tuple[str, torch.dtype, int], int] = {}
-        self._modules: dict[tuple[torch.dtype, int], int] = {}
+        self._loaded: dict[int, set[torch.dtype]] = {}  # by device
         self._lock = threading.Lock()
         self._thread = _Thread()
 
@@ -84,7 +100,9 @@ class CupyLauncher:
         if device not in mine.devices:
             runtime.setDevice(device)  # makes the device's context current, also in a new thread
             mine.devices.add(device)
-        function = self._functions.get((kernel, dtype, device)) or self._load(kernel, dtype, device)
+        if (kernel, dtype, device) not in self._functions:
+            self._load(dtype, device)
+        function = self._functions[kernel, dtype, device]
         memory = mine.arguments.get((kernel, dtype))
         if memory is None:
             memory = mine.arguments[kernel, dtype] = ArgumentMemory(arguments)
@@ -93,23 +111,36 @@ class CupyLauncher:
         # CUDA copies the values before it returns.
         driver.launchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, memory.filled(arguments), 0)
 
-    def _load(self, kernel: str, dtype: torch.dtype, device: int) -> int:
+    def _load(self, dtype: torch.dtype, device: int) -> None:
+        """Load all kernels of a module, and those that work on codes alone.
+
+        To load a kernel, CUDA may wait until the GPU is idle. A GPU on which NCCL waits for a peer is not, and the peer
+        may wait for this kernel. So no kernel is loaded in the middle of a call.
+        """
+        arch = architecture(*torch.cuda.get_device_capability(device))
         with self._lock:
-            module = self._modules.get((dtype, device))
-            if module is None:
-                major, minor = torch.cuda.get_device_capability(device)
-                module = driver.moduleLoadData(cubin(dtype, f"sm_{major}{minor}"))
-                self._modules[dtype, device] = module
-            function = driver.moduleGetFunction(module, kernel)
-            self._functions[kernel, dtype, device] = function
-        return function
+            for each in {dtype, OF_CODES} - self._loaded.get(device, set()):
+                code = compiled(each, arch)
+                module = driver.moduleLoadData(code)
+                for kernel in kernels_in(code):
+                    function = driver.moduleGetFunction(module, kernel)
+                    # A multiprocessor that changes its share of shared memory must be idle: the same for all kernels.
+                    # Setting it loads the kernel.
+                    driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+                    self._functions[kernel, each, device] = function
+                self._loaded.setdefault(device, set()).add(each)
+
+
+def kernels_in(code: bytes) -> list[str]:
+    """Names of the kernels of a cubin or of PTX."""
+    return sorted({name.decode() for name in re.findall(rb"(?:\.text\.|\.entry )(ncz_\w+)", code)})
 
 
 # ------------------------------------------------------------------ kept on disk
 
 
-def cubin(dtype: torch.dtype, arch: str) -> bytes:
-    """Compiled kernels, from disk if they are there. Raises CompileError."""
+def compiled(dtype: torch.dtype, arch: str) -> bytes:
+    """Compiled kernels, see `compile_kernels`, from disk if they are there. Raises CompileError."""
     folder = _cache_folder()
     if folder is None:
         return compile_kernels(dtype, arch)[0]
@@ -123,9 +154,9 @@ def cubin(dtype: torch.dtype, arch: str) -> bytes:
 
 def compile_ahead() -> None:
     """Compile all element types for the current device at once, except for those on disk."""
-    major, minor = torch.cuda.get_device_capability()
+    arch = architecture(*torch.cuda.get_device_capability())
     with ThreadPoolExecutor(len(DTYPES)) as pool:
-        list(pool.map(lambda dtype: cubin(dtype, f"sm_{major}{minor}"), DTYPES))
+        list(pool.map(lambda dtype: compiled(dtype, arch), DTYPES))
 
 
 def _open_builtins() -> None:
@@ -150,7 +181,7 @@ def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:
 
 
 def _key(dtype: torch.dtype, arch: str) -> str:
-    """Hash of everything that a cubin depends on."""
+    """Hash of everything that compiled kernels depend on."""
     text = "\0".join((*_flags(dtype, arch), str(nvrtc.getVersion()), _digest_of_sources()))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -69,6 +71,21 @@ def test_polling_a_device_ends_when_nothing_more_can_come(at):
 def test_polling_a_device_ends_in_time():
     with pytest.raises(PeerError, match=r"cuda:0 was not done within 0.05 s.*transport.timeout_seconds"):
         poll(lambda: False, lambda: None, timedelta(seconds=0.05), "cuda:0")
+
+
+def test_no_job_writes_to_the_callers_memory_after_an_error():
+    host, output, begun = Host(two_threads=True), torch.zeros(1), threading.Event()
+
+    def job():
+        begun.set()
+        time.sleep(0.2)
+        output.fill_(1)
+
+    with pytest.raises(ValueError, match="a peer died"), host.using([output]):
+        host.submit(job)
+        begun.wait(10)
+        raise ValueError("a peer died")
+    assert output == 1  # the job has ended
 
 
 def test_frames_keep_their_bytes_until_the_next_collective():
