@@ -21,6 +21,8 @@ class Bypass(StrEnum):
     CODE_OVERFLOW = "code overflow"  # the codes would need more than 32 bits
     NOT_WORTH = "not worth it"
     SPARSE = "sparse"
+    MODEL_PARALLEL = "model parallelism"  # DeepSpeed sums gradients between parts of one model, not between replicas
+    REDUCED = "already reduced"  # DeepSpeed sends gradients again after their reduction
     JOINED = "a rank has joined"  # a rank has called hvd.join: it is out of data and contributes zeros
 
 
@@ -46,6 +48,10 @@ REMEDIES = {
     Bypass.CODE_OVERFLOW: "the bound is too fine for these values: raise quantizer.value, use mode rms or rel, or use "
     "kind: lossless",
     Bypass.SPARSE: "sparse gradients are not compressed: use dense ones (sparse=False)",
+    Bypass.MODEL_PARALLEL: "only sums between replicas of a model are compressed, and DeepSpeed sums these within one: "
+    "tied weights between stages of a pipeline, or AutoEP's gradients between ranks of tensor parallelism",
+    Bypass.REDUCED: "for Muon and ZenFlow, DeepSpeed sends gradients again after their reduction, and they keep every "
+    "bit: under ZeRO 1 and 2 without offload, Muon sends none",
     Bypass.JOINED: "compression needs all ranks, and one has called hvd.join: give all ranks the same number of steps",
     Bypass.NOT_WORTH: "with this bound the data would hardly shrink: raise quantizer.value, or skip these tensors by a "
     "policy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -11,11 +12,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import Tensor
 
+from ..core.call import plain_wire_bytes
 from ..core.communicator import Communicator
-from ..core.config import DEEPSPEED_KEY, Config, find_in_deepspeed
+from ..core.config import DEEPSPEED_KEY, Config, Policy, find_in_deepspeed
 from ..core.errors import ConfigError, MismatchError, NczError, PeerError, UnsupportedError
+from ..core.reasons import Bypass
 from ..core.runtime.device import require_kernels
-from ..core.runtime.statistics import Statistics
+from ..core.runtime.statistics import Counters, Statistics
 from ..core.training.baseline import Baseline
 from ..core.training.metrics import scalars
 from ..core.training.policy import ParameterSlice
@@ -97,6 +100,15 @@ class GradientCompression:
             )
         return parts
 
+    def count_plain(self, collective: str, nbytes: int, group: dist.ProcessGroup | None, reason: Bypass) -> None:
+        """Count a plain collective of `group`, to which each rank contributes `nbytes`, unless it has one rank."""
+        ranks = dist.get_world_size(group)
+        if ranks == 1:
+            return
+        sent = plain_wire_bytes(collective, nbytes, ranks)
+        why = {"bypasses": {reason.value: 1}, "bypassed_bytes": {reason.value: sent}}
+        self.stats.record(Counters(calls=1, bytes_in=nbytes, plain_bytes=sent, wire_bytes=sent, **why))
+
     def end_step(self, was_skipped: bool, rescaled: float) -> None:
         """End a step, after an optimizer step: see `Training.end_step`.
 
@@ -127,13 +139,14 @@ class GradientCompression:
         self.training.metrics.close()
 
 
-def configured(deepspeed_config, mpu=None, mesh_device=None) -> GradientCompression | None:
+def configured(deepspeed_config, mpu=None, mesh_device=None, model=None) -> GradientCompression | None:
     """Compression that a DeepSpeedConfig asks for; None if it does not have our key.
 
     Without the key this neither waits nor fails.
 
     Args:
         mpu, mesh_device: the engine's arguments, which say which ranks reduce gradients together; None: all ranks.
+        model: the engine's model.
 
     Raises ConfigError or UnsupportedError for settings that are invalid or can't be served. If that is so on some ranks
     only, or if ranks ask for different settings, the other ranks with the key raise MismatchError.
@@ -157,7 +170,20 @@ def configured(deepspeed_config, mpu=None, mesh_device=None) -> GradientCompress
         ) from None
     if isinstance(asked, NczError):
         raise asked
-    return GradientCompression(asked)
+    return GradientCompression(_without_tied_weights(asked, model))
+
+
+def _without_tied_weights(config: Config, model) -> Config:
+    """`config` with a policy that sends weights plain which stages of a pipeline share.
+
+    Each stage averages its own copy of such a weight's gradient. Rounding would make the copies differ.
+    """
+    tied = getattr(model, "tied_comms", {})  # of a PipelineModule: those of this rank's stage
+    names = [f"tied_modules.{key}.{attribute}" for key in tied for attribute in tied[key]["weight_attr"]]
+    if not names:
+        return config
+    skip = Policy(name=tuple(glob.escape(name) for name in names), role="gradient", action="skip")
+    return config.model_copy(update={"policies": (skip, *config.policies)})
 
 
 def _ranks_that_reduce(mpu, mesh_device) -> list[int]:

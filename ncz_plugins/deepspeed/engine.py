@@ -42,7 +42,7 @@ def configure_engine(original):
 
     def __init__(self, *args, **kwargs):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        given = (arguments.get(name) for name in ("config_class", "mpu", "mesh_device"))
+        given = (arguments.get(name) for name in ("config_class", "mpu", "mesh_device", "model"))
         compression = configured(*given)  # first, because the original takes long
         original(self, *args, **kwargs)
         if compression is not None:

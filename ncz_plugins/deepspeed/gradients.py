@@ -3,6 +3,9 @@
 DeepSpeed runs the same collectives on the same groups for gradients, weights, norms and flags. Only gradients may be
 compressed. So `mark_gradients` wraps the methods that reduce gradients, and records while they run which gradients
 these are. The wrapped collectives compress if there is a record, and call the original otherwise.
+
+A few methods send gradients in ways that can't be compressed. `mark_plain` wraps these, and the collectives then count
+what they send, with the reason.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.reasons import Bypass
 from ..core.training.policy import ParameterSlice
 from .compression import GradientCompression
 from .engine import ATTRIBUTE
@@ -33,7 +37,14 @@ class _Reduction(NamedTuple):
     parts: list[ParameterSlice]
 
 
-_reducing: ContextVar[_Reduction | None] = ContextVar("ncz_reducing_gradients", default=None)
+class _Plain(NamedTuple):
+    """Record of a method that is running now and sends gradients plain."""
+
+    compression: GradientCompression
+    reason: Bypass
+
+
+_reducing: ContextVar[_Reduction | _Plain | None] = ContextVar("ncz_reducing_gradients", default=None)
 
 
 def mark_gradients(list_gradients, original):
@@ -55,8 +66,19 @@ def mark_gradients(list_gradients, original):
     return reduce_gradients
 
 
+def mark_plain(reason: Bypass, original):
+    """Wrapper of a method that sends gradients plain. A method within it that `mark_gradients` wraps compresses."""
+
+    def send_plain(self, *args, **kwargs):
+        compression = getattr(self, ATTRIBUTE, None)
+        with _reducing_gradients(None if compression is None else _Plain(compression, reason)):
+            return original(self, *args, **kwargs)
+
+    return send_plain
+
+
 @contextmanager
-def _reducing_gradients(reduction: _Reduction) -> Iterator[None]:
+def _reducing_gradients(reduction: _Reduction | _Plain | None) -> Iterator[None]:
     token = _reducing.set(reduction)
     try:
         yield
@@ -74,7 +96,8 @@ def compressed_all_reduce(original):
     @torch.compiler.disable
     def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
         reduction = _reducing.get()
-        if reduction is None:
+        if not isinstance(reduction, _Reduction):
+            _count_if_plain("all_reduce", tensor, group)
             return original(self, tensor, op, group, async_op)
         communicator = reduction.compression.communicator(group)
         return communicator.all_reduce(tensor, self._reduce_op(op), async_op, role="gradient", parts=reduction.parts)
@@ -90,13 +113,53 @@ def compressed_reduce_scatter(original):
         self, output_tensor, input_tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False
     ):
         reduction = _reducing.get()
-        if reduction is None:
+        if not isinstance(reduction, _Reduction):
             return original(self, output_tensor, input_tensor, op, group, async_op)
         return reduction.compression.communicator(group).reduce_scatter_single(
             output_tensor, input_tensor, self._reduce_op(op), async_op, role="gradient", parts=reduction.parts
         )
 
     return reduce_scatter_tensor
+
+
+def counted_broadcast(original):
+    """Replacement of TorchBackend.broadcast."""
+
+    @torch.compiler.disable
+    def broadcast(self, tensor, src, group=None, async_op=False):
+        _count_if_plain("broadcast", tensor, group)
+        return original(self, tensor, src, group, async_op)
+
+    return broadcast
+
+
+def counted_all_gather(original):
+    """Replacement of TorchBackend.all_gather."""
+
+    @torch.compiler.disable
+    def all_gather(self, tensor_list, tensor, group=None, async_op=False):
+        _count_if_plain("all_gather_into_tensor", tensor, group)
+        return original(self, tensor_list, tensor, group, async_op)
+
+    return all_gather
+
+
+def counted_all_gather_into_tensor(original):
+    """Replacement of TorchBackend.all_gather_into_tensor."""
+
+    @torch.compiler.disable
+    def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
+        _count_if_plain("all_gather_into_tensor", input_tensor, group)
+        return original(self, output_tensor, input_tensor, group, async_op)
+
+    return all_gather_into_tensor
+
+
+def _count_if_plain(collective: str, tensor: Tensor, group) -> None:
+    """Count a collective to which this rank contributes `tensor`, while a method runs that `mark_plain` wraps."""
+    plain = _reducing.get()
+    if isinstance(plain, _Plain):
+        plain.compression.count_plain(collective, tensor.nbytes, group, plain.reason)
 
 
 def group_by_settings(original):
@@ -107,7 +170,7 @@ def group_by_settings(original):
 
     def reduce_scatter_coalesced(tensors, group=None):
         reduction = _reducing.get()
-        if reduction is None:
+        if not isinstance(reduction, _Reduction):
             return original(tensors, group)
         compression, parts = reduction
         ranks, dtype = compression.communicator(group).ranks, tensors[0].dtype

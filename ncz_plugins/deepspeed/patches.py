@@ -12,6 +12,7 @@ replaces, these names are not part of DeepSpeed's documented API:
     loss scale             loss_scale_config, cur_scale, torch_autocast_gradscaler
     deepspeed.utils.groups mpu, mesh_device, _get_sequence_data_parallel_group
     deepspeed.comm         comm.cdb, TorchBackend._reduce_op
+    pipelines              PipelineEngine._INSTRUCTION_MAP, PipelineModule.tied_comms
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ import functools
 from importlib import import_module
 
 import deepspeed
+from deepspeed.runtime.pipe import schedule
 from packaging.version import Version
 
 from ..core.errors import UnsupportedError
+from ..core.reasons import Bypass
 from . import engine, gradients, weights
 from .parameter_slices import of_engine, of_stage_3, of_stages_1_and_2
 
 OLDEST = "0.19.8"  # older versions keep the parameters of a bucket elsewhere
+_ENGINE = "deepspeed.runtime.engine"
 _BF16 = "deepspeed.runtime.bf16_optimizer"
 _STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
+_PIPELINE = "deepspeed.runtime.pipe.engine"
 
 # By class: a function that lists the gradients that may be reduced now, with their parameters' names, and the methods
 # that reduce gradients. Every collective inside these methods carries exactly the gradients that the method's first
 # argument names.
 _GRADIENT_METHODS = {
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"): (of_engine, ("allreduce_bucket",)),
+    (_ENGINE, "DeepSpeedEngine"): (of_engine, ("allreduce_bucket",)),
     (_STAGES_1_AND_2, "DeepSpeedZeroOptimizer"): (
         of_stages_1_and_2,
         ("allreduce_bucket", "gradient_reduction_w_predivide"),
@@ -50,6 +55,27 @@ _GRADIENT_METHODS = {
     ),
 }
 
+# By class: the methods that send gradients in ways that can't be compressed, and the reason that is counted.
+_PLAIN_METHODS = {
+    (_ENGINE, "DeepSpeedEngine"): {
+        "sparse_allreduce": Bypass.SPARSE,
+        "_reduce_autoep_folding_tp_replicated_gradients": Bypass.MODEL_PARALLEL,
+    },
+    (_PIPELINE, "PipelineEngine"): {"_exec_reduce_tied_grads": Bypass.MODEL_PARALLEL},
+    (_BF16, "BF16_Optimizer"): {"_update_hp_grad": Bypass.MODEL_PARALLEL},
+    (_STAGES_1_AND_2, "DeepSpeedZeroOptimizer"): {
+        "_maybe_reduce_autoep_folding_tp_gradient": Bypass.MODEL_PARALLEL,
+        "_apply_muon_updates_cpu_offload": Bypass.REDUCED,
+    },
+    (_STAGE_3, "DeepSpeedZeroOptimizer_Stage3"): {
+        "_apply_autoep_folding_tp_correction": Bypass.MODEL_PARALLEL,
+        "_apply_muon_to_accumulated_grads": Bypass.REDUCED,
+    },
+    ("deepspeed.runtime.zenflow.zenflow_stage_1_and_2", "ZenFlowZeroOptimizer"): {
+        "_process_selected_fp32_groups_grad": Bypass.REDUCED,
+    },
+}
+
 
 def install() -> None:
     """Replace DeepSpeed's functions; a second call does nothing.
@@ -61,7 +87,7 @@ def install() -> None:
             f"ncz_plugins needs DeepSpeed {OLDEST} or newer, and {deepspeed.__version__} is installed: "
             f"pip install 'deepspeed>={OLDEST}'"
         )
-    engine_class = _lookup("deepspeed.runtime.engine", "DeepSpeedEngine")
+    engine_class = _lookup(_ENGINE, "DeepSpeedEngine")
     if hasattr(engine_class, engine.ATTRIBUTE):
         return
     backend = _lookup("deepspeed.comm.torch", "TorchBackend")
@@ -76,9 +102,18 @@ def install() -> None:
         (_lookup(module, name), method, functools.partial(gradients.mark_gradients, list_gradients))
         for (module, name), (list_gradients, methods) in _GRADIENT_METHODS.items()
         for method in methods
-    ] + [
+    ]
+    wrappers += [
+        (_lookup(module, name), method, functools.partial(gradients.mark_plain, reason))
+        for (module, name), reasons in _PLAIN_METHODS.items()
+        for method, reason in reasons.items()
+    ]
+    wrappers += [
         (backend, "all_reduce", gradients.compressed_all_reduce),
         (backend, "reduce_scatter_tensor", gradients.compressed_reduce_scatter),
+        (backend, "broadcast", gradients.counted_broadcast),
+        (backend, "all_gather", gradients.counted_all_gather),
+        (backend, "all_gather_into_tensor", gradients.counted_all_gather_into_tensor),
         (backend, "all_gather_into_tensor", weights.gather_parameters),
         # The optimizer's module imported the function by name, so replace it there.
         (import_module(_STAGE_3), "reduce_scatter_coalesced", gradients.group_by_settings),
@@ -101,6 +136,9 @@ def install() -> None:
     for owner, name, wrapper in wrappers:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(wrapper(original)))
+    # A pipeline's engine looks its methods up in a table.
+    pipeline = _lookup(_PIPELINE, "PipelineEngine")
+    pipeline._INSTRUCTION_MAP[schedule.ReduceTiedGrads] = pipeline._exec_reduce_tied_grads
     setattr(engine_class, engine.ATTRIBUTE, None)
 
 
