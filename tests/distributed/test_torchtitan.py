@@ -185,10 +185,12 @@ def test_replicas_of_shards(inputs):
     check(run(inputs, 4, "small", *mesh), plain(inputs, 4, *mesh))
 
 
-def test_the_backend_compresses_gradients_only(inputs):
+def test_tensor_parallelism_by_either_door(inputs):
     mesh = SHARDS, "2", TENSOR_PARALLEL, "2"
+    expected = plain(inputs, 4, *mesh)
+    check(run(inputs, 4, "small", *mesh), expected)
     seen = run(inputs, 4, "none", *mesh, scenario=trained_by_backend, NCZ_CONFIG=f"{inputs}/small.yaml")
-    check(seen, plain(inputs, 4, *mesh), "dp_shard")
+    check(seen, expected, "dp_shard")
     for each in seen:
         activations = each["counted"]["tp"]
         assert activations["compressed"] == 0 and activations["bypasses"]["role not enabled"] > STEPS

@@ -324,6 +324,11 @@ def test_the_snippets_of_the_readme_stand_in_a_guide():
             assert paragraph in guides, block
 
 
+def test_the_guide_of_torchtitan_shows_the_example():
+    _, code = (ROOT / "examples" / "train_torchtitan.py").read_text().split('"""\n\n', maxsplit=1)
+    assert f"```python\n{code}```" in (ROOT / "docs" / "guides" / "torchtitan.md").read_text()
+
+
 # ------------------------------------------------------------------ configurations
 
 
