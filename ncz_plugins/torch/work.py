@@ -62,7 +62,10 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         future = self._handle.get_future()
         future.add_done_callback(lambda _: self._unawaited.discard(self))
-        return future if self._around is None else _passed_on(future, self._handle, self._around)
+        if self._around is not None:
+            future = _passed_on(future, self._handle, self._around)
+        # The error of a callback is one for torch's C++ too. DDP's reducer takes others for results, and crashes.
+        return future.then(lambda done: done.value())
 
 
 def _passed_on(future: Future, handle: Handle, around: Callable[[], AbstractContextManager]) -> Future:

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from on_rank import PATIENCE, attempt, digest, folder, raises, rank, same_on_all_ranks, start, world_size
+from on_rank import PATIENCE, attempt, digest, folder, leave_alone, raises, rank, same_on_all_ranks, start, world_size
 from repository import ROOT
-from scenarios import GPU, on_ranks, ranks
+from scenarios import GPU, on_ranks, ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -662,3 +662,28 @@ def reduce_a_gradient(backends: str, device: str) -> dict:
     dist.barrier()
     dist.destroy_process_group()
     return {"error": error, "served": served}
+
+
+def test_a_dead_rank_ends_the_backward_pass_of_the_others(tmp_path):
+    finished = run_ranks(3, train_until_one_dies, tmp_path, imports=NOTHING_OF_OURS)
+    assert finished[2].returncode == 7
+    for survivor in finished[:2]:
+        assert survivor.returncode == 0 and "PeerError" in survivor.result and "rank 2" in survivor.result, survivor
+
+
+def train_until_one_dies() -> None:
+    """Train by DDP. The last rank dies in the fifth step, in which the others get an error."""
+    install()
+    torch.set_num_threads(1)
+    dist.init_process_group("ncz", timeout=PATIENCE)
+    model = DistributedDataParallel(nn.Linear(400, 400))
+    for step in range(5):
+        loss = model(values[:4000].view(10, 400)).square().mean()
+        if step < 4:
+            loss.backward()
+    if rank == 2:
+        os._exit(7)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        leave_alone(str(error))
