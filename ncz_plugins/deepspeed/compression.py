@@ -53,6 +53,14 @@ class GradientCompression:
         """Statistics of all steps."""
         return self.training.stats
 
+    def keep_exact(self, names: Sequence[str]) -> None:
+        """Send gradients of these parameters plain, whatever policies say. To be called before the first reduction."""
+        if names:
+            skip = Policy(name=tuple(glob.escape(name) for name in names), role="gradient", action="skip")
+            self.config = self.config.model_copy(update={"policies": (skip, *self.config.policies)})
+            self.training = Training(self.config)
+            self._by_parameter = True
+
     def communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """Communicator for the ranks of `group`; None: all ranks. The first call is a collective of these ranks."""
         group = dist.group.WORLD if group is None else group
@@ -139,14 +147,13 @@ class GradientCompression:
         self.training.metrics.close()
 
 
-def configured(deepspeed_config, mpu=None, mesh_device=None, model=None) -> GradientCompression | None:
+def configured(deepspeed_config, mpu=None, mesh_device=None) -> GradientCompression | None:
     """Compression that a DeepSpeedConfig asks for; None if it does not have our key.
 
     Without the key this neither waits nor fails.
 
     Args:
         mpu, mesh_device: the engine's arguments, which say which ranks reduce gradients together; None: all ranks.
-        model: the engine's model.
 
     Raises ConfigError or UnsupportedError for settings that are invalid or can't be served. If that is so on some ranks
     only, or if ranks ask for different settings, the other ranks with the key raise MismatchError.
@@ -170,20 +177,7 @@ def configured(deepspeed_config, mpu=None, mesh_device=None, model=None) -> Grad
         ) from None
     if isinstance(asked, NczError):
         raise asked
-    return GradientCompression(_without_tied_weights(asked, model))
-
-
-def _without_tied_weights(config: Config, model) -> Config:
-    """`config` with a policy that sends weights plain which stages of a pipeline share.
-
-    Each stage averages its own copy of such a weight's gradient. Rounding would make the copies differ.
-    """
-    tied = getattr(model, "tied_comms", {})  # of a PipelineModule: those of this rank's stage
-    names = [f"tied_modules.{key}.{attribute}" for key in tied for attribute in tied[key]["weight_attr"]]
-    if not names:
-        return config
-    skip = Policy(name=tuple(glob.escape(name) for name in names), role="gradient", action="skip")
-    return config.model_copy(update={"policies": (skip, *config.policies)})
+    return GradientCompression(asked)
 
 
 def _ranks_that_reduce(mpu, mesh_device) -> list[int]:

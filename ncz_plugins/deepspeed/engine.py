@@ -18,6 +18,7 @@ from ..core.errors import UnsupportedError
 from ..core.messages import say
 from . import checkpoint
 from .compression import configured, describe
+from .parameter_slices import held_by_parts
 
 ATTRIBUTE = "communication_compression"  # of engines, and of the optimizers that reduce for them
 
@@ -42,11 +43,12 @@ def configure_engine(original):
 
     def __init__(self, *args, **kwargs):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        given = (arguments.get(name) for name in ("config_class", "mpu", "mesh_device", "model"))
+        given = (arguments.get(name) for name in ("config_class", "mpu", "mesh_device"))
         compression = configured(*given)  # first, because the original takes long
         original(self, *args, **kwargs)
         if compression is not None:
             require_replaced(comm.cdb)
+            compression.keep_exact(held_by_parts(self))
         setattr(self, ATTRIBUTE, compression)
         if self.global_rank == 0:
             _compressed.append(compression is not None)

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from ..core.training.policy import ParameterSlice
@@ -66,6 +69,24 @@ def rank_major(parts: Sequence[ParameterSlice], ranks: int) -> list[ParameterSli
 
 def _padding(length: int) -> ParameterSlice:
     return ParameterSlice(None, length, numel=0)
+
+
+def held_by_parts(engine) -> list[str]:
+    """Names of parameters of which several parts of one model hold a copy, as one part for each pipeline stage.
+
+    Each part averages its own copy's gradient over its replicas, beside other gradients. Rounding would make the copies
+    differ, little by little.
+    """
+    tied = getattr(engine.module, "tied_comms", {})  # weights that this stage of a pipeline shares with others
+    names = [f"tied_modules.{key}.{attribute}" for key in tied for attribute in tied[key]["weight_attr"]]
+    # Under tensor parallelism, what is split is marked. To DeepSpeed a pipeline is model parallelism, too.
+    if engine.mp_world_size > 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
+        names += [
+            name
+            for parameter, name in engine.param_names.items()
+            if not is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
+        ]
+    return list(dict.fromkeys(names))
 
 
 # ------------------------------------------------------------------ the gradients that may be reduced now

@@ -332,26 +332,54 @@ def test_auto_ep(group, stage):
 # ------------------------------------------------------------------ what stays plain, and is counted
 
 
-AUTO_TP = {
-    "autotp_size": 2,
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [{"patterns": [".*weight$"], "partition_type": "skip"}],
-    },
-}
+def auto_tp(up: str, down: str) -> dict:
+    """Two ranks of tensor parallelism. `up` and `down` say how layers of these names are split, and others are not."""
+    layers = {".*up.weight$": up, ".*down.weight$": down, ".*(gate|dense|head).weight$": "skip"}
+    specs = [{"patterns": [pattern], "partition_type": how} for pattern, how in layers.items()]
+    return {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def backward_in_pairs(engine, step: int) -> None:
+    """Both ranks of tensor parallelism have the same batch."""
+    random = torch.Generator().manual_seed(100 * step + rank // 2)
+    engine.backward(engine(torch.randn(BATCH, INPUTS, generator=random)).square().mean())
 
 
 @pytest.mark.parametrize("stage", range(4))
 @on_four_ranks
-def test_auto_ep_averages_over_ranks_of_tensor_parallelism_plain(group, stage):
-    engine = start(Mixtral, case(stage, expert_parallel=AUTO_EP, tensor_parallel=AUTO_TP))
+def test_auto_ep_under_tensor_parallelism_compresses_experts_only(group, stage):
+    engine = start(Mixtral, case(stage, expert_parallel=AUTO_EP, tensor_parallel=auto_tp("skip", "skip")))
     for step in range(STEPS):
-        # Both ranks of tensor parallelism have the same batch.
-        random = torch.Generator().manual_seed(100 * step + rank // 2)
-        engine.backward(engine(torch.randn(BATCH, INPUTS, generator=random)).square().mean())
+        backward_in_pairs(engine, step)
         engine.step()
     replicas_are_identical(engine)
-    counts_all_calls(engine, ["model parallelism"])
+    counts_all_calls(engine, ["model parallelism", "policy"])
+
+
+class Block(nn.Module):
+    """A block of a transformer without attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(INPUTS), nn.Linear(INPUTS, 128), nn.Linear(128, INPUTS)
+
+    def forward(self, inputs):
+        return inputs + self.down(F.gelu(self.up(self.norm(inputs))))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_four_ranks
+def test_ranks_of_tensor_parallelism_agree_on_what_they_all_hold(group, stage):
+    # Blocks of a scale reach from one parameter into the next, of which these ranks hold different parts.
+    key = {"quantizer": {"mode": "rms"}, "transport": {"min_bytes": 0}}
+    config = case(stage, communication_compression=key, tensor_parallel=auto_tp("column", "row"))
+    engine = start(Block, config)
+    for step in range(STEPS):
+        backward_in_pairs(engine, step)
+        engine.step()
+    for name in ("norm.weight", "norm.bias", "down.bias"):
+        same_on_all_ranks(digest(engine.module.get_parameter(name)))
+    counts_all_calls(engine, ["policy"])
 
 
 class Product(nn.Module):
