@@ -9,7 +9,7 @@ engine's `GradientCompression`, with its `stats`; None without the key.
     gradients.py         replacements that compress gradient reductions
     weights.py           replacements that compress gathered weights, without loss
     compression.py       GradientCompression, and what a DeepSpeed configuration may ask for
-    parameter_slices.py  which parameters the reduced gradients belong to
+    parameter_slices.py  which parameters the reduced gradients belong to, and of which a model holds several copies
     checkpoint.py        state of compression in DeepSpeed's checkpoints
     launch.py            launcher of training scripts that don't import the plugin
 """
