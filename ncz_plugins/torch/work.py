@@ -21,7 +21,8 @@ class HandleWork(dist.Work):
     Args:
         handle: a handle of a compressed call.
         unawaited: a set that holds the work until it was waited for or its future is done.
-        around: makes the context in which callbacks of the future run, on whatever thread; None: there is none.
+        around: makes the context in which callbacks of the future run, on whatever thread. The future then raises
+            RuntimeError with the text of the call's error. None: there is no context, and the error is the call's.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         future = self._handle.get_future()
         future.add_done_callback(lambda _: self._unawaited.discard(self))
-        if self._around is not None:
-            future = _passed_on(future, self._handle, self._around)
+        if self._around is None:
+            return future
         # The error of a callback is one for torch's C++ too. DDP's reducer takes others for results, and crashes.
-        return future.then(lambda done: done.value())
+        return _passed_on(future, self._handle, self._around).then(lambda done: done.value())
 
 
 def _passed_on(future: Future, handle: Handle, around: Callable[[], AbstractContextManager]) -> Future:
