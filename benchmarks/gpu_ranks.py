@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ncz_plugins
+from ncz_plugins.cli.perf.contenders.collectives import all_gather_single
 from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
 from ncz_plugins.core.transport.nccl_classes import nccl_class_of
 from ncz_plugins.kernels.format import CHUNK, RATE_BLOCK, SCALE_BLOCK, packed_bytes
@@ -73,7 +74,7 @@ def same_bytes(x: torch.Tensor, ranks: int) -> Callable[[], None]:
 
         def run_two() -> None:
             dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX)
-            dist.all_gather_into_tensor(of_both, sent)
+            all_gather_single(of_both, sent)
 
         return run_two
     sums = torch.zeros(blocks * packed_bytes(sum_bits(BITS, ranks)), dtype=torch.uint8, device=x.device)
@@ -82,7 +83,7 @@ def same_bytes(x: torch.Tensor, ranks: int) -> Callable[[], None]:
     def run() -> None:
         dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX)
         dist.all_to_all_single(received, sent)
-        dist.all_gather_into_tensor(gathered, sums)
+        all_gather_single(gathered, sums)
 
     return run
 

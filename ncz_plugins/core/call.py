@@ -75,7 +75,7 @@ class Call:
     """One collective, from its caller's arguments to its counters.
 
     The caller's arguments:
-        collective: torch's name from 2.14 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast.
+        collective: torch's name from 2.13 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast.
         input: what this rank contributes, of any shape.
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.

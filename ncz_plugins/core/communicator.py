@@ -67,7 +67,7 @@ class Communicator:
     With `transport.hierarchy`, the ranks of a node add up uncompressed first, and compressed frames
     travel between nodes. The bound is the same, but for the rounding of the sums inside nodes.
 
-    Names are those of torch 2.14 and newer. Torch's older names are aliases: `reduce_scatter_tensor` is
+    Names are those of torch 2.13 and newer. Torch's older names are aliases: `reduce_scatter_tensor` is
     `reduce_scatter_single`, `all_gather_into_tensor` is `all_gather_single`.
 
     Calls that compression can't serve, or would not make shorter, run plain. `stats` counts them by
@@ -244,7 +244,7 @@ class Communicator:
             call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
             return self._start([call], [output], async_op)
 
-    reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.14
+    reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.13
 
     def all_gather_single(
         self,
@@ -278,7 +278,7 @@ class Communicator:
             call = Call("all_gather_single", *memory, role=role, parts=parts, baseline=baseline)
             return self._start([call], [output], async_op)
 
-    all_gather_into_tensor = all_gather_single  # torch's name before 2.14
+    all_gather_into_tensor = all_gather_single  # torch's name before 2.13
 
     def broadcast(
         self,

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ncz_plugins.torch.backend  # noqa: F401
 from ncz_plugins import Communicator, WeightSync, apply_patch, compress, decompress, make_patch
+from ncz_plugins.cli.perf.contenders.collectives import all_gather_single, reduce_scatter_single
 from ncz_plugins.torch import ddp, fsdp
 
 FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
@@ -217,8 +218,8 @@ def test_the_backend_ncz(group):
         of_backend = dist.new_group(backend="ncz")
         tensor, part, whole = own(100_000), own(50_000), own(100_000)
         dist.all_reduce(tensor, group=of_backend)
-        dist.reduce_scatter_tensor(part, whole, group=of_backend)
-        dist.all_gather_into_tensor(whole, part, group=of_backend)
+        reduce_scatter_single(part, whole, group=of_backend)
+        all_gather_single(whole, part, group=of_backend)
         dist.destroy_process_group(of_backend)
         return [tensor, part, whole]
 

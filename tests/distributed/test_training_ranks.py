@@ -9,6 +9,7 @@ from on_rank import digest, raises, rank, same_on_all_ranks, values, world_size
 from scenarios import ranks
 
 from ncz_plugins import Communicator, UnsupportedError
+from ncz_plugins.cli.perf.contenders.collectives import all_gather_single
 from ncz_plugins.core.training.policy import ParameterSlice
 
 STEPS = 5
@@ -61,7 +62,7 @@ def reduce_scattered(communicator: Communicator, tensor: torch.Tensor) -> torch.
     share = torch.empty(NUMEL // world_size)
     communicator.reduce_scatter_single(share, tensor, dist.ReduceOp.AVG, parts=PARTS)
     shares = torch.empty(NUMEL)
-    dist.all_gather_into_tensor(shares, share)
+    all_gather_single(shares, share)
     return shares
 
 

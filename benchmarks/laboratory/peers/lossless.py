@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ncz_plugins.cli.perf.contenders.collectives import all_gather_single
 from ncz_plugins.cli.perf.contenders.exchange import Contender, Context, Exchange
 from ncz_plugins.core.errors import NczError
 
@@ -47,7 +47,7 @@ class Gather(Exchange):
         group, ranks = self.context.group, self.context.world_size
         data = self._compress(tensor.numpy())
         sizes = torch.empty(ranks, dtype=torch.int64, device="cpu")
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group=group)
+        all_gather_single(sizes, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group=group)
         most = int(sizes.max())
         if (
             not 0 < int(sizes.min()) <= most <= 2 * tensor.nbytes + _MAX_OVERHEAD_BYTES
@@ -56,7 +56,7 @@ class Gather(Exchange):
         sent = self.context.buffer("sent", most, tensor, torch.uint8)
         sent.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
         received = self.context.buffer("received", most * ranks, tensor, torch.uint8)
-        dist.all_gather_into_tensor(received, sent, group=group)
+        all_gather_single(received, sent, group=group)
         for rank, size in enumerate(sizes.tolist()):
             if rank == self.context.rank:
                 yield tensor.numpy()

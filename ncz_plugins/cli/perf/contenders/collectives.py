@@ -15,13 +15,16 @@ from ....core.communicator import Communicator
 from ....core.training.baseline import Baseline
 from .exchange import Contender, Context, Exchange
 
+# torch 2.13 has renamed these, and some versions warn of the older names.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Call(Exchange):
     """Exchange by one call with the signature of torch.distributed.
 
     Args:
-        calls: object with all_reduce, reduce_scatter_tensor, all_gather_into_tensor and broadcast, which every
-            version of torch has by these names.
+        calls: object with all_reduce, reduce_scatter_single, all_gather_single and broadcast.
         dtype: dtype that the tensor is cast to before the call, and its result from; None for no cast.
     """
 
@@ -54,12 +57,12 @@ class Call(Exchange):
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
         part = self._buffer("part", tensor.numel() // self.context.world_size, tensor)
-        self._calls.reduce_scatter_tensor(part, self._cast("whole", tensor))
+        self._calls.reduce_scatter_single(part, self._cast("whole", tensor))
         return part
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
         whole = self._buffer("whole", tensor.numel() * self.context.world_size, tensor)
-        self._calls.all_gather_into_tensor(whole, self._cast("part", tensor))
+        self._calls.all_gather_single(whole, self._cast("part", tensor))
         return whole
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -122,8 +125,12 @@ class OverNccl(Call):
 
 
 def _of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
-    calls = (dist.all_reduce, dist.reduce_scatter_tensor, dist.all_gather_into_tensor, dist.broadcast)
-    return SimpleNamespace(**{call.__name__: partial(call, group=group) for call in calls})
+    return SimpleNamespace(
+        all_reduce=partial(dist.all_reduce, group=group),
+        reduce_scatter_single=partial(reduce_scatter_single, group=group),
+        all_gather_single=partial(all_gather_single, group=group),
+        broadcast=partial(dist.broadcast, group=group),
+    )
 
 
 def _torch(context: Context, dtype: torch.dtype | None = None) -> Call:
