@@ -12,6 +12,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+
 def main() -> None:
     folder = Path(sys.argv[1])
     scenario = json.loads((folder / "scenario.json").read_text())
