@@ -4,9 +4,11 @@
     make versions ARGS="-t torch-2.6.0"       environments with one torch
     make versions ARGS="-R -- -k ring"        a part of the tests, in the environments that are there; writes no table
 
-nox skips environments whose Python is not on the PATH. Each environment that ran replaces its row in
-docs/reference/compatibility.md. An environment takes 1.5 GB in .cache/nox, or 6.5 GB with torch for CUDA, and half an
-hour on two cores. Environment variables: TORCH_INDEX_URL and NCZ_CACHE, as for make.
+nox skips environments whose Python is not on the PATH. pyenv puts several there: PYENV_VERSION=3.11.7:3.13.0. A folder
+with a newer Debian, made by debootstrap, has the newest: run the command inside.
+
+Each environment that ran replaces its row in docs/reference/compatibility.md. It takes 1.5 GB in .cache/nox, or 6.5 GB
+with torch for CUDA, and half an hour on two cores. Environment variables: TORCH_INDEX_URL and NCZ_CACHE, as for make.
 """
 
 import os
