@@ -22,6 +22,7 @@ pytest.importorskip("torchtitan")
 pytestmark = [
     pytest.mark.skipif(torch.__version__ < "2.15", reason="torchtitan 0.3 needs a newer torch"),
     pytest.mark.slow,
+    pytest.mark.timeout(800),  # each test runs two or three trainings
 ]
 
 STEPS, STOP = 4, 2
