@@ -38,7 +38,9 @@ def read_document(path: str | os.PathLike) -> dict[Any, Any]:
         document = parse(text, path)
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:  # for example the date 2026-13-01, or brackets nested too deeply
+    except RecursionError:  # whose text differs between versions of Python
+        raise ConfigError(f"{path}: brackets are nested too deeply") from None
+    except ValueError as error:  # for example the date 2026-13-01
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds {shorten(document)}, not a mapping of settings")

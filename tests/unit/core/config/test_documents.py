@@ -22,7 +22,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a.yaml", '"\\ud800": 1\n', "surrogate"),
         ("a.json", '{"\\ud800": 1}', "surrogate"),
         ("a.json", '{"quantizer": {"mode": "\\udfff"}}', "surrogate"),
-        ("a.json", "[" * 100_000, "recursion"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.yaml", "[" * 100_000, "a.yaml"),
     ],
 )
