@@ -28,10 +28,10 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_what_is_no_configuration_is_refused(tmp_path, name, text, words):
     (file := tmp_path / name).write_text(text)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ConfigError) as refused:
         Config.load(file)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
     assert words in str(refused.value) and str(refused.value).encode()
 
 
