@@ -58,6 +58,7 @@ _BURST_SECONDS = 0.04  # length of the coding that counts a rank's cores: severa
 _READY_SECONDS = 0.01  # delay before that coding starts, so that all ranks know its start
 _OTHER_CLOCK_SECONDS = 1.0  # a start this far away comes from a machine with another clock
 _MAX_CORES = 2.0  # a rank codes in up to two threads
+_MIN_CORES = 1e-3  # counted for a rank that got no time at all on a busy machine
 _FRAME_BYTES = (FRAME_BYTES, MiB, 256 * KiB, 2 * MiB, 8 * MiB)  # frame sizes to try, the default first
 _FRAME_SIZES_AT_OPENING = 2  # of these, tried when a communicator opens
 _MIN_BYTES, _GROWTH = 16 * KiB, 4  # smallest all-reduce, and the factor to the next size
@@ -405,7 +406,7 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
     cores[subject.rank] = _MAX_CORES
     if start < end:  # else a rank started too late or not at all: assume enough cores
         worked = sum(np.diff(np.interp((start, end), *zip(*each))).item() for each in both)
-        cores[subject.rank] = max(worked / (end - start), 1e-9)
+        cores[subject.rank] = max(worked / (end - start), _MIN_CORES)
     return subject.highest(cores)
 
 

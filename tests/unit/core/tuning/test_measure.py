@@ -224,6 +224,13 @@ def test_a_rank_does_not_wait_by_the_clock_of_another_machine(monkeypatch):
     assert subject.now < 10
 
 
+def test_ranks_that_get_no_time_of_a_core_at_all_have_costs_that_are_allowed(monkeypatch):
+    subject = OverLink(1, 1, 100, 100)
+    subject.passes, subject.of_a_core = 1e-3, 0.0
+    monkeypatch.setattr(module, "time", subject)
+    assert measure_link(subject, [[0, 1]]).entropy.costs.fixed == 1000 * cpu_backend().costs.fixed
+
+
 @pytest.mark.parametrize("megabits", [100, 5000])
 @pytest.mark.parametrize(("of_a_core", "times"), [(1.0, 1), (0.4, 1), (0.25, 2), (0.125, 4)])
 def test_coders_cost_more_where_ranks_share_cores(of_a_core, times, megabits, monkeypatch, capsys):
