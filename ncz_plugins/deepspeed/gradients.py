@@ -138,7 +138,7 @@ def counted_all_gather(original):
 
     @torch.compiler.disable
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        _count_if_plain("all_gather_into_tensor", tensor, group)
+        _count_if_plain("all_gather_single", tensor, group)
         return original(self, tensor_list, tensor, group, async_op)
 
     return all_gather
@@ -149,7 +149,7 @@ def counted_all_gather_into_tensor(original):
 
     @torch.compiler.disable
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
-        _count_if_plain("all_gather_into_tensor", input_tensor, group)
+        _count_if_plain("all_gather_single", input_tensor, group)
         return original(self, output_tensor, input_tensor, group, async_op)
 
     return all_gather_into_tensor

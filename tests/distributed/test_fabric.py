@@ -1,6 +1,7 @@
 """`ddp.compress` and `fsdp.compress` take the models of Lightning Fabric: DDP, compiled DDP, and FSDP2."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def sharded(module, mesh):
 
 def train_plain_and_compressed() -> dict[str, bool]:
     """Whether the parameters are the same to the bit, for each kind of model."""
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # from which Lightning derives the rank
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
     replicated = Fabric(accelerator="cpu", devices=2, strategy="ddp")

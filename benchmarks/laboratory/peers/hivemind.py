@@ -8,6 +8,7 @@ are sent in parts, so that coding and sending overlap. Unlike in hivemind, a par
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -35,7 +36,8 @@ class Butterfly(Exchange):
     summed = "avg"
 
     def __init__(self, context: Context, quantization: str):
-        from hivemind import compression
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # it uses torch.jit.script
+            from hivemind import compression
 
         super().__init__(context)
         self._quantize = getattr(compression, quantization)().quantize

@@ -137,13 +137,13 @@ def test_calls_at_a_fixed_rate_run_over_the_users_own_group():
     "call",
     [
         lambda plain, x: plain.all_reduce(x, dist.ReduceOp.AVG),
-        lambda plain, x: plain.reduce_scatter_tensor(x, x.clone()),
-        lambda plain, x: plain.all_gather_into_tensor(x, x.clone()),
+        lambda plain, x: plain.reduce_scatter_single(x, x.clone()),
+        lambda plain, x: plain.all_gather_single(x, x.clone()),
         lambda plain, x: plain.all_to_all_single(x, x.clone()),
         lambda plain, x: plain.broadcast(x, 0),
         lambda plain, x: plain.exchange([(0, x)], [(0, x.clone())]),
     ],
-    ids=["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast", "exchange"],
+    ids=["all_reduce", "reduce_scatter_single", "all_gather_single", "all_to_all_single", "broadcast", "exchange"],
 )
 def test_the_new_class_takes_the_arguments_of_each_collective(call):
     """It refuses nothing but that there is no driver, or that a tensor is in host memory."""
