@@ -15,7 +15,8 @@ import torch
 from ncz_plugins.kernels.cuda import nvrtc
 
 # Blocks of 256 threads; smaller ones, of which at least three fit on a multiprocessor.
-MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128, "NCZ_CHUNK_KERNEL": 168, "NCZ_SUM_KERNEL": 168}
+MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128}
+MOST_REGISTERS |= dict.fromkeys(("NCZ_CHUNK_KERNEL", "NCZ_SUM_KERNEL", "NCZ_RANDOM_SUM_KERNEL"), 168)
 # Bytes of each thread that the compiler keeps in memory, stores and loads. float64 is rare.
 MOST_SPILLED = {torch.float32: 0, torch.bfloat16: 0, torch.float16: 0, torch.float64: 64}
 MOST_SHARED = 48 << 10  # bytes, without asking for more

@@ -245,7 +245,10 @@ class BitWriter {
     uint64_t pending_ = 0;
 };
 
-// ------------------------------------------------------------------ unaligned memory
+// ------------------------------------------------------------------ memory
+
+// That a number is loaded here. Else the compiler may do so where the number is used, behind what it must not wait for.
+NCZ_DEVICE void load_here(uint32_t& loaded) { asm volatile("" : "+r"(loaded)); }
 
 NCZ_DEVICE unsigned load16(const uint8_t* from) { return unsigned(from[0]) | unsigned(from[1]) << 8; }
 

@@ -22,6 +22,9 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pie
     const Status& status = statuses[f];
     Element* values = static_cast<Element*>(piece.values);
     const Scale* steps = static_cast<const Scale*>(piece.steps);
+    int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
+    int length = length_of_tile(tile, piece.count);
+    uint32_t entry = fetch_entry(input, int(chunk));
     if (status.header.coder == HUFFMAN32) {
         auto put_of = [&](int64_t page) {
             return PutValues{values + page * PAGE + lane() * RUN, steps + page * PAGE_ROWS};
@@ -29,13 +32,12 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pie
         decode_pages(put_of, opened, shared->pages);
         return;
     }
-    int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
-    int length = length_of_tile(tile, piece.count);
     if (length == 0 || is_damaged(status)) return;
     TileCodes codes = {};
     if (status.header.coder == PLANES) {
         int32_t first = 0;
-        if (!add_tile_of(input, status, int(chunk), shared->tiles[warp()], codes, first)) return report_tile(status, report);
+        uint32_t word = fetch_tile(input, status, entry, shared->tiles[warp()]);
+        if (!add_fetched(word, status.header.predictor, shared->tiles[warp()], codes, first)) return report_tile(status, report);
         if (status.header.predictor == DELTA) from_residuals(codes, first);
     } else {
         add_tile(PlainCodes{decoded}, int64_t(input.first_chunk) * CHUNK + tile * TILE, length, codes);

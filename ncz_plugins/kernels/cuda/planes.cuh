@@ -43,6 +43,11 @@ NCZ_DEVICE TileSize size_of(const TileCodes& codes, int32_t predictor) {
     return size;
 }
 
+// Of a tile that is read, as its word in the frame's table says.
+NCZ_DEVICE TileSize size_in_table(uint32_t word) {
+    return {0, int(word >> 16 & 0xffu), int(word >> 24), int(word & 0xffffu)};
+}
+
 // To what each code is more than the one before it, and the first one, which every lane gets.
 NCZ_DEVICE int32_t to_residuals(TileCodes& codes) {
     int32_t first = __shfl_sync(ALL_LANES, codes[0][0], 0), before = first;  // before the row
@@ -309,15 +314,24 @@ struct TileWords {
     uint32_t words[1 + 32 + 32 * WARP];  // the first code, all masks and all planes
 };
 
-// Adds this warp's tile, in chunk `chunk`, of a PLANES frame without other damage: its codes, or with DELTA its residuals, of
-// which `first` becomes the first code. Whether all is as it must be.
-NCZ_DEVICE bool add_tile_of(const Input& input, const Status& status, int chunk, TileWords& room, TileCodes& codes,
-                            int32_t& first) {
-    const uint32_t* tiles = payload_words(input.frame) + chunks_of(input.count);
-    int number = chunk * TILES_OF_CHUNK + lane();
-    uint32_t entry = 0;  // of the tiles of the chunk, and behind them where it begins
-    if (lane() < TILES_OF_CHUNK && number < tiles_of(input.count)) entry = tiles[number];
-    if (lane() == TILES_OF_CHUNK) entry = payload_words(input.frame)[chunk];
+// Asks for what the tables of a PLANES frame say about a chunk: a word for each tile, by a lane each, and by the lane behind
+// them where the chunk begins. The answer takes long, so this comes before it is known whether the frame is one of PLANES, and
+// whole. Nothing behind the frame's memory is read: there it is 0.
+NCZ_DEVICE uint32_t fetch_entry(const Input& input, int chunk) {
+    int chunks = int(chunks_of(input.count)), tile = chunk * TILES_OF_CHUNK + lane();
+    bool is_tile = lane() < TILES_OF_CHUNK && tile < tiles_of(input.count), is_chunk = lane() == TILES_OF_CHUNK && chunk < chunks;
+    bool has_tables = input.bytes >= HEADER_BYTES + 4 * table_words(input.count);
+    uint32_t entry = 0;
+    if (has_tables && (is_tile || is_chunk)) entry = payload_words(input.frame)[is_chunk ? chunk : chunks + tile];
+    load_here(entry);
+    return entry;
+}
+
+constexpr uint32_t NO_TILE = 0xffffffffu;  // no tile's word in a table: a code has no 255 planes
+
+// Starts to copy this warp's tile of a PLANES frame without other damage to shared memory. Gives the tile's word in the table;
+// of a tile that can't be, NO_TILE.
+NCZ_DEVICE uint32_t fetch_tile(const Input& input, const Status& status, uint32_t entry, TileWords& room) {
     uint32_t own = __shfl_sync(ALL_LANES, entry, warp());
     int64_t begin = __shfl_sync(ALL_LANES, entry, TILES_OF_CHUNK);
 #pragma unroll
@@ -325,17 +339,23 @@ NCZ_DEVICE bool add_tile_of(const Input& input, const Status& status, int chunk,
         uint32_t other = __shfl_sync(ALL_LANES, entry, t);
         begin += t < warp() ? other & 0xffffu : 0;
     }
-    TileSize size = {0, int(own >> 16 & 0xffu), int(own >> 24), int(own & 0xffffu)};
-    int64_t words = status.header.payload_bytes / 4 - table_words(input.count);
-    if (size.most > 32 || size.least > size.most || begin + size.words > words) return false;
-    if (size.words > int(sizeof room / sizeof *room.words)) return false;
-    int32_t predictor = status.header.predictor;
-    const uint32_t* from = tiles + tiles_of(input.count) + begin;
+    TileSize size = size_in_table(own);
+    int64_t tables = table_words(input.count), words = status.header.payload_bytes / 4 - tables;
+    if (size.most > 32 || size.least > size.most || begin + size.words > words) return NO_TILE;
+    if (size.words > int(sizeof room / sizeof *room.words)) return NO_TILE;
+    const uint32_t* from = payload_words(input.frame) + tables + begin;
     __syncwarp(ALL_LANES);  // what was there before was read
     for (int i = lane(); i < size.words; i += WARP) copy_async(room.words + i, from + i);
+    return own;
+}
+
+// Adds the tile that fetch_tile gave `word` for: its codes, or with DELTA its residuals, of which `first` becomes the first
+// code. Whether all is as it must be.
+NCZ_DEVICE bool add_fetched(uint32_t word, int32_t predictor, const TileWords& room, TileCodes& codes, int32_t& first) {
+    if (word == NO_TILE) return false;
     await_copies();
     __syncwarp(ALL_LANES);
-    if (!add_planes(room.words, size, predictor, codes)) return false;
+    if (!add_planes(room.words, size_in_table(word), predictor, codes)) return false;
     if (predictor == DELTA) first = int32_t(room.words[0]);
     return true;
 }
@@ -349,17 +369,37 @@ NCZ_DEVICE bool has_residuals(const Status& status) {
     return status.header.coder == PLANES && status.header.predictor == DELTA;
 }
 
-// Adds the codes of this warp's tile of all frames of a piece. Whether all of them are as they must be.
-NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, int length, TileWords& room,
-                           TileCodes& codes) {
+NCZ_DEVICE bool has_any_residuals(const Piece& piece, const Status* statuses) {
+    bool has_any = false;
+    for (unsigned i = 0; i < piece.inputs; ++i) has_any |= has_residuals(statuses[piece.first_input + i]);
+    return has_any;
+}
+
+// What a sum asks for before it reads the values that are added, as it takes longest to come.
+NCZ_DEVICE uint32_t fetch_first_entry(const Piece& piece, const Opened& opened, int chunk) {
+    return piece.inputs ? fetch_entry(opened.inputs.of[piece.first_input], chunk) : 0;
+}
+
+// The tile of a piece's first frame, if add_inputs begins with it; else NO_TILE.
+NCZ_DEVICE uint32_t fetch_first_tile(const Piece& piece, const Opened& opened, uint32_t entry, TileWords& room) {
+    if (!piece.inputs) return NO_TILE;
+    const Status& status = opened.statuses[piece.first_input];
+    bool is_first = has_residuals(status) == has_any_residuals(piece, opened.statuses);
+    if (status.header.coder != PLANES || !is_first) return NO_TILE;
+    return fetch_tile(opened.inputs.of[piece.first_input], status, entry, room);
+}
+
+// Adds the codes of this warp's tile of all frames of a piece, of which `ahead` is what fetch_first_tile gave. Whether all of
+// them are as they must be.
+NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, int length, uint32_t ahead,
+                           TileWords& room, TileCodes& codes) {
     int begin = int(piece.first_input), end = begin + int(piece.inputs);
-    bool has_any_residuals = false, is_whole = true;
-    for (int i = begin; i < end; ++i) has_any_residuals |= has_residuals(opened.statuses[i]);
+    bool has_any = has_any_residuals(piece, opened.statuses), is_whole = true;
     if (length == 0) return true;
     // Sums of residuals are residuals of sums, so that one pass makes codes of all.
-    int32_t all_first = has_any_residuals ? to_residuals(codes) : 0;
+    int32_t all_first = has_any ? to_residuals(codes) : 0;
 #pragma unroll 1
-    for (int pass = has_any_residuals ? 0 : 1; pass < 2; ++pass) {
+    for (int pass = has_any ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
             const Input& input = opened.inputs.of[i];
@@ -370,8 +410,10 @@ NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, 
                 add_tile<1>(PlainCodes{opened.decoded}, first, length, codes);
                 continue;
             }
+            uint32_t word = i == begin ? ahead : NO_TILE;
+            if (word == NO_TILE) word = fetch_tile(input, status, fetch_entry(input, chunk), room);
             int32_t first = 0;
-            if (!add_tile_of(input, status, chunk, room, codes, first)) {
+            if (!add_fetched(word, status.header.predictor, room, codes, first)) {
                 report_tile(status, opened.report);
                 is_whole = false;
             }
@@ -403,11 +445,13 @@ NCZ_DEVICE void sum_planes(SourceOf source_of, const Pieces& pieces, const Opene
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
+    uint32_t entry = fetch_first_entry(piece, opened, int(chunk));
     if (chunk >= written_chunks(piece) || is_spoiled(piece, f, chunk, opened, writing)) return;
     int length = length_of_tile(tile, piece.count);
+    uint32_t ahead = fetch_first_tile(piece, opened, entry, rooms[warp()]);
     TileCodes codes = {};
     add_tile(source_of(piece), tile * TILE, length, codes);
-    bool is_whole = add_inputs(piece, opened, int(chunk), length, rooms[warp()], codes);
+    bool is_whole = add_inputs(piece, opened, int(chunk), length, ahead, rooms[warp()], codes);
     write_chunk(codes, chunk, length, is_whole, predictor, f, piece, writing, shared);
 }
 
@@ -418,19 +462,28 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
+    uint32_t entry = fetch_first_entry(piece, opened, int(chunk));
     if (is_spoiled(piece, f, chunk, opened, writing)) return;
     int length = length_of_tile(tile, piece.count);
+    uint32_t ahead = fetch_first_tile(piece, opened, entry, rooms[warp()]);
     TileCodes codes = {};
     if (adds) add_tile(source_of(piece), tile * TILE, length, codes);
-    bool is_whole = add_inputs(piece, opened, int(chunk), length, rooms[warp()], codes);
+    bool is_whole = add_inputs(piece, opened, int(chunk), length, ahead, rooms[warp()], codes);
     store_tile(piece.codes + tile * TILE, length, codes);
     if (is_whole || lane() || !piece.frame) return;
     if (!atomicOr(&writing.written[f].misfits, 1u)) spoil(piece, f, writing);
 }
 
-// Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor.
-constexpr int SUM_BLOCKS = sizeof(Element) == 8 ? 3 : 5;
+// Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor; with more, they would spill.
+#if NCZ_DTYPE == 3
+constexpr int SUM_BLOCKS = 3, RANDOM_SUM_BLOCKS = 3;
+#elif __CUDA_ARCH__ < 800
+constexpr int SUM_BLOCKS = 5, RANDOM_SUM_BLOCKS = 5;
+#else
+constexpr int SUM_BLOCKS = 6, RANDOM_SUM_BLOCKS = 5;
+#endif
 #define NCZ_SUM_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, SUM_BLOCKS, name)
+#define NCZ_RANDOM_SUM_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, RANDOM_SUM_BLOCKS, name)
 
 // Of each piece the sum of its values' codes and of its frames, as PLANES frame.
 NCZ_SUM_KERNEL(ncz_sum_planes)
@@ -441,7 +494,7 @@ NCZ_SUM_KERNEL(ncz_sum_planes)
     sum_planes(floats_of, pieces, opened, predictor, Writing{written, sizes}, rooms, *shared);
 }
 
-NCZ_SUM_KERNEL(ncz_sum_planes_at_random)
+NCZ_RANDOM_SUM_KERNEL(ncz_sum_planes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, int predictor, Written* written,
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
@@ -459,7 +512,7 @@ NCZ_SUM_KERNEL(ncz_sum_codes)
     sum_codes(floats_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
 
-NCZ_SUM_KERNEL(ncz_sum_codes_at_random)
+NCZ_RANDOM_SUM_KERNEL(ncz_sum_codes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, Written* written,
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
@@ -483,10 +536,12 @@ NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opene
     const Piece& piece = pieces.of[f];
     int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
     int length = length_of_tile(tile, piece.count);
+    uint32_t entry = fetch_first_entry(piece, opened, int(chunk));
     if (length == 0 || is_any_damaged(piece, opened.statuses)) return;
+    uint32_t ahead = fetch_first_tile(piece, opened, entry, rooms[warp()]);
     TileCodes codes = {};
     add_tile(source_of(piece), tile * TILE, length, codes);
-    if (!add_inputs(piece, opened, int(chunk), length, rooms[warp()], codes)) return;
+    if (!add_inputs(piece, opened, int(chunk), length, ahead, rooms[warp()], codes)) return;
     TileScales scales;
     load_scales(static_cast<const Scale*>(piece.scales) + tile * TILE_ROWS, length, scales);
     store_values(static_cast<Element*>(piece.sum) + tile * TILE, length, codes, scales);
