@@ -29,6 +29,7 @@ from ncz_plugins.kernels.cuda.arguments import MOST_INPUTS, MOST_PIECES
 from ncz_plugins.kernels.format import (
     CHUNK,
     DTYPES,
+    HUFFMAN32_PAGE,
     ON_GPUS,
     RANS_PAGE,
     Coder,
@@ -176,6 +177,71 @@ def test_decoding_sums(noise, dtype):
         for ours, theirs in zip(decode_sums(backend, sums, noise), decode_sums(REFERENCE, sums, noise), strict=True):
             assert_same(ours, theirs)
     backend.check()
+
+
+def sums_of_pages(counts: list[int], dtype=torch.float32) -> list[Sum]:
+    """A sum of each count, of values and of one HUFFMAN32 frame."""
+    sums = []
+    for count, predictor in zip(counts, itertools.cycle((Predictor.NONE, Predictor.DELTA))):
+        steps = torch.full((blocks_of(count),), 4.0, dtype=dtype if dtype == torch.float64 else torch.float32)
+        x, added = values_of(count, count, dtype), values_of(count, count + 1, dtype)
+        frame = encode(REFERENCE, added, steps, Coding(Coder.HUFFMAN, predictor))
+        assert not count or frame[5] == ON_GPUS[Coder.HUFFMAN]
+        sums.append(Sum(x, steps, torch.empty_like(x), [frame], first=count))
+    return sums
+
+
+def assert_same_values(backend, sums: list[Sum], noise=None) -> None:
+    for ours, theirs in zip(decode_sums(backend, sums, noise), decode_sums(REFERENCE, sums, noise), strict=True):
+        assert_same(ours, theirs)
+    backend.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["to nearest", "stochastic"])
+def test_a_sum_of_one_huffman_frame_needs_no_codes_in_memory(noise, dtype):
+    """A block adds four pages, each of them whole or not."""
+    launcher = CountingLauncher(1)
+    assert_same_values(
+        CudaBackend(launcher), sums_of_pages([5 * HUFFMAN32_PAGE + 77, 0, 2 * HUFFMAN32_PAGE], dtype), noise
+    )
+    assert set(launcher.launched) == {"ncz_open", "ncz_decode_sum" + "_at_random" * bool(noise)}
+
+
+def test_sums_of_one_frame_beside_sums_of_several():
+    sums = [*sums_of_pages([HUFFMAN32_PAGE + 9] * 2), *sums_of([HUFFMAN32_PAGE + 9, 5], len(CODINGS))]
+    launcher = CountingLauncher(1)
+    assert_same_values(CudaBackend(launcher), [sums[2], sums[0], sums[3], sums[1]])
+    assert launcher.launched == {"ncz_open": 1, "ncz_read_pages": 1, "ncz_decode_sum": 1}
+
+
+def test_values_at_any_address_are_added_to_pages():
+    sums = sums_of_pages([HUFFMAN32_PAGE, 2 * HUFFMAN32_PAGE + 5])
+    expected = decode_sums(REFERENCE, sums)
+    values = [torch.cat([each.x[:1], each.x])[1:] for each in sums]
+    backend = cuda(1, "address")
+    scales = [each.inverse_steps / 3 for each in sums]
+    backend.decode_sums([each._replace(x=x, out=x) for each, x in zip(sums, values)], scales)
+    for ours, theirs in zip(values, expected, strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_sums_of_pages_under_sanitizers(sanitizer):
+    assert_same_values(cuda(1, sanitizer), sums_of_pages([HUFFMAN32_PAGE + 9, 1000]), NOISE)
+
+
+def test_a_damaged_page_of_a_sum_is_reported():
+    """The other sums of the batch are right."""
+    sums = sums_of_pages([2 * HUFFMAN32_PAGE] * 3)
+    whole = decode_sums(REFERENCE, [sums[0], sums[2]])
+    sums[1].frames[0][-700:-600] ^= 0x55
+    backend = cuda(2)
+    first, _, last = decode_sums(backend, sums)
+    assert_same(first, whole[0])
+    assert_same(last, whole[1])
+    with pytest.raises(DamagedFrame):
+        backend.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -349,6 +415,8 @@ def test_launches(coding, monkeypatch):
         assert launches(CudaBackend.encode_sums, without, coding) == LAUNCHES[coding][0]
         assert launches(CudaBackend.encode_sums, sums, coding) == LAUNCHES[coding][1]
         assert launches(decode, sums) == 2
+        assert launches(decode_sums, sums) == 3
+        assert launches(decode_sums, [each._replace(frames=each.frames[:1]) for each in sums]) == 2
         assert launches(CudaBackend.statistics_of, [each.x for each in sums]) == 1
     monkeypatch.setattr(frames, "MOST_ELEMENTS", 6 * CHUNK)
     assert launches(CudaBackend.encode_sums, several, coding) == 3 * LAUNCHES[coding][1]

@@ -215,7 +215,7 @@ def test_so_it_is_where_only_a_checksum_tells(schedule):
 
 # What kernels of a coder launch to encode, and to add frames to what is encoded; see test_cuda_batches.py.
 CODERS = {"fixed": (1, 3), "huffman": (4, 7), "auto": (7, 9)}
-SCALES, DECODE, DECODE_SUMS = 3, 2, 3  # launches; for the first, chunks and blocks are measured, and steps derived
+SCALES, DECODE, DECODE_SUMS = 3, 2, 2  # launches; for the first, chunks and blocks are measured, and steps derived
 PAD = 1  # of a batch of two ranks
 OUTCOME, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of all scales, of a frame that is sent, of a call
 CALLS = [(schedule, n) for schedule in SCHEDULES for n in (2, 4) if (schedule, n) != ("direct", 2)]

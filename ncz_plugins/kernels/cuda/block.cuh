@@ -250,6 +250,9 @@ class BitWriter {
 // That a number is loaded here. Else the compiler may do so where the number is used, behind what it must not wait for.
 NCZ_DEVICE void load_here(uint32_t& loaded) { asm volatile("" : "+r"(loaded)); }
 
+// That what follows from a number is found again from here on. Else the compiler may keep it, and spill.
+NCZ_DEVICE void find_again(int& number) { asm volatile("" : "+r"(number)); }
+
 NCZ_DEVICE unsigned load16(const uint8_t* from) { return unsigned(from[0]) | unsigned(from[1]) << 8; }
 
 NCZ_DEVICE uint32_t load32(const uint8_t* from) { return load16(from) | load16(from + 2) << 16; }

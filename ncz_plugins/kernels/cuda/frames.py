@@ -181,7 +181,9 @@ def _add_up(
         each_with_its = list(zip(sums[part], results[part]))
         rows = [(each.x, each.inverse_steps, codes, None, each.first) for each, (codes, *_) in each_with_its]
         pieces = batch.pieces(rows, inputs[part], [values for _, (_, *values) in each_with_its])
-        opened = reader.decoded([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
+        # decode_sum decodes the only frame of a sum by itself.
+        read = reader.opened if kernel == "decode_sum" and max(inputs[part]) <= 1 else reader.decoded
+        opened = read([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
         batch.launch_values(kernel, sums[0].x.dtype, pieces, noise, *opened, *arguments)
 
 

@@ -2,7 +2,7 @@
 // own, of four consecutive codes in each row. docs/reference/wire-format.md specifies it; huffman.cuh makes the code.
 //
 //     ncz_encode_pages   pages from values or codes, in one pass: each in shared memory, then to its place
-//     decode_pages       in ncz_decode     from pages to values
+//     decode_pages       in ncz_decode, ncz_decode_sum     from pages to values, or to sums
 //     ncz_read_pages     from pages to codes, for kernels that add them up
 //
 // The rows of a page's 16-bit words alternate between lanes, so that a warp copies a page side by side and its lanes read words
@@ -462,7 +462,7 @@ NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int3
 #pragma unroll 1
     for (int row = 0; row * ROW < length; ++row) {
         int left = length - row * ROW - lane() * RUN, n = IS_WHOLE || left > RUN ? RUN : left;
-        auto scale = put.scale(row);  // asked for before it is needed
+        auto ahead = put.ahead(row, n);  // asked for before it is needed
         is_wrong |= reader.stay_in_page();
         int32_t codes[RUN];
 #pragma unroll
@@ -476,19 +476,19 @@ NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int3
             for (int i = 0; i < RUN; ++i) codes[i] = sum(codes[i], int32_t(before + inclusive - own));
             before += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
         }
-        put.run(row, n, codes, scale);
+        put.run(row, n, codes, ahead);
     }
     int left = 16 * words - reader.read();
     is_wrong |= left < 0 || left > 15 || (reader.bits() & ((1u << left) - 1));
     return !__any_sync(ALL_LANES, is_wrong);
 }
 
-// What becomes of a page's codes, each lane's runs: values, or the codes themselves.
+// What becomes of a page's codes, each lane's runs: values, sums, or the codes themselves.
 struct PutValues {
     Element* to;
     const Scale* scales;
 
-    NCZ_DEVICE Scale scale(int row) const { return scales[row]; }
+    NCZ_DEVICE Scale ahead(int row, int) const { return scales[row]; }
     NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], Scale scale) const {
         Element values[RUN];
 #pragma unroll
@@ -496,25 +496,47 @@ struct PutValues {
         store_run(to + row * ROW, n, values);
     }
 };
+// The values that the sums of the codes and of own values' codes stand for. They may stand where the own values do.
+template <class Source>
+struct PutSums {
+    Source source;
+    int64_t first;  // element of this lane's first run
+    FloatRows rows;  // from there on
+    Element* to;
+    const Scale* scales;
+
+    struct Ahead {
+        FetchedFloats own;
+        Scale scale;
+    };
+    NCZ_DEVICE Ahead ahead(int row, int n) const { return {rows.fetch(row, n), scales[row]}; }
+    NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], const Ahead& ahead) const {
+        int32_t own[RUN];
+        Element values[RUN];
+        source.codes_of(ahead.own, first + row * ROW, own);
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) values[i] = value_of(sum(codes[i], own[i]), ahead.scale);
+        store_run(to + row * ROW, n, values);
+    }
+};
 struct PutCodes {
     int32_t* to;
 
-    NCZ_DEVICE int scale(int) const { return 0; }
+    NCZ_DEVICE int ahead(int, int) const { return 0; }
     NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], int) const { store_run(to + row * ROW, n, codes); }
 };
 
-// Decodes the pages of HUFFMAN32 frames that were opened, and says in their status if one is damaged. `put_of` gives what
-// takes the rows of a page.
+// Decodes the pages of block `number` of input `i`, if it is a HUFFMAN32 frame without other damage, and says in its status if one
+// is damaged. `put_of` gives what takes the rows of a page.
 template <class PutOf>
-NCZ_DEVICE void decode_pages(PutOf put_of, const Opened& opened, PagesToRead& shared) {
-    int f = frame_number(opened.inputs.n);
-    const Input& input = opened.inputs.of[f];
-    Status& status = opened.statuses[f];
-    int64_t count = input.count, blocks = page_blocks_of(count), number = unit_number(opened.inputs.n);
+NCZ_DEVICE void decode_pages(PutOf put_of, int i, int64_t number, const Opened& opened, PagesToRead& shared) {
+    const Input& input = opened.inputs.of[i];
+    Status& status = opened.statuses[i];
+    int64_t count = input.count, blocks = page_blocks_of(count);
     if (number >= blocks || status.result || status.header.coder != HUFFMAN32) return;
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(opened.entries + f * HUFFMAN_WHOLE);
-    for (int i = int(threadIdx.x); i < int(HUFFMAN_WHOLE) / 2; i += PAGE_THREADS)
-        copy_async(reinterpret_cast<uint32_t*>(shared.entries) + i, from + i);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(opened.entries + i * HUFFMAN_WHOLE);
+    for (int at = int(threadIdx.x); at < int(HUFFMAN_WHOLE) / 2; at += PAGE_THREADS)
+        copy_async(reinterpret_cast<uint32_t*>(shared.entries) + at, from + at);
     int64_t page = number * PAGE_WARPS + warp();
     int length = length_of_huffman_page(page, count), words = 0;
     PageMemory& memory = shared.pages[warp()];

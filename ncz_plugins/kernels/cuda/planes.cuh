@@ -5,7 +5,6 @@
 //     ncz_encode_planes   frames from values or codes, in one pass
 //     ncz_sum_planes      frames of values and of frames, in one pass
 //     ncz_sum_codes, ncz_decode_codes   the codes of such sums, for the other coders
-//     ncz_decode_sum      the values of such sums
 //
 // A tile lies in the frame where its chunk got a place, in no certain order: so no block waits for another one.
 #pragma once
@@ -477,7 +476,7 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
 // Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor; with more, they would spill.
 #if NCZ_DTYPE == 3
 constexpr int SUM_BLOCKS = 3, RANDOM_SUM_BLOCKS = 3;
-#elif __CUDA_ARCH__ < 800
+#elif __CUDA_ARCH__ < 900
 constexpr int SUM_BLOCKS = 5, RANDOM_SUM_BLOCKS = 5;
 #else
 constexpr int SUM_BLOCKS = 6, RANDOM_SUM_BLOCKS = 5;
@@ -529,37 +528,6 @@ NCZ_SUM_KERNEL(ncz_decode_codes)
     sum_codes(codes_of, add != 0, pieces, opened, Writing{written, sizes}, rooms);
 }
 
-// The values that the sum of a piece's own codes and those of its frames stands for. They may stand where its values do.
-template <class SourceOf>
-NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opened& opened, TileWords* rooms) {
-    int f = frame_number(pieces.n);
-    const Piece& piece = pieces.of[f];
-    int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
-    int length = length_of_tile(tile, piece.count);
-    uint32_t entry = fetch_first_entry(piece, opened, int(chunk));
-    if (length == 0 || is_any_damaged(piece, opened.statuses)) return;
-    uint32_t ahead = fetch_first_tile(piece, opened, entry, rooms[warp()]);
-    TileCodes codes = {};
-    add_tile(source_of(piece), tile * TILE, length, codes);
-    if (!add_inputs(piece, opened, int(chunk), length, ahead, rooms[warp()], codes)) return;
-    TileScales scales;
-    load_scales(static_cast<const Scale*>(piece.scales) + tile * TILE_ROWS, length, scales);
-    store_values(static_cast<Element*>(piece.sum) + tile * TILE, length, codes, scales);
-}
-
-NCZ_SUM_KERNEL(ncz_decode_sum)(const __grid_constant__ Pieces pieces, NCZ_OPENED) {
-    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
-    decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, rooms);
-}
-
-NCZ_SUM_KERNEL(ncz_decode_sum_at_random)
-(const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED) {
-    NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
-    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    decode_sum(source_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, rooms);
-}
-
 #define NCZ_PLANES_KERNELS(X)                                                                                         \
     X(ncz_encode_planes) X(ncz_encode_planes_at_random) X(ncz_encode_planes_of_codes) X(ncz_sum_planes)               \
-    X(ncz_sum_planes_at_random) X(ncz_sum_codes) X(ncz_sum_codes_at_random) X(ncz_decode_codes) X(ncz_decode_sum)     \
-    X(ncz_decode_sum_at_random)
+    X(ncz_sum_planes_at_random) X(ncz_sum_codes) X(ncz_sum_codes_at_random) X(ncz_decode_codes)

@@ -180,6 +180,14 @@ struct FloatRows {
         fetched.run.load(x + row * ROW);
         return fetched;
     }
+    // The first `n` of a run, at any address.
+    NCZ_DEVICE FetchedFloats fetch(int row, int n) const {
+        if (n >= RUN && LaneRun<Element>::is_aligned(x)) return fetch(row);
+        Element values[RUN];
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) values[i] = i < n ? x[row * ROW + i] : Element{};
+        return {LaneRun<Element>::of(values), inverse_steps[row]};
+    }
 };
 
 // Codes of floats, to the nearest.
