@@ -21,19 +21,28 @@ struct HuffmanTree {
     uint8_t letters[LETTERS];  // of leaves
     uint8_t lengths[LETTERS];  // what comes out, by letter: bits of its code, 0 for one that has none
     int leaves;
+    int stored;      // tokens that have a length in the table of a frame: up to the last one that has a code
     uint32_t kraft;  // sum
 };
 
+// Looks at the letters that may have a code: the first `stored` tokens, and ESCAPE. Few of all tokens occur.
+template <class Look>
+NCZ_DEVICE void look_at_letters(int stored, Look look) {
+#pragma unroll 4
+    for (int token = 0; token < stored; ++token) look(unsigned(token));
+    look(ESCAPE);
+}
+
 // By a block of at least LETTERS threads, as are those below without another word.
-NCZ_DEVICE void sort_leaves(HuffmanTree& tree) {
+NCZ_DEVICE void sort_leaves(HuffmanTree& tree, int* scratch) {
     unsigned letter = threadIdx.x;
     uint32_t count = letter < LETTERS ? tree.counts[letter] : 0;
-    int leaves = 0, place = 0;
-    for (unsigned other = 0; other < LETTERS; ++other) {
+    int stored = block_max(letter < TOKENS && count ? int(letter) + 1 : 0, scratch), leaves = 0, place = 0;
+    look_at_letters(stored, [&](unsigned other) {
         uint32_t theirs = tree.counts[other];
         leaves += theirs > 0;
         place += theirs > 0 && (theirs < count || (theirs == count && other < letter));
-    }
+    });
     if (count) {
         tree.weights[place] = count;
         tree.letters[place] = uint8_t(letter);
@@ -41,6 +50,7 @@ NCZ_DEVICE void sort_leaves(HuffmanTree& tree) {
     if (letter < LETTERS) tree.lengths[letter] = 0;
     if (letter == 0) {
         tree.leaves = leaves;
+        tree.stored = stored ? stored : 1;  // where nothing but ESCAPE occurs, token 0 has the other code
         tree.kraft = 0;
     }
 }
@@ -94,35 +104,34 @@ NCZ_DEVICE void limit_lengths(HuffmanTree& tree) {
         }
 }
 
-// The lengths of `n` trees' codes from their counts, which a barrier must have made known. Ends with a barrier.
-NCZ_DEVICE void make_lengths(HuffmanTree* trees, int n) {
-    for (int i = 0; i < n; ++i) sort_leaves(trees[i]);
+// The lengths of the codes of those of `n` trees that are wanted, from their counts, which a barrier must have made known. Ends
+// with a barrier.
+template <class IsWanted>
+NCZ_DEVICE void make_lengths(HuffmanTree* trees, int n, IsWanted is_wanted, int* scratch) {
+    for (int i = 0; i < n; ++i)
+        if (is_wanted(i)) sort_leaves(trees[i], scratch);
     __syncthreads();
-    if (lane() == 0 && warp() < n) join_nodes(trees[warp()]);
+    bool has_tree = lane() == 0 && warp() < n && is_wanted(warp());  // a thread for each
+    if (has_tree) join_nodes(trees[warp()]);
     __syncthreads();
-    for (int i = 0; i < n; ++i) read_lengths(trees[i]);
+    for (int i = 0; i < n; ++i)
+        if (is_wanted(i)) read_lengths(trees[i]);
     __syncthreads();
-    if (lane() == 0 && warp() < n && trees[warp()].leaves) limit_lengths(trees[warp()]);
+    if (has_tree) limit_lengths(trees[warp()]);
     __syncthreads();
-}
-
-// Tokens that have a length in the table of a frame: up to the last one that occurs. By all threads of a block.
-NCZ_DEVICE int stored_lengths(const uint8_t* lengths, int* scratch) {
-    int token = int(threadIdx.x);
-    return block_max(token < int(TOKENS) && lengths[token] ? token + 1 : 0, scratch);
 }
 
 // Where a letter's codes begin among the numbers of HUFFMAN_MAX_LENGTH bits: codes are counted up in order of (length,
 // letter), so all before it take their share of these. `place` becomes the number of codes before it.
-NCZ_DEVICE unsigned first_code(const uint8_t* lengths, unsigned letter, int& place) {
+NCZ_DEVICE unsigned first_code(const uint8_t* lengths, int stored, unsigned letter, int& place) {
     unsigned length = lengths[letter], first = 0;
     place = 0;
-    for (unsigned other = 0; other < LETTERS; ++other) {
+    look_at_letters(stored, [&](unsigned other) {
         unsigned theirs = lengths[other];
-        if (!theirs || theirs > length || (theirs == length && other >= letter)) continue;
-        first += HUFFMAN_WHOLE >> theirs;
-        ++place;
-    }
+        bool is_before = theirs && (theirs < length || (theirs == length && other < letter));
+        first += is_before ? HUFFMAN_WHOLE >> theirs : 0;
+        place += is_before;
+    });
     return first;
 }
 
@@ -131,13 +140,13 @@ NCZ_DEVICE unsigned reversed(unsigned code) { return __brev(code) >> (32 - HUFFM
 
 // ------------------------------------------------------------------ encoding
 
-// Tells the kernels that encode of the code with these lengths.
-NCZ_DEVICE void pass_code(const uint8_t* lengths, HuffmanEncoding& encoding, int* scratch) {
-    unsigned letter = threadIdx.x;
-    int stored = stored_lengths(lengths, scratch), place;
+// Tells the kernels that encode of a tree's code.
+NCZ_DEVICE void pass_code(const HuffmanTree& tree, HuffmanEncoding& encoding) {
+    unsigned letter = threadIdx.x, length = letter < LETTERS ? tree.lengths[letter] : 0;
+    int place;
     if (letter < LETTERS)
-        encoding.codes[letter] = lengths[letter] ? reversed(first_code(lengths, letter, place)) | lengths[letter] << 16 : 0;
-    if (letter == 0) encoding.stored = stored;
+        encoding.codes[letter] = length ? reversed(first_code(tree.lengths, tree.stored, letter, place)) | length << 16 : 0;
+    if (letter == 0) encoding.stored = tree.stored;
 }
 
 // ------------------------------------------------------------------ decoding
@@ -148,9 +157,10 @@ struct HuffmanOpening {
     uint8_t lengths[LETTERS], letters[LETTERS];
 };
 
-// Reads the code in front of a payload, by a block. Gives what is wrong with it, the same to all threads: 0 if nothing.
-NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t capacity, uint8_t* lengths, uint32_t* scratch) {
-    int stored = capacity ? in[0] : int(TOKENS) + 1, place = int(threadIdx.x);
+// Reads the code in front of a payload, of `stored` tokens, by a block. Gives what is wrong with it, the same to all threads: 0
+// if nothing.
+NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t capacity, int stored, uint8_t* lengths, uint32_t* scratch) {
+    int place = int(threadIdx.x);
     if (stored > int(TOKENS) || capacity < huffman_code_bytes(stored)) return damaged(HUFFMAN_TABLE, stored);
     bool is_stored = place <= stored, is_filling = place == stored + 1 && place % 2;
     unsigned length = is_stored || is_filling ? in[1 + place / 2] >> place % 2 * 4 & 15 : 0;
@@ -174,12 +184,12 @@ NCZ_DEVICE int last_not_above(const uint16_t* numbers, int n, unsigned limit) {
 }
 
 // The code and the letter that any HUFFMAN_MAX_LENGTH bits begin with.
-NCZ_DEVICE void fill_entries(HuffmanOpening& shared, uint16_t* entries, int* scratch) {
+NCZ_DEVICE void fill_entries(HuffmanOpening& shared, int stored, uint16_t* entries, int* scratch) {
     unsigned letter = threadIdx.x;
     bool has_code = letter < LETTERS && shared.lengths[letter];
     int codes = block_sum(int(has_code), scratch), place;
     if (has_code) {
-        unsigned first = first_code(shared.lengths, letter, place);
+        unsigned first = first_code(shared.lengths, stored, letter, place);
         shared.firsts[place] = uint16_t(first);
         shared.letters[place] = uint8_t(letter);
     }
@@ -198,21 +208,25 @@ NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int part
     const uint8_t* payload = input.frame + HEADER_BYTES;
     int64_t bytes = header.payload_bytes, all;
     int pages = int(huffman_pages_of(input.count)), each = (pages + THREADS - 1) / THREADS;
-    int64_t wrong = read_code(payload, bytes, shared.lengths, reinterpret_cast<uint32_t*>(sums));
+    int stored = bytes ? payload[0] : int(TOKENS) + 1;
+    int64_t wrong = read_code(payload, bytes, stored, shared.lengths, reinterpret_cast<uint32_t*>(sums));
     if (wrong) return wrong;
-    int code = huffman_code_bytes(payload[0]), first_page = code + page_table_bytes(pages);
+    int code = huffman_code_bytes(stored), first_page = code + page_table_bytes(pages);
     if (bytes < first_page) return damaged(PAGES_TABLE, bytes - code);
     int first = int(threadIdx.x) * each, last = first + each < pages ? first + each : pages;
+    const uint16_t* table = reinterpret_cast<const uint16_t*>(payload + code);  // behind whole words
     int64_t own = 0;
-    for (int page = first; page < last; ++page) own += 2 * load16(payload + code + 2 * page);
+#pragma unroll 8
+    for (int page = first; page < last; ++page) own += 2 * table[page];
     int64_t at = first_page + block_exclusive_sum(own, sums, all);
     if (all != bytes - first_page) return damaged(PAGES_SUM, bytes - first_page);
+#pragma unroll 8
     for (int page = first; page < last; ++page) {
-        unsigned words = load16(payload + code + 2 * page);
+        unsigned words = table[page];
         offsets[page] = place_page(at, words);
         at += 2 * words;
     }
-    fill_entries(shared, entries, reinterpret_cast<int*>(sums));
+    fill_entries(shared, stored, entries, reinterpret_cast<int*>(sums));
     return 0;
 }
 

@@ -24,9 +24,9 @@ NCZ_DEVICE uint32_t log2_of(uint32_t number) {
 
 // What is measured of a sample with one predictor, in shared memory; zeros at first.
 struct SampleSums {
-    unsigned long long huffman_bits, mask_entropy, token_entropy;  // entropies times 65536
-    unsigned long long extra_bits;                                 // of all tokens
-    uint32_t plane_words;                                          // of all tiles of PLANES
+    unsigned long long mask_entropy, token_entropy;  // times 65536
+    uint32_t huffman_bits, extra_bits;               // of all tokens
+    uint32_t plane_words;                            // of all tiles of PLANES
     int mask_kinds, token_kinds;
     uint32_t mode;
 };
@@ -48,7 +48,7 @@ struct Sample {
 // How often each token occurs, and the words that PLANES would take. Each warp looks at a tile, of pieces one behind the other.
 NCZ_DEVICE void count_tokens(const Sample& sample, int32_t predictor, uint32_t* counts, SampleSums& sums) {
     for (int start = warp() * TILE; start < sample.n; start += WARPS * TILE) {
-        constexpr int AT_ONCE = 2;  // rows that are on their way together
+        constexpr int AT_ONCE = 4;  // rows that are on their way together
         uint32_t of_lane = 0;
 #pragma unroll 1
         for (int row = 0; row < TILE_ROWS; row += AT_ONCE) {
@@ -93,23 +93,32 @@ NCZ_DEVICE unsigned long long entropy_of(uint32_t count, uint32_t total) {
     return count ? (unsigned long long)count * (log2_of(total) - log2_of(count)) : 0;
 }
 
-// What the counts of tokens and masks, and the Huffman code of the tokens, come to. A thread for each value.
-NCZ_DEVICE void add_up(const HuffmanTree& tree, const uint32_t* masks, int n, SampleSums& sums) {
+// What the tokens take in the code of a tree, of which 32 bits hold the number of bits. A thread for each token.
+NCZ_DEVICE void add_up_code(const HuffmanTree& tree, SampleSums& sums) {
+    unsigned token = threadIdx.x, count = token < TOKENS ? tree.counts[token] : 0;
+    unsigned bits = count ? count * (tree.lengths[token] + extra_bits_of(token)) : 0;
+    bits = warp_sum(bits);
+    if (lane() == 0) atomicAdd(&sums.huffman_bits, bits);
+}
+
+// What RANS would take for masks and for tokens that are not the mode. A thread for each value. The entropies need 64 bits, for
+// which atomic additions to shared memory are loops.
+NCZ_DEVICE void add_up_entropies(const uint32_t* counts, const uint32_t* masks, int n, SampleSums& sums,
+                                 unsigned long long* scratch) {
     uint32_t value = threadIdx.x;
-    uint32_t tokens = value < TOKENS ? tree.counts[value] : 0, others = value == sums.mode ? 0 : tokens;
-    uint32_t all_others = uint32_t(n) - tree.counts[sums.mode];
-    unsigned extra_bits = tokens * extra_bits_of(value), length = value < TOKENS ? tree.lengths[value] : 0;
-    unsigned long long extra = warp_sum((unsigned long long)extra_bits);
-    unsigned long long huffman = warp_sum((unsigned long long)(tokens * length + extra_bits));
-    unsigned long long mask_entropy = warp_sum(entropy_of(masks[value], uint32_t(octets_of(n))));
-    unsigned long long token_entropy = warp_sum(entropy_of(others, all_others));
+    uint32_t tokens = value < TOKENS ? counts[value] : 0, others = value == sums.mode ? 0 : tokens;
+    uint32_t all_others = uint32_t(n) - counts[sums.mode];
+    unsigned extra_bits = warp_sum(tokens * extra_bits_of(value));
     int mask_kinds = __popc(__ballot_sync(ALL_LANES, masks[value] > 0));
     int token_kinds = __popc(__ballot_sync(ALL_LANES, others > 0));
+    unsigned long long mask_entropy = block_sum(entropy_of(masks[value], uint32_t(octets_of(n))), scratch);
+    unsigned long long token_entropy = block_sum(entropy_of(others, all_others), scratch);
+    if (threadIdx.x == 0) {
+        sums.mask_entropy = mask_entropy;
+        sums.token_entropy = token_entropy;
+    }
     if (lane()) return;
-    atomicAdd(&sums.extra_bits, extra);
-    atomicAdd(&sums.huffman_bits, huffman);
-    atomicAdd(&sums.mask_entropy, mask_entropy);
-    atomicAdd(&sums.token_entropy, token_entropy);
+    atomicAdd(&sums.extra_bits, extra_bits);
     atomicAdd(&sums.mask_kinds, mask_kinds);
     atomicAdd(&sums.token_kinds, token_kinds);
 }
@@ -156,16 +165,19 @@ NCZ_KERNEL(ncz_select)
     NCZ_SHARED(HuffmanTree, trees, PREDICTORS);
     NCZ_SHARED(uint32_t, masks, PREDICTORS * BYTE_VALUES);
     NCZ_SHARED(SampleSums, sums, PREDICTORS);
-    NCZ_SHARED(uint32_t, scratch, WARPS);
+    NCZ_SHARED(unsigned long long, scratch, WARPS);
     NCZ_SHARED(int64_t, costs, CODERS * PREDICTORS);
     int f = int(blockIdx.x), sampled = samples ? sampled_of(pieces.of[f].count) : 0;
     int64_t count = pieces.of[f].count;
     Choice& choice = written[f].choice;
     if (choice.coder == NO_CODER) return;
     Sample sample = {samples ? samples + f * MOST_SAMPLED : nullptr, sampled};
+    // Nothing is found out about predictors and coders that can't be chosen, and no costs where there is no choice.
+    bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;
     auto is_allowed = [&](int32_t predictor) {
         return coding.predictor == AUTO_PREDICTOR || coding.predictor == predictor;
     };
+    auto may_be = [&](int32_t coder) { return coding.coder == AUTO_CODER || coding.coder == coder; };
     for (int p = 0; p < PREDICTORS; ++p) {
         if (threadIdx.x < LETTERS) trees[p].counts[threadIdx.x] = threadIdx.x == ESCAPE;
         masks[p * BYTE_VALUES + threadIdx.x] = 0;
@@ -176,34 +188,32 @@ NCZ_KERNEL(ncz_select)
         if (is_allowed(p)) count_tokens(sample, p, trees[p].counts, sums[p]);
     __syncthreads();
     for (int p = 0; p < PREDICTORS; ++p) {
-        uint32_t mode = mode_of(trees[p].counts, scratch);
+        if (!is_allowed(p) || !may_be(RANS)) continue;
+        uint32_t mode = mode_of(trees[p].counts, reinterpret_cast<uint32_t*>(scratch));
         if (threadIdx.x == 0) sums[p].mode = mode;
-        if (is_allowed(p) && (coding.coder == AUTO_CODER || coding.coder == RANS))
-            count_masks(sample, p, mode, masks + p * BYTE_VALUES);
+        if (!is_settled) count_masks(sample, p, mode, masks + p * BYTE_VALUES);
     }
-    __syncthreads();
-    make_lengths(trees, PREDICTORS);
-    for (int p = 0; p < PREDICTORS; ++p) {
-        int stored = stored_lengths(trees[p].lengths, reinterpret_cast<int*>(scratch));
-        add_up(trees[p], masks + p * BYTE_VALUES, sampled, sums[p]);
+    auto is_wanted = [&](int32_t predictor) { return is_allowed(predictor) && may_be(HUFFMAN32); };
+    make_lengths(trees, PREDICTORS, is_wanted, reinterpret_cast<int*>(scratch));
+    for (int p = 0; p < PREDICTORS && !is_settled; ++p) {
+        if (!is_allowed(p)) continue;
+        if (may_be(HUFFMAN32)) add_up_code(trees[p], sums[p]);
+        if (may_be(RANS)) add_up_entropies(trees[p].counts, masks + p * BYTE_VALUES, sampled, sums[p], scratch);
         __syncthreads();
         int place = int(threadIdx.x);
-        if (place < CODERS)
+        if (place < CODERS && may_be(coder_at(place)))
             costs[place * PREDICTORS + p] = cost_of(coder_at(place), p, sums[p], sampled, trees[p].counts[sums[p].mode],
-                                                    huffman_code_bytes(stored), count, coding);
+                                                    huffman_code_bytes(trees[p].stored), count, coding);
     }
     __syncthreads();
-    bool is_settled = coding.coder != AUTO_CODER && coding.predictor != AUTO_PREDICTOR;
     int best = -1;
     for (int i = 0; i < CODERS * PREDICTORS; ++i) {
-        if (!is_allowed(i % PREDICTORS)) continue;
-        if (coding.coder != AUTO_CODER && coding.coder != coder_at(i / PREDICTORS)) continue;
+        if (!is_allowed(i % PREDICTORS) || !may_be(coder_at(i / PREDICTORS))) continue;
         if (best < 0 || (!is_settled && costs[i] < costs[best])) best = i;
     }
     int32_t coder = coder_at(best / PREDICTORS), predictor = best % PREDICTORS;
     if (!count) coder = PLANES;
-    if (coder == HUFFMAN32)
-        pass_code(trees[predictor].lengths, encodings[f], reinterpret_cast<int*>(scratch));
+    if (coder == HUFFMAN32) pass_code(trees[predictor], encodings[f]);
     if (threadIdx.x) return;
     choice.coder = coder;
     choice.predictor = predictor;
