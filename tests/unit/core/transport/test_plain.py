@@ -1,5 +1,6 @@
 """Uncompressed collectives over the connections of our own."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -123,12 +124,17 @@ def test_an_average_is_divided_once_whoever_looks_at_it_first(way):
 
 
 def test_the_handle_of_a_work_tells_how_it_ended():
+    over = threading.Event()
+
     def body(group, rank):
         tensor = torch.full((3,), rank + 1.0)
         handle = WorkHandle(group.allreduce([tensor]), "the sum")
         assert handle.wait() and handle.is_completed() and handle.is_success() and handle.exception() is None
         assert tensor.tolist() == [3.0] * 3
-        if rank == 0:
+        if rank == 1:
+            over.wait(30)  # without this the connection would close, and rank 0 could not begin to receive
+            return
+        try:
             lost = WorkHandle(group.recv([tensor], 1, 7), "a message that nobody sends")
             assert not lost.is_completed()
             with pytest.raises(PeerError, match="a message that nobody sends failed"):
@@ -136,6 +142,8 @@ def test_the_handle_of_a_work_tells_how_it_ended():
             with pytest.raises(PeerError, match="a message that nobody sends failed"):
                 lost.wait()
             assert lost.is_completed() and not lost.is_success() and isinstance(lost.exception(), PeerError)
+        finally:
+            over.set()
 
     gloo_of_two(body)
 
