@@ -76,7 +76,7 @@ soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each che
 thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed: what fails only with us? (20 minutes)
 	@$(BIN)/python benchmarks/thirdparty/run.py $(ARGS)
 
-versions: setup-tools  ## a part of the tests with several versions of Python and torch: docs/reference/compatibility.md (2 hours)
+versions: setup-tools  ## a part of the tests with several versions of Python and torch: docs/reference/compatibility.md (an hour)
 	@$(BIN)/nox $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked

@@ -8,7 +8,7 @@ nox skips environments whose Python is not on the PATH. pyenv puts several there
 with a newer Debian, made by debootstrap, has the newest: run the command inside.
 
 Each environment that ran replaces its row in docs/reference/compatibility.md. It takes 1.5 GB in .cache/nox, or 6.5 GB
-with torch for CUDA, and half an hour on two cores. Environment variables: TORCH_INDEX_URL and NCZ_CACHE, as for make.
+with torch for CUDA, and 15 minutes on two cores. Environment variables: TORCH_INDEX_URL and NCZ_CACHE, as for make.
 """
 
 import os
