@@ -26,8 +26,8 @@ try:
     import horovod.torch  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "ncz_plugins.horovod needs Horovod with PyTorch: pip install 'ncz_plugins[horovod]', which compiles it "
-        "(tools/horovod_wheel.py of the repository shows how)"
+        "ncz_plugins.horovod needs Horovod with PyTorch, which pip can't compile for today's torch: run "
+        "tools/horovod_wheel.py of the repository with this Python"
     ) from error
 
 from . import patches
