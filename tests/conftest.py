@@ -31,7 +31,7 @@ ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
 # What pytest.importorskip and the tests' own marks say where a package is missing.
 PACKAGE_IS_MISSING = re.compile(r"could not import '|\b(is|are) not installed\b", re.IGNORECASE)
 # Packages that PyPI does not have for this Python: their tests are skipped even where all packages are required.
-UNAVAILABLE = {"megatron-core", "torchft"} if sys.version_info >= (3, 14) else set()
+UNAVAILABLE = {"megatron", "torchft"} if sys.version_info >= (3, 14) else set()
 
 
 def pytest_addoption(parser):
