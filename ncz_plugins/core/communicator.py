@@ -131,8 +131,8 @@ class Communicator:
             channels = MOST_CONNECTIONS if measures_link else 1
         else:
             nccl_groups = channels
-        nccl = nccl_groups, nccl_class_of(self.group)
-        routes = Routes(store, self.rank, self.world_size, timeout, channels, *nccl)
+        nccl_class = nccl_class_of(self.group)
+        routes = Routes(store, self.rank, self.world_size, timeout, channels, nccl_groups, nccl_class)
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)

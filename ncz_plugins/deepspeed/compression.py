@@ -58,7 +58,7 @@ class GradientCompression:
         if names:
             skip = Policy(name=tuple(glob.escape(name) for name in names), role="gradient", action="skip")
             self.config = self.config.model_copy(update={"policies": (skip, *self.config.policies)})
-            self.training = Training(self.config)
+            self.training.config = self.config
             self._by_parameter = True
 
     def communicator(self, group: dist.ProcessGroup | None) -> Communicator:

@@ -21,7 +21,7 @@ from ..errors import PeerError, UnsupportedError
 from .worker import FutureHandle, Worker
 
 _SPIN_SECONDS = 5e-3  # a wait polls without sleeping for this long, as the shortest sleep takes 50 us or more
-_SETTLE_SECONDS = 5.0  # until queued work has ended, after NCCL was told to give up
+_SETTLE_WITHIN = timedelta(seconds=5)  # until queued work has ended, after NCCL was told to give up
 _POLL_SECONDS = 20e-6  # the sleep between two polls after that
 _MIN_ARENA_BYTES = 16 << 20
 _FRAME_ALIGNMENT_BYTES = 64
@@ -94,13 +94,21 @@ class Device(ABC):
     def check(self, *tensors: Tensor) -> list[Tensor]:
         """Do what `synchronize` does, and copy `tensors` to host memory. Raises DamagedFrame if a frame was damaged."""
 
-    @abstractmethod
-    def using(self, memory: list[Tensor]) -> AbstractContextManager:
-        """A context in which jobs read and write tensors of the caller's.
+    @contextmanager
+    def using(self, memory: list[Tensor]) -> Iterator[None]:
+        """A context in which jobs read and write tensors of the caller's. If it ends by an error: see `abandon`."""
+        try:
+            yield
+        except BaseException:
+            self.abandon(memory)
+            raise
 
-        If it ends by an error, no job writes to that memory once the caller has given it to something else. On a CPU
-        no job writes to it any more. On a GPU, queued work may still wait for a dead peer: torch does not reuse the
-        memory before that work has ended, and `settle` waits for it.
+    @abstractmethod
+    def abandon(self, memory: list[Tensor]) -> None:
+        """After an error, keep jobs from writing to memory that the caller gives to something else. Raises nothing.
+
+        On a CPU, returns once no job writes any more. On a GPU, queued work may still wait for a dead peer: torch does
+        not reuse the memory before that work has ended, and `settle` waits for it.
         """
 
     @abstractmethod
@@ -163,14 +171,9 @@ class Host(Device):
         self.synchronize()  # the CPU kernels have raised DamagedFrame already
         return list(tensors)
 
-    @contextmanager
-    def using(self, memory: list[Tensor]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            with suppress(BaseException):
-                self.synchronize()
-            raise
+    def abandon(self, memory: list[Tensor]) -> None:
+        with suppress(BaseException):
+            self.synchronize()
 
     def settle(self) -> None:
         pass  # no job outlives `using`
@@ -271,20 +274,14 @@ class Gpu(Device):
         self.backend.check(report.view(torch.int64))
         return [each.clone().view(tensor.dtype) for each, tensor in zip(copies, tensors)]
 
-    @contextmanager
-    def using(self, memory: list[Tensor]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            for tensor in memory:
-                tensor.record_stream(self._stream)
-            raise
+    def abandon(self, memory: list[Tensor]) -> None:
+        for tensor in memory:
+            tensor.record_stream(self._stream)
 
     def settle(self) -> None:
-        started = time.monotonic()
-        with suppress(RuntimeError), torch.cuda.device(self._device):  # an error of CUDA has ended the work as well
-            while not self._stream.query() and time.monotonic() - started < _SETTLE_SECONDS:
-                _pause(started)
+        # An error of CUDA, a RuntimeError, has ended the work as well.
+        with suppress(PeerError, RuntimeError), torch.cuda.device(self._device):
+            poll(self._stream.query, lambda: None, _SETTLE_WITHIN, f"{self._device}")
 
 
 def poll(is_done: Callable[[], bool], require_healthy: Callable[[], None], timeout: timedelta, what: str) -> None:

@@ -75,14 +75,15 @@ class Routes:
             raise PeerError("these connections are closed")
         if device not in self._routes:
             store = dist.PrefixStore(f"nccl {len(self._routes)}", self._store)
-            place, settings = (self._rank, self._world_size), (device, self._timeout, self._nccl_class)
+            rank, world_size, timeout, nccl_class = self._rank, self._world_size, self._timeout, self._nccl_class
 
             # Does not refer to this object: the transport would keep it, and all connections open.
             def open_group(number: int) -> dist.ProcessGroup:
-                return open_nccl(dist.PrefixStore(f"group {number}", store), *place, *settings)
+                its_store = dist.PrefixStore(f"group {number}", store)
+                return open_nccl(its_store, rank, world_size, device, timeout, nccl_class)
 
             groups = [open_group(number) for number in range(self._nccl_groups)]
-            gpu = Gpu(device, self._timeout, lambda: require_healthy(groups))
+            gpu = Gpu(device, timeout, lambda: require_healthy(groups))
             self._routes[device] = Route(gpu, NcclTransport(self._connections, groups, device, open_group))
         return self._routes[device]
 

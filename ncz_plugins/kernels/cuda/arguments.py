@@ -15,6 +15,7 @@ from torch import Tensor
 from ..addresses import require, wrong_tensor
 from ..format import DTYPES, ON_GPUS, Coding, Noise, Rows, StepRule, blocks_of, max_frame_bytes
 
+OF_CODES = torch.float32  # whose module has the kernels that work on codes alone
 MOST_PIECES, MOST_INPUTS = 32, 64  # most rows of a table
 
 

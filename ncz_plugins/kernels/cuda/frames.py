@@ -30,6 +30,7 @@ from ..format import (
 from .arguments import (
     MOST_INPUTS,
     MOST_PIECES,
+    OF_CODES,
     Table,
     coding_argument,
     inputs_table,
@@ -43,7 +44,6 @@ _MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU; more
 _RANS_THREADS = 32  # of a thread block that encodes a page of RANS
 CHUNK_THREADS = 128  # of a thread block for a chunk, or for four pages of HUFFMAN32
 _FOUR_PAGES_A_BLOCK = {"elements": 4 * HUFFMAN32_PAGE}
-_ANY = torch.float32  # kernels of codes don't depend on the element type, and are in the module for float32
 
 # A larger batch is split, so that working memory stays bounded: up to 11 bytes for each element that is written, and 4
 # for each that is read. A sum is never split. A sum beyond the second limit takes several launches.
@@ -112,14 +112,14 @@ class Reader(NamedTuple):
         blocks = min(pages, max(1, _MOST_OPENING_BLOCKS // n))
         how = integer(self.sealed), integer(self.padded)
         arguments = inputs, *how, statuses, self.report, offsets, entries, decoded
-        self.launcher.launch("ncz_open", _ANY, n * blocks, THREADS, *arguments)
+        self.launcher.launch("ncz_open", OF_CODES, n * blocks, THREADS, *arguments)
         return inputs, statuses, self.report, offsets, entries, decoded
 
     def decoded(self, frames: list[tuple[Tensor, int]]) -> tuple:
         """Like `opened`, and launch the kernel that decodes HUFFMAN32 to working memory."""
         opened = self.opened(frames)
         blocks = max(1, -(-max(count for _, count in frames) // _FOUR_PAGES_A_BLOCK["elements"]))
-        self.launcher.launch("ncz_read_pages", _ANY, len(frames) * blocks, CHUNK_THREADS, *opened)
+        self.launcher.launch("ncz_read_pages", OF_CODES, len(frames) * blocks, CHUNK_THREADS, *opened)
         return opened
 
 
@@ -217,7 +217,7 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         more = inputs[start : start + at_once]
         opened = reader.decoded(more)
         pieces = writer.pieces(rows, [len(more)])
-        writer.launch("decode_codes", _ANY, pieces, *opened, *writer.noted, integer(True))
+        writer.launch("decode_codes", OF_CODES, pieces, *opened, *writer.noted, integer(True))
     writer.encode(writer.pieces(rows))
 
 
@@ -236,7 +236,7 @@ def encode_codes(launcher: Launcher, codes: Tensor, coding: Coding, frame: Tenso
     written = _where_words_are(frame)
     pieces = writer.pieces([(None, None, codes, written, 0)])
     if is_one_pass(coding):
-        writer.launch("encode_planes_of_codes", _ANY, pieces, integer(coding.predictor), *writer.unchosen)
+        writer.launch("encode_planes_of_codes", OF_CODES, pieces, integer(coding.predictor), *writer.unchosen)
     else:
         writer.encode(pieces)
     if written is not frame:
@@ -249,7 +249,7 @@ def decode_codes(reader: Reader, frame: Tensor, codes: Tensor, add: bool) -> Non
     batch = _Batch(reader.launcher, [codes.numel()])
     pieces = batch.pieces([(None, None, codes, None, 0)], [1])
     opened = reader.decoded([(frame, codes.numel())])
-    batch.launch("decode_codes", _ANY, pieces, *opened, None, None, integer(add))
+    batch.launch("decode_codes", OF_CODES, pieces, *opened, None, None, integer(add))
 
 
 # ------------------------------------------------------------------ parts
@@ -357,7 +357,7 @@ class _Writer(_Batch):
         if coder in (Coder.HUFFMAN, Coder.AUTO):
             shared = written, self._huffman, self._places, sizes
             if dtype is None:
-                self.launch("encode_pages_of_codes", _ANY, pieces, *shared, **_FOUR_PAGES_A_BLOCK)
+                self.launch("encode_pages_of_codes", OF_CODES, pieces, *shared, **_FOUR_PAGES_A_BLOCK)
             else:
                 self.launch_values("encode_pages", dtype, pieces, noise, *shared, **_FOUR_PAGES_A_BLOCK)
         if coder in (Coder.RANS, Coder.AUTO):
@@ -366,13 +366,13 @@ class _Writer(_Batch):
             pages = self._first_chunks[-1] * CHUNK // RANS_PAGE + len(self._counts)
             room = torch.empty(_RANS_PAGE_BYTES * pages, dtype=torch.uint8, device=self._device)
             shared = written, self._rans, room
-            self.launch("rans_collect", _ANY, pieces, *shared, elements=RANS_PAGE, threads=THREADS)
+            self.launch("rans_collect", OF_CODES, pieces, *shared, elements=RANS_PAGE, threads=THREADS)
             shared = *shared, self._places, sizes
-            self.launch("rans_encode", _ANY, pieces, *shared, elements=RANS_PAGE, threads=_RANS_THREADS)
+            self.launch("rans_encode", OF_CODES, pieces, *shared, elements=RANS_PAGE, threads=_RANS_THREADS)
         # PLANES replaces a coder whose frame turned out larger.
         chosen = integer(self._coding.predictor), integer(True), *self.noted
         if dtype is None:
-            self.launch("encode_planes_of_codes", _ANY, pieces, *chosen)
+            self.launch("encode_planes_of_codes", OF_CODES, pieces, *chosen)
         else:
             self.launch_values("encode_planes", dtype, pieces, noise, *chosen)
 
@@ -384,10 +384,10 @@ class _Writer(_Batch):
             samples = torch.empty(n * sampled, dtype=torch.int32, device=self._device)
             source = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
             arguments = pieces, noise_argument(noise), source, samples
-            self._launcher.launch("ncz_sample", dtype or _ANY, n * sampled // THREADS, THREADS, *arguments)
+            self._launcher.launch("ncz_sample", dtype or OF_CODES, n * sampled // THREADS, THREADS, *arguments)
         # Without a sample nothing is left to choose: no coder, no mode of RANS, no code of HUFFMAN32.
         arguments = pieces, samples, coding_argument(coding), written, self._huffman
-        self._launcher.launch("ncz_select", _ANY, n, THREADS, *arguments)
+        self._launcher.launch("ncz_select", OF_CODES, n, THREADS, *arguments)
 
 
 def is_one_pass(coding: Coding) -> bool:

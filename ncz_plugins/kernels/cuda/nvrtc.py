@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ..cache import ENVIRONMENT, private_folder, read_private, write_private
 from ..format import DTYPES
-from .arguments import ArgumentMemory, require_on
+from .arguments import OF_CODES, ArgumentMemory, require_on
 
 FOLDER = Path(__file__).parent
 KERNELS = FOLDER / "kernels.cu"
-OF_CODES = torch.float32  # whose module has the kernels that work on codes alone
 # No contraction: a fused multiply-add rounds differently from the reference.
 FLAGS = ("--std=c++17", "--fmad=false")
 
