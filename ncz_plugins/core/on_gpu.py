@@ -25,6 +25,7 @@ from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.nccl_classes import is_nccl
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
+from .transport.striped import StripedCollectives
 
 
 class GpuCalls:
@@ -56,8 +57,7 @@ class GpuCalls:
         self._plain = TorchCollectives(lambda: user_group)
         self._open_settings = open_settings
         self._is_connected = False  # or about to be
-        self._stream: CallStream | None = None  # of calls at a fixed rate, with what carries them
-        self._transport: CollectiveTransport | None = None
+        self._stream: CallStream | None = None  # of calls at a fixed rate
         self._last_plain: Handle | None = None
         self._last_plain_memory: Sequence[Tensor] = ()  # if nobody may have waited for that call yet
         self._last_queued: StreamHandle | None = None
@@ -165,24 +165,33 @@ class GpuCalls:
         self._calls.require_open()
         self._group.note_uncompared(call.described)
         if self._stream is None:
-            self._stream, self._transport = CallStream(self._device), self._fixed_rate_transport()
+            self._stream = CallStream(self._device)
+        transport = self._fixed_rate_transport(captured)
         current = torch.cuda.current_stream(self._device)
         doing = f"the {call.collective} at a fixed rate"
         with peer_errors(doing), memory_errors(call.collective), self._stream.following(current, call.memory):
             if not captured:
                 self._follow_plain()
-            queue(self._group, call, self._stream.backend, self._transport)
+            queue(self._group, call, self._stream.backend, transport)
             handle = StreamHandle.of_current(self._device)
         if not captured:
             self._last_queued = handle
         return handle
 
-    def _fixed_rate_transport(self) -> CollectiveTransport:
-        """The user's own NCCL group, or ours where the user's is another kind."""
+    def _fixed_rate_transport(self, captured: bool) -> CollectiveTransport:
+        """What carries a call at a fixed rate: the user's own NCCL group, or ours where the user's is another kind.
+
+        Large gathers and exchanges go over as many groups as those at a bound: our further groups carry parts of them,
+        and the user's the rest. So if a peer dies, the user's group says so, as in a plain call.
+
+        Args:
+            captured: by a CUDA graph, which is to depend on no group that we may close: then the user's alone.
+        """
         backend = self._user_group._get_backend(self._device)
-        if is_nccl(backend):
-            return GroupTransport(self._group.rank, self._group.world_size, TorchCollectives(lambda: backend))
-        return self._calls.routes.of(self._device).transport
+        if not is_nccl(backend):
+            return self._calls.routes.of(self._device).transport
+        groups = [backend] if captured else [backend, *self._calls.routes.further_groups(self._device)]
+        return GroupTransport(self._group.rank, self._group.world_size, StripedCollectives(lambda: groups))
 
     def _follow_calls_before(self) -> None:
         """Let the current stream wait for the calls before that no host waits for."""

@@ -21,7 +21,7 @@ Uncompressed collectives:
 
 - plain.py: by a process group of torch.distributed.
 - small.py: of small tensors, over the connections of mesh.py.
-- striped.py: large gathers over several NCCL groups.
+- striped.py: large gathers and exchanges over several NCCL groups.
 - subset.py: between some ranks of a group.
 
 Ranks and nodes:

@@ -287,7 +287,9 @@ class Transport(FrameTransport):
         return self.start_max(comparison.tensor, counters)
 
     def use_groups(self, count: int) -> int:
-        """Send large gathers over `count` NCCL groups side by side. All ranks call this, when nothing is under way.
+        """Send large gathers and exchanges over `count` NCCL groups side by side.
+
+        All ranks call this, when nothing is under way.
 
         Returns the number of groups in use, which is 1 for transports without NCCL.
         """

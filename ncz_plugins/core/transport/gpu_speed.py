@@ -63,15 +63,15 @@ def _say(transport: CollectiveTransport, what: str) -> None:
 def use_fastest_groups(config: Config, device: Device, transport: Transport, where: torch.device) -> None:
     """Measure which number of NCCL groups is fastest for large gathers, and use it: see `Transport.use_groups`.
 
-    Nothing is measured if `transport.connections` is a number, if uncompressed calls carry less than 4 or more than 200
-    Gbit/s, or for a fixed rate, which uses the user's own group. All ranks must call this. Raises PeerError.
+    Nothing is measured if `transport.connections` is a number, or if uncompressed calls carry less than 4 or more than
+    200 Gbit/s. All ranks must call this. Raises PeerError.
 
     Args:
         config: the settings that `measured_on_gpus` returned.
         device, transport: the device and transport of the GPU.
         where: this rank's GPU.
     """
-    is_open = config.transport.connections == "auto" and config.quantizer.bits is None
+    is_open = config.transport.connections == "auto"
     if not is_open or not _MIN_STRIPED_GBPS <= config.transport.link_gbps <= _MAX_STRIPED_GBPS:
         return
 
@@ -88,7 +88,7 @@ def use_fastest_groups(config: Config, device: Device, transport: Transport, whe
         groups, seconds, count = count, taken, 2 * count
     transport.use_groups(groups)
     if groups > 1:
-        _say(transport, f"large frames of GPUs travel over {groups} NCCL groups side by side")
+        _say(transport, f"large messages of GPUs travel over {groups} NCCL groups side by side")
 
 
 def _seconds_of(

@@ -143,6 +143,11 @@ class NcclTransport(Transport):
         # Made in each call: an attribute would refer back to this object, and keep its connections open.
         return StripedCollectives(self._open_groups)
 
+    @property
+    def further_groups(self) -> list[dist.ProcessGroup]:
+        """All groups but the first. Raises PeerError once they are closed."""
+        return self._open_groups()[1:]
+
     def use_groups(self, count: int) -> int:
         groups = self._open_groups()
         while len(groups) < count and self._open_one_more is not None:

@@ -37,7 +37,7 @@ class Routes:
         world_size: the number of ranks.
         timeout: how long to wait for a peer, when connecting and in each operation.
         channels: see `Connections`.
-        nccl_groups: NCCL groups for large gathers, unless `Transport.use_groups` changes it.
+        nccl_groups: NCCL groups for large gathers and exchanges, unless `Transport.use_groups` changes it.
         nccl_class: the class of these groups, see `make_nccl_group`.
 
     Raises UnsupportedError if torch has no gloo, and PeerError if the other ranks don't come.
@@ -86,6 +86,16 @@ class Routes:
             gpu = Gpu(device, timeout, lambda: require_healthy(groups))
             self._routes[device] = Route(gpu, NcclTransport(self._connections, groups, device, open_group))
         return self._routes[device]
+
+    def further_groups(self, device: torch.device) -> list[dist.ProcessGroup]:
+        """The NCCL groups of a GPU behind the first: those that carry parts of what is large. Raises as `of` does.
+
+        Where these settings ask for one group, and nobody asked for more, GPUs are not connected for it.
+        """
+        if self._nccl_groups == 1 and device not in self._routes:
+            return []
+        transport = self.of(device).transport
+        return transport.further_groups if isinstance(transport, NcclTransport) else []
 
     def close(self) -> None:
         """Close all connections, when nothing is under way any more. What was sent still arrives.

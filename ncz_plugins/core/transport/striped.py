@@ -1,4 +1,4 @@
-"""Large gathers over several NCCL groups side by side.
+"""Large gathers and exchanges over several NCCL groups side by side.
 
 Over sockets, NCCL sends with one thread for each group, which carried 15 to 25 Gbit/s in our measurements. So on faster
 Ethernet several groups carry more, as several TCP connections do.
@@ -21,7 +21,7 @@ _STRIPE_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 
 
 class StripedCollectives(TorchCollectives):
-    """Collectives of the first of several process groups, and large gathers over all of them.
+    """Collectives of the first of several process groups; large gathers and exchanges go over all of them.
 
     Args:
         groups: returns the process groups, which connect the same ranks. Called each time.
@@ -35,21 +35,38 @@ class StripedCollectives(TorchCollectives):
         groups = self._groups()
         if len(groups) == 1 or input.nbytes < STRIPED_BYTES:
             return super().all_gather_single(output, input)
-        return GeneratorWork(_gather_in_stripes(groups, output, input))
+        rows = _as_bytes(output, groups[0].size()), _as_bytes(input, 1)
+        return GeneratorWork(_in_stripes(groups, TorchCollectives.all_gather_single, *rows))
+
+    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
+        groups = self._groups()
+        if len(groups) == 1 or input.nbytes < STRIPED_BYTES:
+            return super().all_to_all_single(output, input)
+        rows = _as_bytes(output, groups[0].size()), _as_bytes(input, groups[0].size())
+        return GeneratorWork(_in_stripes(groups, TorchCollectives.all_to_all_single, *rows))
 
 
-def _gather_in_stripes(groups: list[dist.ProcessGroup], output: Tensor, input: Tensor) -> Iterator[None]:
-    # Each group gathers a stripe of every rank's bytes.
-    own = input.view(-1).view(torch.uint8)
-    length = -(-own.numel() // (len(groups) * _STRIPE_ALIGNMENT_BYTES)) * _STRIPE_ALIGNMENT_BYTES
-    outputs = output.view(-1).view(torch.uint8).view(-1, own.numel()).split(length, dim=1)
+def _as_bytes(tensor: Tensor, rows: int) -> Tensor:
+    """A contiguous tensor as so many equal rows of bytes."""
+    return tensor.view(-1).view(torch.uint8).view(rows, -1)
+
+
+def _in_stripes(
+    groups: list[dist.ProcessGroup],
+    collective: Callable[[TorchCollectives, Tensor, Tensor], Work],
+    output: Tensor,
+    input: Tensor,
+) -> Iterator[None]:
+    """A collective of rows of bytes, of which each group carries a stripe."""
+    length = -(-input.shape[1] // (len(groups) * _STRIPE_ALIGNMENT_BYTES)) * _STRIPE_ALIGNMENT_BYTES
     under_way: list[tuple[Work, Tensor, Tensor]] = []
-    for group, stripe, out in zip(groups, own.split(length), outputs):
-        gathered = stripe.new_empty(group.size(), stripe.numel())
-        under_way.append((group._allgather_base(gathered.view(-1), stripe), gathered, out))
+    for group, stripe, out in zip(groups, input.split(length, dim=1), output.split(length, dim=1)):
+        sent, received = stripe.contiguous(), out.new_empty(out.shape)
+        work = collective(TorchCollectives(lambda group=group: group), received.view(-1), sent.view(-1))
+        under_way.append((work, sent, received))
     yield
 
     # Put the stripes together.
-    for work, gathered, out in under_way:
+    for (work, _, received), out in zip(under_way, output.split(length, dim=1)):
         work.wait()
-        out.copy_(gathered)
+        out.copy_(received)

@@ -4,6 +4,7 @@ On a card: tests/distributed/test_devices.py and test_fixed_rate.py.
 """
 
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import play_communicators, same_bits, values
 
 from ncz_plugins import kernels
+from ncz_plugins.core import on_gpu
 from ncz_plugins.core.call import Call, Joined
 from ncz_plugins.core.errors import MismatchError, UnsupportedError
 from ncz_plugins.core.on_gpu import GpuCalls
@@ -150,3 +152,43 @@ def test_a_graph_captures_calls_at_a_fixed_rate_and_plain_ones(card):
 
     card.capturing = True
     assert same_bits(play_communicators(2, FIXED_RATE, body))
+
+
+class Counted:
+    """A process group, and how many gathers and exchanges it has begun."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group, self.begun = group, 0
+
+    def __getattr__(self, name):
+        self.begun += name in ("_allgather_base", "alltoall_base")
+        return getattr(self._group, name)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_calls_at_a_fixed_rate_go_over_several_groups_unless_a_graph_captures_them(world_size, card, monkeypatch):
+    """With the same bits, and the same bytes sent."""
+    monkeypatch.setattr(on_gpu, "is_nccl", lambda group: True)
+
+    def body(communicator):
+        rank, calls, found = communicator.rank, calls_of(communicator), []
+        groups = [
+            Counted(dist.ProcessGroupGloo(dist.PrefixStore(f"{i}", store), rank, world_size, timedelta(seconds=30)))
+            for i in range(2)
+        ]
+        communicator._queue.routes.further_groups = lambda device: groups
+        for large in (False, True):
+            tensor = values(rank, (world_size << 20) + 4099 if large else 4099)
+            begun(calls, tensor, async_op=True)
+            found.append(tensor)
+            operations = world_size - 1  # one gather of two ranks, else an exchange and a gather
+            used = large and not card.capturing
+            assert [group.begun for group in groups] == [used * operations] * 2
+        return torch.cat(found), communicator.stats.total.wire_bytes
+
+    outcomes = []
+    for card.capturing in (False, True):
+        store = dist.HashStore()
+        outcomes += play_communicators(world_size, FIXED_RATE, body)
+    assert same_bits([tensor for tensor, _ in outcomes])
+    assert len({wire_bytes for _, wire_bytes in outcomes}) == 1

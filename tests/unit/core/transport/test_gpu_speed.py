@@ -90,11 +90,12 @@ class Striping(Slow):
         (25, 100, 4, 3, 3),  # as the settings say
     ],
 )
-def test_as_many_groups_gather_as_carry_more(gbps, link_gbps, most, connections, best, monkeypatch):
+@pytest.mark.parametrize("quantizer", [{}, {"mode": "bits", "value": 4}], ids=["at a bound", "at a fixed rate"])
+def test_as_many_groups_gather_as_carry_more(gbps, link_gbps, most, connections, best, quantizer, monkeypatch):
     link = Striping(gbps, link_gbps, most)
     link.groups = 1 if connections == "auto" else connections
     monkeypatch.setattr(gpu_speed, "time", link)
-    config = Config(transport={"connections": connections}).resolved(link_gbps=gbps)
+    config = Config(quantizer=quantizer, transport={"connections": connections}).resolved(link_gbps=gbps)
     use_fastest_groups(config, Host(), link, HOST)
     assert link.groups == best and link.now < 0.2
 

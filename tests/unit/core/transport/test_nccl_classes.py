@@ -14,7 +14,7 @@ from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.on_gpu import GpuCalls
 from ncz_plugins.core.transport import nccl
 from ncz_plugins.core.transport.nccl_classes import is_nccl, make_nccl_group, nccl_class_of, set_timeout
-from ncz_plugins.core.transport.plain import GroupTransport, TorchCollectives
+from ncz_plugins.core.transport.plain import TorchCollectives
 
 GPU = torch.device("cuda", 0)
 SECONDS = timedelta(seconds=7)
@@ -125,11 +125,14 @@ def test_groups_of_our_own_are_of_the_class_of_the_users_group(monkeypatch):
 
 
 @needs_nccl2
-def test_calls_at_a_fixed_rate_run_over_the_users_own_group():
-    mine = nccl2()
-    calls = GpuCalls(SimpleNamespace(rank=0, world_size=1), GPU, None, users_group(mine), None)
-    transport = calls._fixed_rate_transport()
-    assert isinstance(transport, GroupTransport) and transport.plain._group() is mine
+def test_calls_at_a_fixed_rate_run_over_the_users_own_group_and_further_ones_of_ours():
+    mine, further = nccl2(), [object(), object()]
+    routes = SimpleNamespace(further_groups=lambda device: further)
+    group = SimpleNamespace(rank=0, world_size=1)
+    calls = GpuCalls(group, GPU, SimpleNamespace(routes=routes), users_group(mine), None)
+    for captured, expected in ((False, [mine, *further]), (True, [mine])):
+        plain = calls._fixed_rate_transport(captured).plain
+        assert plain._groups() == expected and plain._group() is mine
 
 
 @needs_nccl2

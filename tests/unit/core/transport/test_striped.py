@@ -1,4 +1,4 @@
-"""Gathers over several groups side by side."""
+"""Gathers and exchanges over several groups side by side."""
 
 import threading
 from datetime import timedelta
@@ -28,13 +28,17 @@ def test_stripes_come_together_in_rank_order(world_size, count):
         ]
         collectives = StripedCollectives(lambda: groups)
         for size in SIZES:
-            own = torch.randint(256, (size,), generator=torch.Generator().manual_seed(transport.rank)).to(torch.uint8)
-            gathered = own.new_empty(world_size * size)
-            work = collectives.all_gather_single(gathered, own)
-            assert work.wait() and work.wait()
-            for rank, part in enumerate(gathered.chunk(world_size)):
-                expected = torch.randint(256, (size,), generator=torch.Generator().manual_seed(rank)).to(torch.uint8)
-                assert torch.equal(part, expected)
+            of_ranks = [
+                torch.randint(256, (world_size, size), generator=torch.Generator().manual_seed(rank)).to(torch.uint8)
+                for rank in range(world_size)
+            ]
+            own = of_ranks[transport.rank]
+            gathered, exchanged = own.new_empty(world_size * size), own.new_empty(world_size * size)
+            works = collectives.all_gather_single(gathered, own[0]), collectives.all_to_all_single(exchanged, own)
+            assert all(work.wait() and work.wait() for work in works)
+            for rank, theirs in enumerate(of_ranks):
+                assert torch.equal(gathered.chunk(world_size)[rank], theirs[0])
+                assert torch.equal(exchanged.chunk(world_size)[rank], theirs[transport.rank])
         return True
 
     assert play(world_size, body) == [True] * world_size
@@ -92,6 +96,7 @@ def test_a_transport_opens_groups_as_they_are_asked_for_and_ends_all():
     surplus = groups[2:]
     assert transport.use_groups(2) == 2 and [group.ended for group in surplus] == ["shut down"] * 2
     assert transport.use_groups(3) == 3 and opened == [1, 2, 3, 4]  # each number once, as a store keeps what was said
+    assert transport.further_groups == groups[1:]
     left = list(groups)
     transport.close()
     assert left[0] is first and [group.ended for group in left] == ["shut down"] * 3
