@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
+import kernel_table
 import pytest
 import torch
+from kernel_table import resources
+from repository import ROOT
 
 from ncz_plugins.kernels.cuda import nvrtc
 
@@ -23,41 +25,19 @@ MOST_SHARED = 48 << 10  # bytes, without asking for more
 SOURCES = "".join(file.read_text() for file in sorted(nvrtc.FOLDER.glob("*.cuh")))
 
 
-class Resources(NamedTuple):
-    """What one kernel takes, in bytes of each thread or of each block."""
-
-    stack: int
-    spilled: int
-    registers: int
-    shared: int
-
-
-def resources(log: str) -> dict[str, Resources]:
-    """By kernel, from what ptxas says when it is verbose."""
-    found = {}
-    for name, stack, stores, loads, registers, rest in re.findall(
-        r"Function properties for (ncz_\w+)\W*(?:ptxas)?\W*(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads\W*ptxas info\W*Used (\d+) registers(.*)",
-        log,
-    ):
-        shared = re.search(r"(\d+) bytes smem", rest)
-        found[name] = Resources(int(stack), int(stores) + int(loads), int(registers), int(shared[1]) if shared else 0)
-    return found
-
-
 def declared() -> dict[str, str]:
     """The macro that declares each kernel."""
     found = re.findall(r"^(NCZ_\w*KERNEL\w*)\((?:\w+, \w+, )?(ncz_\w+)\)", SOURCES, re.MULTILINE)
     return {name: macro for macro, name in found}
 
 
-# All dtypes and all architectures. float32, which has every kernel, for the oldest one; nvcc compiles it for another.
+# All dtypes and, of the architectures, each that has code of its own, and a newer one. float32, which has every kernel,
+# also for the oldest one.
 KINDS = [
+    *kernel_table.KINDS,
     (torch.float32, "sm_75"),
-    (torch.bfloat16, "sm_120"),
-    (torch.float16, "sm_100"),
     (torch.float64, "sm_80"),
-    (torch.float64, "sm_90"),
+    (torch.float16, "sm_100"),
 ]
 
 
@@ -65,7 +45,7 @@ KINDS = [
 def compiled() -> dict[tuple[torch.dtype, str], tuple[bytes, str]]:
     """Cubin and log of each kind, by two threads."""
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda kind: nvrtc.compile_kernels(*kind, ("--ptxas-options=-v",)), KINDS)
+        results = pool.map(lambda kind: nvrtc.compile_kernels(*kind, kernel_table.VERBOSE), KINDS)
     return dict(zip(KINDS, results))
 
 
@@ -101,14 +81,50 @@ def test_every_kernel_is_compiled_and_listed(compiled, dtype, arch):
     assert set(resources(compiled[dtype, arch][1])) == listed
 
 
+def test_the_table_of_kernels_is_what_the_compiler_makes(compiled):
+    """What got slower is seen without a GPU: more registers, fewer blocks at a time, spills, more instructions."""
+    compiler, rows = kernel_table.table_of(compiled)
+    of_table, expected = kernel_table.read(kernel_table.FILE.read_text())
+    if compiler != of_table:
+        pytest.skip(f"{kernel_table.FILE.name} is of NVRTC {of_table}, which is not installed; this is {compiler}")
+    changed = "\n".join(kernel_table.differences(expected, rows))
+    assert not changed, f"the kernels are not those of kernels.txt:\n{changed}\nIf so meant: {kernel_table.COMMAND}"
+    assert kernel_table.written(compiler, rows) == kernel_table.FILE.read_text()
+
+
+def test_the_table_of_kernels_is_of_the_compiler_that_is_tested():
+    """With another one its test is skipped, or fails, where all packages are required."""
+    of_table, _ = kernel_table.read(kernel_table.FILE.read_text())
+    assert f"nvidia-cuda-nvrtc=={of_table}" in (ROOT / "constraints.txt").read_text().split()
+
+
+def test_a_kernel_that_grew_is_named_with_what_it_took_and_takes():
+    _, rows = kernel_table.read(kernel_table.FILE.read_text())
+    before = rows["float32 decode"]
+    now = rows | {"float32 decode": before._replace(registers=before.registers + 8, blocks=before.blocks - 1)}
+    del now["float32 pad"]
+    assert kernel_table.differences(rows, now) == [
+        f"float32 decode: registers {before.registers} -> {before.registers + 8}, "
+        f"blocks {before.blocks} -> {before.blocks - 1}",
+        "float32 pad is gone",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "blocks"),
+    [(32, 0, 256, 8), (33, 0, 256, 6), (16, 0, 32, 32), (64, 0, 128, 8), (255, 0, 128, 2), (32, 48 << 10, 128, 4)],
+)
+def test_as_many_blocks_fit_on_a_multiprocessor_as_cuda_says(registers, shared, threads, blocks):
+    """Numbers of CUDA's occupancy calculator for compute capability 9.0."""
+    assert kernel_table.resident_blocks(registers, shared, threads) == blocks
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on the PATH")
 def test_nvcc_compiles_them_without_a_warning(tmp_path):
-    command = ["nvcc", "--std=c++17", "-arch=sm_90", "--fmad=false", "-cubin", "-Werror", "all-warnings"]
-    command += ["-DNCZ_DTYPE=0", "-Xptxas", "-v", "-o", str(tmp_path / "cubin"), nvrtc.KERNELS]
+    command = ["nvcc", "--std=c++17", "-arch=sm_90", "--fmad=false", "-ptx", "-Werror", "all-warnings"]
+    command += ["-DNCZ_DTYPE=0", "-o", str(tmp_path / "ptx"), nvrtc.KERNELS]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = resources(done.stderr)
-    assert found and all(needed.stack == needed.spilled == 0 for needed in found.values()), found
 
 
 def test_the_kernels_of_a_module_are_found_in_it(compiled):
@@ -118,13 +134,13 @@ def test_the_kernels_of_a_module_are_found_in_it(compiled):
         assert set(nvrtc.kernels_in(cubin)) == set(resources(log))
 
 
-def test_a_gpu_newer_than_the_compiler_gets_ptx():
+def test_a_gpu_newer_than_the_compiler_gets_ptx(compiled):
     assert nvrtc.architecture(9, 0) == "sm_90"
     arch = nvrtc.architecture(99, 0)
     assert arch == f"compute_{max(nvrtc.nvrtc.getSupportedArchs())}"
     code, _ = nvrtc.compile_kernels(torch.float16, arch)
     assert code.lstrip().startswith(b"//") and b".target sm_" in code
-    assert set(nvrtc.kernels_in(code)) == set(nvrtc.kernels_in(nvrtc.compile_kernels(torch.float16, "sm_90")[0]))
+    assert set(nvrtc.kernels_in(code)) == set(nvrtc.kernels_in(compiled[torch.float16, "sm_100"][0]))
 
 
 def test_what_does_not_compile_is_an_error_that_says_why(monkeypatch, tmp_path):
@@ -153,7 +169,7 @@ def compilations(monkeypatch, tmp_path, compiled):
 
 
 def test_each_module_is_compiled_once(compilations, compiled, tmp_path):
-    kinds = [(torch.float32, "sm_75"), (torch.float16, "sm_100"), (torch.bfloat16, "sm_120")]
+    kinds = [(torch.float32, "sm_75"), (torch.float16, "sm_100"), (torch.bfloat16, "sm_90")]
     for kind in kinds * 2:
         assert nvrtc.compiled(*kind) == compiled[kind][0]
     assert compilations == kinds
