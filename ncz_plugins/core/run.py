@@ -82,8 +82,8 @@ class _Decision(NamedTuple):
 def decide(group: Group, call: Call) -> None:
     """Set `call.config`, `call.bypass` and `call.described`. Asks no other rank, and all ranks decide alike.
 
-    Raises UnsupportedError for tensors that can't be served, where a call's parts are treated differently, and where
-    error feedback would not know a parameter by name; ValueError for a role that nobody knows.
+    Raises UnsupportedError for tensors that can't be served, where a call's parts are treated differently, where GPUs
+    lack the coder, and where error feedback would not know a parameter by name; ValueError for an unknown role.
     """
     for tensor in (call.input,) if call.output is call.input else (call.input, call.output):
         require_tensor(tensor)
@@ -104,6 +104,11 @@ def decide(group: Group, call: Call) -> None:
         treatment = treatment.without_loss()
     call.config = treatment.settings(call.config)
     call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
+
+    # At a fixed rate there is no coder.
+    is_coded = call.bypass is None and call.config.quantizer.bits is None
+    if is_coded and group.on_gpu and call.config.entropy.coder == "rans":
+        raise UnsupportedError("entropy.coder: rans is for CPU tensors alone: set auto or huffman for CUDA tensors")
 
     if call.bypass is None and call.feeds_back and all(part.name is None for part in call.fed_back_parts):
         raise UnsupportedError(

@@ -70,8 +70,16 @@ class Coder(IntEnum):
     AUTO = 255
 
 
-# Coders of GPUs for the coders that settings name. GPUs and CPUs never exchange frames.
+# Coders of GPUs for the coders that settings name. RANS has none. GPUs and CPUs never exchange frames.
 ON_GPUS = {Coder.RAW: Coder.PLANES, Coder.FIXED: Coder.PLANES, Coder.HUFFMAN: Coder.HUFFMAN32}
+ON_CPUS_ALONE = {*ON_GPUS, Coder.RANS}
+
+
+def coder_of_gpus(coder: Coder) -> Coder:
+    """The coder of GPUs for one that settings name. Raises ValueError for RANS."""
+    if coder == Coder.RANS:
+        raise ValueError("GPUs have no coder RANS: pass AUTO or HUFFMAN")
+    return ON_GPUS.get(coder, coder)
 
 
 class Combination(IntEnum):

@@ -25,6 +25,7 @@ from ncz_plugins.kernels.format import (
     CHUNK,
     DTYPES,
     HEADER_BYTES,
+    ON_CPUS_ALONE,
     ON_GPUS,
     Coder,
     Coding,
@@ -51,18 +52,6 @@ class Expected(ReferenceBackend):
         for name in ("quantize", "dequantize", "block_statistics", "differences", "add_differences", "checksum"):
             setattr(self, name, getattr(FAST, name))
 
-    def encode_codes(self, codes, coding, frame):
-        if coding.coder == Coder.RANS:
-            size = FAST.encode_codes(codes, coding, frame)
-            if frame[5] == Coder.RANS and size - HEADER_BYTES <= codes.numel():
-                return size
-            coding = Coding(Coder.FIXED, Predictor(int(frame[6])))
-        return super().encode_codes(codes, coding, frame)
-
-    def decode_codes(self, frame, codes, add=False):
-        is_fast = frame[5:6].tolist() == [Coder.RANS]
-        FAST.decode_codes(frame, codes, add) if is_fast else super().decode_codes(frame, codes, add)
-
 
 REFERENCE = Expected()
 GOLDEN_CODES = dict(np.load(GOLDEN / "codes.npz"))
@@ -70,7 +59,7 @@ GOLDEN_FLOATS = dict(np.load(GOLDEN / "floats.npz"))
 
 COUNTS = (0, 1, 7, 8, 9, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77, 10007)
 SEEDS = (0, 1)  # of the emulator: orders in which threads and blocks run
-CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO)
+CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.AUTO)
 ASKED = [Coding(coder, predictor) for coder, predictor in itertools.product(CODERS, Predictor)]
 ONE_PASS = [Coding(Coder.FIXED, Predictor.NONE), Coding(Coder.FIXED, Predictor.DELTA)]
 NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)
@@ -199,7 +188,7 @@ def test_every_width(coding):
 def test_many_chunks(seed):
     """More blocks than run at a time, so that they look back at others that began, ended or wait."""
     codes = codes_of_width(40 * CHUNK + 3, 12)
-    for coding in (*ONE_PASS, Coding(Coder.HUFFMAN, Predictor.NONE), Coding(Coder.RANS, Predictor.NONE)):
+    for coding in (*ONE_PASS, Coding(Coder.HUFFMAN, Predictor.NONE)):
         assert_same_frames(cuda(seed), codes, coding)
 
 
@@ -218,11 +207,8 @@ def test_the_selector_decides_alike(link):
 
 
 def is_of_gpus(name: str) -> bool:
-    """Whether GPUs write this frame. AUTO's choice is that of CPUs, as is that which of RANS is too large."""
-    kind, coder = name.split("-")[:2]
-    frame = GOLDEN_CODES[name]
-    gives_way = coder == "rans" and len(frame) > HEADER_BYTES + len(GOLDEN_CODES[kind])
-    return coder != "auto" and frame[5] not in ON_GPUS and not gives_way
+    """Whether GPUs write this frame. AUTO's choice is that of CPUs."""
+    return "-auto-" not in name and GOLDEN_CODES[name][5] not in ON_CPUS_ALONE
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN_CODES if "-" in name and is_of_gpus(name)])
@@ -347,7 +333,7 @@ def test_views_at_odd_addresses(dtype, offset):
     count = CHUNK + 50
     x = floats(count + offset, dtype)[offset:]
     inverse_steps, scales = (torch.cat([t[:1], t])[1:] for t in steps_of(x, 5))
-    for coding in (*ONE_PASS, Coding(Coder.HUFFMAN), Coding(Coder.RANS)):
+    for coding in (*ONE_PASS, Coding(Coder.HUFFMAN)):
         expected = encode(REFERENCE, x.clone(), inverse_steps, coding)
         frame = torch.full((max_frame_bytes(count) + offset,), MARK, dtype=torch.uint8)[offset:]
         frame = written(frame, cuda(1).encode(x, inverse_steps, coding, frame))
@@ -413,7 +399,7 @@ def verdict(backend, frame: torch.Tensor, count: int) -> list[int] | str:
         backend.decode_codes(frame, codes)
         backend.check()
     except DamagedFrame as error:
-        if frame.numel() < 6 or frame[5] not in (Coder.PLANES, Coder.HUFFMAN32, Coder.RANS):
+        if frame.numel() < 6 or frame[5] not in (Coder.PLANES, Coder.HUFFMAN32):
             assert (codes == -559038737).all(), f"{backend.name} wrote codes of a damaged frame"
         return str(error)
     return codes.tolist()
@@ -435,7 +421,7 @@ def frame_of(count: int, coder: Coder, predictor: Predictor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count)
     codes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=generator)
     codes >>= torch.randint(0, 22, (-(-count // 32),), generator=generator).repeat_interleave(32)[:count]
-    if coder in (Coder.HUFFMAN, Coder.RANS):
+    if coder == Coder.HUFFMAN:
         codes >>= 14  # such as pay, so that no coder gives way
     frame = encode_codes(REFERENCE, codes.to(torch.int32), Coding(coder, predictor))
     assert frame[5] == ON_GPUS.get(coder, coder)
@@ -446,10 +432,24 @@ FRAMES = {
     "PLANES": (20, frame_of(20, Coder.FIXED, Predictor.NONE)),
     "PLANES, DELTA": (75, frame_of(75, Coder.FIXED, Predictor.DELTA)),
     "HUFFMAN": (700, frame_of(700, Coder.HUFFMAN, Predictor.NONE)),
-    "RANS": (700, frame_of(700, Coder.RANS, Predictor.DELTA)),
+    "HUFFMAN, DELTA": (700, frame_of(700, Coder.HUFFMAN, Predictor.DELTA)),
 }
 frames = pytest.mark.parametrize("count,frame", FRAMES.values(), ids=FRAMES.keys())
 sanitized = pytest.mark.parametrize("sanitizer", [None, "address"], ids=["plain", "asan"])
+
+
+@pytest.mark.parametrize("coder", sorted(ON_CPUS_ALONE))
+def test_frames_of_cpus_are_refused(coder):
+    codes = sparse_codes(700, 0.2)
+    frame = encode_codes(FAST, codes, Coding(coder, Predictor.NONE))
+    assert frame[5] == coder
+    assert check(cuda(), frame, 700) == f"coder {int(coder)} with width {int(frame[7])} is unknown"
+
+
+def test_a_coder_that_gpus_lack_is_refused():
+    """The core refuses it before: see `core.run.decide`."""
+    with pytest.raises(ValueError, match="no coder RANS: pass AUTO or HUFFMAN"):
+        encode_codes(cuda(), sparse_codes(700, 0.2), Coding(Coder.RANS))
 
 
 @sanitized
@@ -540,7 +540,7 @@ def test_a_damaged_tile_spoils_what_is_made_of_it(predictor, coding):
         assert "made of a frame that was damaged" in check(cuda(seed), out[:size], count)
 
 
-@pytest.mark.parametrize("coder", [Coder.FIXED, Coder.HUFFMAN, Coder.RANS])
+@pytest.mark.parametrize("coder", [Coder.FIXED, Coder.HUFFMAN])
 def test_decode_and_reduce_refuse_too(coder):
     backend = cuda()
     frame = frame_of(700, coder, Predictor.NONE)[:-1].clone()
@@ -549,7 +549,7 @@ def test_decode_and_reduce_refuse_too(coder):
     assert (x == 0).all()
     with pytest.raises(DamagedFrame, match="payload has"):
         backend.check()
-    for coding in (*ONE_PASS, Coding(Coder.HUFFMAN), Coding(Coder.RANS), Coding()):
+    for coding in (*ONE_PASS, Coding(Coder.HUFFMAN), Coding()):
         out = torch.zeros(max_frame_bytes(700), dtype=torch.uint8)
         size = int(backend.reduce(frame, x, ones, coding, out))
         with pytest.raises(DamagedFrame, match="payload has"):
@@ -620,13 +620,13 @@ def launched(codes: torch.Tensor, coding: Coding) -> list:
     return recorder.launches
 
 
-@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(), Coding(Coder.RANS)], ids=coding_name)
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(), Coding(Coder.HUFFMAN)], ids=coding_name)
 def test_launches_depend_on_nothing_but_the_count(coding):
     count = CHUNK + 5
     assert launched(sparse_codes(count, 0.1), coding) == launched(codes_of_width(count, 8), coding)
 
 
-@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(), Coding(Coder.RANS, Predictor.NONE)], ids=coding_name)
+@pytest.mark.parametrize("coding", [ONE_PASS[0], Coding(), Coding(Coder.HUFFMAN, Predictor.NONE)], ids=coding_name)
 def test_nothing_waits_for_the_device(coding, monkeypatch):
     """No value of a tensor is looked at by the host before a size is used as a number, or `check` is called."""
     backend = cuda()

@@ -119,12 +119,12 @@ def all_reduce(
         {"entropy": {"coder": "fixed", "predictor": "none"}},
         {"entropy": {"coder": "auto"}},
         {"entropy": {"coder": "huffman", "checksum": True}},
-        {"entropy": {"coder": "rans"}, "quantizer": {"mode": "rms", "value": 1.0}},
+        {"entropy": {"coder": "auto"}, "quantizer": {"mode": "rms", "value": 1.0}},
         {"entropy": {"coder": "raw", "predictor": "delta"}},
         {"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.02, "seed": 3}, "entropy": {"coder": "fixed"}},
         {"quantizer": {"kind": "lossless"}, "entropy": {"checksum": True}},
     ],
-    ids=["fixed", "auto", "huffman with checksum", "rans", "raw", "stochastic", "lossless"],
+    ids=["fixed", "auto", "huffman with checksum", "coarse", "raw", "stochastic", "lossless"],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_are_those_of_the_cpu(schedule, settings, world_size):
@@ -213,7 +213,7 @@ def test_so_it_is_where_only_a_checksum_tells(schedule):
 
 
 # What kernels of a coder launch to encode, and to add frames to what is encoded; see test_cuda_batches.py.
-CODERS = {"fixed": (1, 3), "huffman": (4, 7), "auto": (7, 9)}
+CODERS = {"fixed": (1, 3), "huffman": (4, 7), "auto": (4, 7)}
 SCALES, DECODE, DECODE_SUMS = 3, 2, 2  # launches; for the first, chunks and blocks are measured, and steps derived
 PAD = 1  # of a batch of two ranks
 OUTCOME, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of all scales, of a frame that is sent, of a call

@@ -35,7 +35,7 @@ def on_the_card(card, monkeypatch):
 
 @pytest.mark.parametrize(
     "coding",
-    [Coding(Coder.FIXED, Predictor.DELTA), Coding(Coder.HUFFMAN), Coding(Coder.RANS), Coding()],
+    [Coding(Coder.FIXED, Predictor.DELTA), Coding(Coder.HUFFMAN), Coding()],
     ids=test_cuda_kernels.coding_name,
 )
 def test_everything_can_be_captured_in_a_graph(coding):

@@ -14,7 +14,7 @@ SIZES = {"transport": {"min_bytes": "128KiB"}}  # what GPUs share is faster than
 CASES = {
     "fixed": {"entropy": {"coder": "fixed"}},
     "auto": {},
-    "rans with checksums": {"entropy": {"coder": "rans", "checksum": True}},
+    "huffman with checksums": {"entropy": {"coder": "huffman", "checksum": True}},
     "at random": {"quantizer": {"kind": "stochastic", "mode": "abs", "value": 0.02, "seed": 7}},
     "with error feedback": {"quantizer": FINE | {"error_feedback": True}},
 }

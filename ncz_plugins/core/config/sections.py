@@ -165,8 +165,8 @@ class EntropyConfig(Section):
     coder: Literal["auto", "raw", "fixed", "huffman", "rans"] = Field(
         default="auto",
         description="raw: 8, 16 or 32 bits per code. fixed: 32 codes at the width of their largest. huffman: short "
-        "codes for frequent values. rans: for mostly equal values. auto: the fastest to code and send, by a sample of "
-        "each frame.",
+        "codes for frequent values. rans: for mostly equal values, on CPUs alone. auto: the fastest to code and send, "
+        "by a sample of each frame.",
     )
     predictor: Literal["auto", "none", "delta"] = Field(
         default="auto",

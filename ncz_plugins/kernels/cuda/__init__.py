@@ -5,7 +5,7 @@
     differences.cuh    differences between floats, as integers of their bits
     fixed_rate.cuh    codes of equally many bits, without frames
     planes.cuh    the coder PLANES, and sums of frames
-    huffman32.cuh, rans.cuh    the other coders
+    huffman32.cuh    the coder HUFFMAN32
     decode.cuh    from frames to values
     select.cuh, huffman.cuh    the selector, and the Huffman code of its sample
     open.cuh      the first pass over frames that are read
@@ -102,7 +102,7 @@ class CudaBackend(GpuBackend):
     # Measured on an H100 with gradients, and with values that are nearly all zero, in frames of 64 MiB. HUFFMAN's price
     # is a guess: half the time of its kernels before they had 32 lanes, twice the time of other programs of that
     # design.
-    costs = SelectorCosts(raw=8, fixed=6, huffman=12, rans=35, rans_rest=99)
+    costs = SelectorCosts(raw=8, fixed=6, huffman=12)
 
     def __init__(self, launcher: Launcher):
         self._launcher = launcher

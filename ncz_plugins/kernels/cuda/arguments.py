@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..addresses import require, wrong_tensor
-from ..format import DTYPES, ON_GPUS, Coding, Noise, Rows, StepRule, blocks_of, max_frame_bytes
+from ..format import DTYPES, Coding, Noise, Rows, StepRule, blocks_of, coder_of_gpus, max_frame_bytes
 
 OF_CODES = torch.float32  # whose module has the kernels that work on codes alone
 MOST_PIECES, MOST_INPUTS = 32, 64  # most rows of a table
@@ -55,8 +55,7 @@ def step_rule_argument(rule: StepRule) -> StepRuleArgument:
 @functools.lru_cache(maxsize=64)
 def coding_argument(coding: Coding) -> CodingArgument:
     """`coding` as a kernel's argument, with the GPU's coder."""
-    coder = ON_GPUS.get(coding.coder, coding.coder)
-    return CodingArgument(coder, coding.predictor, tuple(coding.costs))
+    return CodingArgument(coder_of_gpus(coding.coder), coding.predictor, tuple(coding.costs))
 
 
 @functools.cache

@@ -32,17 +32,12 @@ NCZ_DEVICE T warp_sum(T value) {
 NCZ_DEVICE int warp_sum(int value) { return __reduce_add_sync(ALL_LANES, value); }
 NCZ_DEVICE uint32_t warp_sum(uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }
 NCZ_DEVICE int warp_min(int value) { return __reduce_min_sync(ALL_LANES, value); }
-NCZ_DEVICE uint32_t warp_or(uint32_t value) { return __reduce_or_sync(ALL_LANES, value); }
 #else
 NCZ_DEVICE int warp_min(int value) {
     for (int distance = WARP / 2; distance; distance /= 2) {
         int other = __shfl_xor_sync(ALL_LANES, value, distance);
         value = other < value ? other : value;
     }
-    return value;
-}
-NCZ_DEVICE uint32_t warp_or(uint32_t value) {
-    for (int distance = WARP / 2; distance; distance /= 2) value |= __shfl_xor_sync(ALL_LANES, value, distance);
     return value;
 }
 #endif
@@ -87,16 +82,6 @@ NCZ_DEVICE T block_max(T value, T* scratch) {
     for (int w = 1; w < WARPS; ++w) largest = scratch[w] > largest ? scratch[w] : largest;
     __syncthreads();
     return largest;
-}
-
-NCZ_DEVICE uint32_t block_or(uint32_t value, uint32_t* scratch) {
-    value = warp_or(value);
-    if (lane() == 0) scratch[warp()] = value;
-    __syncthreads();
-    uint32_t all = 0;
-    for (int w = 0; w < WARPS; ++w) all |= scratch[w];
-    __syncthreads();
-    return all;
 }
 
 // ------------------------------------------------------------------ between blocks

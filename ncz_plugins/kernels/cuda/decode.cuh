@@ -34,14 +34,10 @@ NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pie
     }
     if (length == 0 || is_damaged(status)) return;
     TileCodes codes = {};
-    if (status.header.coder == PLANES) {
-        int32_t first = 0;
-        uint32_t word = fetch_tile(input, status, entry, shared->tiles[warp()]);
-        if (!add_fetched(word, status.header.predictor, shared->tiles[warp()], codes, first)) return report_tile(status, report);
-        if (status.header.predictor == DELTA) from_residuals(codes, first);
-    } else {
-        add_tile(PlainCodes{decoded}, int64_t(input.first_chunk) * CHUNK + tile * TILE, length, codes);
-    }
+    int32_t first = 0;
+    uint32_t word = fetch_tile(input, status, entry, shared->tiles[warp()]);
+    if (!add_fetched(word, status.header.predictor, shared->tiles[warp()], codes, first)) return report_tile(status, report);
+    if (status.header.predictor == DELTA) from_residuals(codes, first);
     TileScales scales;
     load_scales(steps + tile * TILE_ROWS, length, scales);
     store_values(values + tile * TILE, length, codes, scales);

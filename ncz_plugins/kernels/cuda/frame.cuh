@@ -91,20 +91,6 @@ NCZ_KERNEL(ncz_seal)(const __grid_constant__ Inputs inputs, uint32_t* sums_and_b
 
 // ------------------------------------------------------------------ reading
 
-// Adds up the sizes of `n` parts of a frame: those before the part `first`, and all. By a block; every block does so by
-// itself.
-template <class Size>
-NCZ_DEVICE int64_t add_up_sizes(int n, int first, Size size_of, int64_t* scratch, int64_t& all) {
-    int64_t before = 0, total = 0;
-    for (int i = int(threadIdx.x); i < n; i += THREADS) {
-        int64_t own = size_of(i);
-        total += own;
-        if (i < first) before += own;
-    }
-    all = block_sum(total, scratch);
-    return block_sum(before, scratch);
-}
-
 // Copies a damage to where the host looks, unless there is one already.
 NCZ_DEVICE void report_damage(int64_t damage, const Status& status, Status* report) {
     auto* result = reinterpret_cast<unsigned long long*>(&report->result);

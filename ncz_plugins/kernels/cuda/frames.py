@@ -19,7 +19,6 @@ from ..format import (
     HUFFMAN32_PAGE,
     HUFFMAN_MAX_LENGTH,
     PIECE,
-    RANS_PAGE,
     SAMPLE_PIECES,
     Coder,
     Coding,
@@ -39,22 +38,21 @@ from .arguments import (
     pieces_table,
 )
 
-THREADS = 256  # of a thread block, except for the two below; as in types.cuh
+THREADS = 256  # of a thread block, except for the one below; as in types.cuh
 _MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU; more could not run at once
-_RANS_THREADS = 32  # of a thread block that encodes a page of RANS
+_ELEMENTS_TO_OPEN = 4 * CHUNK  # of a frame, that pay a block which adds up checksums and tables
 CHUNK_THREADS = 128  # of a thread block for a chunk, or for four pages of HUFFMAN32
 _FOUR_PAGES_A_BLOCK = {"elements": 4 * HUFFMAN32_PAGE}
 
-# A larger batch is split, so that working memory stays bounded: up to 11 bytes for each element that is written, and 4
-# for each that is read. A sum is never split. A sum beyond the second limit takes several launches.
+# A larger batch is split, so that working memory stays bounded: 4 bytes for each element of several HUFFMAN frames that
+# are added up, and 4 for each of their sum. A sum is never split. A sum beyond the second limit takes several launches.
 MOST_ELEMENTS = 1 << 24
 MOST_ADDED_ELEMENTS = 1 << 27
 
 # Sizes of the C++ structures of the same name.
 _WRITTEN_BYTES, _STATUS_BYTES = 32, 72
-_HUFFMAN_ENCODING_BYTES, _RANS_ENCODING_BYTES = 928, 10256
+_HUFFMAN_ENCODING_BYTES = 928
 _HUFFMAN_ENTRIES_BYTES = 2 << HUFFMAN_MAX_LENGTH
-_RANS_PAGE_BYTES = 7 * RANS_PAGE + 16
 
 _CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample samples
 
@@ -94,33 +92,35 @@ class Reader(NamedTuple):
     padded: bool = False
 
     def opened(self, frames: list[tuple[Tensor, int]]) -> tuple:
-        """Launch the kernel that verifies frames, and decodes those of RANS to working memory.
+        """Launch the kernel that verifies frames.
 
         Args:
             frames: each frame with the number of its codes.
 
-        Returns: the arguments about frames that every kernel takes that reads frames.
+        Returns: the arguments about frames that every kernel takes that reads frames. The last is memory for codes,
+            None here.
         """
         frames = [(_where_words_are(frame), count) for frame, count in frames]
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
         inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
         device, n, chunks = self.report.device, len(frames), first_chunks[-1]
         (statuses,) = _sections(device, _STATUS_BYTES * n, zeros=True)
-        lengths = 8 * chunks, _HUFFMAN_ENTRIES_BYTES * n, 4 * CHUNK * chunks
-        offsets, entries, decoded = _sections(device, *lengths)
-        pages = max(1, -(-max(count for _, count in frames) // RANS_PAGE))
-        blocks = min(pages, max(1, _MOST_OPENING_BLOCKS // n))
+        offsets, entries = _sections(device, 8 * chunks, _HUFFMAN_ENTRIES_BYTES * n)
+        most = max(count for _, count in frames)
+        blocks = min(max(1, -(-most // _ELEMENTS_TO_OPEN)), max(1, _MOST_OPENING_BLOCKS // n))
         how = integer(self.sealed), integer(self.padded)
-        arguments = inputs, *how, statuses, self.report, offsets, entries, decoded
+        arguments = inputs, *how, statuses, self.report, offsets, entries
         self.launcher.launch("ncz_open", OF_CODES, n * blocks, THREADS, *arguments)
-        return inputs, statuses, self.report, offsets, entries, decoded
+        return inputs, statuses, self.report, offsets, entries, None
 
     def decoded(self, frames: list[tuple[Tensor, int]]) -> tuple:
         """Like `opened`, and launch the kernel that decodes HUFFMAN32 to working memory."""
-        opened = self.opened(frames)
+        *opened, _ = self.opened(frames)
+        chunks = sum(chunks_of(count) for _, count in frames)
+        codes = torch.empty(CHUNK * chunks, dtype=torch.int32, device=self.report.device)
         blocks = max(1, -(-max(count for _, count in frames) // _FOUR_PAGES_A_BLOCK["elements"]))
-        self.launcher.launch("ncz_read_pages", OF_CODES, len(frames) * blocks, CHUNK_THREADS, *opened)
-        return opened
+        self.launcher.launch("ncz_read_pages", OF_CODES, len(frames) * blocks, CHUNK_THREADS, *opened, codes)
+        return *opened, codes
 
 
 def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None) -> Tensor:
@@ -202,9 +202,8 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
         else:
             writer.launch_values("encode_planes", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
         return
-    # RANS needs the codes in memory. All other coders quantize while they write.
-    is_staged = bool(inputs) or coding.coder in (Coder.RANS, Coder.AUTO)
-    codes = writer.room_for_codes() if is_staged else [None] * len(sums)
+    # Values become codes while they are written, unless frames are added to them.
+    codes = writer.room_for_codes() if inputs else [None] * len(sums)
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
     if not inputs:
         writer.encode(writer.pieces(rows), dtype, noise)
@@ -329,11 +328,9 @@ class _Writer(_Batch):
     def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
         super().__init__(launcher, counts)
         n, chunks = len(counts), self._first_chunks[-1]
-        huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)
-        rans = coding.coder in (Coder.RANS, Coder.AUTO)
-        places = 8 * (chunks + n) if huffman or rans else 0  # PLANES needs none
-        lengths = _WRITTEN_BYTES * n, places, huffman * _HUFFMAN_ENCODING_BYTES * n, rans * _RANS_ENCODING_BYTES * n
-        written, self._places, self._huffman, self._rans = _sections(sizes.device, *lengths, zeros=True)
+        huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)  # PLANES needs none of its memory
+        lengths = _WRITTEN_BYTES * n, huffman * 8 * (chunks + n), huffman * _HUFFMAN_ENCODING_BYTES * n
+        written, self._places, self._huffman = _sections(sizes.device, *lengths, zeros=True)
         self._coding = coding
         self._device = sizes.device
         self.noted = written, sizes
@@ -348,7 +345,7 @@ class _Writer(_Batch):
         """Choose what is still open, then launch all coders that may have been chosen.
 
         Args:
-            pieces: a table with codes, or with room for the codes of the values.
+            pieces: a table with codes or values.
             dtype: of the values; None: the codes are there.
         """
         written, sizes = self.noted
@@ -360,15 +357,6 @@ class _Writer(_Batch):
                 self.launch("encode_pages_of_codes", OF_CODES, pieces, *shared, **_FOUR_PAGES_A_BLOCK)
             else:
                 self.launch_values("encode_pages", dtype, pieces, noise, *shared, **_FOUR_PAGES_A_BLOCK)
-        if coder in (Coder.RANS, Coder.AUTO):
-            if dtype is not None:
-                self.launch_values("stage", dtype, pieces, noise, written)
-            pages = self._first_chunks[-1] * CHUNK // RANS_PAGE + len(self._counts)
-            room = torch.empty(_RANS_PAGE_BYTES * pages, dtype=torch.uint8, device=self._device)
-            shared = written, self._rans, room
-            self.launch("rans_collect", OF_CODES, pieces, *shared, elements=RANS_PAGE, threads=THREADS)
-            shared = *shared, self._places, sizes
-            self.launch("rans_encode", OF_CODES, pieces, *shared, elements=RANS_PAGE, threads=_RANS_THREADS)
         # PLANES replaces a coder whose frame turned out larger.
         chosen = integer(self._coding.predictor), integer(True), *self.noted
         if dtype is None:
@@ -380,12 +368,12 @@ class _Writer(_Batch):
         written, _ = self.noted
         coding, n, sampled = self._coding, len(self._counts), PIECE * SAMPLE_PIECES
         samples = None
-        if coding.predictor == Predictor.AUTO or coding.coder in (Coder.HUFFMAN, Coder.RANS, Coder.AUTO):
+        if coding.predictor == Predictor.AUTO or coding.coder in (Coder.HUFFMAN, Coder.AUTO):
             samples = torch.empty(n * sampled, dtype=torch.int32, device=self._device)
             source = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
             arguments = pieces, noise_argument(noise), source, samples
             self._launcher.launch("ncz_sample", dtype or OF_CODES, n * sampled // THREADS, THREADS, *arguments)
-        # Without a sample nothing is left to choose: no coder, no mode of RANS, no code of HUFFMAN32.
+        # Without a sample nothing is left to choose: no coder, no code of HUFFMAN32.
         arguments = pieces, samples, coding_argument(coding), written, self._huffman
         self._launcher.launch("ncz_select", OF_CODES, n, THREADS, *arguments)
 

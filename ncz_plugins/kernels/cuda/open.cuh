@@ -1,11 +1,11 @@
-// What comes before any frame is read: the checks of headers and tables, and the decoding of RANS. Tiles of PLANES and pages of
-// HUFFMAN32 are checked by the kernels that decode them.
+// What comes before any frame is read: the checks of headers and tables. Tiles of PLANES and pages of HUFFMAN32 are checked by
+// the kernels that decode them.
 //
 // Blocks read headers and tables by themselves, so that one launch does for all frames, whatever their coders are. The last
 // block of each frame judges what all of them have found.
 #pragma once
 
-#include "rans.cuh"
+#include "select.cuh"
 
 constexpr int TILES_OF_BLOCK = 16 * THREADS;  // of a PLANES frame, that pay a block
 
@@ -21,7 +21,7 @@ NCZ_DEVICE void add_tile_words(const Input& input, int unit, int units, Status& 
 
 // What the header says about the payload, or 0.
 NCZ_DEVICE int64_t payload_damage(const Header& header) {
-    bool is_known = header.coder == PLANES || header.coder == HUFFMAN32 || header.coder == RANS;
+    bool is_known = header.coder == PLANES || header.coder == HUFFMAN32;
     if (!is_known || header.width) return damaged(BAD_CODER);
     bool has_tables = header.payload_bytes >= 4 * table_words(header.count) && header.payload_bytes % 4 == 0;
     return header.coder == PLANES && !has_tables ? damaged(PLANES_TABLES) : 0;
@@ -38,11 +38,6 @@ NCZ_DEVICE int64_t verdict(const Input& input, const Header& header, int must_be
     return header.coder == PLANES && words != header.payload_bytes / 4 - table_words(input.count) ? damaged(TILES_SUM, words) : 0;
 }
 
-union OpeningMemory {
-    HuffmanOpening huffman;
-    RansDecoding rans;
-};
-
 // Whether a frame would be whole if there were more of it.
 NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
     int64_t bytes = HEADER_BYTES + int64_t(header.payload_bytes);
@@ -51,34 +46,19 @@ NCZ_DEVICE bool is_cut_off(const Input& input, const Header& header) {
 
 // How many of `units` blocks have something to do. All of them find the same.
 NCZ_DEVICE int blocks_to_open(const Input& input, const Header& header, int units) {
-    if (header.flags == HAS_CHECKSUM || header.coder == RANS) return units;
+    if (header.flags == HAS_CHECKSUM) return units;
     int parts = int((tiles_of(input.count) + TILES_OF_BLOCK - 1) / TILES_OF_BLOCK);
     return parts < 1 || header.coder != PLANES ? 1 : parts < units ? parts : units;
 }
 
-// The pages of a RANS frame that are this block's, of `units` blocks. Gives what is wrong with the tables, the same to all threads.
-NCZ_DEVICE int64_t decode_pages_of_rans(const Input& input, const Header& header, int unit, int units, Status& status,
-                                        int32_t* codes, RansDecoding& shared, int64_t* scratch) {
-    int64_t wrong, page = unit;
-#pragma unroll 1
-    do {  // also of a frame without pages, once
-        wrong = decode_rans(input, header, int(page), status, codes, shared, scratch);
-        page += units;
-        __syncthreads();  // before another page comes to what is shared
-    } while (!wrong && page < pages_of(input.count));
-    return wrong;
-}
-
-// Any number of blocks for each frame. `statuses`: zeros; `offsets`, `entries` and `decoded` have places for the chunks, the
-// codes of HUFFMAN32, and the codes of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
+// Any number of blocks for each frame. `statuses`: zeros; `offsets` and `entries` have places for the chunks and the codes of
+// HUFFMAN32 of all frames. `must_be_sealed`: whether a frame without a checksum counts as damaged.
 // `is_padded`: whether there may be more bytes than a frame has. If there are fewer, it counts as damaged as well, but is
 // not reported.
-//
-// Of three blocks on a multiprocessor, not four: with 64 registers the decoders would spill.
-NCZ_KERNEL_OF(THREADS, 3, ncz_open)
+NCZ_KERNEL(ncz_open)
 (const __grid_constant__ Inputs inputs, int must_be_sealed, int is_padded, Status* statuses, Status* report,
- long long* offsets, uint16_t* entries, int32_t* decoded) {
-    NCZ_SHARED(OpeningMemory, memory, 1);
+ long long* offsets, uint16_t* entries) {
+    NCZ_SHARED(HuffmanOpening, opening, 1);
     NCZ_SHARED(Input, shared_input, 1);  // what it is about, which would take too many registers
     NCZ_SHARED(Header, shared_header, 1);
     NCZ_SHARED(int64_t, scratch, WARPS);
@@ -113,10 +93,7 @@ NCZ_KERNEL_OF(THREADS, 3, ncz_open)
             add_tile_words(input, unit, units, status, scratch);
         else if (coder == HUFFMAN32)
             wrong = open_pages(input, header, unit, offsets + input.first_chunk, entries + f * HUFFMAN_WHOLE,
-                               memory->huffman, scratch);
-        else if (coder == RANS)
-            wrong = decode_pages_of_rans(input, header, unit, units, status, decoded + input.first_chunk * CHUNK, memory->rans,
-                                         scratch);
+                               *opening, scratch);
         if (threadIdx.x == 0) record(status, wrong);
     }
     if (!finished_last(&status.finished, units, is_last) || threadIdx.x) return;

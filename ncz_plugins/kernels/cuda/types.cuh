@@ -90,7 +90,6 @@ static_assert(sizeof(Input) == 24 && sizeof(Piece) == 72, "as arguments.py has i
 // What the selector chose for a frame that is being written.
 struct Choice {
     int32_t coder, predictor;
-    int32_t mode;  // for RANS
 };
 constexpr int32_t NO_CODER = -1;  // the frame was written already
 

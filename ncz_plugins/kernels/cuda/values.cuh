@@ -386,22 +386,6 @@ NCZ_KERNEL(ncz_sample)(const __grid_constant__ Pieces pieces, Noise noise, int s
                                                                             : random_floats_of(of, noise).code(element);
 }
 
-// Of the pieces for which RANS was chosen, which reads codes, those of their values.
-template <class SourceOf>
-NCZ_DEVICE void stage(SourceOf source_of, const Pieces& pieces, const Written* written) {
-    int f = frame_number(pieces.n);
-    if (written[f].choice.coder == RANS)
-        quantize(source_of(pieces.of[f]), unit_number(pieces.n), pieces.of[f].count, pieces.of[f].codes);
-}
-
-NCZ_CHUNK_KERNEL(ncz_stage)(const __grid_constant__ Pieces pieces, const Written* written) {
-    stage(floats_of, pieces, written);
-}
-
-NCZ_CHUNK_KERNEL(ncz_stage_at_random)(const __grid_constant__ Pieces pieces, Noise noise, const Written* written) {
-    stage([&noise](const Piece& piece) { return random_floats_of(piece, noise); }, pieces, written);
-}
-
 // Of `values` the one with number lane() / 8, combined over all lanes as a butterfly does whose distances begin with 16. The
 // lanes first share the values out among them, which takes 6 shuffles instead of 20.
 constexpr int REDUCED_TOGETHER = 4;
@@ -467,6 +451,5 @@ NCZ_KERNEL(ncz_block_statistics)
     squares[at] = is_special ? double(infinity) : sum;
 }
 
-#define NCZ_VALUE_KERNELS(X)                                                                                   \
-    X(ncz_quantize) X(ncz_quantize_at_random) X(ncz_dequantize) X(ncz_sample) X(ncz_stage) X(ncz_stage_at_random) \
-    X(ncz_block_statistics)
+#define NCZ_VALUE_KERNELS(X) \
+    X(ncz_quantize) X(ncz_quantize_at_random) X(ncz_dequantize) X(ncz_sample) X(ncz_block_statistics)

@@ -9,6 +9,7 @@ from ..format import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    ON_CPUS_ALONE,
     ON_GPUS,
     SPOILED,
     VERSION,
@@ -79,7 +80,7 @@ def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
     if flags and (actual := checksum(frame)) != stored_sum:
         raise DamagedFrame(f"checksum is {actual:#010x}, the header says {stored_sum:#010x}")
     payload = np.frombuffer(frame, dtype=np.uint8, offset=HEADER_BYTES)
-    is_known = coder not in (ON_GPUS if on_gpus else ON_GPUS.values())
+    is_known = coder not in (ON_CPUS_ALONE if on_gpus else ON_GPUS.values())
     if is_known and coder == Coder.RAW and width in (8, 16, 32):
         return unpredict(fixed.decode_raw(payload, count, width), predictor)
     if is_known and coder == Coder.PLANES and width == 0:

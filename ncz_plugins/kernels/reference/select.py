@@ -7,7 +7,6 @@ import numpy as np
 from ..format import (
     DIRECT,
     HUFFMAN32_MOST_BITS,
-    ON_GPUS,
     PIECE,
     RANS_PAGE,
     SAMPLE_PIECES,
@@ -16,6 +15,7 @@ from ..format import (
     Coding,
     Predictor,
     chunks_of,
+    coder_of_gpus,
     tiles_of,
 )
 from . import huffman, huffman32, planes
@@ -33,9 +33,9 @@ def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Pre
     """
     pieces = sample(codes)
     if coding.coder != Coder.AUTO:
-        coders = (ON_GPUS.get(coding.coder, coding.coder) if on_gpus else coding.coder,)
+        coders = (coder_of_gpus(coding.coder) if on_gpus else coding.coder,)
     elif on_gpus:
-        coders = Coder.PLANES, Coder.HUFFMAN32, Coder.RANS  # if two cost the same, the first one
+        coders = Coder.PLANES, Coder.HUFFMAN32  # if two cost the same, the first one
     else:
         coders = Coder.FIXED, Coder.RAW, Coder.HUFFMAN, Coder.RANS
     predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
@@ -98,11 +98,8 @@ def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_g
         Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
     }
     if on_gpus:
-        is_free = coding.coder == Coder.AUTO
-        if is_free and in_code > HUFFMAN32_MOST_BITS * symbols.size:
+        if coding.coder == Coder.AUTO and in_code > HUFFMAN32_MOST_BITS * symbols.size:
             found[Coder.HUFFMAN32] = _NEVER
-        if is_free and rans > 8 * symbols.size:
-            found[Coder.RANS] = _NEVER
         beside_planes = 4 * chunks + (8 if predictor == Predictor.DELTA else 4) * tiles_of(n)
         return found | {Coder.PLANES: cost(32 * planes.words_of(symbols), beside_planes, costs.fixed * n)}
     fixed = 8 * sum(packed_bytes(piece) for piece in pieces)

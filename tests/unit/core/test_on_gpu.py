@@ -133,6 +133,25 @@ def test_tensors_on_gpus_are_cut_as_gpus_want_it():
     play_communicators(2, AT_BOUND, body)
 
 
+@pytest.mark.parametrize("settings", [AT_BOUND, SIZES | {"quantizer": {"kind": "lossless"}}], ids=["bound", "lossless"])
+def test_a_coder_of_cpus_alone_is_refused_before_anything_is_sent(settings):
+    """At a fixed rate nothing is coded."""
+
+    def body(communicator):
+        calls, tensor = calls_of(communicator), values(communicator.rank, 10_000)
+        is_coded = communicator.config.quantizer.bits is None
+        with (
+            pytest.raises(UnsupportedError, match="entropy.coder: rans .* set auto or huffman")
+            if is_coded
+            else nullcontext()
+        ):
+            begun(calls, tensor)
+        assert communicator.stats.total.calls == (not is_coded)
+
+    for its_settings in (settings, FIXED_RATE):
+        play_communicators(2, its_settings | {"entropy": {"coder": "rans"}}, body)
+
+
 def test_a_graph_captures_only_what_it_can_repeat(card):
     def body(communicator):
         calls, tensor = calls_of(communicator), values(communicator.rank, 10_000)
