@@ -14,6 +14,7 @@ from .bypass import Bypass
 from .codec.layout import Layout, Window
 from .config import Config
 from .errors import memory_errors
+from .runtime.recorded import NEVER, RecordedCall
 from .runtime.statistics import Counters
 from .training.baseline import Baseline
 from .training.error_feedback import Feedback
@@ -100,6 +101,7 @@ class Call:
 
     Set by `run.run`:
         counters: bytes and seconds.
+        recorded: its launches on a GPU, if they are recorded or replayed.
     """
 
     collective: str
@@ -120,6 +122,7 @@ class Call:
     described: Mapping[str, int] = field(default_factory=dict)
     plan: Plan | None = None
     counters: Counters | None = None
+    recorded: RecordedCall = NEVER
 
     @property
     def signature(self) -> tuple:

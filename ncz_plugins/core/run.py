@@ -33,7 +33,7 @@ from .call_queue import CallQueue
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
 from .codec.from_config import codec_for, coding_for, noise_for
-from .codec.gpu_codec import Outcome
+from .codec.gpu_codec import BATCH_ELEMENTS, Outcome
 from .codec.layout import Window
 from .codec.quantize import (
     Scales,
@@ -52,8 +52,10 @@ from .errors import UnsupportedError, memory_errors
 from .group import Group
 from .planning import plan
 from .runtime.device import HOST, Device, require_kernels, require_tensor
+from .runtime.recorded import NEVER, RecordedCall
 from .runtime.statistics import Counters
 from .runtime.trace import span
+from .schedules.padded import padded_bytes
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 
@@ -175,6 +177,8 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     started = time.perf_counter()
     counters = call.counters = call.new_counters(transport.world_size)
     with device.using(call.memory), call.pieces_in_place():
+        if device.recorded is not None:
+            call.recorded = _recorded(call, device, transport)
         contribution = None if call.plan.verify_as is None else call.plan.source.data.clone()
 
         # 2. Compare calls, and agree on quantization steps.
@@ -334,8 +338,28 @@ def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tenso
         if made.feedback:
             source = made.feedback.added_to(source)
         most = most_summable(quantizer, source.data.dtype, made.addends, made.divisor)
-        measure_here = measure_on_gpu if device.in_batches else measure
-        return source, measure_here(device.backend, source, made.layout, made.measured, quantizer, most=most)
+        given = device.backend, source, made.layout, made.measured, quantizer, most
+        if not device.in_batches:
+            return source, measure(*given)
+        return source, call.recorded.queue("measure", lambda: measure_on_gpu(*given))
+
+
+def _recorded(call: Call, device: Device, transport: Transport) -> RecordedCall:
+    """The launches of a call on a GPU that were recorded, or are to be: see runtime/recorded.py.
+
+    Only calls of which the host knows all sizes beforehand, and that are small enough for the host's time to matter.
+    """
+    made, forecasts = call.plan, getattr(transport, "forecasts", None)
+    if forecasts is None or made.within_node is not None or made.feedback or made.layout.numel > BATCH_ELEMENTS:
+        return NEVER
+    lengths = forecasts.of(_forecast_key(call)).sizes
+    if lengths is None:
+        return NEVER
+    report = device.backend.report(made.source.data.device)  # where kernels of this thread report damage
+    addresses = made.source.data.data_ptr(), made.output.data.data_ptr(), report.data_ptr()
+    key = call.collective, call.input.dtype, made.layout, made.divisor, addresses
+    given = list(map(padded_bytes, lengths)), call.config, transport.link_gbps, transport.carried_gbps
+    return device.recorded.of(key, given, call.counters)
 
 
 def _quantizing_codec(
@@ -350,7 +374,8 @@ def _quantizing_codec(
         found = scales_or_bypass(agreed, made.layout, quantizer, dtype, made.addends, made.divisor, device.backend)
         return found if isinstance(found, Bypass) else _codec(call, source, found, device, transport)
     rule = step_rule(quantizer, dtype, made.addends, made.divisor)
-    scales, on_device = derive_on_gpu(device.backend, agreed, made.layout, quantizer, rule)
+    derive = partial(derive_on_gpu, device.backend, agreed, made.layout, quantizer, rule)
+    scales, on_device = call.recorded.queue("derive", derive)
     outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, made.layout), dtype))
     return _codec(call, source, scales, device, transport, outcome)
 
@@ -377,6 +402,7 @@ def _codec(
         divisor=made.divisor,
         forecast_key=_forecast_key(call),
         outcome=outcome,
+        recorded=call.recorded,
     )
 
 

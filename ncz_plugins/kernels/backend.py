@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -333,6 +334,13 @@ class HostBackend(Backend):
         """
 
 
+class Recording(Protocol):
+    """Launches that were recorded."""
+
+    def replay(self, noise: Noise | None) -> None:
+        """Make all launches again, with other random numbers. All other arguments are those of the recording."""
+
+
 class GpuBackend(Backend):
     """Kernels of a GPU. They report damage later, and derive quantization steps on the device."""
 
@@ -346,6 +354,18 @@ class GpuBackend(Backend):
     @abstractmethod
     def forget_report(self, device: torch.device) -> None:
         """Give the next kernels a new report. Kernels that are still queued belong to a call that has failed."""
+
+    @abstractmethod
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory on `device`, from the arena inside of `recording`: uint8, [nbytes]."""
+
+    @abstractmethod
+    def arena(self, device: torch.device) -> object:
+        """Working memory for `recording`. Its `restart` begins a call, whose launches may use all of it again."""
+
+    @abstractmethod
+    def recording(self, arena: object) -> AbstractContextManager[Recording]:
+        """A context that records the launches of this thread's calls, which take their working memory from `arena`."""
 
     @abstractmethod
     def decode_sums(

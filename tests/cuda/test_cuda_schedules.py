@@ -20,6 +20,7 @@ from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.group import Group
 from ncz_plugins.core.run import enter, queue, run
 from ncz_plugins.core.runtime.device import Gpu, Host
+from ncz_plugins.core.runtime.recorded import RecordedCalls
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, padded, ring
 from ncz_plugins.core.training.baseline import Baseline
@@ -50,6 +51,7 @@ class EmulatedGpu(Gpu):
         self._launcher = CountingLauncher(seed=seed)
         self.backend = CudaBackend(self._launcher)
         self._device = torch.device("cpu")
+        self.recorded = RecordedCalls(self.backend, self._device)
         self.waits = self.seen_bytes = 0
 
     @property
@@ -60,7 +62,7 @@ class EmulatedGpu(Gpu):
         self.waits += 1
 
     def abandon(self, memory):
-        pass  # there are no streams
+        self.recorded.forget()  # there are no streams
 
     def start_copy_to_host(self, tensor):
         def wait():

@@ -6,6 +6,7 @@ from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Noise, Predictor
 from ..config import Config
 from ..runtime.device import Device
+from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
 from .coded_tensor import CodedTensor
 from .gpu_codec import GpuCodec, Outcome
@@ -26,6 +27,7 @@ def codec_for(
     divisor: float = 1,
     forecast_key: str = "",
     outcome: Outcome | None = None,
+    recorded: RecordedCall = NEVER,
 ) -> TensorCodec:
     """The codec that `config` asks for.
 
@@ -35,7 +37,7 @@ def codec_for(
         link_gbps, carried_gbps: see `coding_for`.
         noise: random numbers of a stochastic quantizer, see `noise_for`; None: those of call 0, unshifted.
         divisor: see LosslessCodec.
-        forecast_key, outcome: see GpuCodec.
+        forecast_key, outcome, recorded: see GpuCodec.
     """
     counters = Counters() if counters is None else counters
     coding = coding_for(config, device.backend, link_gbps, carried_gbps)
@@ -44,7 +46,7 @@ def codec_for(
         return LosslessCodec(*given, divisor)
     noise = noise_for(config, call=0, addend=0, addends=1) if noise is None else noise
     if device.in_batches:
-        return GpuCodec(*given, scales, noise, outcome, forecast_key)
+        return GpuCodec(*given, scales, noise, outcome, forecast_key, recorded)
     return QuantizingCodec(*given, scales, noise)
 
 

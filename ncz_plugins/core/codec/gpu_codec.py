@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import Decoding, Sum
+from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.trace import span
 from .tensor_codec import FrameId, FrameSum, QuantizingCodec, frame_errors, name_of
 
@@ -51,18 +52,21 @@ class GpuCodec(QuantizingCodec):
     Attributes:
         outcome: whether `scales` can be used; None: they can.
         forecast_key: calls with the same key are expected to write frames of similar sizes.
+        recorded: the launches of the call, if they are recorded or replayed.
     """
 
     encodes_ahead = True
 
     outcome: Outcome | None = None
     forecast_key: str = ""
+    recorded: RecordedCall = NEVER
 
     def __post_init__(self):
         # Frames and sums wait here until there are enough to decode together.
         self._frames_to_decode: list[Decoding] = []
         self._sums_to_decode: list[tuple[Sum, Tensor]] = []
         self._waiting_elements = 0
+        self._decoded_batches = 0
         self._sums_are_padded = False
         self._outcome_copy: Callable[[], Tensor] | None = None  # waits for a copy to the host that has begun
         self._is_checked = False  # whether all frames that were decoded are known to be undamaged
@@ -103,12 +107,16 @@ class GpuCodec(QuantizingCodec):
         self._is_checked = True
         return copies
 
-    def encode_ahead(self, frame_ids: list[FrameId], buffers: list[Tensor], tell_outcome: bool) -> Tensor:
+    def tell_outcome(self) -> None:
+        """Begin to copy the outcome to the host, unless that has begun."""
+        if self._unlearned is not None and self._outcome_copy is None:
+            self._outcome_copy = self.device.start_copy_to_host(self._unlearned)
+
+    def encode_ahead(self, frame_ids: list[FrameId], buffers: list[Tensor]) -> Tensor:
         """Encode frames of this rank's own values, without a wait of the host.
 
         Args:
             buffers: memory for each frame, uint8, of at least `frame_capacity` bytes.
-            tell_outcome: begin to copy the outcome to the host, once the frames are queued.
 
         Returns the bytes of each frame: int64, [len(frame_ids)], on the GPU.
         """
@@ -117,8 +125,6 @@ class GpuCodec(QuantizingCodec):
             sizes = self._write(batch, buffers)
             if self.checksum:
                 self.backend.seal_frames(buffers)
-        if tell_outcome and self._unlearned is not None and self._outcome_copy is None:
-            self._outcome_copy = self.device.start_copy_to_host(self._unlearned)
         return sizes
 
     def sizes_on_host(self, sizes: Tensor) -> list[int]:
@@ -164,5 +170,7 @@ class GpuCodec(QuantizingCodec):
                 self.backend.decode_frames(decodings, self.checksum)
         sums, self._sums_to_decode = self._sums_to_decode, []
         if sums and not self.bypass:
+            given = *zip(*sums), self.noise, self.checksum, self._sums_are_padded
+            stage, self._decoded_batches = ("decode", self._decoded_batches), self._decoded_batches + 1
             with span("decode", sum(frame.nbytes for each, _ in sums for frame in each.frames), self.counters):
-                self.backend.decode_sums(*zip(*sums), self.noise, self.checksum, padded=self._sums_are_padded)
+                self.recorded.queue(stage, lambda: self.backend.decode_sums(*given), self.noise)

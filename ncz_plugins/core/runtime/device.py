@@ -18,6 +18,7 @@ from torch import Tensor
 from ... import kernels
 from ...kernels.backend import Backend
 from ..errors import PeerError, UnsupportedError
+from .recorded import ENVIRONMENT, RecordedCalls
 from .worker import FutureHandle, Worker
 
 _SPIN_SECONDS = 5e-3  # a wait polls without sleeping for this long, as the shortest sleep takes 50 us or more
@@ -38,10 +39,12 @@ class Device(ABC):
     Attributes:
         backend: the kernels for this device.
         in_batches: True if many frames are coded together (GPU), False if one after another (CPU).
+        recorded: launches of calls on a GPU, to be replayed; None: nothing is recorded.
     """
 
     backend: Backend
     in_batches: bool
+    recorded: RecordedCalls | None = None
 
     @abstractmethod
     def after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
@@ -225,6 +228,8 @@ class Gpu(Device):
         self._timeout = timeout
         self._require_healthy = require_healthy
         self._stream = torch.cuda.Stream(device, priority=-1)
+        if os.environ.get(ENVIRONMENT) != "0":
+            self.recorded = RecordedCalls(self.backend, device)
         self._begins_after: torch.cuda.Event | None = None
 
     @contextmanager
@@ -239,7 +244,7 @@ class Gpu(Device):
                 raise
 
     def buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self.backend.empty(nbytes, self._device)
 
     def trimmed(self, buffers: list[Tensor], sizes: list[int]) -> list[Tensor]:
         return [buffer[:size] for buffer, size in zip(buffers, sizes)]
@@ -275,6 +280,8 @@ class Gpu(Device):
         return [each.clone().view(tensor.dtype) for each, tensor in zip(copies, tensors)]
 
     def abandon(self, memory: list[Tensor]) -> None:
+        if self.recorded is not None:
+            self.recorded.forget()
         for tensor in memory:
             tensor.record_stream(self._stream)
 

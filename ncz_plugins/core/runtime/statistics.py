@@ -23,6 +23,8 @@ class Counters:
         bypassed_bytes: reason to go plain -> bytes that these calls sent, as part of `wire_bytes`.
         plain_bytes_by_role, wire_bytes_by_role: role -> `plain_bytes` and `wire_bytes` of calls with a role:
             "gradient", "parameter" or "activation".
+        replayed_calls: compressed calls on a GPU whose launches were replayed, see recorded.py.
+        not_replayed: reason -> compressed calls on a GPU that could have been replayed, were they like earlier ones.
         sent_whole: reason -> calls with a baseline in which the segment of some rank was sent whole, see `Baseline`.
         agree_seconds: from the start of a call until all ranks agree on the quantization steps, including sums inside
             the node.
@@ -47,6 +49,8 @@ class Counters:
     bypassed_bytes: dict[str, int] = field(default_factory=dict)
     plain_bytes_by_role: dict[str, int] = field(default_factory=dict)
     wire_bytes_by_role: dict[str, int] = field(default_factory=dict)
+    replayed_calls: int = 0
+    not_replayed: dict[str, int] = field(default_factory=dict)
     sent_whole: dict[str, int] = field(default_factory=dict)
     agree_seconds: float = 0.0
     measure_seconds: float = 0.0

@@ -61,8 +61,7 @@ def _run(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) 
     while frames.left:
         # Queue all gathers before the first sum, so that encoding and transfer overlap.
         gathers = []
-        for number, memory in frames.encoded():
-            gathered = memory.new_empty(2 * memory.numel())
+        for number, memory, gathered in frames.encoded():
             with span("send", memory.nbytes), peer_errors("exchanging frames"):
                 gathers.append((number, gathered, transport.plain.all_gather_single(gathered, memory)))
             counters.wire_bytes += memory.nbytes
@@ -106,27 +105,50 @@ class _PaddedFrames:
         self._received: dict[int, Tensor] = {}  # memory of frames of the other rank
         self._summed: set[int] = set()  # frames that came whole, and are in the output
 
-    def encoded(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (number, memory to gather) for all frames that are left.
+    def encoded(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (number, memory to gather, memory for what both ranks gather) for all frames that are left.
 
         Ends early, on both ranks, if it turns out that the call must go plain.
         """
         if self._own:
             sizes = torch.cat([self._own_sizes[number] for number in self.left])
-            yield from self._to_gather(self.left, sizes)
+            yield from self._to_gather(self.left, [self._own[number] for number in self.left], sizes)
             return
-        if expected := self._forecast.sizes:
-            self._gathered_bytes = dict(enumerate(map(_padded, expected)))
-        for batch in self._batches(2 if expected is None else len(self._sends)):
-            memory = [self._codec.device.buffer(_padded(self._codec.frame_capacity)) for _ in batch]
-            frames = [each[FRONT_BYTES:] for each in memory]
-            frame_ids = [self._sends[number] for number in batch]
-            sizes = self._codec.encode_ahead(frame_ids, frames, tell_outcome=expected is not None)
-            self._own |= zip(batch, memory)
-            self._own_sizes |= zip(batch, sizes.split(1))
-            if expected is None and not self._agree(batch, sizes):
-                return
-            yield from self._to_gather(batch, sizes)
+
+        expected = self._forecast.sizes
+        if expected is None:
+            for batch in self._batches(2):
+                memory, sizes = self._encode(batch)
+                self._keep(batch, memory, sizes)
+                if not self._agree(batch, sizes):
+                    return
+                yield from self._to_gather(batch, memory, sizes)
+            return
+
+        # The host decides nothing while a batch is encoded and padded, so the launches can be replayed. On the way to
+        # the host, the outcome is ahead of the frames.
+        self._gathered_bytes = dict(enumerate(map(padded_bytes, expected)))
+        self._codec.tell_outcome()
+        for batch in self._batches(len(self._sends)):
+
+            def encode_and_pad(batch=batch) -> tuple:
+                memory, sizes = self._encode(batch)
+                return memory, sizes, self._to_gather(batch, memory, sizes)
+
+            stage = "encode", batch.start
+            memory, sizes, to_gather = self._codec.recorded.queue(stage, encode_and_pad, self._codec.noise)
+            self._keep(batch, memory, sizes)
+            yield from to_gather
+
+    def _encode(self, batch: range) -> tuple[list[Tensor], Tensor]:
+        """Encode the frames of a batch that this rank sends. Returns their memory, and their bytes on the GPU."""
+        memory = [self._codec.device.buffer(padded_bytes(self._codec.frame_capacity)) for _ in batch]
+        frames = [each[FRONT_BYTES:] for each in memory]
+        return memory, self._codec.encode_ahead([self._sends[number] for number in batch], frames)
+
+    def _keep(self, batch: range, memory: list[Tensor], sizes: Tensor) -> None:
+        self._own |= zip(batch, memory)
+        self._own_sizes |= zip(batch, sizes.split(1))
 
     def decode_sum(self, number: int, memory: Tensor) -> None:
         """Add this rank's values to a frame of the other rank, and write the sum to the output.
@@ -146,15 +168,16 @@ class _PaddedFrames:
         self.left = []
         if self._codec.bypass:
             return
+        self._codec.recorded.finish()
 
         # For each frame, compare the longer one of both ranks with the bytes that were gathered.
         longest = []
         for number, (own_front, peer_front) in enumerate(zip(fronts, fronts[len(self._own) :])):
             ours, theirs = _length_in(own_front), self._peer_length(peer_front)
             longest.append(max(ours, theirs))
-            if _padded(theirs) <= self._gathered_bytes[number]:
+            if padded_bytes(theirs) <= self._gathered_bytes[number]:
                 self._summed.add(number)
-            if _padded(longest[-1]) > self._gathered_bytes[number]:
+            if padded_bytes(longest[-1]) > self._gathered_bytes[number]:
                 self.left.append(number)
                 self._set_gathered_bytes(number, ours, longest[-1])
         if not self.left:
@@ -212,16 +235,19 @@ class _PaddedFrames:
                 f"the longest frame of both ranks is said to have {longest} bytes; {ours} to "
                 f"{self._codec.frame_capacity} are possible. Suspect the network or memory."
             )
-        self._gathered_bytes[number] = _padded(longest)
+        self._gathered_bytes[number] = padded_bytes(longest)
 
-    def _to_gather(self, numbers: Sequence[int], sizes: Tensor) -> list[tuple[int, Tensor]]:
-        """Write the lengths before the frames. Returns (number, memory to gather) of each."""
-        memory = [self._own[number][: self._gathered_bytes[number]] for number in numbers]
+    def _to_gather(
+        self, numbers: Sequence[int], memory: list[Tensor], sizes: Tensor
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Write the lengths before the frames in `memory`. Returns what `encoded` yields."""
+        memory = [each[: self._gathered_bytes[number]] for number, each in zip(numbers, memory)]
         self._codec.backend.pad_frames(memory, sizes)
-        return list(zip(numbers, memory))
+        gathered = [self._codec.device.buffer(2 * each.numel()) for each in memory]
+        return list(zip(numbers, memory, gathered))
 
 
-def _padded(nbytes: int) -> int:
+def padded_bytes(nbytes: int) -> int:
     """The bytes to gather for a frame of `nbytes` bytes: with the length before it, and aligned."""
     return -(-(FRONT_BYTES + nbytes) // _GATHER_ALIGNMENT_BYTES) * _GATHER_ALIGNMENT_BYTES
 

@@ -10,6 +10,9 @@ _CALLS = 4  # a forecast needs this many earlier calls
 _MAX_DIFFERENCE_DIVISOR = 32
 _MAX_DIFFERENCE_BYTES = 512
 _MARGIN_DIVISOR = 64  # 1/64 of a length is added to it: those of similar calls differ by less than 1 %
+# A forecast stays what it was while its margin is between these shares of a length, so that recorded launches, which
+# hold it, can be replayed.
+_MIN_MARGIN_DIVISOR, _MAX_MARGIN_DIVISOR = 256, 32
 _MAX_KEYS = 256
 
 
@@ -18,6 +21,7 @@ class Forecast:
 
     def __init__(self):
         self._calls: deque[Sequence[int]] = deque(maxlen=_CALLS)
+        self._sizes: list[int] | None = None
 
     def learn(self, sizes: Sequence[int]) -> None:
         """Remember a call.
@@ -26,18 +30,31 @@ class Forecast:
             sizes: for each frame, the bytes of the longer one of both ranks.
         """
         self._calls.append(sizes)
+        longest = self._longest()
+        if longest is None:
+            self._sizes = None
+        elif self._sizes is None or not all(map(_still_fits, self._sizes, longest)):
+            self._sizes = [size + size // _MARGIN_DIVISOR for size in longest]
 
     @property
     def sizes(self) -> list[int] | None:
         """Bytes that each frame will rarely exceed; None after fewer than 4 calls, or if their lengths differed."""
+        return self._sizes
+
+    def _longest(self) -> list[int] | None:
+        """The longest of the last 4 frames at each place; None if there are fewer, or if their lengths differ."""
         if len(self._calls) < _CALLS:
             return None
         for sizes in zip(*self._calls):
             shortest, longest = min(sizes), max(sizes)
             if longest > shortest + shortest // _MAX_DIFFERENCE_DIVISOR + _MAX_DIFFERENCE_BYTES:
                 return None
-        longest = map(max, zip(*self._calls))
-        return [size + size // _MARGIN_DIVISOR for size in longest]
+        return list(map(max, zip(*self._calls)))
+
+
+def _still_fits(size: int, longest: int) -> bool:
+    """Whether an expected size is good for frames of which the longest has `longest` bytes."""
+    return longest + longest // _MIN_MARGIN_DIVISOR <= size <= longest + longest // _MAX_MARGIN_DIVISOR
 
 
 class Forecasts:

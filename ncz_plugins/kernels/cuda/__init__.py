@@ -14,6 +14,7 @@
     arguments.py  arguments of a launch: structures, tables, and how they are packed
     frames.py     launches that write and read frames, for a batch of them
     scales.py     launches that measure blocks and derive quantization steps
+    recorded.py   launches that are recorded and replayed, and their working memory
     nvrtc.py      compiler and launcher
 
 Only reading a `DeviceSize`, `checksum` and `check` wait for the device. Sizes and choices stay on the device, and
@@ -46,7 +47,8 @@ from ..format import (
 )
 from . import frames, scales
 from .arguments import MOST_INPUTS, RowsArgument, inputs_table, noise_argument, pieces_table
-from .frames import CHUNK_THREADS, THREADS, Launcher
+from .frames import CHUNK_THREADS, THREADS
+from .recorded import Arena, Launcher, Recorder
 
 _REPORT_NUMBERS = 3 + HEADER_BYTES // 8  # int64 numbers of ncz::Status that describe a damage
 _WORDS_PER_CHECKSUM_BLOCK = 16 * THREADS
@@ -105,7 +107,7 @@ class CudaBackend(GpuBackend):
     costs = SelectorCosts(raw=8, fixed=6, huffman=12)
 
     def __init__(self, launcher: Launcher):
-        self._launcher = launcher
+        self._launcher = Recorder(launcher)
         self._per_thread = _PerThread()
 
     # ------------------------------------------------------------------ numbers
@@ -117,7 +119,7 @@ class CudaBackend(GpuBackend):
         tensors = [part for x in tensors for part in x.split(_MOST_MEASURED_ELEMENTS)]
         first_blocks = list(accumulate((blocks_of(x.numel()) for x in tensors), initial=0))
         device, dtype = tensors[0].device, tensors[0].dtype
-        results = torch.empty(3, first_blocks[-1], dtype=torch.float64, device=device)
+        results = self._launcher.empty((3, first_blocks[-1]), torch.float64, device)
         rows = [(x, *[None] * 5, 0, x.numel(), block, 0, 0) for x, block in zip(tensors, first_blocks)]
         for part in frames.parts_of_tensors(len(rows)):
             most = max(x.numel() for x in tensors[part])
@@ -202,7 +204,7 @@ class CudaBackend(GpuBackend):
         self.seal_frames([frame])
 
     def seal_frames(self, sealed):
-        sums = torch.zeros(len(sealed), dtype=torch.int64, device=sealed[0].device)
+        sums = self._launcher.zeros(len(sealed), torch.int64, sealed[0].device)
         for part in frames.parts_of_tensors(len(sealed)):
             table = inputs_table([(frame, frame.numel(), 0, 0) for frame in sealed[part]])
             blocks = max(map(_checksum_blocks, sealed[part]))
@@ -263,6 +265,15 @@ class CudaBackend(GpuBackend):
         self._launch_blocks("unpack", out.dtype, blocks, *codes, *scales, _floats(out, "out", rows.numel))
 
     # ------------------------------------------------------------------ launching
+
+    def empty(self, nbytes, device):
+        return self._launcher.empty(nbytes, torch.uint8, device)
+
+    def arena(self, device):
+        return Arena(device)
+
+    def recording(self, arena):
+        return self._launcher.recording(arena)
 
     def _reader(self, device: torch.device, sealed: bool = False, padded: bool = False) -> frames.Reader:
         return frames.Reader(self._launcher, self.report(device), sealed, padded)

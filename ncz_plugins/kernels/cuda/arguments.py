@@ -192,13 +192,19 @@ class ArgumentMemory:
         self._bytes = ctypes.create_string_buffer(self._fields.size)
         sizes = (-(-struct.calcsize(each) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in formats)
         begin = ctypes.addressof(self._bytes)
-        places = list(accumulate(sizes, initial=begin))[:-1]
-        self._pointers = (ctypes.c_void_p * len(places))(*places)
+        places = list(accumulate(sizes, initial=0))[:-1]
+        self._pointers = (ctypes.c_void_p * len(places))(*(begin + place for place in places))
+        self._noise_places = [at for at, argument in zip(places, arguments) if isinstance(argument, NoiseArgument)]
 
     def filled(self, arguments: tuple) -> int:
         """Address of the pointers to these arguments, valid until the next call."""
         self._fields.pack_into(self._bytes, 0, *map(_packed, arguments))
         return ctypes.addressof(self._pointers)
+
+    def noise_bytes(self) -> list[memoryview]:
+        """The bytes of each argument that is a NoiseArgument. To overwrite them is to change the argument."""
+        everything, size = memoryview(self._bytes).cast("B"), ctypes.sizeof(NoiseArgument)
+        return [everything[at : at + size] for at in self._noise_places]
 
 
 _ALIGNMENT_BYTES = 8  # of each parameter of a kernel

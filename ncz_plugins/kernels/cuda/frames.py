@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from .arguments import (
     noise_argument,
     pieces_table,
 )
+from .recorded import Recorder
 
 THREADS = 256  # of a thread block, except for the one below; as in types.cuh
 _MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU; more could not run at once
@@ -57,17 +58,6 @@ _HUFFMAN_ENTRIES_BYTES = 2 << HUFFMAN_MAX_LENGTH
 _CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample samples
 
 
-class Launcher(Protocol):
-    """Interface that runs kernels: `nvrtc.CupyLauncher` on a GPU, an emulator in the tests."""
-
-    def launch(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments) -> None:
-        """Queue `kernel` of the module for `dtype`, with `grid` blocks of `block` threads.
-
-        Arguments: tensors on one device, numpy scalars, ctypes structures and tables of the sizes of the kernel's
-        parameters, None for a null pointer.
-        """
-
-
 def new_report(device: torch.device) -> Tensor:
     """Memory where kernels report the first damage that they find: ncz::Status, as int64 numbers."""
     return torch.zeros(_STATUS_BYTES // 8, dtype=torch.int64, device=device)
@@ -86,7 +76,7 @@ class Reader(NamedTuple):
             read nor reported then.
     """
 
-    launcher: Launcher
+    launcher: Recorder
     report: Tensor
     sealed: bool = False
     padded: bool = False
@@ -104,8 +94,8 @@ class Reader(NamedTuple):
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
         inputs = inputs_table([(frame, frame.numel(), count, at) for (frame, count), at in zip(frames, first_chunks)])
         device, n, chunks = self.report.device, len(frames), first_chunks[-1]
-        (statuses,) = _sections(device, _STATUS_BYTES * n, zeros=True)
-        offsets, entries = _sections(device, 8 * chunks, _HUFFMAN_ENTRIES_BYTES * n)
+        (statuses,) = _sections(self.launcher, device, _STATUS_BYTES * n, zeros=True)
+        offsets, entries = _sections(self.launcher, device, 8 * chunks, _HUFFMAN_ENTRIES_BYTES * n)
         most = max(count for _, count in frames)
         blocks = min(max(1, -(-most // _ELEMENTS_TO_OPEN)), max(1, _MOST_OPENING_BLOCKS // n))
         how = integer(self.sealed), integer(self.padded)
@@ -117,7 +107,7 @@ class Reader(NamedTuple):
         """Like `opened`, and launch the kernel that decodes HUFFMAN32 to working memory."""
         *opened, _ = self.opened(frames)
         chunks = sum(chunks_of(count) for _, count in frames)
-        codes = torch.empty(CHUNK * chunks, dtype=torch.int32, device=self.report.device)
+        codes = self.launcher.empty(CHUNK * chunks, torch.int32, self.report.device)
         blocks = max(1, -(-max(count for _, count in frames) // _FOUR_PAGES_A_BLOCK["elements"]))
         self.launcher.launch("ncz_read_pages", OF_CODES, len(frames) * blocks, CHUNK_THREADS, *opened, codes)
         return *opened, codes
@@ -125,7 +115,7 @@ class Reader(NamedTuple):
 
 def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None) -> Tensor:
     """See `Backend.encode_sums`."""
-    sizes = torch.empty(len(sums), dtype=torch.int64, device=reader.report.device)
+    sizes = reader.launcher.empty(len(sums), torch.int64, reader.report.device)
     inputs = [len(each.frames) for each in sums]
     elements = [each.x.numel() * max(1, n) for each, n in zip(sums, inputs)]
     written = [each._replace(out=_where_words_are(each.out)) for each in sums]
@@ -158,7 +148,7 @@ def added_up(reader: Reader, sums: Sequence[Sum], noise: Noise | None) -> list[T
 
     A sum of more than MOST_INPUTS frames takes one more launch for each frame beyond that.
     """
-    codes = [torch.empty(each.x.numel(), dtype=torch.int32, device=each.x.device) for each in sums]
+    codes = [reader.launcher.empty(each.x.numel(), torch.int32, each.x.device) for each in sums]
     first = [each._replace(frames=each.frames[:MOST_INPUTS]) for each in sums]
     _add_up(reader, first, [(each, None, None) for each in codes], "sum_codes", noise, None, None)
     for each, its_codes in zip(sums, codes):
@@ -228,7 +218,7 @@ def _inputs_at_once(count: int) -> int:
 # ------------------------------------------------------------------ codes
 
 
-def encode_codes(launcher: Launcher, codes: Tensor, coding: Coding, frame: Tensor) -> Tensor:
+def encode_codes(launcher: Recorder, codes: Tensor, coding: Coding, frame: Tensor) -> Tensor:
     """Write `codes` as one frame. Returns its bytes: int64, [1]."""
     size = torch.empty(1, dtype=torch.int64, device=codes.device)
     writer = _Writer(launcher, coding, [codes.numel()], size)
@@ -276,7 +266,7 @@ def parts_of_tensors(count: int) -> Iterator[slice]:
 class _Batch:
     """Launches for several frames. Each frame gets as many thread blocks as the largest needs."""
 
-    def __init__(self, launcher: Launcher, counts: list[int]):
+    def __init__(self, launcher: Recorder, counts: list[int]):
         self._launcher = launcher
         self._counts = counts
         self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
@@ -325,12 +315,12 @@ class _Writer(_Batch):
         unchosen: the same arguments for such a kernel if there was no choice.
     """
 
-    def __init__(self, launcher: Launcher, coding: Coding, counts: list[int], sizes: Tensor):
+    def __init__(self, launcher: Recorder, coding: Coding, counts: list[int], sizes: Tensor):
         super().__init__(launcher, counts)
         n, chunks = len(counts), self._first_chunks[-1]
         huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)  # PLANES needs none of its memory
         lengths = _WRITTEN_BYTES * n, huffman * 8 * (chunks + n), huffman * _HUFFMAN_ENCODING_BYTES * n
-        written, self._places, self._huffman = _sections(sizes.device, *lengths, zeros=True)
+        written, self._places, self._huffman = _sections(launcher, sizes.device, *lengths, zeros=True)
         self._coding = coding
         self._device = sizes.device
         self.noted = written, sizes
@@ -338,7 +328,7 @@ class _Writer(_Batch):
 
     def room_for_codes(self) -> list[Tensor]:
         """Working memory for the codes of each frame."""
-        room = torch.empty(self._first_chunks[-1] * CHUNK, dtype=torch.int32, device=self._device)
+        room = self._launcher.empty(self._first_chunks[-1] * CHUNK, torch.int32, self._device)
         return [room[first * CHUNK :][:count] for first, count in zip(self._first_chunks, self._counts)]
 
     def encode(self, pieces: Table, dtype: torch.dtype | None = None, noise: Noise | None = None) -> None:
@@ -369,7 +359,7 @@ class _Writer(_Batch):
         coding, n, sampled = self._coding, len(self._counts), PIECE * SAMPLE_PIECES
         samples = None
         if coding.predictor == Predictor.AUTO or coding.coder in (Coder.HUFFMAN, Coder.AUTO):
-            samples = torch.empty(n * sampled, dtype=torch.int32, device=self._device)
+            samples = self._launcher.empty(n * sampled, torch.int32, self._device)
             source = _CODES if dtype is None else _VALUES if noise is None else _VALUES_AT_RANDOM
             arguments = pieces, noise_argument(noise), source, samples
             self._launcher.launch("ncz_sample", dtype or OF_CODES, n * sampled // THREADS, THREADS, *arguments)
@@ -388,10 +378,8 @@ def _where_words_are(memory: Tensor) -> Tensor:
     return memory.clone() if memory.data_ptr() % 4 else memory
 
 
-def _sections(device: torch.device, *lengths: int, zeros: bool = False) -> list[Tensor]:
+def _sections(launcher: Recorder, device: torch.device, *lengths: int, zeros: bool = False) -> list[Tensor]:
     """Sections of one allocation, with these lengths in bytes. Each is aligned for any structure."""
     starts = list(accumulate((-(-length // 16) * 16 for length in lengths), initial=0))
-    memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-    if zeros:
-        memory.zero_()
+    memory = (launcher.zeros if zeros else launcher.empty)(starts[-1], torch.uint8, device)
     return [memory[start : start + length] for start, length in zip(starts, lengths)]

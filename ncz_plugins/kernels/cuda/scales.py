@@ -12,7 +12,8 @@ from torch import Tensor
 from ..addresses import require
 from ..format import MODES, SCALE_BLOCK, StepRule, blocks_of
 from .arguments import MOST_PIECES, integer, runs_table, step_rule_argument
-from .frames import THREADS, Launcher
+from .frames import THREADS
+from .recorded import Recorder
 
 _WARP_THREADS = 32
 _WIDE_BLOCK_STEPS = 4096  # from this size on a block gets a thread block, below it a warp
@@ -41,7 +42,7 @@ class Blocks:
         self._segments = list(zip(lengths, self._first_steps, steps, accumulate(blocks, initial=0), blocks))
         self._steps_per_block = block // SCALE_BLOCK or max(1, self.steps)
 
-    def launch(self, launcher: Launcher, kernel: str, dtype: torch.dtype, segments: range, *arguments) -> None:
+    def launch(self, launcher: Recorder, kernel: str, dtype: torch.dtype, segments: range, *arguments) -> None:
         """Launch a kernel for the blocks of neighbouring segments. It counts steps from the first segment on."""
         begin, end = self._first_steps[segments.start], self._first_steps[segments.stop]
         runs = [(n, first - begin, *rest) for n, first, *rest in self._segments[segments.start : segments.stop]]
@@ -63,7 +64,7 @@ class Blocks:
 
 
 def measure(
-    launcher: Launcher,
+    launcher: Recorder,
     statistics: Tensor | None,
     blocks: Blocks,
     segments: range,
@@ -81,7 +82,7 @@ def measure(
     numbers = 2 * blocks.count if mode in ("rms", "range") else blocks.count
     measured_dtype = torch.bfloat16 if mode == "rms only" else dtype
     if segments == blocks.all:
-        measured = torch.empty(numbers, dtype=measured_dtype, device=device)
+        measured = launcher.empty(numbers, measured_dtype, device)
     else:
         nothing = -torch.inf if mode == "range" else 0.0
         measured = torch.full([numbers], nothing, dtype=measured_dtype, device=device)
@@ -92,7 +93,7 @@ def measure(
     return measured
 
 
-def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -> tuple[Tensor, Tensor, Tensor]:
+def derive(launcher: Recorder, agreed: Tensor, blocks: Blocks, rule: StepRule) -> tuple[Tensor, Tensor, Tensor]:
     """Steps from the maximum of all ranks' measures: see `quantize.derive` in core/codec.
 
     Returns: inverse steps and scales, [steps] each, and ncz::Outcome as int64.
@@ -101,8 +102,8 @@ def derive(launcher: Launcher, agreed: Tensor, blocks: Blocks, rule: StepRule) -
     mode = MODES[rule.mode]
     measured = torch.bfloat16 if mode == "rms only" else torch.float64 if dtype is torch.float64 else torch.float32
     require(agreed, "agreed", measured, 2 * blocks.count if mode in ("rms", "range") else blocks.count)
-    inverse_steps, scales = agreed.new_empty(2, blocks.steps, dtype=dtype).unbind()
-    outcome = torch.zeros(_OUTCOME_NUMBERS, dtype=torch.int64, device=agreed.device)
+    inverse_steps, scales = launcher.empty((2, blocks.steps), dtype, agreed.device).unbind()
+    outcome = launcher.zeros(_OUTCOME_NUMBERS, torch.int64, agreed.device)
     arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales, outcome
     blocks.launch(launcher, "derive_steps", dtype, blocks.all, *arguments)
     return inverse_steps, scales, outcome

@@ -28,6 +28,18 @@ def test_a_call_that_differs_is_forgotten_after_four_others():
     assert forecast_of(*calls) == [65000]
 
 
+def test_lengths_that_drift_a_little_are_expected_to_be_as_before():
+    forecast = Forecast()
+    for size in [64000] * 4 + [64500, 63500, 64700]:
+        forecast.learn([size])
+    assert forecast.sizes == [65000]
+    forecast.learn([64800])  # a margin of less than a 256th
+    assert forecast.sizes == [64800 + 64800 // 64]
+    for _ in range(4):
+        forecast.learn([63500])  # and of more than a 32nd
+    assert forecast.sizes == [63500 + 63500 // 64]
+
+
 def test_kinds_that_are_not_used_are_forgotten():
     forecasts = Forecasts()
     first = forecasts.of("first")
