@@ -377,8 +377,9 @@ void barrier(Place place) {
 
 // ---- Shared memory
 
-static void fill(char* memory, size_t bytes) {  // not memset, which TSan would count as this thread's write
-    for (volatile char* at = memory; bytes; bytes--) *at++ = char(GARBAGE);
+// Neither memset nor a loop that compilers make one of: TSan would count it as a write of this thread.
+static void fill(void* memory, size_t bytes, unsigned char with) {
+    for (volatile unsigned char* at = static_cast<unsigned char*>(memory); bytes; bytes--) *at++ = with;
 }
 
 // ASan reports what touches memory that the block did not ask for.
@@ -396,7 +397,7 @@ static void allow([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) 
 
 static void clear_arena(Block& block) {
     block.used = block.asked = 0;
-    for (Array& array : block.arrays) array = {};
+    fill(block.arrays, sizeof(Array) * (shared_arrays + 1), 0);
     forbid(block.arena, ARENA);
 }
 
@@ -414,7 +415,7 @@ static char* allocate(Block& block, Shared& array) {
     size_t end = offset + array.bytes + RED_ZONE;
     if (end > ARENA) fail_here(text("%s: too many shared arrays in one kernel", array.name));
     allow(block.arena + block.used, end - block.used);
-    fill(block.arena + block.used, end - block.used);
+    fill(block.arena + block.used, end - block.used, GARBAGE);
     forbid(block.arena + block.used, offset - block.used);
     forbid(block.arena + offset + array.bytes, RED_ZONE);
     block.used = end;
