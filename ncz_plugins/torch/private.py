@@ -42,15 +42,17 @@ from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
 from inspect import isfunction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:  # these imports take as long as torch's own, and programs without FSDP need none of them
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 # ------------------------------------------------------------------ process groups
 

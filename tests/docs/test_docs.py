@@ -56,7 +56,6 @@ REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
     "lightning": "lightning",
     "hugging-face": "transformers",
     "megatron": "megatron",
-    "ray": "ray",
 }
 PROGRAM_SECONDS = 200  # they take seconds on an idle machine
 

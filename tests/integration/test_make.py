@@ -26,7 +26,7 @@ ARGUMENTS = {
     "bench": ["ARGS=--megabytes 1 --repeats 1"],
     "gpu": ["ARGS=--help"],
     "convergence": ["ARGS=--help"],
-    "fuzz": ["SECONDS=5"],  # inputs that crash are kept in build/fuzz
+    "fuzz": ["SECONDS=2"],  # inputs that crash are kept in build/fuzz
     "soak": ["SECONDS=1", "ARGS=--ranks 2 --largest 1000"],
     "thirdparty": ["ARGS=--help"],
     "versions": ["ARGS=--list"],
