@@ -6,7 +6,8 @@ NCCL_HOSTID makes each process a host of its own for NCCL: traffic goes through 
 the ratios of the times mean something, and those only under CUDA MPS, which benchmarks/gpu.py starts: without it the
 processes share the card in slices of about 2 ms. Beside plain NCCL: the default configuration, which leaves small
 tensors uncompressed; the same without that; a fixed rate of 4 bits, the same replayed from a CUDA graph, and what such
-a call sends by NCCL alone. Every rank checks that results are within the bound and equal on all ranks.
+a call sends by NCCL alone. "launched anew" is "always" without replayed launches. Every rank checks that results are
+within the bound and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,11 +44,21 @@ WHATEVER_SIZE = {"transport": {"min_bytes": 0}}
 SETTINGS = {
     "default": {},
     "always": WHATEVER_SIZE,
+    "launched anew": WHATEVER_SIZE,
     "bits": WHATEVER_SIZE | {"quantizer": {"mode": "bits", "value": BITS}},
 }
 ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8}  # of a result, as a share of it
-WARM_UP = 5  # turns that don't count: calls of two ranks go by the lengths of frames of four calls before
+WARM_UP = 6  # turns that don't count: two ranks replay the launches of the sixth call on a tensor
 SECONDS = 150
+
+
+@contextmanager
+def variables(**values: str) -> Iterator[None]:
+    """A context with these environment variables, which are not set otherwise."""
+    os.environ.update(values)
+    yield
+    for name in values:
+        del os.environ[name]
 
 
 def bounds_of(contender: str, x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -127,6 +139,8 @@ def rank_main(arguments) -> None:
     if on_gpu and rank == 0:
         print(f'"nccl" is a {nccl_class_of(dist.group.WORLD).__name__}', flush=True)
     communicators = {name: ncz_plugins.Communicator(settings) for name, settings in SETTINGS.items()}
+    with variables(NCZ_REPLAY="0"):  # which the first call on a GPU reads
+        communicators["launched anew"].all_reduce(torch.zeros(CHUNK, device=device))
     for name_of_dtype, mib in product(arguments.dtypes, arguments.mib):
         dtype = getattr(torch, name_of_dtype)
         x = gradient(mib * MIB // dtype.itemsize)[0].to(device).roll(rank).to(dtype)
@@ -154,7 +168,7 @@ def rank_main(arguments) -> None:
                 row |= checked(name, tensors[name], x, exact)
             if name in communicators:
                 last = communicators[name].stats.end_step()
-                row |= {"ratio": last.ratio, "bypasses": last.bypasses}
+                row |= {"ratio": last.ratio, "bypasses": last.bypasses, "replayed_calls": last.replayed_calls}
             rows.append(row)
         del calls, call  # a graph must be gone before its communicator is
         if rank == 0:  # what there is, if the rest is cut off

@@ -86,6 +86,24 @@ def collectives(group, transport: dict) -> None:
     same_on_all_ranks(digests, group)
 
 
+@ranks(2, gpu=True)
+def test_calls_on_the_same_tensor_have_the_bits_of_those_on_others(group):
+    """On GPUs their launches are replayed, with other values and random numbers; at once or on the other thread."""
+    config = {"quantizer": {"kind": "stochastic", "mode": "rms", "value": 0.5}, "transport": {"min_bytes": 0}}
+    with Communicator(config, group) as communicator, Communicator(config, group) as other:
+        tensor, kept = torch.empty(50_003, device=device), []
+        for call in range(1, 15):
+            tensor.copy_(values(rank, tensor.numel()).to(device) * call)
+            kept.append(tensor.clone())  # so that no address comes again
+            handle = communicator.all_reduce(tensor, async_op=call % 2 == 0)
+            if handle is not None:
+                handle.wait()
+            other.all_reduce(kept[-1])
+            assert digest(tensor.cpu()) == digest(kept[-1].cpu())
+        assert (communicator.stats.total.replayed_calls >= 4) == ON_GPU, communicator.stats.total
+        assert other.stats.total.replayed_calls == 0, other.stats.total
+
+
 @ranks(1, 2, 3, 4, gpu=True)
 def test_the_guard_verifies_a_reduce_scatter(group):
     config = {"quantizer": ABS, "guard": {"every": 1}, "transport": {"min_bytes": 0, "hierarchy": HIERARCHY}}
