@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ncz_plugins.kernels.cuda.arguments import ArgumentMemory, NoiseArgument, Table
+from ncz_plugins.kernels.cuda.arguments import ArgumentMemory, Table
 from ncz_plugins.kernels.format import DTYPES
 
 HERE = Path(__file__).resolve().parent
@@ -172,14 +172,6 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, which may end before this tensor does."""
-    if not tensor.nbytes:
-        return tensor.new_empty(0)
-    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(_address(tensor))
-    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-
-
 def _bytes(argument) -> bytes:
     if isinstance(argument, Table):
         return argument.value
@@ -224,21 +216,17 @@ class EmulatedLauncher:
             machine.launch(kernel, grid, block, self._next_seed(), self.seconds, arguments)
 
     def prepared(self, kernel: str, dtype: torch.dtype, grid: int, block: int, *arguments):
-        """A function that launches again. As with CUDA, values stay as they are now, and of tensors their addresses."""
+        """See `Launcher.prepared`. Without a sanitizer."""
+        library, memory = self._machine(dtype), ArgumentMemory(arguments)
+        pointers, places = memory.filled(arguments), memory.noise_bytes()
 
-        def frozen(argument):
-            if isinstance(argument, Table):
-                return argument.with_tensors(frozen)
-            if isinstance(argument, ctypes.Structure):
-                return type(argument).from_buffer_copy(argument)
-            return _borrowed(argument) if isinstance(argument, Tensor) else argument
+        def replay(noise: bytes) -> None:
+            for place in places:
+                place[:] = noise
+            with _one_launch:
+                library.run(kernel, grid, block, self._next_seed(), self.seconds, pointers)
 
-        kept = [frozen(argument) for argument in arguments]
-
-        def replay(noise: NoiseArgument) -> None:
-            given = [noise if isinstance(argument, NoiseArgument) else argument for argument in kept]
-            self.launch(kernel, dtype, grid, block, *given)
-
+        replay.memory = memory  # which `pointers` is an address in
         return replay
 
     def _next_seed(self) -> int:
@@ -277,7 +265,9 @@ class _Library:
     def launch(self, kernel: str, grid: int, block: int, seed: int, seconds: int, arguments: tuple) -> None:
         if kernel not in self._memory:
             self._memory[kernel] = ArgumentMemory(arguments)
-        pointers = self._memory[kernel].filled(arguments)
+        self.run(kernel, grid, block, seed, seconds, self._memory[kernel].filled(arguments))
+
+    def run(self, kernel: str, grid: int, block: int, seed: int, seconds: int, pointers: int) -> None:
         self._library.emulator_limit(seconds)
         if self._library.emulate(kernel.encode(), grid, block, seed, pointers):
             raise EmulatorError(self._library.emulator_error().decode())

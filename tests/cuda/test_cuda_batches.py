@@ -56,6 +56,15 @@ class CountingLauncher(EmulatedLauncher):
         self.launched[kernel] = self.launched.get(kernel, 0) + 1
         super().launch(kernel, dtype, grid, block, *arguments)
 
+    def prepared(self, kernel, dtype, grid, block, *arguments):
+        replay = super().prepared(kernel, dtype, grid, block, *arguments)
+
+        def counted(noise):
+            self.launched[kernel] += 1
+            replay(noise)
+
+        return counted
+
 
 def values_of(count: int, seed: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..cache import ENVIRONMENT, private_folder, read_private, write_private
 from ..format import DTYPES
-from .arguments import OF_CODES, ArgumentMemory, NoiseArgument, require_on
+from .arguments import OF_CODES, ArgumentMemory, require_on
 from .recorded import Replay
 
 FOLDER = Path(__file__).parent
@@ -91,9 +91,9 @@ class CupyLauncher:
         function, memory = self._functions[kernel, dtype, device], ArgumentMemory(arguments)
         pointers, noise_bytes = memory.filled(arguments), memory.noise_bytes()
 
-        def replay(noise: NoiseArgument) -> None:
+        def replay(noise: bytes) -> None:
             for place in noise_bytes:
-                place[:] = bytes(noise)
+                place[:] = noise
             stream = torch._C._cuda_getCurrentRawStream(device)
             driver.launchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, pointers, 0)
 

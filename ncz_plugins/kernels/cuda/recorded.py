@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..format import Noise
-from .arguments import NoiseArgument, noise_argument
+from .arguments import noise_argument
 
 _ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 _MIN_CHUNK_BYTES = 2 << 20  # of an arena
 
-Replay = Callable[[NoiseArgument], None]  # makes a launch again, with these random numbers if it takes any
+Replay = Callable[[bytes], None]  # makes a launch again; takes the bytes of each argument that is a NoiseArgument
 
 
 class Launcher(Protocol):
@@ -84,7 +84,7 @@ class Recording:
         Args:
             noise: random numbers in place of those of the recording; None if that had none.
         """
-        argument = noise_argument(noise)
+        argument = bytes(noise_argument(noise))
         for replay in self._replays:
             replay(argument)
 
