@@ -58,9 +58,14 @@ def by_dtype(*dtypes: torch.dtype) -> Bypass | None:
     return Bypass.DTYPE if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES else None
 
 
-def by_rate(dtype: torch.dtype, config: Config) -> Bypass | None:
-    """DTYPE for float64 at a fixed rate, whose scales are bfloat16 and lack the range of float64."""
-    return Bypass.DTYPE if config.quantizer.bits is not None and dtype == torch.float64 else None
+def by_rate(dtype: torch.dtype, config: Config, exchanges: bool = False) -> Bypass | None:
+    """What is not compressed at a fixed rate.
+
+    EXCHANGE for pieces that ranks exchange. DTYPE for float64, as scales are bfloat16 and lack the range of float64.
+    """
+    if config.quantizer.bits is None:
+        return None
+    return Bypass.EXCHANGE if exchanges else Bypass.DTYPE if dtype == torch.float64 else None
 
 
 def by_warm_up(step: int, config: Config) -> Bypass | None:

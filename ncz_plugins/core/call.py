@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ _PLAIN_BYTES = {
     "reduce_scatter_single": lambda nbytes, n: nbytes * (n - 1) // n,
     "all_gather_single": lambda nbytes, n: nbytes * (n - 1),
     "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
+    "all_to_all_single": lambda nbytes, n: nbytes * (n - 1) // n,
 }
 
 COLLECTIVES = tuple(_PLAIN_BYTES)
@@ -37,6 +39,26 @@ OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN"
 def plain_wire_bytes(collective: str, nbytes: int, world_size: int) -> int:
     """Bytes that each rank sends, on average, when the collective runs plain on `nbytes` of input."""
     return _PLAIN_BYTES[collective](nbytes, world_size)
+
+
+class Pieces(NamedTuple):
+    """What a rank sends to each rank, and gets from each, in a collective that sums nothing.
+
+    Attributes:
+        sent: rows of `input` that go to each rank, in rank order.
+        received: rows of `output` that come from each rank, in rank order.
+        row: elements of a row.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    row: int
+
+    def elements_sent(self) -> list[int]:
+        return [rows * self.row for rows in self.sent]
+
+    def elements_received(self) -> list[int]:
+        return [rows * self.row for rows in self.received]
 
 
 class Joined:
@@ -76,7 +98,8 @@ class Call:
     """One collective, from its caller's arguments to its counters.
 
     The caller's arguments:
-        collective: torch's name from 2.13 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast.
+        collective: torch's name from 2.13 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast,
+            all_to_all_single.
         input: what this rank contributes, of any shape.
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.
@@ -85,6 +108,7 @@ class Call:
         role: "gradient", "parameter" or "activation"; None: compressed whatever it is.
         parts: parameters that the larger of both tensors consists of, for policies.
         residual_parts: the same with the names that error feedback uses, where those differ.
+        pieces: what goes to and comes from each rank, where ranks exchange pieces; None: all ranks have equal parts.
         baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
         joined: memory that several tensors are copied to, and which is `input` and `output` then.
         together: checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
@@ -113,6 +137,7 @@ class Call:
     role: str | None = None
     parts: Sequence[ParameterSlice] = ()
     residual_parts: Sequence[ParameterSlice] | None = None
+    pieces: Pieces | None = None
     baseline: Baseline | None = None
     joined: Joined | None = None
     together: int = 0
@@ -127,8 +152,10 @@ class Call:
     @property
     def signature(self) -> tuple:
         """What two calls must have in common for ranks to describe both alike, but for their numbers and settings."""
-        larger, op = self.larger, None if self.op is None else place_of(self.op, OPS)
-        tensors = self.input.dtype, self.output.dtype, larger.numel()
+        op = None if self.op is None else place_of(self.op, OPS)
+        # Ranks that exchange pieces decide by the pieces of all ranks, once they know them.
+        elements = self.larger.numel() if self.pieces is None else self.pieces.row
+        tensors = self.input.dtype, self.output.dtype, elements
         return self.collective, self.role, op, tensors, self.root, self.scale, self.together
 
     @property
@@ -177,6 +204,8 @@ class Call:
                 return plain.reduce_scatter_single(self.output, self.input, self.op)
             case "all_gather_single":
                 return plain.all_gather_single(self.output, self.input)
+            case "all_to_all_single":
+                return plain.all_to_all_single(self.output, self.input, self.pieces.received, self.pieces.sent)
             case _:
                 return plain.broadcast(self.output, self.root)
 
@@ -191,6 +220,7 @@ class Plan:
         output: where the result goes; may be the memory of `source`.
         measured: segments of `source` that count in the agreement on quantization steps.
         schedule: moves frames; takes the transport, the codec and the counters.
+        pieces: layout of what comes from each rank, where ranks exchange pieces; then `layout` is of what goes to each.
         number: compressed calls of the ranks so far, this one included, from which random numbers follow.
         within_node: sum that the ranks of a node form first, once all ranks are known to make the same call. Takes the
             transport and the counters, and returns what replaces `source`.
@@ -206,6 +236,7 @@ class Plan:
     output: Window
     measured: range
     schedule: Callable
+    pieces: Layout | None = None
     number: int = 1
     within_node: Callable[..., Window] | None = None
     addends: int = 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import COLLECTIVES, OPS, Call
+from .call import COLLECTIVES, OPS, Call, Pieces
 from .config import Config
 from .errors import MismatchError, UnsupportedError
 from .training.policy import ParameterSlice
@@ -30,6 +30,7 @@ DTYPES = (
     torch.bool,
 )
 _BITWISE = OPS[-3:]
+_MOST_PIECES_NAMED = 4  # of those that don't match, in a message
 _BYPASSES = tuple(Bypass)
 # What "transfer" is besides the place of a bypass.
 _COMPRESSED, _AS_CHANGES, _MEASURING, _CONNECTING = 0, *(len(_BYPASSES) + i for i in (1, 2, 3))
@@ -44,7 +45,8 @@ def signature_described(call: Call) -> dict[str, int]:
         "call number": 0,
         "collective": COLLECTIVES.index(call.collective),
         "dtype": place_of(call.input.dtype, DTYPES),
-        "elements": call.larger.numel(),
+        "elements": call.larger.numel() if call.pieces is None else 0,
+        "elements of a row": 0 if call.pieces is None else call.pieces.row,
         "reduce op": 0 if call.op is None else 1 + place_of(call.op, OPS),
         "scale": 0 if call.scale == 1 else zlib.crc32(repr(float(call.scale)).encode()),
         "source rank": call.root,
@@ -146,6 +148,39 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
         found = "; ".join(_in_words(name, ends, ranks) for name, ends in differing.items())
         steps = ", and end the same steps (end_step)" if "training step" in differing else ""
         raise MismatchError(f"{collective}: {found}. Every rank must make the same calls in the same order{steps}")
+
+
+def pieces_described(pieces: Pieces, rank: int) -> Tensor:
+    """What a rank sends and expects, for ranks to compare: int64, [2, ranks, ranks].
+
+    The rows that rank i sends to rank j are at [0, i, j], those that rank j expects of it at [1, i, j]. All else is 0.
+    """
+    ranks = len(pieces.sent)
+    described = torch.zeros(2, ranks, ranks, dtype=torch.int64, device="cpu")
+    described[0, rank] = torch.tensor(pieces.sent)
+    described[1, :, rank] = torch.tensor(pieces.received)
+    return described
+
+
+def require_same_pieces(collective: str, described: Tensor, ranks: Sequence[int]) -> None:
+    """Raise MismatchError, on all ranks alike, if a rank sends another number of rows than the other one expects.
+
+    Args:
+        described: the maximum over ranks of what `pieces_described` returned.
+        ranks: their global ranks, for the message.
+    """
+    sent, expected = described
+    differing = (sent != expected).nonzero().tolist()
+    if not differing:
+        return
+    found = "; ".join(
+        f"rank {ranks[source]} sends {sent[source, to]} rows to rank {ranks[to]}, which expects {expected[source, to]}"
+        for source, to in differing[:_MOST_PIECES_NAMED]
+    )
+    more = f"; and {len(differing) - _MOST_PIECES_NAMED} more" if len(differing) > _MOST_PIECES_NAMED else ""
+    raise MismatchError(
+        f"{collective}: {found}{more}. input_split_sizes of one rank and output_split_sizes of the others must agree"
+    )
 
 
 @lru_cache

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Call, Joined, slices_of
+from .call import Call, Joined, Pieces, slices_of
 from .call_description import checksum_of_list, refusal
 from .call_queue import CallQueue
 from .config import Config
@@ -312,6 +312,41 @@ class Communicator:
             call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
             return self._start([call], [tensor], async_op)
 
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+    ):
+        """Send some rows of `input` to each rank, and put the rows of each rank into `output`, in rank order.
+
+        Each rank quantizes what it sends by steps of its own, so the error of an element is at most one bound. Rows
+        that a rank keeps are copied with every bit. Compressed in host memory, and not at a fixed rate.
+
+        Args:
+            output: contiguous, at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It
+                must not share memory with `input`.
+            input: contiguous, at least 1-D; dtypes as of `all_reduce`.
+            output_split_sizes: rows that come from each rank, 0 allowed; None: the same number from each.
+            input_split_sizes: rows that go to each rank, 0 allowed; None: the same number to each.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does; ValueError for split sizes that can't be; MismatchError on every rank where one
+        sends another number of rows than the other one expects.
+        """
+        with _Beginning(self, "all_to_all_single"):
+            pieces = self._pieces("all_to_all_single", output, input, output_split_sizes, input_split_sizes)
+            parts = _parts("all_to_all_single", input, name, None)
+            memory = ordinary(input), ordinary(output)
+            call = Call("all_to_all_single", *memory, role=role, parts=parts, pieces=pieces)
+            return self._start([call], [output], async_op)
+
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
         return self.training.end_step()
@@ -486,6 +521,40 @@ class Communicator:
             larger, smaller = ("input", "output") if collective == "reduce_scatter_single" else ("output", "input")
             wanted = f"{larger} must have {self.world_size} (ranks) times the elements of {smaller}"
             raise ValueError(f"{collective}: {wanted}, got {whole.numel()} and {part.numel()}")
+
+    def _pieces(
+        self, collective: str, output: Tensor, input: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Pieces:
+        """The rows that go to each rank and come from each. Raises ValueError and UnsupportedError."""
+        for tensor in (input, output):
+            require_tensor(tensor)
+            if tensor.dim() == 0:
+                raise ValueError(f"{collective}: input and output must have rows, got a tensor without dimensions")
+        if input.device != output.device:
+            where = f"{input.device} and {output.device}"
+            raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
+        rows = [tensor.shape[1:].numel() for tensor in (input, output)]
+        if rows[0] != rows[1]:
+            raise ValueError(f"{collective}: rows of input and output must have one size, got {rows[0]} and {rows[1]}")
+        if input.numel() and input.data_ptr() == output.data_ptr():
+            raise ValueError(f"{collective}: output must have memory of its own, got that of input")
+        return Pieces(
+            _split_sizes(f"{collective}: input_split_sizes", sent, len(input), self.world_size),
+            _split_sizes(f"{collective}: output_split_sizes", received, len(output), self.world_size),
+            rows[0],
+        )
+
+
+def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) -> tuple[int, ...]:
+    """Rows for each rank. Raises ValueError unless they are all of them."""
+    if sizes is None:
+        if rows % ranks:
+            raise ValueError(f"{what} must be given, as {rows} rows are no multiple of {ranks} ranks")
+        return (rows // ranks,) * ranks
+    sizes = tuple(map(int, sizes))
+    if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
+        raise ValueError(f"{what} must be {ranks} numbers that add up to {rows} rows, got {list(sizes)}")
+    return sizes
 
 
 def _require_settings_of(training: Training, config: Config) -> None:

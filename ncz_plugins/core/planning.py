@@ -14,6 +14,7 @@ from .codec.layout import Layout, Window
 from .config import Config
 from .group import Group
 from .schedules import direct, fixed_rate, ring
+from .schedules.exchange import exchange
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.policy import named
@@ -57,9 +58,10 @@ def plan(group: Group, call: Call, number: int) -> Plan:
     Args:
         number: compressed calls of the ranks so far, this one included.
     """
-    make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
-    made = replace(make(group, call), number=number)
-    if group.nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
+    make = {"broadcast": _broadcast, "all_gather_single": _gather, "all_to_all_single": _exchange}
+    made = replace(make.get(call.collective, _sum)(group, call), number=number)
+    # Versions that ranks hold would not pass through nodes, and pieces for single ranks gain nothing there.
+    if group.nodes is None or call.baseline is not None or call.pieces is not None:
         return made
     return in_nodes(call, made, group.nodes)
 
@@ -76,6 +78,14 @@ def _gather(group: Group, call: Call) -> Plan:
     source = _flat(call.input, layout.segment(group.rank).start)
     measured = range(group.rank, group.rank + 1)
     return Plan(layout, source, _flat(call.output), measured, _schedule_of(group, call).all_gather)
+
+
+def _exchange(group: Group, call: Call) -> Plan:
+    cut = frames_of(call.input, call.config, group.on_gpu)
+    sent, received = (
+        Layout.of(lengths, *cut) for lengths in (call.pieces.elements_sent(), call.pieces.elements_received())
+    )
+    return Plan(sent, _flat(call.input), _flat(call.output), range(0), exchange, received)
 
 
 def _sum(group: Group, call: Call) -> Plan:

@@ -28,13 +28,21 @@ from torch import Tensor
 from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call
-from .call_description import numbered, require_plain, require_same, signature_described
+from .call_description import (
+    numbered,
+    pieces_described,
+    require_plain,
+    require_same,
+    require_same_pieces,
+    signature_described,
+)
 from .call_queue import CallQueue
 from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec
 from .codec.from_config import codec_for, coding_for, noise_for
 from .codec.gpu_codec import BATCH_ELEMENTS, Outcome
 from .codec.layout import Window
+from .codec.pieces import PiecesCodec
 from .codec.quantize import (
     Scales,
     derive_on_gpu,
@@ -50,7 +58,7 @@ from .config import Config
 from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
 from .group import Group
-from .planning import plan
+from .planning import frames_of, plan
 from .runtime.device import HOST, Device, require_kernels, require_tensor
 from .runtime.recorded import NEVER, RecordedCall
 from .runtime.statistics import Counters
@@ -105,7 +113,7 @@ def decide(group: Group, call: Call) -> None:
     if call.baseline is not None:
         treatment = treatment.without_loss()
     call.config = treatment.settings(call.config)
-    call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
+    call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config, call.pieces is not None)
 
     # At a fixed rate there is no coder.
     is_coded = call.bypass is None and call.config.quantizer.bits is None
@@ -132,8 +140,10 @@ def _decision(group: Group, call: Call) -> _Decision:
     bypass = before_call(config, group.world_size, call.role, call.op, (call.input.dtype, call.output.dtype))
     if bypass:
         require_plain(call)
-    else:
+    elif call.pieces is None:
         bypass = by_size(call.larger.nbytes, config, group.on_gpu, group.world_size)
+    elif group.on_gpu:
+        bypass = Bypass.EXCHANGE
     if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
     found = group.decisions[key] = _Decision(config, bypass, signature_described(call))
@@ -293,6 +303,8 @@ def tell(calls: CallQueue, group: Group, collective: str, numbers: Mapping[str, 
 def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
     made, quantizer = call.plan, call.config.quantizer
+    if made.pieces is not None:
+        return _exchanging_codec(call, device, transport, ranks)
     source, measured = made.source, None
     has_steps = quantizer.kind != "lossless" and quantizer.bits is None
     measures_at_once = has_steps and made.within_node is None
@@ -329,6 +341,44 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
     if not together:
         transport.agree_on_largest(measured, call.counters)
     return _quantizing_codec(call, source, measured, device, transport)
+
+
+def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int]) -> Tensor:
+    """Compare a call of ranks that exchange pieces. Returns the rows that each rank sends to each: int64, [n, n].
+
+    Raises MismatchError on every rank if the ranks make different calls, or one expects other rows than are sent.
+    """
+    counters = call.counters or Counters()
+    comparison = RankComparison(call.described, transport.rank, transport.world_size)
+    rows = pieces_described(call.pieces, transport.rank)
+    flat = rows.view(-1)
+    together = flat.nbytes <= transport.most_with_comparison
+    transport.start_comparison(comparison, counters, flat if together else None).wait()
+    require_same(call.collective, comparison, ranks)
+    if not together:
+        transport.agree_on_largest(flat, counters)
+    require_same_pieces(call.collective, rows, ranks)
+    return rows[0]
+
+
+def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> PiecesCodec | Bypass:
+    """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
+    # The rank that sends most decides for all.
+    most = int(_rows_of_all(call, transport, ranks).sum(1).max()) * call.pieces.row * call.input.itemsize
+    if bypass := by_size(most, call.config, ranks=transport.world_size):
+        return bypass
+    made = call.plan
+    return PiecesCodec(
+        call.config,
+        device,
+        CodedTensor(made.layout, made.source),
+        CodedTensor(made.pieces, output=made.output),
+        *frames_of(call.input, call.config),
+        call.counters,
+        transport.link_gbps,
+        transport.carried_gbps,
+        noise_for(call.config, made.number, transport.rank, transport.world_size),
+    )
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
@@ -467,7 +517,7 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
     """
     with call.pieces_in_place():
         small = transport.small
-        if small is not None and small.serve(call.collective, call.input, call.op):
+        if call.pieces is None and small is not None and small.serve(call.collective, call.input, call.op):
             # What is compared travels in the same messages as the values.
             comparison = RankComparison(call.described, transport.rank, transport.world_size)
             given = (call.collective, call.input, call.output, call.op, call.root)
@@ -476,7 +526,10 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             count_plain(group, call)  # while the values travel
             under_way.wait()
         else:
-            require_same_call(call.collective, call.described, transport, group.ranks)
+            if call.pieces is None:
+                require_same_call(call.collective, call.described, transport, group.ranks)
+            else:  # gloo would end the process of a rank that gets more than it expects
+                _rows_of_all(call, transport, group.ranks)
             with peer_errors(f"the plain {call.collective}"):
                 call.start_plain(transport.plain).wait()
             device.synchronize()

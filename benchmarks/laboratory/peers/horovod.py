@@ -59,6 +59,9 @@ class Horovod(Exchange):
     def _broadcast(self, tensor: Tensor, name: str) -> Tensor:
         return self._hvd.broadcast_(tensor, 0, name=name)
 
+    def _all_to_all(self, tensor: Tensor, name: str) -> Tensor:
+        return self._hvd.alltoall(tensor, name=name)
+
 
 def _contender(name: str, description: str, compression: str, collectives: frozenset[str]) -> Contender:
     start = partial(Horovod, compression=compression)

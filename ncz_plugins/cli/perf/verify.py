@@ -99,6 +99,10 @@ def _exchanged(collective: str, x: Tensor) -> Tensor:
         gathered = x.new_empty(x.numel() * dist.get_world_size())
         dist.all_gather(list(gathered.chunk(dist.get_world_size())), x)
         values = gathered.double()
+    elif collective == "all_to_all":
+        values = torch.empty_like(x)
+        dist.all_to_all_single(values, x)
+        values = values.double()
     else:
         values = x.clone()
         dist.broadcast(values, 0)

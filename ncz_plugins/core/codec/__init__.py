@@ -6,6 +6,7 @@
 - from_config.py: the codec that a configuration asks for.
 - gpu_codec.py: the quantizing codec for a GPU, which codes many frames in one launch.
 - layout.py: how a flat tensor is cut into segments and frames.
+- pieces.py: the codec of pieces that ranks send each other, with quantization steps of their own.
 - quantize.py: from a tensor's values to the quantization steps that all ranks share.
 - tensor_codec.py: the codecs that write frames: quantized or lossless.
 """

@@ -159,7 +159,7 @@ class TensorCodec(Codec):
 
         def job() -> None:
             with span("decode", frame.nbytes, self.counters), frame_errors(f"frame {index} of segment {segment}"):
-                self._read(segment, index, frame)
+                self.read(segment, index, frame)
 
         self.device.submit(job)
 
@@ -197,8 +197,8 @@ class TensorCodec(Codec):
         """
 
     @abstractmethod
-    def _read(self, segment: int, index: int, frame: Tensor) -> None:
-        """Write the values of `frame` to the output. Raises DamagedFrame."""
+    def read(self, segment: int, index: int, frame: Tensor) -> None:
+        """Write the values of `frame` to the output, on this thread. Raises DamagedFrame."""
 
 
 @dataclass
@@ -272,7 +272,7 @@ class QuantizingCodec(TensorCodec):
             sums.append(Sum(self.source[elements], inverse_steps, buffer, frames, elements.start))
         return self.backend.encode_sums(sums, self.coding, self.noise, self.checksum)
 
-    def _read(self, segment, index, frame):
+    def read(self, segment, index, frame):
         self.backend.decode_frames([self._frame_to_decode(segment, index, frame)], self.checksum)
 
     def _frame_to_decode(self, segment: int, index: int, frame: Tensor) -> Decoding:
@@ -350,7 +350,7 @@ class LosslessCodec(TensorCodec):
                 total += values
         return total.to(own.dtype)
 
-    def _read(self, segment, index, frame):
+    def read(self, segment, index, frame):
         self._await(frame)
         out = self.output[self.layout.frame(segment, index)]
         decode_update(self.backend, frame, out if self._sends_changes(segment) else None, out)

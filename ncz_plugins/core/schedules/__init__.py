@@ -2,6 +2,7 @@
 
 - choice.py: the schedule that `auto` picks.
 - direct.py: all-to-all to the owners of segments, then all-gather. For few ranks.
+- exchange.py: each rank sends each other rank a piece, and nothing is summed.
 - fixed_rate.py: the same for codes with a fixed number of bits, by uncompressed collectives.
 - hierarchy.py: plain inside a node, and one of the other schedules between nodes.
 - padded.py: the sums of `direct` for two ranks with GPUs, without waits of the host.

@@ -16,7 +16,7 @@ gloo.py, nccl.py and horovod/transport.py implement it. For all of them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -163,8 +163,14 @@ class PlainCollectives(ABC):
         """Write every rank's `input` to `output`, in rank order. `output` has world_size times as many elements."""
         raise self._missing("all_gather_single")
 
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
-        """Send part i of world_size equal parts of `input` to rank i, and receive part i of `output` from rank i."""
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+    ) -> Work:
+        """Send part i of `input` to rank i, and receive part i of `output` from rank i.
+
+        Args:
+            received, sent: rows of each part, of `output` and of `input`; empty: all parts are equal.
+        """
         raise self._missing("all_to_all_single")
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:

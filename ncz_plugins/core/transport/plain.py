@@ -7,7 +7,7 @@ such as our own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -51,8 +51,11 @@ class TorchCollectives(PlainCollectives):
     def all_gather_single(self, output: Tensor, input: Tensor) -> Work:
         return self._track(self._group()._allgather_base(output, input))
 
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
-        return self._track(self._group().alltoall_base(output, input, [], [], dist.AllToAllOptions()))
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+    ) -> Work:
+        splits = list(received), list(sent)
+        return self._track(self._group().alltoall_base(output, input, *splits, dist.AllToAllOptions()))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()

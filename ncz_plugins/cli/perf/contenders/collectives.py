@@ -24,7 +24,7 @@ class Call(Exchange):
     """Exchange by one call with the signature of torch.distributed.
 
     Args:
-        calls: object with all_reduce, reduce_scatter_single, all_gather_single and broadcast.
+        calls: object with all_reduce, reduce_scatter_single, all_gather_single, broadcast and all_to_all_single.
         dtype: dtype that the tensor is cast to before the call, and its result from; None for no cast.
     """
 
@@ -38,6 +38,7 @@ class Call(Exchange):
             "reduce_scatter": self._reduce_scatter,
             "all_gather": self._all_gather,
             "broadcast": self._broadcast,
+            "all_to_all": self._all_to_all,
         }[context.collective]
 
     def load(self, tensor: Tensor) -> None:
@@ -69,6 +70,11 @@ class Call(Exchange):
         whole = self._cast("whole", tensor)
         self._calls.broadcast(whole, self._source)
         return whole
+
+    def _all_to_all(self, tensor: Tensor) -> Tensor:
+        arrived = self._buffer("arrived", tensor.numel(), tensor)
+        self._calls.all_to_all_single(arrived, self._cast("whole", tensor))
+        return arrived
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """A copy in the dtype to send; the tensor itself if it has that dtype."""
@@ -130,6 +136,7 @@ def _of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
         reduce_scatter_single=partial(reduce_scatter_single, group=group),
         all_gather_single=partial(all_gather_single, group=group),
         broadcast=partial(dist.broadcast, group=group),
+        all_to_all_single=partial(dist.all_to_all_single, group=group),
     )
 
 

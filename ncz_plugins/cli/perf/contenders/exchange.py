@@ -80,8 +80,8 @@ class Exchange(ABC):
 
         Args:
             tensor: float32, or bfloat16 for weights, [n], the same n on all ranks; not changed. For all_gather, the
-                part of the rank; for reduce_scatter, the whole with one part for each rank. broadcast sends from rank 0
-                of the group; on other ranks only the size matters.
+                part of the rank; for reduce_scatter and all_to_all, the whole with one part for each rank. broadcast
+                sends from rank 0 of the group; on other ranks only the size matters.
         """
         self.tensor = tensor
 

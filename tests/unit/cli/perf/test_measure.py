@@ -25,7 +25,7 @@ def test_elements_fill_the_size_as_far_as_parts_are_alike(collective, size, rank
 # Of nccl-tests' doc/PERFORMANCE.md: 1 GB in 0.5 s among 4 ranks.
 @pytest.mark.parametrize(
     "collective, busbw",
-    [("all_reduce", 3.0), ("reduce_scatter", 1.5), ("all_gather", 1.5), ("broadcast", 2.0)],
+    [("all_reduce", 3.0), ("reduce_scatter", 1.5), ("all_gather", 1.5), ("broadcast", 2.0), ("all_to_all", 1.5)],
 )
 def test_bandwidths_are_those_of_nccl_tests(collective, busbw):
     assert bandwidths(collective, 10**9, 4, 0.5) == pytest.approx((2.0, busbw))

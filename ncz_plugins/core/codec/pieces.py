@@ -1,0 +1,185 @@
+"""Codec of pieces that ranks send each other where nothing is summed, such as those of an all-to-all.
+
+Nobody has to agree on quantization steps: a sender's own travel with its piece. A piece is a row of frames:
+
+1. What `quantize.measure` returned for the piece, without loss. From these numbers sender and receiver derive the same
+   quantization steps, or the same decision to send the values themselves. With kind lossless there is no such frame.
+2. The values, in one or several frames, whose number follows from the elements of the piece.
+
+An empty piece has no frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...kernels.format import CHUNK, Noise, chunks_of
+from ...kernels.lossless import max_lossless_bytes
+from ..config import Config
+from ..runtime.device import Device
+from ..runtime.statistics import Counters
+from ..runtime.trace import span
+from .coded_tensor import Codec, CodedTensor
+from .from_config import codec_for
+from .layout import Layout, Window
+from .quantize import Scales, derive, measure, measured_bytes, mode_of, most_summable, work_dtype
+from .tensor_codec import LosslessCodec, TensorCodec, frame_errors
+
+
+class PiecesCodec(Codec):
+    """Codec of the pieces that a rank sends to each rank, and of those that it gets.
+
+    Args:
+        config: the settings of the call.
+        tensor: its layout has a segment for each rank: the piece that goes there. `source` holds all of them.
+        received: its layout has a segment for each rank: the piece that comes from there. `output` holds all of them.
+        frame_elements, overlap: see `Layout.of`.
+        counters: see TensorCodec.
+        link_gbps, carried_gbps: see `coding_for`.
+        noise: random numbers of a stochastic quantizer, see `noise_for`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        tensor: CodedTensor,
+        received: CodedTensor,
+        frame_elements: int,
+        overlap: bool,
+        counters: Counters,
+        link_gbps: float | None = None,
+        carried_gbps: float = 0.0,
+        noise: Noise | None = None,
+    ):
+        self.tensor = tensor
+        self._received = received
+        self._config = config
+        self._device = device
+        self._cut = frame_elements, overlap
+        self._counters = counters
+        self._link = {"link_gbps": link_gbps, "carried_gbps": carried_gbps}
+        self._noise = noise
+        self._quantizes = config.quantizer.kind != "lossless"
+        self._decoders: dict[int, TensorCodec] = {}  # by the rank that a piece comes from
+
+    @property
+    def frame_capacity(self) -> int:
+        """Upper limit of a frame's bytes, whatever its values are."""
+        frames = [self._layout(length).frame_elements for length in self._lengths]
+        measured = [self._measured_elements(length) for length in self._lengths]
+        itemsize = self._dtype.itemsize
+        codes = max_lossless_bytes(max(frames, default=0), max(itemsize, 4))
+        return max(codes, max_lossless_bytes(max(measured, default=0), work_dtype(self._dtype)().nbytes))
+
+    def frames_to(self, rank: int) -> int:
+        """How many frames this rank sends to `rank`."""
+        return self._frames(self.layout.lengths[rank])
+
+    def frames_from(self, rank: int) -> int:
+        """How many frames this rank gets from `rank`."""
+        return self._frames(self._received.layout.lengths[rank])
+
+    def encode(self, to: int) -> Iterator[Tensor]:
+        """The frames of the piece that goes to rank `to`, in order: each uint8, [bytes]."""
+        elements = self.layout.segment(to)
+        layout = self._layout(elements.stop - elements.start)
+        if not layout.numel:
+            return
+        source, scales = Window(self.source[elements]), None
+        if self._quantizes:
+            with span("measure", source.data.nbytes, self._counters):
+                most = most_summable(self._config.quantizer, self._dtype, addends=1)
+                measured = measure(self._device.backend, source, layout, range(1), self._config.quantizer, most)
+            yield self._head(CodedTensor(_whole(measured), source=Window(measured))).encode(0, 0)
+            scales = self._derived(measured, layout)
+        codec = self._codec(CodedTensor(layout, source=source), scales, elements.start)
+        yield from codec.encode_each((0, index) for index in range(layout.frames))
+
+    def decode(self, source: int, index: int, frame: Tensor) -> None:
+        """Take frame `index` of the piece from rank `source`. Values are in the output once `finish` returns.
+
+        Raises FrameError if the frame is damaged.
+        """
+        elements = self._received.layout.segment(source)
+        output = Window(self._received.output[elements])
+        layout = self._layout(output.data.numel())
+        if index == 0:
+            scales = self._derived(self._read_head(source, layout, frame), layout) if self._quantizes else None
+            self._decoders[source] = self._codec(CodedTensor(layout, output=output), scales, 0)
+        if index >= self._quantizes:
+            self._decoders[source].decode(0, index - self._quantizes, frame)
+
+    def copy_own(self, rank: int) -> None:
+        """Copy the piece that stays on this rank, with every bit."""
+        own = self.source[self.layout.segment(rank)]
+        self._received.output[self._received.layout.segment(rank)].copy_(own)
+
+    def for_segments(self, segments: range) -> Codec:
+        raise NotImplementedError("pieces are exchanged between all ranks at once")
+
+    def finish(self) -> None:
+        with frame_errors("a frame"):
+            self._device.check()
+
+    # ---------------------------------------------------------------- a piece
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.source.data.dtype
+
+    @property
+    def _lengths(self) -> set[int]:
+        """Elements of the pieces that there are."""
+        return {*self.layout.lengths, *self._received.layout.lengths} - {0}
+
+    def _layout(self, length: int) -> Layout:
+        """How both ends cut a piece."""
+        return Layout.of([length], *self._cut)
+
+    def _frames(self, length: int) -> int:
+        return self._quantizes + self._layout(length).frames if length else 0
+
+    def _measured_elements(self, length: int) -> int:
+        """How many numbers are measured of a piece."""
+        if not self._quantizes:
+            return 0
+        nbytes = measured_bytes(self._layout(length), self._config.quantizer, self._dtype)
+        return nbytes // self._measured_dtype.itemsize
+
+    @property
+    def _measured_dtype(self) -> torch.dtype:
+        if mode_of(self._config.quantizer, self._dtype) == "rms only":
+            return torch.bfloat16
+        return torch.float64 if self._dtype == torch.float64 else torch.float32
+
+    def _derived(self, measured: Tensor, layout: Layout) -> Scales | None:
+        """The quantization steps of a piece; None if its values are sent as they are. Both ends find the same."""
+        quantizer = self._config.quantizer
+        derived = derive(measured, layout, quantizer, self._dtype, addends=1, backend=self._device.backend)
+        return derived.scales if derived.is_worthwhile(self._dtype) else None
+
+    def _codec(self, tensor: CodedTensor, scales: Scales | None, first: int) -> TensorCodec:
+        """The codec of a piece, which has been cut out of the tensor at element `first`."""
+        noise = self._noise and self._noise.from_element(first)
+        return codec_for(self._config, self._device, tensor, scales, counters=self._counters, noise=noise, **self._link)
+
+    def _head(self, tensor: CodedTensor) -> LosslessCodec:
+        """The codec of a piece's first frame."""
+        return codec_for(self._config, self._device, tensor, None, counters=self._counters, **self._link)
+
+    def _read_head(self, source: int, layout: Layout, frame: Tensor) -> Tensor:
+        """What the sender measured of a piece. The next frame can't be decoded without it, so it is read at once."""
+        count = self._measured_elements(layout.numel)
+        measured = torch.empty(count, dtype=self._measured_dtype, device="cpu")
+        with span("decode", frame.nbytes, self._counters), frame_errors(f"the first frame from rank {source}"):
+            self._head(CodedTensor(_whole(measured), output=Window(measured))).read(0, 0, frame)
+        return measured
+
+
+def _whole(tensor: Tensor) -> Layout:
+    """The layout of a tensor that is one frame."""
+    return Layout((tensor.numel(),), chunks_of(tensor.numel()) * CHUNK)

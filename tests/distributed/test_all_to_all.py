@@ -1,0 +1,184 @@
+"""all_to_all_single: even, uneven and empty pieces, on real ranks."""
+
+import pytest
+import torch
+from on_rank import rank, values, world_size
+from scenarios import ranks
+
+from ncz_plugins import Communicator, MismatchError
+
+BOUND = 0.01
+ABS = {"mode": "abs", "value": BOUND}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HALF_ULP = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ROW = 33  # elements; no chunk of a frame is a multiple of it
+
+
+def splits(kind: str) -> list[list[int]]:
+    """Rows that each rank sends to each rank."""
+    rows = {
+        "even": lambda source, to: 701,
+        "uneven": lambda source, to: 97 * source + 311 * to,
+        "empty": lambda source, to: 0,
+        "one": lambda source, to: int((source, to) == (world_size - 1, 0)),
+        "sparse": lambda source, to: 1009 if (source + to) % 2 else 0,
+    }[kind]
+    return [[rows(source, to) for to in range(world_size)] for source in range(world_size)]
+
+
+def exchanged(communicator, table, dtype, fill=values, **options):
+    """What this rank gets, and what it must get."""
+    sent, received = table[rank], [of_one[rank] for of_one in table]
+    inputs = [fill(source, sum(of_one) * ROW, dtype).view(-1, ROW) for source, of_one in enumerate(table)]
+    output = torch.full((sum(received), ROW), 7.0, dtype=dtype)
+    handle = communicator.all_to_all_single(output, inputs[rank], received, sent, **options)
+    if handle is not None:
+        handle.wait()
+    exact = torch.cat([piece.split(of_one)[rank] for piece, of_one in zip(inputs, table)])
+    return output, exact
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("kind", ["even", "uneven", "empty", "one", "sparse"])
+def test_each_piece_arrives_within_one_bound(group, kind):
+    table = splits(kind)
+    own = slice(sum(of_one[rank] for of_one in table[:rank]), sum(of_one[rank] for of_one in table[: rank + 1]))
+    for frame_bytes in ("16KiB", "1MiB"):
+        config = {"quantizer": ABS, "transport": {"min_bytes": 0, "frame_bytes": frame_bytes}}
+        with Communicator(config, group) as communicator:
+            for dtype in DTYPES:
+                got, exact = exchanged(communicator, table, dtype, async_op=dtype == torch.float64)
+                slack = HALF_ULP[dtype] * exact.abs().max().item() if exact.numel() else 0
+                error = (got.double() - exact.double()).abs()
+                assert not exact.numel() or error.max() <= BOUND + slack
+                assert torch.equal(got[own], exact[own])  # what stays is copied
+                if kind == "even":
+                    assert torch.equal(got, exact) == (world_size == 1)
+            total = communicator.stats.total
+            assert total.calls == len(DTYPES)
+            assert kind == "empty" or world_size == 1 or total.compressed_calls == total.calls
+
+
+@ranks(3)
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        {"kind": "lossless"},
+        {"kind": "error_bound", "mode": "rel", "value": 0.01, "block": 256},
+        {"kind": "stochastic", "mode": "rms", "value": 0.3},
+        {"mode": "range", "value": 0.001},
+        {"mode": "rms", "value": 0.1, "block": 0},
+    ],
+    ids=lambda each: " ".join(map(str, each.values())),
+)
+def test_every_way_to_quantize(group, quantizer):
+    table = splits("uneven")
+    with Communicator({"quantizer": quantizer, "transport": {"min_bytes": 0}}, group) as communicator:
+        got, exact = exchanged(communicator, table, torch.float32)
+        assert communicator.stats.total.compressed_calls == 1
+    if quantizer.get("kind") == "lossless":
+        assert torch.equal(got, exact)
+        return
+    assert not torch.equal(got, exact)
+    lengths = [of_one[rank] for of_one in table]
+    for piece, result in zip(exact.split(lengths), got.split(lengths)):
+        if not piece.numel():
+            continue
+        for block, its in zip(piece.flatten().split(256), result.flatten().split(256)):
+            largest = {"rms": exact.square().mean().sqrt() * 3, "range": 2 * exact.abs().max()}
+            scale = largest.get(quantizer["mode"], block.abs().max())
+            assert (its - block).abs().max() <= 1.001 * quantizer["value"] * scale
+
+
+@ranks(2, 3)
+def test_values_that_cannot_be_quantized_arrive_with_every_bit(group):
+    def with_nan(source, numel, dtype):
+        tensor = values(source, numel, dtype)
+        if source == 1:
+            tensor[5] = float("nan")
+        return tensor
+
+    table = splits("uneven")
+    with Communicator({"quantizer": ABS, "transport": {"min_bytes": 0}}, group) as communicator:
+        got, exact = exchanged(communicator, table, torch.float32, with_nan)
+        assert communicator.stats.total.compressed_calls == 1  # other pieces are compressed all the same
+    at = 0
+    for _source, of_one in enumerate(table):
+        piece, result = exact[at : at + of_one[rank]], got[at : at + of_one[rank]]
+        at += of_one[rank]
+        if piece.isnan().any():
+            assert torch.equal(result.nan_to_num(9.0), piece.nan_to_num(9.0))
+        elif piece.numel():
+            assert (result - piece).abs().max() <= BOUND + 1e-6
+
+
+@ranks(2, 3)
+def test_bytes_are_those_of_codes(group):
+    config = {"quantizer": {"mode": "rms", "value": 0.5}, "transport": {"min_bytes": 0}}
+    with Communicator(config, group) as communicator:
+        table = [[9000] * world_size] * world_size
+        exchanged(communicator, table, torch.float32)
+        total = communicator.stats.total
+        assert total.plain_bytes == 4 * ROW * 9000 * (world_size - 1)
+        assert total.ratio > 7, total
+
+
+@ranks(2, 3)
+def test_small_calls_and_roles_go_plain_on_all_ranks_alike(group):
+    table = splits("uneven")
+    with Communicator({"transport": {"min_bytes": "1GiB"}}, group) as communicator:
+        got, exact = exchanged(communicator, table, torch.float32)
+        assert torch.equal(got, exact)
+        assert communicator.stats.total.bypasses == {"too small": 1}
+    with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
+        got, exact = exchanged(communicator, table, torch.float32, role="activation")
+        assert torch.equal(got, exact)
+        assert communicator.stats.total.bypasses == {"role not enabled": 1}
+        output = torch.empty(2 * world_size, dtype=torch.int64)
+        communicator.all_to_all_single(output, torch.arange(2 * world_size) + 100 * rank)
+        assert output.tolist() == [100 * source + 2 * rank + i for source in range(world_size) for i in range(2)]
+        assert communicator.stats.total.bypasses == {"role not enabled": 1, "dtype": 1}
+    config = {"quantizer": {"mode": "bits", "value": 4}, "transport": {"min_bytes": 0}}
+    with Communicator(config, group) as communicator:
+        got, exact = exchanged(communicator, table, torch.float32)
+        assert torch.equal(got, exact)
+        assert communicator.stats.total.bypasses == {"exchange on a GPU or at a fixed rate": 1}
+
+
+@ranks(3)
+@pytest.mark.parametrize("min_bytes", [0, "1GiB"])
+@pytest.mark.parametrize("role", [None, "activation"])
+def test_rows_that_do_not_match_are_told_on_all_ranks(group, min_bytes, role):
+    with Communicator({"transport": {"min_bytes": min_bytes}}, group) as communicator:
+        sent, received = [38] * 3, [38] * 3
+        if rank == 2:
+            sent[0] = 40
+        with pytest.raises(MismatchError, match="rank 2 sends 40 rows to rank 0, which expects 38"):
+            communicator.all_to_all_single(
+                torch.empty(sum(received), 5), torch.ones(sum(sent), 5), received, sent, role=role
+            )
+
+
+@ranks(2)
+def test_rows_of_other_sizes_are_told_on_all_ranks(group):
+    with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
+        with pytest.raises(MismatchError, match="elements of a row 6 on rank 1, 5 on rank 0"):
+            communicator.all_to_all_single(torch.empty(4, 5 + rank), torch.ones(4, 5 + rank))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "output, input, received, sent, told",
+    [
+        [[5], [4], None, None, "output_split_sizes must be given, as 5 rows are no multiple of 2 ranks"],
+        [[4], [4], [1, 2], None, r"output_split_sizes must be 2 numbers that add up to 4 rows, got \[1, 2\]"],
+        [[4], [4], None, [5, -1], r"input_split_sizes must be 2 numbers that add up to 4 rows, got \[5, -1\]"],
+        [[4], [4], None, [4], r"input_split_sizes must be 2 numbers that add up to 4 rows, got \[4\]"],
+        [[4, 2], [4, 3], None, None, "rows of input and output must have one size, got 3 and 2"],
+        [[], [4], None, None, "must have rows, got a tensor without dimensions"],
+    ],
+)
+def test_what_can_not_be_is_refused(group, output, input, received, sent, told):
+    with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
+        with pytest.raises(ValueError, match=told):
+            communicator.all_to_all_single(torch.empty(output), torch.ones(input), received, sent)
