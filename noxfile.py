@@ -3,6 +3,8 @@
     make versions ARGS="-p 3.14"              environments with one Python
     make versions ARGS="-t torch-2.6.0"       environments with one torch
     make versions ARGS="-R -- -k ring"        a part of the tests, in the environments that are there; writes no table
+    make versions ARGS="-s deepspeed_master"  the tests of DeepSpeed with its main branch, or with what DEEPSPEED names: a
+                                              folder or anything else that pip installs; not among the others, no table
 
 nox skips environments whose Python is not on the PATH. pyenv puts several there: PYENV_VERSION=3.11.7:3.13.0. A folder
 with a newer Debian, made by debootstrap, has the newest: run the command inside.
@@ -24,6 +26,7 @@ PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 NEWEST = re.search(r"^torch==(\S+)$", CONSTRAINTS, re.MULTILINE)[1]
 ENVIRONMENTS = [("3.11", "2.6.0"), ("3.11", "2.13.0"), ("3.11", NEWEST), ("3.14", NEWEST)]
+OPTIONS = ["-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]
 OPEN = ("torch", "nvidia-cuda-nvrtc")  # packages of constraints.txt whose versions differ between environments
 
 # Columns of the table: what is installed for them, and which tests run. Each adds to what the columns before installed.
@@ -62,6 +65,20 @@ def tests(session: nox.Session, torch: str):
         session.error(", ".join(f"{column}: {cell}" for column, cell in cells.items()))
 
 
+@nox.session(default=False)
+def deepspeed_master(session: nox.Session):
+    """What DeepSpeed has changed since its last release: the same tests, and those of its single features."""
+    source = os.environ.get("DEEPSPEED", "git+https://github.com/deepspeedai/DeepSpeed@master")
+    released = Path(session.create_tmp()) / "constraints.txt"
+    released.write_text("\n".join(line for line in CONSTRAINTS.splitlines() if not line.startswith("deepspeed==")))
+    session.install("-c", str(released), "-e.[dev,tensorboard]", "transformers")
+    # DeepSpeed's setup.py imports torch, which pip hides from it otherwise.
+    session.install("-c", str(released), "setuptools", "wheel", "py-cpuinfo", "ninja")
+    session.install("-c", str(released), "--no-build-isolation", source, env={"DS_BUILD_OPS": "0"})
+    _, paths = COLUMNS["DeepSpeed"]
+    session.run("pytest", *OPTIONS, *paths, "tests/integration/test_deepspeed_features.py", *session.posargs)
+
+
 def run_column(session: nox.Session, column: str, constraints: Path) -> str:
     """Install what the column needs and run its tests. Returns the cell of the table."""
     packages, paths = COLUMNS[column]
@@ -73,9 +90,8 @@ def run_column(session: nox.Session, column: str, constraints: Path) -> str:
     except CommandFailed:
         return "can't be installed"
     report = constraints.with_name("report.xml")
-    options = ["-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", f"--junitxml={report}"]
     # 1: some tests fail, 5: all were skipped. 2 to 4, for example an error in an import, ends the environment.
-    session.run("pytest", *options, *paths, *session.posargs, success_codes=[0, 1, 5])
+    session.run("pytest", *OPTIONS, f"--junitxml={report}", *paths, *session.posargs, success_codes=[0, 1, 5])
     return cell_of(report)
 
 
