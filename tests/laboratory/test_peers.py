@@ -40,6 +40,7 @@ ERRORS = {
     "lz4": EXACT,
 }
 PER_RANK = {"hivemind", "hivemind-quantile"}  # adds to the exact values of each rank, so that results differ
+PARTS = {"reduce_scatter", "all_to_all"}  # of which each rank passes a part for each rank
 LARGE = -4  # runs from here on are of tensors that everyone compresses
 
 
@@ -67,8 +68,10 @@ def exact(collective: str, numel: int, seed: int) -> tuple[torch.Tensor, torch.T
         return everyone[0], everyone[0].norm()
     if collective == "all_gather":
         return torch.cat(everyone), torch.cat(everyone).norm()
-    if collective == "reduce_scatter":
+    if collective in PARTS:
         everyone = [tensor.chunk(world_size)[rank] for tensor in everyone]
+    if collective == "all_to_all":
+        return torch.cat(everyone), torch.cat(everyone).norm()
     return sum(everyone), torch.cat(everyone).norm()
 
 
@@ -78,7 +81,7 @@ def check(name: str, collective: str, context: Context) -> dict:
     with CONTENDERS[name].open(context) as exchange:
         assert exchange.details() == {} or name == "ncz"
         for size in SIZES:
-            numel = size * world_size if collective == "reduce_scatter" else size
+            numel = size * world_size if collective in PARTS else size
             for seed in (1, 2):
                 everyone = held(numel, seed)
                 tensor = everyone[rank].clone()
@@ -156,7 +159,7 @@ def test_every_result_is_as_exact_as_the_peer_can_be(ranks, name):
 def test_results_are_the_same_on_all_ranks(ranks, name):
     if absent(name):
         pytest.skip(absent(name))
-    for collective in CONTENDERS[name].collectives - {"reduce_scatter"}:
+    for collective in CONTENDERS[name].collectives - PARTS:
         digests = {tuple(digest for _, digest in found[collective][name]["runs"]) for found in ranks}
         assert len(digests) == 1, collective
 

@@ -76,6 +76,8 @@ class Step(Line):
     plain_bytes_by_role: dict[str, Count] = {}
     wire_bytes_by_role: dict[str, Count] = {}
     sent_whole: dict[str, Count] = {}
+    replayed_calls: Count = 0
+    not_replayed: dict[str, Count] = {}
     agree_seconds: Seconds = 0.0
     measure_seconds: Seconds = 0.0
     local_seconds: Seconds = 0.0
