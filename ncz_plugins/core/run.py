@@ -407,7 +407,7 @@ def _recorded(call: Call, device: Device, transport: Transport) -> RecordedCall:
         return NEVER
     report = device.backend.report(made.source.data.device)  # where kernels of this thread report damage
     addresses = made.source.data.data_ptr(), made.output.data.data_ptr(), report.data_ptr()
-    key = call.collective, call.input.dtype, made.layout, made.divisor, addresses
+    key = call.collective, call.input.dtype, call.output.dtype, made.layout, made.divisor, addresses
     given = list(map(padded_bytes, lengths)), call.config, transport.link_gbps, transport.carried_gbps
     return device.recorded.of(key, given, call.counters)
 

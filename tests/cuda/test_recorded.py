@@ -20,6 +20,8 @@ from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.group import Group
 from ncz_plugins.core.runtime.device import Gpu, Host
+from ncz_plugins.core.runtime.recorded import RecordedCalls
+from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.striped import StripedCollectives
@@ -137,6 +139,23 @@ def test_tensors_that_change_their_addresses_are_counted():
 
     for [total] in both(body):
         assert total.replayed_calls == 0 and total.not_replayed == {"new addresses": 5}
+
+
+def test_other_settings_are_recorded_once_they_came_twice():
+    calls = RecordedCalls(EmulatedGpu().backend, torch.device("cpu"))
+
+    def call(given: str) -> str | None:
+        """Returns what was done at which `given`, or why the call was not replayed."""
+        counters = Counters()
+        found = calls.of("key", given, counters)
+        result = found.queue("stage", lambda: f"launched for {given}")
+        found.finish()
+        assert counters.replayed_calls == (not counters.not_replayed)
+        return next(iter(counters.not_replayed), result)
+
+    assert [call(given) for given in "aaa"] == ["new addresses", "recorded", "launched for a"]
+    assert [call(given) for given in "bab"] == ["other lengths", "launched for a", "other lengths"]
+    assert [call(given) for given in "bba"] == ["recorded", "launched for b", "other lengths"]
 
 
 def test_nothing_keeps_the_tensors_of_the_caller():

@@ -46,14 +46,14 @@ class RecordedCalls:
         """The launches of calls like this one: to be replayed, to be recorded now, or neither.
 
         Args:
-            key: addresses of the call's tensors, and what else a call with these addresses never changes. A key that
-                was not seen before is recorded the next time, as it may not come again.
-            given: all else that arguments of launches follow from, compared by `==`.
+            key: addresses of the call's tensors, and what else a call with these addresses never changes.
+            given: all else that arguments of launches follow from, compared by `==`. A call whose `key` or `given` is
+                new is not recorded, as it may not come again.
             counters: count the call as replayed, or why it is not.
         """
         found = self._calls.pop(key, None)
         if found is None:
-            reason, found = "new addresses", RecordedCall(self._backend, self._arena)
+            reason, found = "new addresses", RecordedCall(self._backend, self._arena, given)
         else:
             reason = found.begin(given)
         self._calls[key] = found
@@ -74,23 +74,28 @@ class RecordedCalls:
 class RecordedCall:
     """The launches of one call, by stage."""
 
-    def __init__(self, backend: GpuBackend | None, arena: object | None):
+    def __init__(self, backend: GpuBackend | None, arena: object | None, given: object):
         self._backend = backend
         self._arena = arena
+        self._last_given = given
+        self._given: object = None  # of what was recorded
         self._stages: dict[Hashable, tuple[Recording, object]] = {}
-        self._given: object = None
         self._is_complete = False
         self._is_recording = False
+        self._is_replayed = False
 
     def begin(self, given: object) -> str | None:
-        """Begin a call. Returns None if it is replayed, or why it is recorded."""
-        if self._is_complete and self._given == given:
+        """Begin a call. Returns None if it is replayed, or why it is not."""
+        self._is_replayed = self._is_complete and self._given == given
+        is_new, self._last_given = self._last_given != given, given
+        if self._is_replayed:
             return None
-        reason = "other lengths" if self._is_complete else "recorded"
+        if is_new:
+            return "other lengths"
         self._stages.clear()
         self._given, self._is_complete, self._is_recording = given, False, True
         self._arena.restart()
-        return reason
+        return "recorded"
 
     def queue(self, stage: Hashable, work: Callable[[], _Result], noise: Noise | None = None) -> _Result:
         """Make the launches of a stage.
@@ -103,9 +108,8 @@ class RecordedCall:
 
         Returns what `work` returned when it was recorded, or else returns now.
         """
-        found = self._stages.get(stage)
-        if found is not None:
-            recording, result = found
+        if self._is_replayed and stage in self._stages:
+            recording, result = self._stages[stage]
             recording.replay(noise)
             return result
         if not self._is_recording:
@@ -120,4 +124,4 @@ class RecordedCall:
         self._is_complete, self._is_recording = self._is_complete or self._is_recording, False
 
 
-NEVER = RecordedCall(None, None)  # of calls that are neither recorded nor replayed
+NEVER = RecordedCall(None, None, None)  # of calls that are neither recorded nor replayed

@@ -148,7 +148,7 @@ class _PaddedFrames:
 
     def _keep(self, batch: range, memory: list[Tensor], sizes: Tensor) -> None:
         self._own |= zip(batch, memory)
-        self._own_sizes |= zip(batch, sizes.split(1))
+        self._own_sizes |= {number: sizes[at : at + 1] for at, number in enumerate(batch)}
 
     def decode_sum(self, number: int, memory: Tensor) -> None:
         """Add this rank's values to a frame of the other rank, and write the sum to the output.
