@@ -3,8 +3,8 @@
     make versions ARGS="-p 3.14"              environments with one Python
     make versions ARGS="-t torch-2.6.0"       environments with one torch
     make versions ARGS="-R -- -k ring"        a part of the tests, in the environments that are there; writes no table
-    make versions ARGS="-s deepspeed_master"  those of DeepSpeed alone, with its main branch, or with what DEEPSPEED names
-                                              for pip to install, such as a folder; writes no table
+    make versions ARGS="-s deepspeed_master"  those of DeepSpeed alone, with its main branch, or with what the variable
+                                              DEEPSPEED gives pip, such as a folder; writes no table
 
 nox skips environments whose Python is not on the PATH. pyenv puts several there: PYENV_VERSION=3.11.7:3.13.0. A folder
 with a newer Debian, made by debootstrap, has the newest: run the command inside.
