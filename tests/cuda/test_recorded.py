@@ -1,11 +1,13 @@
 """Calls of two ranks with GPUs whose launches are replayed: the bits of those that are not, on the emulator."""
 
+import ctypes
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from threading import Barrier
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from calls import run_decided
@@ -25,8 +27,9 @@ from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.striped import StripedCollectives
+from ncz_plugins.kernels.cuda.arguments import NoiseArgument, noise_argument
 from ncz_plugins.kernels.cuda.recorded import Arena, Recorder
-from ncz_plugins.kernels.format import CHUNK
+from ncz_plugins.kernels.format import CHUNK, Noise
 
 AT_RANDOM = {"kind": "stochastic", "mode": "rms", "value": 0.5}
 SETTINGS = [
@@ -281,6 +284,29 @@ def test_nothing_but_launches_is_queued_while_they_are_recorded(monkeypatch):
         play(2, partial(replaying, settings=settings), "rounds")
     assert "zero_" in seen
     assert seen <= {"zero_", "empty", "view", "slice", "select", "split", "unbind", "detach"}
+
+
+def test_the_launcher_of_a_card_replays_the_arguments_with_other_random_numbers(monkeypatch):
+    """With a driver that only notes what it is told, as there may be no card."""
+    nvrtc = pytest.importorskip("ncz_plugins.kernels.cuda.nvrtc", reason="needs CuPy", exc_type=ImportError)
+    launched = []
+
+    def launch_kernel(function, *how):
+        pointers = (ctypes.c_void_p * 3).from_address(how[-2])
+        sizes = 4, ctypes.sizeof(NoiseArgument), 8
+        launched.append((function, *how[:-2], *(ctypes.string_at(at, size) for at, size in zip(pointers, sizes))))
+
+    monkeypatch.setattr(nvrtc.driver, "launchKernel", launch_kernel)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    launcher, tensor = nvrtc.CupyLauncher(), normal(0)
+    device, first, second = tensor.get_device(), *(noise_argument(Noise(3, call, 9)) for call in (1, 2))
+    launcher._functions["ncz_kernel", torch.float32, device] = 7
+    replay = launcher.prepared("ncz_kernel", torch.float32, 11, 128, np.int32(4), first, tensor)
+    for noise in (first, second):
+        replay(bytes(noise))
+    address = tensor.data_ptr().to_bytes(8, "little")
+    grid_and_block = (11, 1, 1, 128, 1, 1, 0, 5)
+    assert launched == [(7, *grid_and_block, b"\4\0\0\0", bytes(noise), address) for noise in (first, second)]
 
 
 def test_the_memory_of_an_arena_is_used_again():
