@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ncz_plugins import kernels
 from ncz_plugins.core.call import Call
+from ncz_plugins.core.codec import gpu_codec
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.group import Group
 from ncz_plugins.core.runtime.device import Gpu, Host
 from ncz_plugins.core.runtime.recorded import RecordedCalls
 from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.schedules import padded
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.striped import StripedCollectives
@@ -75,12 +77,16 @@ def both(body) -> list[tuple]:
     return [found for _, *found in on_gpu]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("together", [4 * CHUNK, CHUNK])  # elements that are coded together
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_replayed_calls_have_the_bits_of_others(settings):
+def test_replayed_calls_have_the_bits_of_others(settings, together, dtype, monkeypatch):
     """With other values and other random numbers each time, and at the same cost of the GPU and of bytes."""
+    for module in (padded, gpu_codec):
+        monkeypatch.setattr(module, "BATCH_ELEMENTS", together)
 
     def body(transport, device):
-        rank, tensor, results, costs = Rank(transport, settings, device), torch.empty_like(normal(0)), [], []
+        rank, tensor, results, costs = Rank(transport, settings, device), normal(0).to(dtype), [], []
         for call in range(LEARNING + 10):
             tensor.copy_(normal(100 * transport.rank + call))
             costs.append([-each for each in cost_of(rank.device)])
