@@ -38,7 +38,7 @@ def error(x: torch.Tensor, bits: int, noise: Noise | None) -> float:
     values = torch.empty_like(x)
     backend.block_magnitudes(x, rows, magnitudes)
     backend.pack(x, rows, magnitudes, bits, packed, noise)
-    backend.unpack(packed, bits, rows, magnitudes, levels_of(bits), values)
+    backend.unpack(packed, 1, bits, rows, magnitudes, levels_of(bits), values)
     return ((values - x).double().norm() / x.double().norm()).item()
 
 

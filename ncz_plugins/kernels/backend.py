@@ -285,11 +285,11 @@ class Backend(ABC):
 
     @abstractmethod
     def unpack(
-        self, packed: Tensor, bits: int, rows: Rows, magnitudes: Tensor, denominator: float, out: Tensor
+        self, packed: Tensor, addends: int, bits: int, rows: Rows, magnitudes: Tensor, denominator: float, out: Tensor
     ) -> None:
-        """out = code * (magnitude / denominator), rounded in float32, then to the dtype of `out`.
+        """out = sum of codes * (magnitude / denominator), rounded in float32, then to the dtype of `out`.
 
-        NaN for a magnitude of +inf.
+        The codes of `addends` ranks follow each other in `packed`. NaN for a magnitude of +inf.
         """
 
 

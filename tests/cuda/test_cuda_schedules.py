@@ -155,7 +155,8 @@ def test_a_fixed_rate_needs_no_host(kind, world_size):
                 launcher = CountingLauncher(seed=1)
                 queue(ours, call, CudaBackend(launcher), transport)
                 at_random = "_at_random" if kind == "stochastic" else ""
-                names = ("block_magnitudes", f"pack{at_random}", "add_packed", "unpack")
+                # Sums of two ranks are decoded at once; more ranks send each other sums.
+                names = ["block_magnitudes", f"pack{at_random}", "unpack"] + ["add_packed"] * (world_size > 2)
                 assert launcher.launched == {f"ncz_{name}": 1 for name in names}
             else:
                 run(ours, call, Host(), transport)

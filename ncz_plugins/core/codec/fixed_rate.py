@@ -127,11 +127,20 @@ class FixedRateCodec(Codec):
             magnitudes: the largest magnitude of each block over ranks: bfloat16, [blocks].
             segments: the segments of the output to write to.
         """
+        self._unpack(packed, 1, sum_bits(self.bits, addends), rows, magnitudes, segments)
+
+    def unpack_sum(self, packed: Tensor, addends: int, rows: Rows, magnitudes: Tensor, segments: range) -> None:
+        """Add up the codes of `addends` ranks, which follow each other in `packed`, and decode to the output.
+
+        For the rest see `unpack`.
+        """
+        self._unpack(packed, addends, self.bits, rows, magnitudes, segments)
+
+    def _unpack(self, packed: Tensor, addends: int, bits: int, rows: Rows, magnitudes: Tensor, segments: range) -> None:
         out = self.output[self.layout.elements(segments)]
         denominator = levels_of(self.bits) * self.divisor
         with span("decode", packed.nbytes, self.counters):
-            bits = sum_bits(self.bits, addends)
-            self.backend.unpack(packed, bits, rows, magnitudes, denominator, out)
+            self.backend.unpack(packed, addends, bits, rows, magnitudes, denominator, out)
 
     def remainder(self, segments: range) -> Window:
         """Replace this rank's values by what quantization loses: each value minus the value of its code.
@@ -147,7 +156,7 @@ class FixedRateCodec(Codec):
             x, rows = codec.source.data, codec.own_rows
             decoded = torch.empty_like(x)
             packed = codec.pack(rows, magnitudes)
-            self.backend.unpack(packed, self.bits, rows, magnitudes, levels_of(self.bits), decoded)
+            self.backend.unpack(packed, 1, self.bits, rows, magnitudes, levels_of(self.bits), decoded)
             x -= decoded
         return self.source
 

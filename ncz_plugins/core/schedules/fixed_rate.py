@@ -36,9 +36,9 @@ def reduce_scatter(transport: CollectiveTransport, codec: FixedRateCodec, counte
     magnitudes = _agreed(transport, codec, rows, counters)
     own = Rows.of(rows.elements, 1, rows.elements)
     own_magnitudes = magnitudes[rank * own.blocks : (rank + 1) * own.blocks]
-    for batch, sums in _summed(transport, codec, rows, magnitudes, counters):
+    for batch, received in _exchanged(transport, codec, rows, magnitudes, counters):
         own_batch = own._replace(first=batch.first, blocks=batch.blocks)
-        codec.unpack(sums, n, own_batch, own_magnitudes, range(rank, rank + 1))
+        codec.unpack_sum(received, n, own_batch, own_magnitudes, range(rank, rank + 1))
 
 
 def all_reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters) -> None:
@@ -53,7 +53,8 @@ def all_reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: 
 
     # Queue everything first: each all-gather runs while the next batch is added up.
     gathers = []
-    for batch, sums in _summed(transport, codec, rows, magnitudes, counters):
+    for batch, received in _exchanged(transport, codec, rows, magnitudes, counters):
+        sums = codec.add(received, n)
         gathered = sums.new_empty(n * sums.numel())
         gathers.append((batch, gathered, transport.plain.all_gather_single(gathered, sums), sums))
         counters.wire_bytes += (n - 1) * sums.nbytes
@@ -75,7 +76,7 @@ def _all_reduce_of_two(
         counters.wire_bytes += packed.nbytes
     for batch, gathered, work, _ in gathers:
         _wait(work, gathered, counters)
-        codec.unpack(codec.add(gathered, 2), 2, batch, magnitudes, range(2))
+        codec.unpack_sum(gathered, 2, batch, magnitudes, range(2))
 
 
 def all_gather(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters) -> None:
@@ -126,10 +127,10 @@ def _wait(work: Work, received: Tensor, counters: Counters) -> None:
         work.wait()
 
 
-def _summed(
+def _exchanged(
     transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, magnitudes: Tensor, counters: Counters
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """Reduce-scatter: yield each batch of blocks, and the sums of this rank's own row in it: uint8, [bytes]."""
+    """All-to-all: yield each batch of blocks, and all ranks' codes of this rank's own row in it: uint8, [bytes]."""
     n = transport.world_size
     under_way = []
     for batch in _batches(rows, codec.bits, magnitudes.is_cuda):
@@ -139,7 +140,7 @@ def _summed(
         counters.wire_bytes += packed.nbytes * (n - 1) // n
     for batch, received, work, _ in under_way:
         _wait(work, received, counters)
-        yield batch, codec.add(received, n)
+        yield batch, received
 
 
 def _batches(rows: Rows, bits: int, on_gpu: bool) -> Iterator[Rows]:

@@ -27,12 +27,12 @@ struct ScaleBlock {
     int64_t scale;  // the number of its magnitude
 };
 
-// Block i of a call that covers `rows.blocks` of each row.
-NCZ_FUNCTION ScaleBlock scale_block(const ncz::Rows& rows, int64_t i) {
-    int64_t row = i / rows.blocks, block = rows.first + i % rows.blocks;
+// Block `i` of those of a row that a call covers.
+NCZ_FUNCTION ScaleBlock scale_block(const ncz::Rows& rows, int64_t row, int64_t i) {
+    int64_t block = rows.first + i;
     int64_t begin = row * rows.elements + block * ncz::RATE_BLOCK, end = (row + 1) * rows.elements;
     int64_t left = (end < rows.numel ? end : rows.numel) - begin;
-    int64_t of_row = (rows.elements + ncz::RATE_BLOCK - 1) / ncz::RATE_BLOCK;
+    int64_t of_row = int64_t(uint64_t(rows.elements + ncz::RATE_BLOCK - 1) / ncz::RATE_BLOCK);
     return {begin, int(left < 0 ? 0 : left < ncz::RATE_BLOCK ? left : ncz::RATE_BLOCK), row * of_row + block};
 }
 

@@ -79,7 +79,7 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # with the next three in fixed_rate.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
     "add_packed": (None, (_POINTER, _INT64, _INT64, _INT32, _POINTER, _INT32)),
-    "unpack": (None, (_POINTER, _INT32, _POINTER, _POINTER, ctypes.c_float, _POINTER, _INT32)),
+    "unpack": (None, (_POINTER, _INT64, _INT32, _POINTER, _POINTER, ctypes.c_float, _POINTER, _INT32)),
     "root_mean_squares": (None, (_POINTER, _INT32, _INT64, ctypes.c_double, _POINTER)),  # with the next one in scales.h
     "steps_of": (ctypes.c_double, (_POINTER, _INT64, _POINTER, _POINTER, _POINTER)),
 }
@@ -255,8 +255,8 @@ class CpuBackend(HostBackend):
         sums = _packed(out, "out", blocks, out_bits), out_bits
         self._add_packed(_packed(packed, "packed", count * blocks, bits), count, blocks, bits, *sums)
 
-    def unpack(self, packed, bits, rows, magnitudes, denominator, out):
-        codes = _packed(packed, "packed", rows.count * rows.blocks, bits), bits
+    def unpack(self, packed, addends, bits, rows, magnitudes, denominator, out):
+        codes = _packed(packed, "packed", addends * rows.count * rows.blocks, bits), addends, bits
         scales = _rows(rows), _magnitudes(magnitudes, rows), denominator
         self._unpack(*codes, *scales, address(out, "out", out.dtype, rows.numel), _DTYPE[out.dtype])
 

@@ -21,10 +21,16 @@ inline int in_block(int length, int first) {
     return left < 0 ? 0 : left < BLOCK ? left : BLOCK;
 }
 
+// Calls `use` with each block of a call.
+template <class Function>
+void for_each_block(const Rows& rows, Function use) {
+    for (int64_t row = 0; row < rows.count; ++row)
+        for (int64_t i = 0; i < rows.blocks; ++i) use(scale_block(rows, row, i));
+}
+
 template <class T>
 void block_magnitudes(const T* x, const Rows& rows, uint16_t* magnitudes) {
-    for (int64_t i = 0; i < rows.count * rows.blocks; ++i) {
-        ScaleBlock block = scale_block(rows, i);
+    for_each_block(rows, [&](const ScaleBlock& block) {
         uint32_t largest = 0;
         prefetch<READ>(x + block.begin, RATE_BLOCK);
         for (int k = 0; k < block.length; ++k) {
@@ -32,7 +38,7 @@ void block_magnitudes(const T* x, const Rows& rows, uint16_t* magnitudes) {
             largest = bits > largest ? bits : largest;
         }
         magnitudes[block.scale] = magnitude_of(largest);
-    }
+    });
 }
 
 template <class T>
@@ -40,12 +46,13 @@ void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bit
     float levels = float((1 << (bits - 1)) - 1);
     RandomWords random(noise ? *noise : Noise{});
     PackedBlock packed;
-    for (int64_t i = 0; i < rows.count * rows.blocks; ++i, out += PackedBlock::size(bits)) {
-        ScaleBlock block = scale_block(rows, i);
+    for_each_block(rows, [&](const ScaleBlock& block) {
+        uint8_t* to = out;
+        out += PackedBlock::size(bits);
         float inverse_step = inverse_step_of(magnitudes[block.scale], levels);
         if (inverse_step == 0) {
-            memset(out, 0, PackedBlock::size(bits));
-            continue;
+            memset(to, 0, PackedBlock::size(bits));
+            return;
         }
         for (int first = 0; first < RATE_BLOCK; first += BLOCK) {
             int n = in_block(block.length, first);
@@ -61,48 +68,57 @@ void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bit
             Block codes = noise ? quantize_block(from, inverse_step, words) : quantize_block(from, inverse_step);
             pack_block(zigzag(codes), bits, packed.at(first, bits));
         }
-        packed.store(out, bits);
-    }
+        packed.store(to, bits);
+    });
 }
 
-inline void add_packed(const uint8_t* packed, int64_t rows, int64_t blocks, unsigned bits, uint8_t* out,
-                       unsigned out_bits) {
-    int64_t row_bytes = blocks * int64_t(PackedBlock::size(bits));
-    PackedBlock from, to;
-    for (int64_t i = 0; i < blocks; ++i, packed += PackedBlock::size(bits), out += PackedBlock::size(out_bits)) {
-        Block sums[RATE_BLOCK / BLOCK];
+// Codes of a block of each row of `packed`, added up; `row_bytes` lie between two rows.
+struct BlockSums {
+    Block of[RATE_BLOCK / BLOCK];
+
+    BlockSums(const uint8_t* packed, int64_t rows, int64_t row_bytes, unsigned bits) {
+        PackedBlock from;
         for (int64_t row = 0; row < rows; ++row) {
             from.load(packed + row * row_bytes, bits);
             for (int b = 0; b < RATE_BLOCK / BLOCK; ++b) {
                 Block codes = unzigzag(unpack_block(from.at(b * BLOCK, bits), bits));
-                sums[b] = row ? add_blocks(sums[b], codes) : codes;
+                of[b] = row ? add_blocks(of[b], codes) : codes;
             }
         }
-        for (int b = 0; b < RATE_BLOCK / BLOCK; ++b) pack_block(zigzag(sums[b]), out_bits, to.at(b * BLOCK, out_bits));
+    }
+};
+
+inline void add_packed(const uint8_t* packed, int64_t rows, int64_t blocks, unsigned bits, uint8_t* out,
+                       unsigned out_bits) {
+    int64_t row_bytes = blocks * int64_t(PackedBlock::size(bits));
+    PackedBlock to;
+    for (int64_t i = 0; i < blocks; ++i, packed += PackedBlock::size(bits), out += PackedBlock::size(out_bits)) {
+        BlockSums sums(packed, rows, row_bytes, bits);
+        for (int b = 0; b < RATE_BLOCK / BLOCK; ++b)
+            pack_block(zigzag(sums.of[b]), out_bits, to.at(b * BLOCK, out_bits));
         to.store(out, out_bits);
     }
 }
 
 template <class T>
-void unpack(const uint8_t* packed, unsigned bits, const Rows& rows, const uint16_t* magnitudes, float denominator,
-            T* out) {
-    PackedBlock from;
-    bool is_large = rows.count * rows.blocks * RATE_BLOCK * int64_t(sizeof(T)) >= STREAMED_BYTES;
-    for (int64_t i = 0; i < rows.count * rows.blocks; ++i, packed += PackedBlock::size(bits)) {
-        ScaleBlock block = scale_block(rows, i);
+void unpack(const uint8_t* packed, int64_t addends, unsigned bits, const Rows& rows, const uint16_t* magnitudes,
+            float denominator, T* out) {
+    int64_t blocks = rows.count * rows.blocks, addend_bytes = blocks * int64_t(PackedBlock::size(bits));
+    bool is_large = blocks * RATE_BLOCK * int64_t(sizeof(T)) >= STREAMED_BYTES;
+    for_each_block(rows, [&](const ScaleBlock& block) {
+        const uint8_t* from = packed;
+        packed += PackedBlock::size(bits);
         T* to = out + block.begin;
         bool is_streamed = is_large && can_stream(to);  // rows may have any length
         if (magnitudes[block.scale] == INFINITE_MAGNITUDE) {
             for (int k = 0; k < block.length; ++k) narrow(float_of(NOT_A_NUMBER), to[k]);
-            continue;
+            return;
         }
         float scale = magnitude_as_float(magnitudes[block.scale]) / denominator;
-        from.load(packed, bits);
-        for (int first = 0; first < block.length; first += BLOCK) {
-            Block codes = unzigzag(unpack_block(from.at(first, bits), bits));
-            store_floats(codes, in_block(block.length, first), scale, is_streamed, to + first);
-        }
-    }
+        BlockSums sums(from, addends, addend_bytes, bits);
+        for (int first = 0; first < block.length; first += BLOCK)
+            store_floats(sums.of[first / BLOCK], in_block(block.length, first), scale, is_streamed, to + first);
+    });
     if (is_large) end_streaming();
 }
 
@@ -135,8 +151,9 @@ NCZ_EXPORT void NCZ_NAME(add_packed)(const uint8_t* packed, int64_t rows, int64_
     add_packed(packed, rows, blocks, unsigned(bits), out, unsigned(out_bits));
 }
 
-NCZ_EXPORT void NCZ_NAME(unpack)(const uint8_t* packed, int32_t bits, const Rows* rows, const uint16_t* magnitudes,
-                                 float denominator, void* out, int32_t dtype) {
-    with_float32_and_halves(out, dtype,
-                            [&](auto* out) { unpack(packed, unsigned(bits), *rows, magnitudes, denominator, out); });
+NCZ_EXPORT void NCZ_NAME(unpack)(const uint8_t* packed, int64_t addends, int32_t bits, const Rows* rows,
+                                 const uint16_t* magnitudes, float denominator, void* out, int32_t dtype) {
+    with_float32_and_halves(out, dtype, [&](auto* out) {
+        unpack(packed, addends, unsigned(bits), *rows, magnitudes, denominator, out);
+    });
 }

@@ -46,7 +46,7 @@ from ..format import (
     rate_blocks_of,
 )
 from . import frames, scales
-from .arguments import MOST_INPUTS, RowsArgument, inputs_table, noise_argument, pieces_table
+from .arguments import MOST_INPUTS, inputs_table, noise_argument, pieces_table, rows_argument
 from .frames import CHUNK_THREADS, THREADS
 from .recorded import Arena, Launcher, Recorder
 
@@ -239,7 +239,7 @@ class CudaBackend(GpuBackend):
     # ------------------------------------------------------------------ a fixed rate: nothing waits for the device
 
     def block_magnitudes(self, x, rows, magnitudes):
-        arguments = _floats(x, "x", rows.numel), RowsArgument(*rows), _magnitudes(magnitudes, rows)
+        arguments = _floats(x, "x", rows.numel), rows_argument(rows), _magnitudes(magnitudes, rows)
         self._launch_blocks("block_magnitudes", x.dtype, rows.count * rows.blocks, *arguments)
 
     def pack(self, x, rows, magnitudes, bits, packed, noise=None):
@@ -247,21 +247,22 @@ class CudaBackend(GpuBackend):
             (_floats(x, "x", rows.numel),) if noise is None else (_floats(x, "x", rows.numel), noise_argument(noise))
         )
         name, blocks = "pack" if noise is None else "pack_at_random", rows.count * rows.blocks
-        scales = RowsArgument(*rows), _magnitudes(magnitudes, rows), np.int32(bits)
+        scales = rows_argument(rows), _magnitudes(magnitudes, rows), np.int32(bits)
         require(packed, "packed", torch.uint8, blocks * packed_bytes(bits))
         self._launch_blocks(name, x.dtype, blocks, *floats, *scales, packed)
 
     def add_packed(self, packed, count, bits, out, out_bits):
         blocks = out.numel() // packed_bytes(out_bits)
-        sizes = np.int64(count), np.int64(blocks), np.int32(bits)
+        sizes = np.int32(count), np.int64(blocks), np.int32(bits)
         require(packed, "packed", torch.uint8, count * blocks * packed_bytes(bits))
         require(out, "out", torch.uint8, 0)
         self._launch_blocks("add_packed", torch.float32, blocks, packed, *sizes, out, np.int32(out_bits))
 
-    def unpack(self, packed, bits, rows, magnitudes, denominator, out):
+    def unpack(self, packed, addends, bits, rows, magnitudes, denominator, out):
         blocks = rows.count * rows.blocks
-        scales = RowsArgument(*rows), _magnitudes(magnitudes, rows), np.float32(denominator)
-        codes = require(packed, "packed", torch.uint8, blocks * packed_bytes(bits)), np.int32(bits)
+        scales = rows_argument(rows), _magnitudes(magnitudes, rows), np.float32(denominator)
+        require(packed, "packed", torch.uint8, addends * blocks * packed_bytes(bits))
+        codes = packed, np.int32(addends), np.int32(bits)
         self._launch_blocks("unpack", out.dtype, blocks, *codes, *scales, _floats(out, "out", rows.numel))
 
     # ------------------------------------------------------------------ launching

@@ -32,9 +32,20 @@ class NoiseArgument(ctypes.Structure):
 
 
 class RowsArgument(ctypes.Structure):
-    """Structure ncz::Rows."""
+    """Structure ncz::RowsOfBlocks."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in Rows._fields]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in Rows._fields),
+        ("multiplier", ctypes.c_uint32),
+        ("shift", ctypes.c_uint32),
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def rows_argument(rows: Rows) -> RowsArgument:
+    """`rows` as a kernel's argument, with what divides numbers below 2**31 by the blocks of a row, and no division."""
+    shift = max(0, rows.blocks - 1).bit_length()
+    return RowsArgument(*rows, -(-(1 << 31 + shift) // max(1, rows.blocks)), shift)
 
 
 class StepRuleArgument(ctypes.Structure):

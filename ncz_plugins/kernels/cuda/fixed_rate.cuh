@@ -12,6 +12,14 @@ static_assert(RATE_BLOCK == WARP * OCTET, "a lane has an octet");
 
 constexpr int MOST_PACKED_WORDS = RATE_BLOCK;  // of a block, at 32 bits
 
+// Blocks of kernels that read codes, of which so many fit on a multiprocessor: they wait for memory. sm_75 has no threads
+// for more than four.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int READER_BLOCKS = 4;
+#else
+constexpr int READER_BLOCKS = 6;
+#endif
+
 NCZ_DEVICE int packed_words(unsigned bits) { return RATE_BLOCK / 32 * int(bits); }
 
 // A warp's words in shared memory.
@@ -99,46 +107,65 @@ NCZ_DEVICE void pack_octet(const uint32_t (&symbols)[OCTET], unsigned width, uin
     writer.end();
 }
 
-// Bits of so many words.
-struct PackedBits {
-    const uint32_t* words;
-    unsigned n;
+// Codes of an octet, of at most 8 bits each: as many bytes as a code has bits, in up to three words.
+struct NarrowCodes {
+    uint32_t low, middle, high;
 
-    NCZ_DEVICE uint32_t word(unsigned i) const { return i < n ? words[i] : 0; }
+    // This lane's, of a block that begins at `from`.
+    NCZ_DEVICE static NarrowCodes load(const uint32_t* from, unsigned bits) {
+        unsigned byte = bits * unsigned(lane()), first = byte / 4, last = (byte + bits - 1) / 4;
+        return {from[first], first < last ? from[first + 1] : 0, bits == 7 && first + 1 < last ? from[first + 2] : 0};
+    }
 
-    // 32 bits from `bit` on.
-    NCZ_DEVICE uint32_t bits(unsigned bit) const { return __funnelshift_r(word(bit / 32), word(bit / 32 + 1), bit % 32); }
+    NCZ_DEVICE void add_to(int32_t (&sums)[OCTET], unsigned bits) const {
+        unsigned shift = 8 * (bits * unsigned(lane()) % 4);
+        uint32_t front = __funnelshift_r(low, middle, shift), back = __funnelshift_r(middle, high, shift);
+        back = uint32_t((uint64_t(back) << 32 | front) >> 4 * bits);
+#pragma unroll
+        for (int i = 0; i < OCTET / 2; ++i) {
+            sums[i] = sum(sums[i], code(front, unsigned(i) * bits, bits));
+            sums[OCTET / 2 + i] = sum(sums[OCTET / 2 + i], code(back, unsigned(i) * bits, bits));
+        }
+    }
 
-    // 64 bits from a byte on, of which the first `n` matter.
-    NCZ_DEVICE uint64_t long_bits(unsigned byte, unsigned n) const {
-        unsigned first = byte / 4, shift = 8 * (byte % 4);
-        n += shift;
-        uint32_t low = word(first), middle = n > 32 ? word(first + 1) : 0, high = n > 64 ? word(first + 2) : 0;
-        return uint64_t(__funnelshift_r(middle, high, shift)) << 32 | __funnelshift_r(low, middle, shift);
+  private:
+    // unzigzag of the `bits` bits from bit `first` on. The lowest one is the sign.
+    NCZ_DEVICE static int32_t code(uint32_t word, unsigned first, unsigned bits) {
+        uint32_t magnitude = word >> (first + 1) & ((1u << (bits - 1)) - 1);
+        return int32_t(magnitude) ^ int32_t(word << (31 - first)) >> 31;
     }
 };
 
-// Inverse of pack_octet, from `width` bytes.
-NCZ_DEVICE void unpack_octet(const PackedBits& bytes, unsigned first_byte, unsigned width, uint32_t (&symbols)[OCTET]) {
-    uint32_t mask = width == 32 ? ~0u : (1u << width) - 1;
-    if (width <= 8) {
-        uint64_t all = width ? bytes.long_bits(first_byte, 8 * width) : 0;
-        uint32_t low = uint32_t(all), high = uint32_t(all >> 4 * width);
+// Adds this lane's octet of codes of more than 8 bits, of a block that begins at `from`.
+NCZ_DEVICE void add_wide_codes(const uint32_t* from, unsigned bits, int32_t (&sums)[OCTET]) {
+    uint32_t mask = bits == 32 ? ~0u : (1u << bits) - 1;
+    int number = OCTET * lane();
 #pragma unroll
-        for (int i = 0; i < OCTET / 2; ++i) {
-            symbols[i] = low >> (unsigned(i) * width) & mask;
-            symbols[OCTET / 2 + i] = high >> (unsigned(i) * width) & mask;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) symbols[i] = bytes.bits(8 * first_byte + unsigned(i) * width) & mask;
+    for (int i = 0; i < OCTET; ++i) {
+        unsigned bit = bits * unsigned(number + i), last = (bit + bits - 1) / 32;
+        find_again(number);
+        uint32_t low = from[bit / 32], high = bit / 32 < last ? from[last] : 0;
+        sums[i] = sum(sums[i], unzigzag(__funnelshift_r(low, high, bit % 32) & mask));
     }
 }
 
 // ------------------------------------------------------------------ blocks
 
-// The number of this warp's block among those of the launch.
-NCZ_DEVICE int64_t block_number() { return int64_t(blockIdx.x) * WARPS + warp(); }
+// Rows, and what finds the row of a block without a division: see rows_argument in arguments.py.
+struct RowsOfBlocks {
+    Rows rows;
+    uint32_t multiplier, shift;
+
+    NCZ_DEVICE int64_t blocks() const { return rows.count * rows.blocks; }
+
+    NCZ_DEVICE ScaleBlock block(uint32_t number) const {
+        uint32_t row = __umulhi(2 * number, multiplier) >> shift;
+        return scale_block(rows, row, number - row * uint32_t(rows.blocks));
+    }
+};
+
+// The number of this warp's block among those of the launch, fewer than 2^31.
+NCZ_DEVICE uint32_t block_number() { return blockIdx.x * uint32_t(WARPS) + uint32_t(warp()); }
 
 // Writes a warp's octets, `bits` for each code.
 NCZ_DEVICE void store_packed(const int32_t (&codes)[OCTET], unsigned bits, uint32_t* shared, uint32_t* to) {
@@ -154,19 +181,28 @@ NCZ_DEVICE void store_packed(const int32_t (&codes)[OCTET], unsigned bits, uint3
     for (int i = lane(); i < words; i += WARP) to[i] = shared[i];
 }
 
-// Its inverse.
-NCZ_DEVICE void load_packed(const uint32_t* from, unsigned bits, int32_t (&codes)[OCTET]) {
-    PackedBits bytes = {from, unsigned(packed_words(bits))};
-    uint32_t symbols[OCTET];
-    unpack_octet(bytes, bits * unsigned(lane()), bits, symbols);
+// Adds up this lane's octets of one block of several ranks: `apart` words lie between two of them.
+NCZ_DEVICE void sum_octets(const uint32_t* from, int64_t apart, int addends, unsigned bits, int32_t (&sums)[OCTET]) {
 #pragma unroll
-    for (int i = 0; i < OCTET; ++i) codes[i] = unzigzag(symbols[i]);
+    for (int i = 0; i < OCTET; ++i) sums[i] = 0;
+    if (bits > 8) {
+        for (int i = 0; i < addends; ++i, from += apart) add_wide_codes(from, bits, sums);
+        return;
+    }
+    NarrowCodes next = NarrowCodes::load(from, bits);
+#pragma unroll 1
+    for (int i = 0; i < addends; ++i) {
+        NarrowCodes codes = next;
+        from += apart;
+        if (i + 1 < addends) next = NarrowCodes::load(from, bits);  // on their way while these are added
+        codes.add_to(sums, bits);
+    }
 }
 
-NCZ_KERNEL(ncz_block_magnitudes)(const Element* x, Rows rows, uint16_t* magnitudes) {
-    int64_t number = block_number();
-    if (number >= rows.count * rows.blocks) return;
-    ScaleBlock block = scale_block(rows, number);
+NCZ_KERNEL(ncz_block_magnitudes)(const Element* x, RowsOfBlocks rows, uint16_t* magnitudes) {
+    uint32_t number = block_number();
+    if (number >= rows.blocks()) return;
+    ScaleBlock block = rows.block(number);
     int first = OCTET * lane();
     Element values[OCTET];
     load_octet(x + block.begin + first, octet_length(first, block.length), values);
@@ -185,11 +221,11 @@ NCZ_KERNEL(ncz_block_magnitudes)(const Element* x, Rows rows, uint16_t* magnitud
 
 // `code`: of a value, the number of its element, and the inverse step.
 template <class Code>
-NCZ_DEVICE void pack(const Element* x, const Rows& rows, const uint16_t* magnitudes, int bits, uint32_t* packed,
+NCZ_DEVICE void pack(const Element* x, const RowsOfBlocks& rows, const uint16_t* magnitudes, int bits, uint32_t* packed,
                      uint32_t* shared, Code code) {
-    int64_t number = block_number();
-    if (number >= rows.count * rows.blocks) return;
-    ScaleBlock block = scale_block(rows, number);
+    uint32_t number = block_number();
+    if (number >= rows.blocks()) return;
+    ScaleBlock block = rows.block(number);
     float inverse_step = inverse_step_of(magnitudes[block.scale], float((1 << (bits - 1)) - 1));
     int first = OCTET * lane();
     Element values[OCTET];
@@ -200,7 +236,7 @@ NCZ_DEVICE void pack(const Element* x, const Rows& rows, const uint16_t* magnitu
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) codes[i] = 0;
     }
-    store_packed(codes, unsigned(bits), of_warp(shared), packed + number * packed_words(unsigned(bits)));
+    store_packed(codes, unsigned(bits), of_warp(shared), packed + int64_t(number) * packed_words(unsigned(bits)));
 }
 
 struct ToNearest {
@@ -222,49 +258,46 @@ struct AtRandom {
     }
 };
 
-NCZ_KERNEL(ncz_pack)(const Element* x, Rows rows, const uint16_t* magnitudes, int bits, uint32_t* packed) {
+NCZ_KERNEL(ncz_pack)(const Element* x, RowsOfBlocks rows, const uint16_t* magnitudes, int bits, uint32_t* packed) {
     NCZ_SHARED_OF_WARPS(shared);
     pack(x, rows, magnitudes, bits, packed, shared, ToNearest{});
 }
 
 NCZ_KERNEL(ncz_pack_at_random)
-(const Element* x, Noise noise, Rows rows, const uint16_t* magnitudes, int bits, uint32_t* packed) {
+(const Element* x, Noise noise, RowsOfBlocks rows, const uint16_t* magnitudes, int bits, uint32_t* packed) {
     NCZ_SHARED_OF_WARPS(shared);
     pack(x, rows, magnitudes, bits, packed, shared, AtRandom{noise});
 }
 
 // `blocks`: of a row.
-NCZ_KERNEL(ncz_add_packed)
-(const uint32_t* packed, long long count, long long blocks, int bits, uint32_t* out, int out_bits) {
+NCZ_KERNEL_OF(THREADS, READER_BLOCKS, ncz_add_packed)
+(const uint32_t* packed, int addends, long long blocks, int bits, uint32_t* out, int out_bits) {
     NCZ_SHARED_OF_WARPS(shared);
     int64_t number = block_number();
     if (number >= blocks) return;
     int words = packed_words(unsigned(bits));
-    int32_t sums[OCTET] = {};
-    for (int64_t row = 0; row < count; ++row) {
-        int32_t codes[OCTET];
-        load_packed(packed + (row * blocks + number) * words, unsigned(bits), codes);
-#pragma unroll
-        for (int i = 0; i < OCTET; ++i) sums[i] = sum(sums[i], codes[i]);
-    }
+    int32_t sums[OCTET];
+    sum_octets(packed + number * words, blocks * words, addends, unsigned(bits), sums);
     uint32_t* to = out + number * packed_words(unsigned(out_bits));
     store_packed(sums, unsigned(out_bits), of_warp(shared), to);
 }
 
-NCZ_KERNEL(ncz_unpack)
-(const uint32_t* packed, int bits, Rows rows, const uint16_t* magnitudes, float denominator, Element* out) {
-    int64_t number = block_number();
-    if (number >= rows.count * rows.blocks) return;
-    ScaleBlock block = scale_block(rows, number);
+NCZ_KERNEL_OF(THREADS, READER_BLOCKS, ncz_unpack)
+(const uint32_t* packed, int addends, int bits, RowsOfBlocks rows, const uint16_t* magnitudes, float denominator,
+ Element* out) {
+    uint32_t number = block_number();
+    if (number >= rows.blocks()) return;
+    ScaleBlock block = rows.block(number);
+    uint16_t magnitude = magnitudes[block.scale];
+    int64_t words = packed_words(unsigned(bits));
     int32_t codes[OCTET];
-    load_packed(packed + number * packed_words(unsigned(bits)), unsigned(bits), codes);
-    bool is_finite = magnitudes[block.scale] != INFINITE_MAGNITUDE;
-    float scale = magnitude_as_float(magnitudes[block.scale]) / denominator;
+    sum_octets(packed + number * words, rows.blocks() * words, addends, unsigned(bits), codes);
+    float scale = magnitude_as_float(magnitude) / denominator;
     Element values[OCTET];
 #pragma unroll
     for (int i = 0; i < OCTET; ++i) {
         values[i] = value_of(codes[i], scale);
-        if (!is_finite) narrow(float_of(NOT_A_NUMBER), values[i]);
+        if (magnitude == INFINITE_MAGNITUDE) narrow(float_of(NOT_A_NUMBER), values[i]);
     }
     int first = OCTET * lane();
     store_octet(out + block.begin + first, octet_length(first, block.length), values);

@@ -105,8 +105,8 @@ class ReferenceBackend(HostBackend):
         data = fixed_rate.add_packed(packed.view(count, -1).numpy(), bits, out_bits)
         out.view(-1).copy_(torch.from_numpy(data))
 
-    def unpack(self, packed, bits, rows, magnitudes, denominator, out):
-        codes = packed.view(-1).numpy()
+    def unpack(self, packed, addends, bits, rows, magnitudes, denominator, out):
+        codes = packed.view(addends, -1).numpy()
         for elements, found in fixed_rate.unpack(codes, bits, rows, _bits(magnitudes), denominator):
             # torch converts several NaNs at once to other bits than a single one.
             out[elements] = torch.nan if np.isnan(found).any() else torch.from_numpy(found)

@@ -63,8 +63,12 @@ def add_packed(packed: np.ndarray, bits: int, out_bits: int) -> np.ndarray:
 def unpack(
     packed: np.ndarray, bits: int, rows: Rows, magnitudes: np.ndarray, denominator: float
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """For each block that `rows` covers, the slice of its elements, and their values, float32."""
-    codes = _unpacked(packed, bits)
+    """For each block that `rows` covers, the slice of its elements, and their values, float32.
+
+    Args:
+        packed: of each addend, the codes of these blocks: uint8, [addends, bytes].
+    """
+    codes = sum(_unpacked(each, bits) for each in packed)
     for i, (elements, scale) in enumerate(_blocks(rows)):
         count = elements.stop - elements.start
         if magnitudes[scale] == INFINITE_MAGNITUDE:

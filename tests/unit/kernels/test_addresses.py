@@ -82,7 +82,8 @@ CALLS = {
     "pack": {"x": floats(), "rows": ROWS, "magnitudes": magnitudes(), "bits": BITS, "packed": packed()},
     "add_packed": {"packed": packed(), "count": 2, "bits": BITS, "out": packed(2, 5), "out_bits": 5},
     "unpack": {
-        "packed": packed(), "bits": BITS, "rows": ROWS, "magnitudes": magnitudes(), "denominator": 1.0, "out": floats()
+        "packed": packed(2 * RATE_BLOCKS), "addends": 2, "bits": BITS, "rows": ROWS, "magnitudes": magnitudes(),
+        "denominator": 1.0, "out": floats(),
     },
 }  # fmt: skip
 SIZES_THE_CALL = {  # the tensors whose own length says how much is worked on: they are never too short

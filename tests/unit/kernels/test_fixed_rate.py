@@ -53,10 +53,10 @@ def add(backend, packed, count, bits, out_bits) -> torch.Tensor:
     return memory[:size]
 
 
-def unpack(backend, packed, bits, rows, magnitudes, denominator, dtype) -> torch.Tensor:
+def unpack(backend, packed, bits, rows, magnitudes, denominator, dtype, addends=1) -> torch.Tensor:
     """The values; those that `rows` does not cover stay -1."""
     memory = torch.full((rows.numel + 64,), -1.0, dtype=dtype)
-    backend.unpack(packed, bits, rows, magnitudes, denominator, memory[: rows.numel])
+    backend.unpack(packed, addends, bits, rows, magnitudes, denominator, memory[: rows.numel])
     assert (memory[rows.numel :] == -1).all()
     return memory[: rows.numel]
 
@@ -92,6 +92,20 @@ def test_large_outputs(backend, dtype):
     packed = pack(REFERENCE, x, rows, magnitudes, 4)
     expected = unpack(REFERENCE, packed, 4, rows, magnitudes, 7.0, dtype)
     assert_same(unpack(backend, packed, 4, rows, magnitudes, 7.0, dtype), expected)
+
+
+@pytest.mark.parametrize("addends", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_that_are_added_up_as_they_are_decoded_give_the_values_of_their_sums(any_backend, shape, addends):
+    rows = Rows.of(*shape)
+    x = floats(rows.numel, torch.float32)
+    magnitudes = magnitudes_of(REFERENCE, x, rows)
+    for bits in BITS:
+        of_ranks = [pack(REFERENCE, x, rows, magnitudes, bits, NOISE.from_element(rank)) for rank in range(addends)]
+        together, of_sums = torch.cat(of_ranks), bits + 2
+        sums = add(REFERENCE, together, addends, bits, of_sums)
+        expected = unpack(REFERENCE, sums, of_sums, rows, magnitudes, 7.0, torch.float32)
+        assert_same(unpack(any_backend, together, bits, rows, magnitudes, 7.0, torch.float32, addends), expected)
 
 
 @pytest.mark.parametrize("first, blocks", [(0, 1), (1, 2), (2, 0), (2, 1)])
