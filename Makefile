@@ -20,7 +20,7 @@ BIN := .venv/bin
 COVERAGE ?= $(CURDIR)/.cache/coverage
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu convergence fuzz soak thirdparty versions docs clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence fuzz soak thirdparty versions docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -60,8 +60,11 @@ lint: setup-tools  ## style of all Python files
 bench: setup-tools  ## speed of the coders beside memcpy
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
 
-gpu: setup    ## all there is to run on a machine with a GPU, in 8 minutes (TORCH_INDEX_URL: a torch that sees it)
+gpu: setup    ## all there is to run on a machine with a GPU, in 9 minutes (TORCH_INDEX_URL: a torch that sees it)
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+carry: setup-tools  ## a folder, carry/, for a machine with a GPU, torch and no network: python3 benchmarks/gpu.py there
+	@$(BIN)/python tools/carry.py $(ARGS)
 
 convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (3 hours)
 	@$(BIN)/python benchmarks/convergence/suite.py $(ARGS)
@@ -83,6 +86,6 @@ docs: setup-tools  ## the documentation as a site in site/, with every link chec
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## remove .venv, build products and results
-	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache site
+	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache site carry
 	find ncz_plugins -name '*.so' -delete
 	find ncz_plugins examples benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,14 +1,22 @@
-"""Runs everything for a machine with a GPU: one command, about 8 minutes at most, no network.
+"""Runs everything for a machine with a GPU: one command, 9 minutes at most, no network.
 
-    make gpu        or, where torch, CuPy, pytest and hypothesis are installed:  python benchmarks/gpu.py [--out FOLDER]
-    TORCH_DIST_USE_NCCL2=0 make gpu        with the NCCL groups of torch before 2.15
+    make gpu                            makes .venv first, which takes a network
+    python3 benchmarks/gpu.py           on a machine that has torch and no network, with the folder of `make carry`
+    python3 benchmarks/gpu.py --dry     without a GPU: each stage, but for what takes one
+    TORCH_DIST_USE_NCCL2=0 make gpu     with the NCCL groups of torch before 2.15
 
-Builds the native library if it is missing, because the tests compare results with it. Then runs, each for a limited
-time: the compiler, so that no rank has to wait for it; the speed of the kernels; all_reduce over NCCL between processes
-that share this GPU by CUDA MPS; training steps of DeepSpeed, if installed, likewise; and side by side the tests marked
-`gpu` and compute-sanitizer (memcheck, racecheck), if installed, on the small ones. Shows the output of each, then a
-table, and writes all figures to FOLDER/gpu.json and a picture of the speed-ups to FOLDER/gpu.png, if matplotlib is
-installed.
+The stages, what is wanted most first, each for a limited time:
+
+    compile           the kernels, unless they were carried, so that no rank waits for them
+    kernels           microseconds of each kernel beside its prediction, and the speed of whole operations
+    calls             all_reduce over NCCL between 2 and 4 processes that share this GPU by CUDA MPS
+    tests             those marked `gpu`
+    sanitizer         compute-sanitizer's memcheck and racecheck, on small tests
+    training steps    of DeepSpeed, between 2 processes that share this GPU
+
+What was found is kept if a later stage fails or is cut off, or if this program is ended: figures and output in
+FOLDER/stages as they come, and all figures in FOLDER/gpu.json after each stage. A summary follows, and a picture of the
+speed-ups, FOLDER/gpu.png, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -27,12 +35,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that nothing needs to be installed
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # so that nothing needs to be installed
+
+import carry
+
+if __name__ == "__main__":
+    carry.unpack()
 
 import torch
 from rich.console import Console
@@ -42,7 +55,11 @@ from ncz_plugins import kernels
 from ncz_plugins.cli import machine
 from ncz_plugins.kernels.cpu import LIBRARY
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+SECONDS = 540  # for all stages
+LACKS = "left out: see what is not here"
+SECONDS_TO_END = 8  # for a command that is interrupted: pytest then says what has failed so far
+PYTHON = [sys.executable, "-u"]
+PYTEST = [*PYTHON, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
 # By CUDA MPS or without it, where processes are killed or watched. Ranks that tests start serve all tests of a file.
 # Other folders need more packages, and no GPU.
 RANKS = ["tests/distributed", "tests/integration"]
@@ -55,44 +72,101 @@ TESTS = [["-n", "4", "--dist", "load", "tests/cuda"], ["-k", "faults", "tests/di
 WITHOUT_MPS = ["env", "-u", "CUDA_MPS_PIPE_DIRECTORY", "-u", "CUDA_MPS_LOG_DIRECTORY"]
 SMALL = ["-k", "test_floats_with_all_coders or test_frames", "tests/cuda/test_on_gpu.py"]
 SMALLER = ["-k", "test_floats_with_all_coders", "tests/cuda/test_on_gpu.py"]  # racecheck is slower
-COMPILE = [sys.executable, "-c", "from ncz_plugins.kernels.cuda import nvrtc; nvrtc.compile_ahead()"]
+# Without a GPU: the same programs on CPUs, with little to do.
+SMALL_CALLS = ["--device", "cpu", "--mib", "1", "--repeats", "1"]
+SMALL_STEPS = ["--device", "cpu", "--layers", "1", "--width", "64", "--heads", "4", "--steps", "4"]
 
 
 @dataclass
 class Stage:
+    """A part of the run.
+
+    Attributes:
+        commands: run side by side.
+        seconds: when to give up; later, if the stages before it took less than theirs.
+        figures: JSON file that it leaves.
+        shares_card: whether processes of it, whose times are compared, share the GPU.
+    """
+
     name: str
-    commands: list[list[str]]  # that run side by side
-    seconds: int  # when to give up
-    results: str | None = None  # JSON that it leaves
-    shares_card: bool = False  # among processes whose times are to be compared
+    commands: list[list[str]]
+    seconds: int
+    figures: Path | None = None
+    shares_card: bool = False
 
 
-def stages(out: Path) -> list[Stage]:
-    """What to do, what is wanted most first. All of it together takes less than 8 minutes."""
-    kernels_json = out / "kernels.json"
+def stages(folder: Path, dry: bool) -> list[Stage]:
+    """What to do, what is wanted most first. A stage that lacks a program or package has no commands.
+
+    Args:
+        folder: where they leave their figures.
+        dry: without a GPU.
+    """
+    file = folder / "kernels.json"
+    compile = f"import carry; carry.prepare_kernels({carry.ARCH!r})" if dry else "import carry; carry.prepare_kernels()"
     found = [
-        Stage("compile", [COMPILE], 40),
-        Stage("kernels", [[*_benchmark("gpu_kernels.py"), "--json", str(kernels_json)]], 20, kernels_json.name),
+        Stage("compile", [[*PYTHON, "-c", compile]], 40),
+        Stage("kernels", [[*_benchmark("gpu_kernels.py", file), *["--dry"] * dry]], 40, file),
     ]
-    for ranks, seconds in ((2, 35), (4, 45)):
-        file = out / f"nccl-{ranks}-ranks.json"
-        command = [*_benchmark("gpu_ranks.py"), "--ranks", str(ranks), "--json", str(file)]
-        found.append(Stage(f"NCCL, {ranks} ranks", [command], seconds, file.name, shares_card=True))
-    if importlib.util.find_spec("deepspeed"):
-        file = out / "steps.json"
-        command = [*_benchmark("gpu_steps.py"), "--kinds", "plain", "default", "bits", "--json", str(file)]
-        found.append(Stage("training steps", [command], 80, file.name, shares_card=True))
+    for ranks, seconds in ((2, 40), (4, 50)):
+        file = folder / f"calls-{ranks}-ranks.json"
+        command = [*_benchmark("gpu_ranks.py", file), "--ranks", str(ranks), *(SMALL_CALLS if dry else [])]
+        found.append(Stage(f"calls, {ranks} ranks", [command], seconds, file, shares_card=True))
     tests = [[*PYTEST, *each] for each in TESTS_BY_MPS] + [[*WITHOUT_MPS, *PYTEST, *each] for each in TESTS]
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if sanitizer:
-        # Each tensor is memory of its own, so that what is read behind its end is seen.
-        check = [*WITHOUT_MPS, "PYTORCH_NO_CUDA_MEMORY_CACHING=1", sanitizer, "--error-exitcode", "9", "--tool"]
-        tests += [[*check, "memcheck", *PYTEST, *SMALL], [*check, "racecheck", *PYTEST, *SMALLER]]
-    return [*found, Stage("tests", tests, 230, shares_card=True)]
+    if dry:  # without a GPU there are no tests marked `gpu`: all are looked at, in the same files
+        tests = [[*PYTHON, "-m", "pytest", "--collect-only", "-q", *each] for each in TESTS_BY_MPS + TESTS]
+    found.append(Stage("tests", tests, 190, shares_card=True))
+    found.append(Stage("sanitizer", _sanitizing(dry), 90))
+    file = folder / "training-steps.json"
+    command = [*_benchmark("gpu_steps.py", file), "--kinds", "plain", "default", "bits", *(SMALL_STEPS if dry else [])]
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    found.append(Stage("training steps", [command] * has_deepspeed, 70, file, shares_card=True))
+    return found
 
 
-def _benchmark(program: str) -> list[str]:
-    return [sys.executable, str(ROOT / "benchmarks" / program)]
+def _benchmark(program: str, figures: Path) -> list[str]:
+    return [*PYTHON, str(ROOT / "benchmarks" / program), "--json", str(figures)]
+
+
+def _sanitizing(dry: bool) -> list[list[str]]:
+    """Commands of compute-sanitizer; none, if it is not installed."""
+    program = _compute_sanitizer()
+    if program is None:
+        return []
+    if dry:
+        return [[program, "--version"]]
+    # Each tensor is memory of its own, so that what is read behind its end is seen.
+    check = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", program, "--error-exitcode", "9", "--tool"]
+    return [[*check, "memcheck", *PYTEST, *SMALL], [*check, "racecheck", *PYTEST, *SMALLER]]
+
+
+def _compute_sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+
+
+def lacking() -> list[str]:
+    """What is not here, and what that means."""
+    packages = {
+        "cupy": "no kernel runs",
+        "pytest": "no test runs",
+        "pytest_timeout": "no test runs",
+        "xdist": "most tests don't run",
+        "hypothesis": "tests of kernels don't run",
+        "deepspeed": "no training steps",
+        "matplotlib": "no picture",
+        "nvidia.nvcomp": "no comparison with nvCOMP",
+    }
+    found = (
+        [] if torch.cuda.is_available() else [f"a CUDA device that torch {torch.__version__} sees: nothing is measured"]
+    )
+    for package, meaning in packages.items():
+        if importlib.util.find_spec(package.partition(".")[0]) is None or importlib.util.find_spec(package) is None:
+            found.append(f"{package}: {meaning}")
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        found.append("nvidia-cuda-mps-control: the times of ranks tell of the driver's time slices")
+    if _compute_sanitizer() is None:
+        found.append("compute-sanitizer: memory accesses and races are not checked")
+    return found
 
 
 @contextlib.contextmanager
@@ -134,31 +208,121 @@ def build() -> None:
         )
 
 
-def run(stage: Stage) -> tuple[str, float]:
-    """How it ended, and after how many seconds."""
-    started = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    with (
-        shared_card() if stage.shares_card else contextlib.nullcontext({}) as variables,
-        tempfile.TemporaryFile("w+") as log,
-    ):
-        start = partial(subprocess.Popen, cwd=ROOT, env=environment | variables, start_new_session=True)
-        first, *others = stage.commands  # the output of the others would be mixed with that of the first
-        processes = [start(first), *(start(command, stdout=log, stderr=log) for command in others)]
+def run(stage: Stage, seconds: float, folder: Path) -> dict:
+    """Run the commands of a stage.
+
+    Args:
+        seconds: when to give up.
+        folder: where each command's output goes, as it comes.
+
+    Returns: the outcome, and the last line of each command's output.
+    """
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+    names = [
+        f"{stage.name.replace(', ', '-').replace(' ', '-')}-{number + 1}.log" for number in range(len(stage.commands))
+    ]
+    with ExitStack() as stack:
+        variables = stack.enter_context(shared_card()) if stage.shares_card and torch.cuda.is_available() else {}
+        environment = os.environ | {"PYTHONPATH": paths} | variables
+        processes = []
         try:
-            codes = [process.wait(max(0, started + stage.seconds - time.monotonic())) for process in processes]
-            failed = [str(code) for code in codes if code]
-            verdict = f"failed with {', '.join(failed)}" if failed else "passed"
-        except subprocess.TimeoutExpired:
-            verdict = f"not done within {stage.seconds} s"
+            for command, name in zip(stage.commands, names):
+                log = stack.enter_context(open(folder / name, "wb"))
+                # A session of its own, to be ended with all that it starts.
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+                processes.append(process)
+            outcome = _outcome(processes, seconds)
         finally:
-            for process in processes:  # with the ranks that it started
+            for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            log.seek(0)
-            print(log.read(), flush=True)
-    return verdict, time.monotonic() - started
+    last_lines = [(folder / name).read_text(errors="replace").rstrip().rpartition("\n")[2] for name in names]
+    return {"outcome": outcome, "last lines": dict(zip(names, (line.strip("= ") for line in last_lines)))}
+
+
+def _outcome(processes: list[subprocess.Popen], seconds: float) -> str:
+    """Wait for the commands of a stage, and interrupt them if they take too long."""
+    end = time.monotonic() + seconds
+    try:
+        failed = [code for process in processes if (code := process.wait(max(0, end - time.monotonic())))]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            end = time.monotonic() + SECONDS_TO_END
+            for process in processes:
+                process.wait(max(0, end - time.monotonic()))
+        return f"not done within {seconds:.0f} s"
+    return f"failed with {', '.join(map(str, failed))}" if failed else "passed"
+
+
+def run_all(found: list[Stage], out: Path, report: dict, seconds: float) -> None:
+    """Run the stages, and keep after each what there is.
+
+    Args:
+        report: all that is known; what the stages find is added, and written to out/gpu.json.
+    """
+    end = time.monotonic() + seconds
+    for number, stage in enumerate(found):
+        started = time.monotonic()
+        left, later = end - started, sum(each.seconds for each in found[number + 1 :])
+        here = report["stages"][stage.name] = {"outcome": "ended from outside"}
+        print(f"=== {stage.name}: {'; '.join(map(shlex.join, stage.commands))}", flush=True)
+        try:
+            if not stage.commands:
+                here["outcome"] = LACKS
+            elif left < 1:
+                here["outcome"] = "left out: no time"
+            else:
+                # What the stages before have not used is for this one.
+                here |= run(stage, max(min(stage.seconds, left), left - later), out / "stages")
+        finally:
+            here["seconds"] = time.monotonic() - started
+            if stage.figures and stage.figures.exists():
+                here["figures"] = json.loads(stage.figures.read_text())  # as far as it got
+            (out / "gpu.json").write_text(json.dumps(report, indent=1))
+            print(f"{here['outcome']}, {here['seconds']:.0f} s", flush=True)
+
+
+# ------------------------------------------------------------------ at the end
+
+
+def calls_of(report: dict) -> list[dict]:
+    """The rows of all calls, see gpu_ranks.py."""
+    return [
+        row for name, stage in report["stages"].items() if name.startswith("calls") for row in stage.get("figures", [])
+    ]
+
+
+def calls_table(rows: list[dict]) -> Table:
+    """Milliseconds of plain calls, and the speed-up of the others."""
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    table = Table(title="all_reduce: ms of plain NCCL, and how many times as fast the others are")
+    for heading in ("ranks", "dtype", "MiB", *contenders):
+        table.add_column(heading, justify="right")
+    by_call: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        by_call.setdefault((row["ranks"], row["dtype"], row["mib"]), {})[row["contender"]] = row
+    for call, found in by_call.items():
+        plain = f"{1e3 * found['plain']['seconds']:.2f}"
+        others = [f"{found[name]['speed_up']:.2f}" if name in found else "" for name in contenders if name != "plain"]
+        table.add_row(*map(str, call), plain, *others)
+    return table
+
+
+def summary(report: dict) -> Table:
+    """One row for each stage, and what its commands said last, as pytest its counts."""
+    title = f"{report['gpu']}, torch {report['torch']}, NCCL {report['nccl']}, CuPy {report['cupy']}"
+    table = Table(title=title)
+    for heading in ("stage", "outcome", "seconds", "last lines"):
+        table.add_column(heading)
+    for name, stage in report["stages"].items():
+        lines = "\n".join(stage.get("last lines", {}).values()) if name in ("tests", "sanitizer") else ""
+        table.add_row(name, stage["outcome"], f"{stage['seconds']:.0f}", lines)
+    return table
 
 
 def draw(rows: list[dict], file: Path) -> None:
@@ -189,41 +353,48 @@ def draw(rows: list[dict], file: Path) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", metavar="FOLDER", help="default: results")
+    parser.add_argument("--dry", action="store_true", help="without a GPU")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all stages (default: %(default)s)")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} finds no CUDA device here")
+    lacks = lacking()
+    print("\n".join(f"not here: {each}" for each in lacks), flush=True)
+    if not (torch.cuda.is_available() or arguments.dry):
+        sys.exit(f"torch {torch.__version__} finds no CUDA device here. --dry tries all that needs none")
+    # Ends like an interruption: what was found is written, and nothing goes on running.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     build()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report = {
-        "gpu": torch.cuda.get_device_name(),
+    folder = arguments.out.resolve() / "stages"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    report = about() | {"lacks": lacks, "stages": {}}
+    try:
+        run_all(stages(folder, arguments.dry), folder.parent, report, arguments.seconds)
+    finally:
+        if (folder / "kernels-1.log").exists():
+            print((folder / "kernels-1.log").read_text())
+        rows = [] if arguments.dry else calls_of(report)
+        if rows:
+            Console().print(calls_table(rows))
+            draw(rows, folder.parent / "gpu.png")
+        Console().print(summary(report))
+    if any(stage["outcome"] not in ("passed", LACKS) for stage in report["stages"].values()):
+        sys.exit(1)
+
+
+def about() -> dict:
+    """The machine."""
+    on_card = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if on_card else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_card else None,
         "TORCH_DIST_USE_NCCL2": os.environ.get("TORCH_DIST_USE_NCCL2"),  # which class of groups "nccl" is
         "cupy": machine.report()["packages"]["cupy"],
         "python": platform.python_version(),
         "command": "python benchmarks/gpu.py",
-        "stages": {},
     }
-    table = Table(title=f"{report['gpu']}, torch {report['torch']}, NCCL {report['nccl']}, CuPy {report['cupy']}")
-    for heading in ("stage", "outcome", "seconds"):
-        table.add_column(heading)
-    for stage in stages(arguments.out):
-        print(f"\n=== {stage.name}: {'; '.join(map(shlex.join, stage.commands))}", flush=True)
-        file = arguments.out / stage.results if stage.results else None
-        if file:
-            file.unlink(missing_ok=True)
-        verdict, seconds = run(stage)
-        figures = json.loads(file.read_text()) if file and file.exists() else None  # as far as it got
-        report["stages"][stage.name] = {"outcome": verdict, "seconds": seconds, "figures": figures}
-        (arguments.out / "gpu.json").write_text(json.dumps(report, indent=1))  # what there is, if the rest is cut off
-        table.add_row(stage.name, verdict, f"{seconds:.0f}")
-    Console().print(table)
-    figures = [stage["figures"] for name, stage in report["stages"].items() if name.startswith("NCCL")]
-    draw([row for rows in figures for row in rows or []], arguments.out / "gpu.png")
-    if any(stage["outcome"] != "passed" for stage in report["stages"].values()):
-        sys.exit(1)
 
 
 if __name__ == "__main__":

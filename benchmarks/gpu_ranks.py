@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +28,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from codec import gradient
-from one_gpu import run_ranks
 from rich.console import Console
 from rich.table import Table
 
 import ncz_plugins
 from ncz_plugins.cli.perf.contenders.collectives import all_gather_single
+from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.codec.fixed_rate import equal_rows, levels_of, sum_bits
 from ncz_plugins.core.transport.nccl_classes import nccl_class_of
+from ncz_plugins.core.whole_files import write_whole
 from ncz_plugins.kernels.format import CHUNK, RATE_BLOCK, SCALE_BLOCK, packed_bytes
 
 MIB = 1 << 20
@@ -172,11 +174,39 @@ def rank_main(arguments) -> None:
             rows.append(row)
         del calls, call  # a graph must be gone before its communicator is
         if rank == 0:  # what there is, if the rest is cut off
-            Path(os.environ["NCZ_RESULT"]).write_text(json.dumps(rows))
+            write_whole(Path(os.environ["NCZ_RESULT"]), json.dumps(rows))
     for communicator in communicators.values():
         communicator.close()
     dist.barrier(dist.new_group(backend="gloo"))
     dist.destroy_process_group()
+
+
+def run_ranks(command: list[str], ranks: int, seconds: float, environment: dict[str, str]) -> list[int]:
+    """Run a command once for each rank, each as if on a host of its own, and return their exit codes.
+
+    NCCL then sends through sockets. All processes are gone at the end.
+    Raises subprocess.TimeoutExpired.
+    """
+    port, started = free_port(), []
+    for rank in range(ranks):
+        of_rank = {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NCCL_HOSTID": f"ncz-{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        started.append(subprocess.Popen(command, env=os.environ | of_rank | environment))
+    deadline = time.monotonic() + seconds
+    try:
+        return [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def main():

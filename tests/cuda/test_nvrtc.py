@@ -190,6 +190,14 @@ def test_other_sources_flags_or_compilers_are_compiled_again(compilations, monke
     assert compilations == [kind] * 4
 
 
+def test_kernels_that_were_compiled_elsewhere_are_found(compilations, monkeypatch):
+    """By another version of the compiler, for one."""
+    kind = (torch.float32, "sm_75")
+    monkeypatch.setattr(nvrtc.nvrtc, "getVersion", lambda: (99, 0))
+    nvrtc.keep(*kind, b"\x7fELF of another machine")
+    assert nvrtc.compiled(*kind) == b"\x7fELF of another machine" and compilations == []
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"\x01"])
 def test_a_damaged_file_is_compiled_again(compilations, compiled, tmp_path, damage):
     kind = (torch.float32, "sm_75")

@@ -167,9 +167,15 @@ def compiled(dtype: torch.dtype, arch: str) -> bytes:
     return code
 
 
-def compile_ahead() -> None:
-    """Compile all element types for the current device at once, except for those on disk."""
-    arch = architecture(*torch.cuda.get_device_capability())
+def keep(dtype: torch.dtype, arch: str, code: bytes) -> None:
+    """Put kernels on disk that were compiled elsewhere, from sources with the same `digest`."""
+    folder = _cache_folder()
+    if folder is not None:
+        _write(folder / f"{_key(dtype, arch)}.cubin", code)
+
+
+def compile_ahead(arch: str) -> None:
+    """Compile all element types at once, except for those on disk."""
     with ThreadPoolExecutor(len(DTYPES)) as pool:
         list(pool.map(lambda dtype: compiled(dtype, arch), DTYPES))
 
@@ -195,10 +201,14 @@ def _flags(dtype: torch.dtype, arch: str) -> tuple[str, ...]:
     return (*FLAGS, f"-DNCZ_DTYPE={DTYPES.index(dtype)}", f"--gpu-architecture={arch}")
 
 
+def digest(dtype: torch.dtype, arch: str) -> str:
+    """Hash of the sources and flags that kernels are compiled from."""
+    return hashlib.sha256("\0".join((*_flags(dtype, arch), _digest_of_sources())).encode()).hexdigest()
+
+
 def _key(dtype: torch.dtype, arch: str) -> str:
     """Hash of everything that compiled kernels depend on."""
-    text = "\0".join((*_flags(dtype, arch), str(nvrtc.getVersion()), _digest_of_sources()))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(f"{digest(dtype, arch)}{nvrtc.getVersion()}".encode()).hexdigest()
 
 
 @functools.cache
