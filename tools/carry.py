@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--python", default=here, help="version of Python there (default: %(default)s)")
     parser.add_argument("--cupy", action="store_true", help="with CuPy, which the machine lacks")
     arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # the kernels of this checkout
     pack(arguments.python, arguments.cupy)
 
 
