@@ -21,16 +21,16 @@ inline int in_block(int length, int first) {
     return left < 0 ? 0 : left < BLOCK ? left : BLOCK;
 }
 
-// Calls `use` with each block of a call.
+// Calls `use` with each block of a call, and its number.
 template <class Function>
 void for_each_block(const Rows& rows, Function use) {
     for (int64_t row = 0; row < rows.count; ++row)
-        for (int64_t i = 0; i < rows.blocks; ++i) use(scale_block(rows, row, i));
+        for (int64_t i = 0; i < rows.blocks; ++i) use(scale_block(rows, row, i), row * rows.blocks + i);
 }
 
 template <class T>
 void block_magnitudes(const T* x, const Rows& rows, uint16_t* magnitudes) {
-    for_each_block(rows, [&](const ScaleBlock& block) {
+    for_each_block(rows, [&](const ScaleBlock& block, int64_t) {
         uint32_t largest = 0;
         prefetch<READ>(x + block.begin, RATE_BLOCK);
         for (int k = 0; k < block.length; ++k) {
@@ -46,9 +46,8 @@ void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bit
     float levels = float((1 << (bits - 1)) - 1);
     RandomWords random(noise ? *noise : Noise{});
     PackedBlock packed;
-    for_each_block(rows, [&](const ScaleBlock& block) {
-        uint8_t* to = out;
-        out += PackedBlock::size(bits);
+    for_each_block(rows, [&](const ScaleBlock& block, int64_t number) {
+        uint8_t* to = out + number * int64_t(PackedBlock::size(bits));
         float inverse_step = inverse_step_of(magnitudes[block.scale], levels);
         if (inverse_step == 0) {
             memset(to, 0, PackedBlock::size(bits));
@@ -104,10 +103,10 @@ template <class T>
 void unpack(const uint8_t* packed, int64_t addends, unsigned bits, const Rows& rows, const uint16_t* magnitudes,
             float denominator, T* out) {
     int64_t blocks = rows.count * rows.blocks, addend_bytes = blocks * int64_t(PackedBlock::size(bits));
+    PackedBlock last;
     bool is_large = blocks * RATE_BLOCK * int64_t(sizeof(T)) >= STREAMED_BYTES;
-    for_each_block(rows, [&](const ScaleBlock& block) {
-        const uint8_t* from = packed;
-        packed += PackedBlock::size(bits);
+    for_each_block(rows, [&](const ScaleBlock& block, int64_t number) {
+        const uint8_t* from = packed + number * int64_t(PackedBlock::size(bits));
         T* to = out + block.begin;
         bool is_streamed = is_large && can_stream(to);  // rows may have any length
         if (magnitudes[block.scale] == INFINITE_MAGNITUDE) {
@@ -115,9 +114,13 @@ void unpack(const uint8_t* packed, int64_t addends, unsigned bits, const Rows& r
             return;
         }
         float scale = magnitude_as_float(magnitudes[block.scale]) / denominator;
-        BlockSums sums(from, addends, addend_bytes, bits);
-        for (int first = 0; first < block.length; first += BLOCK)
-            store_floats(sums.of[first / BLOCK], in_block(block.length, first), scale, is_streamed, to + first);
+        BlockSums before(from, addends - 1, addend_bytes, bits);
+        last.load(from + (addends - 1) * addend_bytes, bits);
+        for (int first = 0; first < block.length; first += BLOCK) {
+            Block codes = unzigzag(unpack_block(last.at(first, bits), bits));
+            if (addends > 1) codes = add_blocks(before.of[first / BLOCK], codes);
+            store_floats(codes, in_block(block.length, first), scale, is_streamed, to + first);
+        }
     });
     if (is_large) end_streaming();
 }
