@@ -66,7 +66,7 @@ gpu: setup    ## all there is to run on a machine with a GPU, in 9 minutes (TORC
 carry: setup-tools  ## a folder, carry/, for a machine with a GPU, torch and no network: python3 benchmarks/gpu.py there
 	@$(BIN)/python tools/carry.py $(ARGS)
 
-convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (3 hours)
+convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (4 hours)
 	@$(BIN)/python benchmarks/convergence/suite.py $(ARGS)
 	@$(BIN)/python benchmarks/convergence/frontier.py $(ARGS)
 

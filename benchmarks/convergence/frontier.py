@@ -23,10 +23,12 @@ import matplotlib
 
 matplotlib.use("Agg")  # draws into files; needs no display
 import matplotlib.pyplot as plt
+import suite
 import torch
 from candidates import Candidate, Quantizer
 from optimizers import optimizers, rate
-from outcome import interval, put_into
+from outcome import interval, name_of, put_into
+from outcome import outcomes as outcomes_of_suite
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -42,6 +44,7 @@ NUMBERS = ROOT / "benchmarks" / "results" / "frontier.json"
 PICTURE = ROOT / "docs" / "images" / "frontier.png"
 NOTEBOOK, MARK = ROOT / "docs" / "notebook" / "convergence.md", "<!-- frontier -->"
 CURVE = 20  # points of a loss curve, each a mean
+MOST_DRAWN_BITS = 4  # of fixed rates: more would take all of the picture
 KEPT = ROOT / "results" / "frontier.jsonl"
 
 
@@ -317,7 +320,11 @@ def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]], processes: int
 
 
 def draw(found: list[Outcome]) -> None:
-    """Loss added against bits, a plot for each group. The numbers are those of the table in the documentation."""
+    """Loss added against bits, a plot for each group. The numbers are those of the table in the documentation.
+
+    Crosses are fixed rates, which the suite has trained by real processes.
+    """
+    fixed_rates = [each for each in outcomes_of_suite(suite.published()) if each.setting.is_fixed_rate]
     groups = list(dict.fromkeys(each.group for each in found))
     rows = -(-len(groups) // 2)
     figure, plots = plt.subplots(rows, 2, figsize=(18, 6 * rows), layout="constrained", squeeze=False)
@@ -333,6 +340,11 @@ def draw(found: list[Outcome]) -> None:
             x, y = each.bits, 100 * fmean(each.added)
             axes.plot(x, y, markers[each.candidate.scale], color=colors[each.candidate.rounding])
             axes.annotate(f"{number}", (x, y), (5, 4), textcoords="offset points", size=8)
+        for each in fixed_rates:
+            if each.group == group and each.setting.bound <= MOST_DRAWN_BITS:
+                place = 32 / each.mean("ratio"), 100 * fmean(each.added)
+                axes.plot(*place, "x", color=colors["nearest" if each.setting.kind == "bits" else "strata"])
+                axes.annotate(name_of(each.setting), place, (5, 4), textcoords="offset points", size=8)
         axes.axhline(0.15, color="gray", linestyle="--", linewidth=0.8)
         axes.set(title="{}, {}, {} ranks, {} steps".format(*group), xlabel="bits per value", ylabel="loss added, %")
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
@@ -340,6 +352,7 @@ def draw(found: list[Outcome]) -> None:
             axes.plot([], [], "o", color=color, label=name)
         for name, marker in markers.items():
             axes.plot([], [], marker, color="gray", label=f"scale: {name}")
+        axes.plot([], [], "x", color="gray", label="a fixed rate")
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
     figure.savefig(PICTURE, dpi=100)

@@ -19,6 +19,7 @@ from scipy.stats import t as student
 from training import Job, Setting
 
 COLORS = {"bf16": "#7f7f7f", "accurate": "#66a182", "balanced": "#2e86ab", "small": "#edae49", "former": "#d1495b"}
+FIXED_RATE_COLOR = "#8f5ea2"
 HARMLESS = 0.0015  # of the loss: what may be added by the default
 MARK = "<!-- results -->"
 
@@ -80,15 +81,17 @@ def outcomes(runs: dict[Job, dict[str, Any]]) -> list[Outcome]:
 
 
 def name_of(setting: Setting) -> str:
-    """The preset's name, "plain", "bf16", or "former" for the default that was; else what it is."""
+    """The preset's name, "plain", "bf16", "former" for the default that was, or "4 bits"; else what it is."""
+    if setting.is_fixed_rate:
+        return f"{setting.bound:g} bits{' at random' * (setting.kind != 'bits')}"
     named = {preset: name for name, preset in plan.NAMED.items()} | {plan.FORMER: "former"}
     return named.get(setting) or (f"{setting.kind} {setting.bound:g}" if setting.bound else setting.kind)
 
 
 def describe(setting: Setting) -> str:
     """A few words: "small: stochastic 1 per 256"."""
-    if not setting.bound:
-        return setting.kind
+    if not setting.bound or setting.is_fixed_rate:
+        return name_of(setting)
     what = f"{setting.kind} {setting.bound:g} per {setting.block:,}"
     return what if name_of(setting).startswith(setting.kind) else f"{name_of(setting)}: {what}"
 
@@ -146,17 +149,21 @@ def markdown(found: list[Outcome]) -> str:
 
 
 def presets(found: list[Outcome]) -> str:
-    """What each preset costs and saves, for the guide: the groups of 2 ranks with several seeds."""
+    """What each preset and fixed rate costs and saves, for the guide: the groups of 2 ranks with several seeds."""
     groups = [each for each in found if each.group[2] == 2 and len(each.records) > 1]
     optimizers = list(dict.fromkeys(each.group[1] for each in groups))
-    lines = [f"| preset | `value` | to fp32 | to bf16 | {' | '.join(optimizers)} |"]
+    lines = [f"| preset or fixed rate | `value` | to fp32 | to bf16 | {' | '.join(optimizers)} |"]
     lines.append("|---" + "|---:" * (3 + len(optimizers)) + "|")
-    for name, setting in plan.NAMED.items():
+    rows = [
+        (f"`ncclz:{name}`{', the default' * (name == 'balanced')}", setting) for name, setting in plan.NAMED.items()
+    ]
+    rows += [("`mode: bits`", setting) for setting in plan.RATES.values()]
+    rows += [("`mode: bits`, `kind: stochastic`", setting) for setting in plan.RATES_AT_RANDOM.values()]
+    for name, setting in rows:
         of = {each.group[1]: each for each in groups if each.setting == setting}
-        added = (f"{fmean(each.added):+.2%} ± {each.interval:.2%}" for each in map(of.get, optimizers))
+        added = (f"{fmean(each.added):+.2%} ± {each.interval:.2%}" if each else "" for each in map(of.get, optimizers))
         ratio = of["AdamW"].mean("ratio") if "AdamW" in of else math.nan
-        default = ", the default" if name == "balanced" else ""
-        cells = f"`ncclz:{name}`{default}", f"{setting.bound:g}", f"{ratio:.1f}", f"{ratio / 2:.1f}", *added
+        cells = name, f"{setting.bound:g}", f"{ratio:.1f}", f"{ratio / 2:.1f}", *added
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -177,9 +184,14 @@ def draw(found: list[Outcome], path: Path) -> None:
     for group, panel in zip(groups, axes[0]):
         for each in found:
             if each.group == group and each.setting != plan.PLAIN:
-                color, place = COLORS.get(name_of(each.setting), "black"), (each.mean("ratio"), 100 * fmean(each.added))
-                panel.errorbar(*place, 100 * each.interval, fmt="o", color=color, capsize=3)
-                panel.annotate(name_of(each.setting), place, (6, 4), textcoords="offset points", size=8)
+                other = FIXED_RATE_COLOR if each.setting.is_fixed_rate else "black"
+                color, place = COLORS.get(name_of(each.setting), other), (each.mean("ratio"), 100 * fmean(each.added))
+                is_open = each.setting in plan.RATES_AT_RANDOM.values()  # and says no name: those beside it do
+                panel.errorbar(
+                    *place, 100 * each.interval, fmt="o", color=color, capsize=3, mfc="white" if is_open else color
+                )
+                name = "" if is_open else name_of(each.setting)
+                panel.annotate(name, place, (6, 4), textcoords="offset points", size=8)
         panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color="#66a182", alpha=0.2, lw=0)
         panel.set(title=title(group), xlabel="times fewer bytes than fp32")
         panel.title.set_size(10)

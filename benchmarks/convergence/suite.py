@@ -104,7 +104,8 @@ def train_and_keep(jobs: list[Job], console: Console) -> None:
 
 def document(runs: dict[Job, dict[str, Any]]) -> dict[str, Any]:
     """What the JSON file holds."""
-    packages = {name: machine.installed_version(name) for name in ("torch", "numpy", "scikit-learn")}
+    packages = {name: machine.installed_version(name) for name in ("numpy", "scikit-learn")}
+    packages["torch"] = ", ".join(sorted({record["torch"] for record in runs.values()}))
     return {
         "command": "make convergence",
         "versions": {"ncz_plugins": __version__, "python": platform.python_version(), **packages},

@@ -27,8 +27,9 @@ class Setting(NamedTuple):
 
     Attributes:
         kind: "plain" is torch.distributed's own all_reduce, and "bf16" is that of gradients in bfloat16; "nearest",
-            "error feedback" and "stochastic" are ours.
-        bound: times the root mean square of a block; 0 where nothing is quantized.
+            "error feedback" and "stochastic" are ours, and so are "bits" and "stochastic bits", at a fixed rate.
+        bound: times the root mean square of a block, or at a fixed rate bits for each value; 0 where nothing is
+            quantized.
         block: elements that share a scale.
     """
 
@@ -46,9 +47,16 @@ class Setting(NamedTuple):
     @property
     def quantizer(self) -> dict[str, Any]:
         """Settings of `quantizer`."""
-        kind = "stochastic" if self.kind == "stochastic" else "error_bound"
+        kind = "stochastic" if self.kind.startswith("stochastic") else "error_bound"
+        if self.is_fixed_rate:
+            return {"kind": kind, "mode": "bits", "value": self.bound}
         feedback = self.kind == "error feedback"
         return {"kind": kind, "mode": "rms", "value": self.bound, "block": self.block, "error_feedback": feedback}
+
+    @property
+    def is_fixed_rate(self) -> bool:
+        """Whether each value takes the same number of bits."""
+        return self.kind.endswith("bits")
 
 
 class Job(NamedTuple):

@@ -25,8 +25,9 @@ def main() -> None:
     for job in map(Job.read, json.load(sys.stdin)):
         started = time.monotonic()
         found = train(job)
+        found |= {"seconds": time.monotonic() - started, "torch": torch.__version__}
         if records:
-            records.write(json.dumps({"job": job.to_dict(), **found, "seconds": time.monotonic() - started}) + "\n")
+            records.write(json.dumps({"job": job.to_dict(), **found}) + "\n")
     dist.barrier()  # gloo sometimes aborts if a peer's connection goes while it ends
     dist.destroy_process_group()
 

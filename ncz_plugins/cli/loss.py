@@ -12,11 +12,11 @@ LIMITS = f"small models, short runs: {SOURCE}"
 
 
 class Measured(NamedTuple):
-    """Measurement of one setting with mode rms.
+    """Measurement of one setting.
 
     Attributes:
         optimizer: name of the optimizer.
-        kind, block, value: settings of `quantizer`.
+        kind, block, value, mode: settings of `quantizer`.
         added: increase of the training loss, as a share of that of a plain run; mean over seeds.
         gradient_error: relative L2 error of averaged gradients.
     """
@@ -27,6 +27,7 @@ class Measured(NamedTuple):
     value: float
     added: float
     gradient_error: float
+    mode: str = "rms"
 
     @property
     def loss_class(self) -> str:
@@ -65,6 +66,31 @@ MEASURED = (
     Measured("SGD", "stochastic", 256, 0.25, -0.0057, 0.086),
     Measured("SGD", "stochastic", 256, 0.375, -0.0018, 0.127),
     Measured("SGD", "stochastic", 256, 1, -0.0138, 0.325),
+    Measured("AdamW", "error_bound", 256, 3, 0.0094, 0.317, "bits"),
+    Measured("AdamW", "error_bound", 256, 4, 0.0028, 0.144, "bits"),
+    Measured("AdamW", "error_bound", 256, 5, 0.0014, 0.069, "bits"),
+    Measured("AdamW", "error_bound", 256, 6, 0.0001, 0.035, "bits"),
+    Measured("AdamW", "error_bound", 256, 8, 0.0001, 0.009, "bits"),
+    Measured("AdamW", "stochastic", 256, 3, 0.0086, 0.397, "bits"),
+    Measured("AdamW", "stochastic", 256, 4, 0.0021, 0.178, "bits"),
+    Measured("AdamW", "stochastic", 256, 5, 0.0004, 0.086, "bits"),
+    Measured("AdamW", "stochastic", 256, 6, 0.0002, 0.042, "bits"),
+    Measured("AdamW", "stochastic", 256, 8, 0.0001, 0.01, "bits"),
+    Measured("Muon", "error_bound", 256, 3, 0.0252, 0.338, "bits"),
+    Measured("Muon", "error_bound", 256, 4, 0.0128, 0.154, "bits"),
+    Measured("Muon", "error_bound", 256, 5, 0.0064, 0.073, "bits"),
+    Measured("Muon", "error_bound", 256, 6, 0.0027, 0.037, "bits"),
+    Measured("Muon", "error_bound", 256, 8, 0.0003, 0.009, "bits"),
+    Measured("SGD", "error_bound", 256, 3, 0.085, 0.324, "bits"),
+    Measured("SGD", "error_bound", 256, 4, 0.0227, 0.154, "bits"),
+    Measured("SGD", "error_bound", 256, 5, 0.0038, 0.077, "bits"),
+    Measured("SGD", "error_bound", 256, 6, -0.0038, 0.038, "bits"),
+    Measured("SGD", "error_bound", 256, 8, -0.0019, 0.01, "bits"),
+    Measured("SGD", "stochastic", 256, 3, -0.0444, 0.443, "bits"),
+    Measured("SGD", "stochastic", 256, 4, -0.0041, 0.201, "bits"),
+    Measured("SGD", "stochastic", 256, 5, -0.0021, 0.097, "bits"),
+    Measured("SGD", "stochastic", 256, 6, -0.0042, 0.048, "bits"),
+    Measured("SGD", "stochastic", 256, 8, -0.0016, 0.012, "bits"),
 )
 
 
@@ -73,16 +99,20 @@ def expected(quantizer: QuantizerConfig) -> list[Measured]:
     coarser = [
         each
         for each in MEASURED
-        if quantizer.mode == "rms"
-        and each.kind == quantizer.kind_in_effect
+        if (each.mode, each.kind) == (quantizer.mode, quantizer.kind_in_effect)
         and not quantizer.error_feedback
-        and each.value >= quantizer.value
-        and each.block >= (quantizer.block_in_effect or each.block + 1)
+        and _is_as_coarse(each, quantizer)
     ]
     found: dict[str, Measured] = {}
-    for each in sorted(coarser, key=lambda each: each.value):
+    for each in sorted(coarser, key=lambda each: -each.value if each.mode == "bits" else each.value):
         found.setdefault(each.optimizer, each)
     return sorted(found.values(), key=lambda each: each.optimizer)
+
+
+def _is_as_coarse(measured: Measured, quantizer: QuantizerConfig) -> bool:
+    if measured.mode == "bits":
+        return measured.value <= quantizer.value
+    return measured.value >= quantizer.value and measured.block >= (quantizer.block_in_effect or measured.block + 1)
 
 
 def worst_class(quantizer: QuantizerConfig) -> str:
@@ -103,7 +133,7 @@ def describe(quantizer: QuantizerConfig) -> str:
     words = []
     for each in found:
         added = f"{each.added:+.2%}" if each.added > 0 else "none"
-        words.append(f"{each.optimizer}: {each.loss_class}, {added} at rms:{each.value:g}")
+        words.append(f"{each.optimizer}: {each.loss_class}, {added} at {each.mode}:{each.value:g}")
     return f"{'; '.join(words)} ({LIMITS})"
 
 

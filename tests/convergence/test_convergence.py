@@ -22,7 +22,7 @@ CNN = [Job("digits CNN", "SGD", setting, 0, 60) for setting in (plan.PLAIN, plan
 GPT = [
     Job(task, "AdamW", setting, 0, 30)
     for task, settings in (
-        ("GPT tiny", (plan.PLAIN, plan.BF16, plan.BALANCED, Setting("error feedback", 0.25, 256))),
+        ("GPT tiny", (plan.PLAIN, plan.BF16, plan.BALANCED, Setting("error feedback", 0.25, 256), plan.RATES[4])),
         ("GPT tiny bf16", (plan.PLAIN, plan.BALANCED)),
     )
     for setting in settings
@@ -111,14 +111,16 @@ class TestCommittedResults:
         found = [
             loss.Measured(
                 each.group[1],
-                "stochastic" if each.setting.kind == "stochastic" else "error_bound",
+                "stochastic" if each.setting.kind.startswith("stochastic") else "error_bound",
                 each.setting.block,
                 each.setting.bound,
                 pytest.approx(fmean(each.added), abs=5e-5),
                 pytest.approx(each.mean("gradient_error"), abs=5e-4),
+                "bits" if each.setting.is_fixed_rate else "rms",
             )
             for each in outcome.outcomes(committed)
-            if each.setting.kind in ("nearest", "stochastic") and each.group[2] == 2 and len(each.records) > 1
+            if each.setting.bound and each.setting.kind != "error feedback"
+            if each.group[2] == 2 and len(each.records) > 1
         ]
         found += [
             loss.Measured(

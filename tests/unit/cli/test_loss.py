@@ -30,6 +30,15 @@ def test_every_preset_was_measured(name):
 def test_what_is_finer_counts_as_the_next_coarser_setting():
     assert classes(value=0.3) == classes(value=0.375)
     assert classes(kind="error_bound", value=0.2, block=256) == classes(kind="error_bound", value=0.25, block=4096)
+    assert classes(mode="bits", value=7) == classes(mode="bits", value=6)
+
+
+def test_each_kind_of_fixed_rate_was_measured():
+    for kind in ("error_bound", "stochastic"):
+        found = {bits: loss.expected(QuantizerConfig(mode="bits", value=bits, kind=kind)) for bits in (3, 8)}
+        assert all("AdamW" in {each.optimizer for each in some} for some in found.values())
+        assert [each.loss_class for each in found[8] if each.optimizer == "AdamW"] == ["harmless"]
+        assert "at bits:8" in loss.describe(QuantizerConfig(mode="bits", value=8, kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,6 @@ def test_what_is_finer_counts_as_the_next_coarser_setting():
         {"block": 4096},
         {"block": 0},
         {"mode": "rel", "value": 0.01},
-        {"mode": "bits", "value": 4},
         {"error_feedback": True},
     ],
     ids=str,
