@@ -41,6 +41,14 @@ def test_host_tensors_go_over_gloo():
         each.close()
 
 
+def test_gpus_are_not_connected_to_say_that_there_are_no_further_groups():
+    """Where one group is asked for: NCCL, which can't connect here, would say so."""
+    for each in pair():
+        assert each.further_groups(torch.device("cuda", 0)) == []
+        assert each.further_groups(CPU) == []
+        each.close()
+
+
 def test_after_closing_there_is_no_route():
     first, second = pair()
     first.close()
