@@ -129,7 +129,9 @@ def rate_work(backend: GpuBackend, cases: list[Case]) -> Callable[[], None]:
             backend.block_magnitudes(case.x, rows, magnitudes)
             backend.pack(case.x, rows, magnitudes, BITS, packed[0])
             backend.add_packed(packed.view(-1), RANKS, BITS, sums, BITS + 1)
-            backend.unpack(sums, BITS + 1, rows, magnitudes, 7.0, case.out)
+            # What more than two ranks do with a sum, and what two do with the codes of both.
+            backend.unpack(sums, 1, BITS + 1, rows, magnitudes, 7.0, case.out)
+            backend.unpack(packed.view(-1), RANKS, BITS, rows, magnitudes, 7.0, case.out)
 
     return work
 
