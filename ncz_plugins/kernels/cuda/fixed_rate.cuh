@@ -293,12 +293,12 @@ NCZ_KERNEL_OF(THREADS, READER_BLOCKS, ncz_unpack)
     int32_t codes[OCTET];
     sum_octets(packed + number * words, rows.blocks() * words, addends, unsigned(bits), codes);
     float scale = magnitude_as_float(magnitude) / denominator;
-    Element values[OCTET];
+    uint32_t bits_of_nan = NOT_A_NUMBER;
+    load_here(bits_of_nan);  // the compiler would write a NaN of other bits
+    Element values[OCTET], nan;
+    narrow(float_of(bits_of_nan), nan);
 #pragma unroll
-    for (int i = 0; i < OCTET; ++i) {
-        values[i] = value_of(codes[i], scale);
-        if (magnitude == INFINITE_MAGNITUDE) narrow(float_of(NOT_A_NUMBER), values[i]);
-    }
+    for (int i = 0; i < OCTET; ++i) values[i] = magnitude == INFINITE_MAGNITUDE ? nan : value_of(codes[i], scale);
     int first = OCTET * lane();
     store_octet(out + block.begin + first, octet_length(first, block.length), values);
 }
