@@ -44,8 +44,14 @@ HUFFMAN32_PAGE, HUFFMAN32_ROW = 2 * CHUNK, 128  # codes in a page, and in a row 
 HUFFMAN32_LANES = 32  # bit strings per page
 HUFFMAN32_MOST_WORDS = 96  # most words of 16 bits in a lane
 HUFFMAN32_MOST_BITS = 5  # most bits per code of the sample, which leaves room for lanes that need more
-ESCAPE = TOKENS  # HUFFMAN32: stands in front of a token that has no code
-ESCAPED_BITS = 8  # bits of a token behind ESCAPE
+ESCAPE = TOKENS  # HUFFMAN32: stands in front of a letter that has no code
+ESCAPED_BITS = 8  # bits of a letter behind ESCAPE
+# HUFFMAN32 of mostly zeros: a letter stands for a gap, the zeros in front of another symbol of a lane, and that symbol.
+GAPPED = 1  # the width in the header of such a frame; 0: letters are tokens
+NO_MORE = 0  # letter: the rest of the lane is zero
+GAP_LENGTHS = 9  # bit lengths of a gap: a lane has 256 symbols
+GAP_SYMBOLS = 15  # symbols from this one on share a letter for each length, and have a token behind it
+GAP_LETTERS = 1 + GAP_LENGTHS * GAP_SYMBOLS
 PLANES_TILE, PLANES_ROW = 1024, 128  # codes in a tile, and in a row that all lanes of a tile share
 PLANES_LANES = 32  # lanes per tile, each with its own number of bit planes
 RANS_LANES = 4  # states per page

@@ -23,10 +23,11 @@ from test_cuda_kernels import (
 
 from ncz_plugins.kernels.format import (
     CHUNK,
+    DIRECT,
+    GAPPED,
     HEADER_BYTES,
     HUFFMAN32_LANES,
     HUFFMAN32_PAGE,
-    ON_GPUS,
     PIECE,
     SAMPLE_PIECES,
     TOKENS,
@@ -68,6 +69,11 @@ def symbols_of_tokens(tokens: torch.Tensor, seed: int) -> torch.Tensor:
     return first + 2 * torch.minimum(extra.long().clamp(min=0), buffer - 1)
 
 
+def mostly_zero(count: int, share: float, seed: int = 0) -> torch.Tensor:
+    """As `sparse_codes`, whose frequent code is -1, but 0 is frequent."""
+    return sparse_codes(count, share, seed) + 1
+
+
 # ------------------------------------------------------------------ frames
 
 
@@ -75,7 +81,8 @@ def symbols_of_tokens(tokens: torch.Tensor, seed: int) -> torch.Tensor:
 @seeds
 def test_every_count(seed, coding):
     for count in COUNTS:
-        for codes in (codes_of_width(count, 6, seed), sparse_codes(count, 0.05 + 0.2 * seed)):
+        share = 0.05 + 0.2 * seed
+        for codes in (codes_of_width(count, 6, seed), sparse_codes(count, share), mostly_zero(count, share)):
             assert_same_frames(cuda(seed), codes, coding)
 
 
@@ -142,6 +149,60 @@ def test_huffman_gives_way_to_planes(seed, predictor):
     assert outcomes == {Coder.PLANES, Coder.HUFFMAN32}
 
 
+def with_gaps(gaps: torch.Tensor, symbols: torch.Tensor, count: int) -> torch.Tensor:
+    """Codes whose lanes have these gaps and symbols one behind the other, over and over."""
+    lanes = torch.zeros(HUFFMAN32_LANES, HUFFMAN32_PAGE // HUFFMAN32_LANES, dtype=torch.int64)
+    starts = (gaps + 1).cumsum(0) - 1
+    for lane in range(HUFFMAN32_LANES):
+        at = (starts - starts[lane] + gaps[lane]) % int(starts[-1] + 1)
+        inside = at < lanes.shape[1]
+        lanes[lane, at[inside]] = symbols[inside]
+    page = lanes.view(HUFFMAN32_LANES, -1, 4).transpose(0, 1).reshape(-1)
+    return codes_of(page.repeat(-(-count // HUFFMAN32_PAGE))[:count])
+
+
+@codings
+@pytest.mark.parametrize("count", [127, CHUNK + 3, 3 * HUFFMAN32_PAGE + 77])
+def test_every_gap(coding, count):
+    """Of every length, in front of small symbols and of large ones; lanes that end with zeros, or with others."""
+    generator = torch.Generator().manual_seed(count)
+    gaps = torch.randperm(250, generator=generator)
+    symbols = torch.randint(1, 20, (250,), generator=generator)
+    symbols[::25] = symbols_of_tokens(torch.arange(DIRECT, TOKENS, 10), seed=3)
+    for last in (0, 5):
+        codes = with_gaps(gaps, symbols, count)
+        codes[-HUFFMAN32_LANES * 4 :] = last
+        assert_same_frames(cuda(1), codes, coding)
+
+
+@codings
+def test_gaps_that_the_sample_does_not_have(coding):
+    """Letters without a code are escaped."""
+    codes = torch.zeros(20 * HUFFMAN32_PAGE, dtype=torch.int32)
+    codes[5::11], codes[6::173] = 3, 10**6
+    codes = seen_as(torch.arange(128) % 7 // 6, codes)
+    frame = encode_codes(REFERENCE, codes, coding)
+    assert frame[5] == Coder.HUFFMAN32 and frame[7] == GAPPED
+    assert_same_frames(cuda(2), codes, coding)
+
+
+def test_letters_are_those_of_gaps_if_half_of_the_sample_is_zero():
+    widths = []
+    for others in (4096, 4097):
+        codes = torch.zeros(HUFFMAN32_PAGE, dtype=torch.int32)
+        codes[:others] = 1
+        assert_same_frames(cuda(), codes, CODINGS[0])
+        widths.append(int(encode_codes(REFERENCE, codes, CODINGS[0])[7]))
+    assert widths == [GAPPED, 0]
+
+
+def test_another_width_is_refused():
+    """A version of this format that knew only tokens refused frames of gaps so."""
+    frame = frame_of(900, CODINGS[0], True).clone()
+    frame[7] = 2
+    assert check(cuda(), frame, 900) == "coder 5 with width 2 is unknown"
+
+
 def test_huffman_gives_way_to_planes_where_bytes_would_do():
     outcomes = set()
     for count in range(20, 400, 20):
@@ -164,8 +225,8 @@ def test_a_code_that_the_sample_got_wrong(seed):
 def test_nothing_is_raced_for_or_out_of_bounds(coding, sanitizer):
     """Buffers of exactly the bytes that they must have, at odd addresses, and several blocks at a time."""
     for seed, count in enumerate((31, CHUNK + 3, 4 * HUFFMAN32_PAGE + 17)):
-        codes = torch.cat([torch.zeros(1, dtype=torch.int32), sparse_codes(count, 0.3)])[1:]
-        assert_same_frames(cuda(seed, sanitizer), codes, coding)
+        for codes in (sparse_codes(count, 0.3), mostly_zero(count, 0.3)):
+            assert_same_frames(cuda(seed, sanitizer), torch.cat([codes[:1], codes])[1:], coding)
 
 
 # ------------------------------------------------------------------ the selector
@@ -177,6 +238,7 @@ def kinds_of_codes(count: int, seed: int) -> list[torch.Tensor]:
     kinds = [
         codes_of_width(count, 3 + 4 * seed, seed),
         sparse_codes(count, 0.01 * 4**seed, seed=count),
+        mostly_zero(count, 0.01 * 4**seed, seed=count),
         noise.mul(4.0**seed).round(),
         noise.mul(50).round().cumsum(0),
         noise.mul(0.6).round().cumsum(0),
@@ -244,10 +306,14 @@ DOES_NOT_END = "a HUFFMAN32 page does not end where it should"
 
 
 @functools.cache
-def frame_of(count: int, coding: Coding) -> torch.Tensor:
-    frame = encode_codes(REFERENCE, sparse_codes(count, 0.2), coding)  # such as pay
-    assert frame[5] == ON_GPUS.get(coding.coder, coding.coder)
+def frame_of(count: int, coding: Coding, is_gapped: bool) -> torch.Tensor:
+    codes = mostly_zero(count, 0.2)  # such as pay
+    frame = encode_codes(REFERENCE, codes if is_gapped else codes + torch.arange(count).int() * 7 % 5, coding)
+    assert frame[5] == Coder.HUFFMAN32 and frame[7] == (GAPPED if is_gapped else 0)
     return frame
+
+
+letters = pytest.mark.parametrize("is_gapped", [True, False], ids=["gaps", "tokens"])
 
 
 def damaged(frame: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
@@ -287,12 +353,13 @@ def moved(frame: torch.Tensor, count: int, generator: np.random.Generator) -> to
 
 @pytest.mark.parametrize("sanitizer,rounds", [(None, 60), ("address", 15)], ids=["plain", "asan"])
 @codings
-def test_other_bytes(coding, sanitizer, rounds):
+@letters
+def test_other_bytes(coding, is_gapped, sanitizer, rounds):
     refused = 0
     for count in (900, CHUNK + 100, HUFFMAN32_PAGE + 500):
         generator = np.random.default_rng(count)
         for i in range(rounds):
-            verdict = check(cuda(i % 3, sanitizer), damaged(frame_of(count, coding), generator), count)
+            verdict = check(cuda(i % 3, sanitizer), damaged(frame_of(count, coding, is_gapped), generator), count)
             refused += isinstance(verdict, str)
     assert refused > 2 * rounds
 
@@ -301,19 +368,21 @@ def test_other_bytes(coding, sanitizer, rounds):
     "sanitizer,rounds", [(None, 30), ("address", 10), ("thread", 5)], ids=["plain", "asan", "tsan"]
 )
 @codings
-def test_other_sizes(coding, sanitizer, rounds):
+@letters
+def test_other_sizes(coding, is_gapped, sanitizer, rounds):
     """Only the decoders themselves can find these."""
     for count in (2 * CHUNK + 100, 4 * HUFFMAN32_PAGE + 500):
         generator = np.random.default_rng(count)
         for i in range(rounds):
-            verdict = check(cuda(i % 3, sanitizer), moved(frame_of(count, coding), count, generator), count)
+            verdict = check(cuda(i % 3, sanitizer), moved(frame_of(count, coding, is_gapped), count, generator), count)
             assert verdict == DOES_NOT_END
 
 
 @codings
-def test_a_frame_with_more_or_less_behind_it(coding):
+@letters
+def test_a_frame_with_more_or_less_behind_it(coding, is_gapped):
     for count in (900, CHUNK + 100):
-        whole = frame_of(count, coding)
+        whole = frame_of(count, coding, is_gapped)
         for size in (*range(-9, 0), *range(1, 9)):
             other = torch.cat([whole[: whole.numel() + min(0, size)], torch.zeros(max(0, size), dtype=torch.uint8)])
             assert isinstance(check(cuda(), with_length(other), count), str)
@@ -328,9 +397,10 @@ def with_length(frame: torch.Tensor, count: int | None = None) -> torch.Tensor:
     return frame
 
 
-def test_what_fills_a_lane_must_be_zero():
+@letters
+def test_what_fills_a_lane_must_be_zero(is_gapped):
     count = CHUNK + 100
-    frame = frame_of(count, CODINGS[0])
+    frame = frame_of(count, CODINGS[0], is_gapped)
     at = first_page(frame, count)
     sizes = frame[at : at + HUFFMAN32_LANES].numpy().astype(int)
     has_word = np.arange(sizes.max())[:, None] < sizes

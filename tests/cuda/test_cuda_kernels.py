@@ -56,6 +56,7 @@ class Expected(ReferenceBackend):
 REFERENCE = Expected()
 GOLDEN_CODES = dict(np.load(GOLDEN / "codes.npz"))
 GOLDEN_FLOATS = dict(np.load(GOLDEN / "floats.npz"))
+EARLIER_FRAMES = dict(np.load(GOLDEN / "earlier.npz"))
 
 COUNTS = (0, 1, 7, 8, 9, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77, 10007)
 SEEDS = (0, 1)  # of the emulator: orders in which threads and blocks run
@@ -219,6 +220,12 @@ def test_golden_frames(name):
     coding = Coding(Coder[coder.upper()], Predictor[predictor.upper()])
     assert_same(encode_codes(cuda(1), codes, coding), golden)
     assert_same(decode_codes(cuda(1), golden, codes.numel()), codes)
+
+
+@pytest.mark.parametrize("name", EARLIER_FRAMES)
+def test_frames_that_were_written_once_are_read(name):
+    codes, frame = torch.from_numpy(GOLDEN_CODES[name.split("-")[0]]), torch.from_numpy(EARLIER_FRAMES[name])
+    assert_same(decode_codes(cuda(1), frame, codes.numel()), codes)
 
 
 @settings(max_examples=60, deadline=None)

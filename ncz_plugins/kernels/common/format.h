@@ -57,6 +57,7 @@ constexpr int HUFFMAN_LANES = 4;
 constexpr int64_t HUFFMAN32_PAGE = 2 * CHUNK;
 constexpr int HUFFMAN32_ROW = 128, HUFFMAN32_LANES = 32, HUFFMAN32_MOST_WORDS = 96, HUFFMAN32_MOST_BITS = 5;
 constexpr unsigned ESCAPE = TOKENS, ESCAPED_BITS = 8;
+constexpr unsigned GAPPED = 1, NO_MORE = 0, GAP_LENGTHS = 9, GAP_SYMBOLS = 15, GAP_LETTERS = 1 + GAP_LENGTHS * GAP_SYMBOLS;
 constexpr int RANS_LANES = 4;
 constexpr int64_t RANS_PAGE = 4 * CHUNK;
 constexpr unsigned RANS_BITS = 12;

@@ -21,7 +21,7 @@ struct HuffmanTree {
     uint8_t letters[LETTERS];  // of leaves
     uint8_t lengths[LETTERS];  // what comes out, by letter: bits of its code, 0 for one that has none
     int leaves;
-    int stored;      // tokens that have a length in the table of a frame: up to the last one that has a code
+    int stored;      // letters that have a length in the table of a frame: up to the last one that has a code
     uint32_t kraft;  // sum
 };
 
@@ -138,13 +138,15 @@ NCZ_DEVICE unsigned reversed(unsigned code) { return __brev(code) >> (32 - HUFFM
 
 // ------------------------------------------------------------------ encoding
 
-// Tells the kernels that encode of a tree's code.
-NCZ_DEVICE void pass_code(const HuffmanTree& tree, HuffmanEncoding& encoding) {
+// Tells the kernels that encode of a tree's code, and whether its letters are those of gaps.
+NCZ_DEVICE void pass_code(const HuffmanTree& tree, bool is_gapped, HuffmanEncoding& encoding) {
     unsigned letter = threadIdx.x, length = letter < LETTERS ? tree.lengths[letter] : 0;
     int place;
     if (letter < LETTERS)
         encoding.codes[letter] = length ? reversed(first_code(tree.lengths, tree.stored, letter, place)) | length << 16 : 0;
-    if (letter == 0) encoding.stored = tree.stored;
+    if (letter) return;
+    encoding.stored = tree.stored;
+    encoding.width = is_gapped ? GAPPED : 0;
 }
 
 // ------------------------------------------------------------------ decoding
@@ -155,11 +157,11 @@ struct HuffmanOpening {
     uint8_t lengths[LETTERS], letters[LETTERS];
 };
 
-// Reads the code in front of a payload, of `stored` tokens, by a block. Gives what is wrong with it, the same to all threads: 0
-// if nothing.
-NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t capacity, int stored, uint8_t* lengths, uint32_t* scratch) {
+// Reads the code in front of a payload, of `stored` letters, of which there may be `most`, by a block. Gives what is wrong with
+// it, the same to all threads: 0 if nothing.
+NCZ_DEVICE int64_t read_code(const uint8_t* in, int64_t capacity, int stored, int most, uint8_t* lengths, uint32_t* scratch) {
     int place = int(threadIdx.x);
-    if (stored > int(TOKENS) || capacity < huffman_code_bytes(stored)) return damaged(HUFFMAN_TABLE, stored);
+    if (stored > most || capacity < huffman_code_bytes(stored)) return damaged(HUFFMAN_TABLE, stored);
     bool is_stored = place <= stored, is_filling = place == stored + 1 && place % 2;
     unsigned length = is_stored || is_filling ? in[1 + place / 2] >> place % 2 * 4 & 15 : 0;
     if (place < int(LETTERS)) lengths[letter_at(place)] = uint8_t(length);
@@ -182,7 +184,7 @@ NCZ_DEVICE int last_not_above(const uint16_t* numbers, int n, unsigned limit) {
 }
 
 // The code and the letter that any HUFFMAN_MAX_LENGTH bits begin with.
-NCZ_DEVICE void fill_entries(HuffmanOpening& shared, int stored, uint16_t* entries, int* scratch) {
+NCZ_DEVICE void fill_entries(HuffmanOpening& shared, int stored, bool is_gapped, uint16_t* entries, int* scratch) {
     unsigned letter = threadIdx.x;
     bool has_code = letter < LETTERS && shared.lengths[letter];
     int codes = block_sum(int(has_code), scratch), place;
@@ -194,7 +196,7 @@ NCZ_DEVICE void fill_entries(HuffmanOpening& shared, int stored, uint16_t* entri
     __syncthreads();
     for (unsigned bits = threadIdx.x; bits < HUFFMAN_WHOLE; bits += THREADS) {
         unsigned found = shared.letters[last_not_above(shared.firsts, codes, reversed(bits))];
-        entries[bits] = huffman_entry(shared.lengths[found], found);
+        entries[bits] = huffman_entry(shared.lengths[found], is_gapped ? parts_of_gap(found) : found);
     }
 }
 
@@ -207,7 +209,9 @@ NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int part
     int64_t bytes = header.payload_bytes, all;
     int pages = int(huffman_pages_of(input.count)), each = (pages + THREADS - 1) / THREADS;
     int stored = bytes ? payload[0] : int(TOKENS) + 1;
-    int64_t wrong = read_code(payload, bytes, stored, shared.lengths, reinterpret_cast<uint32_t*>(sums));
+    bool is_gapped = header.width == GAPPED;
+    int most = int(is_gapped ? GAP_LETTERS : TOKENS);
+    int64_t wrong = read_code(payload, bytes, stored, most, shared.lengths, reinterpret_cast<uint32_t*>(sums));
     if (wrong) return wrong;
     int code = huffman_code_bytes(stored), first_page = code + page_table_bytes(pages);
     if (bytes < first_page) return damaged(PAGES_TABLE, bytes - code);
@@ -224,7 +228,7 @@ NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int part
         offsets[page] = place_page(at, words);
         at += 2 * words;
     }
-    fill_entries(shared, stored, entries, reinterpret_cast<int*>(sums));
+    fill_entries(shared, stored, is_gapped, entries, reinterpret_cast<int*>(sums));
     return 0;
 }
 

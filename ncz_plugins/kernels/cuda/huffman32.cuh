@@ -27,7 +27,7 @@ constexpr int PAGE_BLOCKS = 4;  // more would spill
 constexpr int PAGE_BLOCKS = 7;
 #endif
 
-constexpr unsigned LETTERS = TOKENS + 1;  // with ESCAPE
+constexpr unsigned LETTERS = TOKENS + 1;  // with ESCAPE; those of gaps are fewer
 constexpr unsigned HUFFMAN_WHOLE = 1u << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
 
 NCZ_DEVICE int64_t huffman_pages_of(int64_t count) { return (count + PAGE - 1) / PAGE; }
@@ -40,7 +40,7 @@ NCZ_DEVICE int length_of_huffman_page(int64_t page, int64_t count) {
     return int(left < 0 ? 0 : left < PAGE ? left : PAGE);
 }
 
-// What is in front of the pages, in bytes: a code with the lengths of so many tokens, and the table of pages.
+// What is in front of the pages, in bytes: a code with the lengths of so many letters, and the table of pages.
 NCZ_DEVICE int huffman_code_bytes(int stored) { return (1 + stored / 2 + 1 + 3) / 4 * 4; }
 
 // The letter at a place in the table of lengths: ESCAPE is the first.
@@ -56,8 +56,9 @@ NCZ_DEVICE int page_words_of(int words) { return (SIZES_WORDS + words + 1) / 2 *
 // What ncz_select tells the kernels that encode a frame.
 struct HuffmanEncoding {
     uint32_t codes[LETTERS];  // with the length from bit 16 on; 0 for a letter that has none
-    int32_t stored;           // tokens with a length in the frame
-    uint32_t unused[2];
+    int32_t stored;           // letters with a length in the frame
+    uint32_t width;           // in the header: GAPPED if letters are those of gaps
+    uint32_t unused;
 };
 static_assert(sizeof(HuffmanEncoding) == 928, "as frames.py has it");
 
@@ -95,7 +96,7 @@ class LaneWriter {
         stay_in_page();
         if (filled_) store();
     }
-    // That there is room for three words more. Of too many words there are more than MOST_WORDS from then on.
+    // That there is room for six words more. Of too many words there are more than MOST_WORDS from then on.
     NCZ_DEVICE void stay_in_page() {
         constexpr int LAST = (MOST_WORDS + 1) * WARP;
         at_ = at_ < LAST ? at_ : LAST;
@@ -114,19 +115,28 @@ class LaneWriter {
     int at_ = 0;
 };
 
-NCZ_DEVICE void put_symbol(LaneWriter& writer, const LetterCodes& codes, uint32_t symbol) {
-    unsigned token = token_of(symbol);
-    uint32_t code = codes.of[token];
-    writer.stay_in_page();
+// The code of a letter, or the escape. There must be room for two words.
+NCZ_DEVICE void put_code(LaneWriter& writer, const LetterCodes& codes, unsigned letter) {
+    uint32_t code = codes.of[letter];
     if (code) {
         writer.put(code & 0xffffu, code >> 16);
     } else {
         writer.put(codes.of[ESCAPE] & 0xffffu, codes.of[ESCAPE] >> 16);
-        writer.put(token, ESCAPED_BITS);
+        writer.put(letter, ESCAPED_BITS);
     }
-    writer.stay_in_page();
+}
+
+NCZ_DEVICE void put_extra(LaneWriter& writer, uint32_t symbol, unsigned token) {
     unsigned extra_bits = extra_bits_of(token);
     if (extra_bits) writer.put_long(extra_of(symbol, extra_bits), extra_bits);
+}
+
+NCZ_DEVICE void put_symbol(LaneWriter& writer, const LetterCodes& codes, uint32_t symbol) {
+    unsigned token = token_of(symbol);
+    writer.stay_in_page();
+    put_code(writer, codes, token);
+    writer.stay_in_page();
+    put_extra(writer, symbol, token);
 }
 
 // The first `n` of a run. Nearly always all of them have a code, and no extra bits.
@@ -153,6 +163,86 @@ NCZ_DEVICE void put_run(LaneWriter& writer, const LetterCodes& codes, const uint
         for (int k = 1; k < RUN; ++k) left[k - 1] = left[k];
     }
 }
+
+// The letter of a symbol that is not zero, behind so many that are.
+NCZ_DEVICE unsigned letter_of_gap(unsigned gap, uint32_t symbol) {
+    return 1 + GAP_LENGTHS * ((symbol < GAP_SYMBOLS ? symbol : GAP_SYMBOLS) - 1) + bit_length(gap);
+}
+
+// The bits behind that letter: those of the gap below its leading one.
+NCZ_DEVICE unsigned gap_bits_of(unsigned gap) { return gap ? bit_length(gap) - 1 : 0; }
+
+// `symbol_of` gives the symbol if it is a large one, which has a token behind its letter.
+template <class SymbolOf>
+NCZ_DEVICE void put_gap(LaneWriter& writer, const LetterCodes& codes, unsigned gap, unsigned symbol, SymbolOf symbol_of) {
+    unsigned letter = letter_of_gap(gap, symbol), gap_bits = gap_bits_of(gap), below = gap & ((1u << gap_bits) - 1);
+    uint32_t code = codes.of[letter];
+    unsigned length = code >> 16;
+    writer.stay_in_page();
+    if (code && length + gap_bits <= 16) {
+        writer.put((code & 0xffffu) | below << length, length + gap_bits);
+    } else {
+        put_code(writer, codes, letter);
+        writer.put(below, gap_bits);
+    }
+    if (symbol < GAP_SYMBOLS) return;
+    uint32_t large = symbol_of();
+    unsigned token = token_of(large);
+    writer.put(token, ESCAPED_BITS);
+    put_extra(writer, large, token);
+}
+
+constexpr int GAP_BITS = 4, SMALL_BITS = (1 << GAP_BITS) - 1;  // of a symbol that is packed, if it is below GAP_SYMBOLS
+static_assert(GAP_SYMBOLS == SMALL_BITS, "a packed symbol that is larger");
+
+// How a lane's symbols are written, runs of ROWS rows at a time, of which it has `n`: by letters that are their tokens, or by
+// those of gaps.
+struct WriteTokens {
+    static constexpr int ROWS = 1;
+    const LetterCodes& codes;
+
+    NCZ_DEVICE void run(LaneWriter& writer, const uint32_t (&symbols)[ROWS][RUN], int n) {
+        put_run(writer, codes, symbols[0], n);
+    }
+    NCZ_DEVICE void end(LaneWriter&) {}
+};
+struct WriteGaps {
+    static constexpr int ROWS = 2;
+    const LetterCodes& codes;
+    int gap;  // zeros before the next run
+
+    NCZ_DEVICE void run(LaneWriter& writer, const uint32_t (&symbols)[ROWS][RUN], int n) {
+        uint32_t left = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS * RUN; ++i) {
+            uint32_t symbol = symbols[i / RUN][i % RUN];
+            left |= (symbol < GAP_SYMBOLS ? symbol : GAP_SYMBOLS) << GAP_BITS * i;
+        }
+        if (n < ROWS * RUN) left &= (1u << GAP_BITS * n) - 1;
+        int at = 0;
+#pragma unroll 1
+        while (left) {  // as often as the lane with most symbols that are not zero needs
+            unsigned zeros = unsigned(__ffs(int(left)) - 1) / GAP_BITS;
+            left >>= GAP_BITS * zeros;
+            at += int(zeros);
+            auto symbol_of = [&symbols, at] {
+                uint32_t symbol = 0;
+#pragma unroll
+                for (int i = 0; i < ROWS * RUN; ++i) symbol = at == i ? symbols[i / RUN][i % RUN] : symbol;
+                return symbol;
+            };
+            put_gap(writer, codes, unsigned(gap) + zeros, left & SMALL_BITS, symbol_of);
+            left >>= GAP_BITS;
+            ++at;
+            gap = 0;
+        }
+        gap += n - at;
+    }
+    NCZ_DEVICE void end(LaneWriter& writer) {
+        writer.stay_in_page();
+        if (gap) put_code(writer, codes, NO_MORE);
+    }
+};
 
 // Closes up the rows in which only some lanes have a word, of which this one has `words`. Then the page is as in the frame.
 NCZ_DEVICE void close_rows(PageMemory& page, int words, int all_words) {
@@ -213,9 +303,8 @@ class RowPredictor {
 };
 
 // A page whose values lie in memory as they may be loaded: some rows are on their way while those before are coded.
-template <class Source>
-NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor predictor, const LetterCodes& codes,
-                            LaneWriter& writer) {
+template <class Source, class Write>
+NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor predictor, Write& write, LaneWriter& writer) {
     constexpr int AT_ONCE = 4;
     typename Source::Fetched fetched[AT_ONCE];
     first += run_of(0);
@@ -231,29 +320,46 @@ NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor pr
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) fetched[r] = rows.fetch(next + r);
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) {
-            uint32_t symbols[RUN];
-            predictor.symbols_of(own[r], row + r, symbols);
-            put_run(writer, codes, symbols, RUN);
+        for (int r = 0; r < AT_ONCE; r += Write::ROWS) {
+            uint32_t symbols[Write::ROWS][RUN];
+#pragma unroll
+            for (int i = 0; i < Write::ROWS; ++i) predictor.symbols_of(own[r + i], row + r + i, symbols[i]);
+            write.run(writer, symbols, Write::ROWS * RUN);
         }
     }
 }
 
 // Any other page, of `length` values.
-template <class Source>
-NCZ_DEVICE void encode_part(const Source& source, int64_t first, int length, RowPredictor predictor,
-                            const LetterCodes& codes, LaneWriter& writer) {
+template <class Source, class Write>
+NCZ_DEVICE void encode_part(const Source& source, int64_t first, int length, RowPredictor predictor, Write& write,
+                            LaneWriter& writer) {
 #pragma unroll 1
-    for (int row = 0; row * ROW < length; ++row) {
-        int at = row * ROW + lane() * RUN, n = length - at < 0 ? 0 : length - at < RUN ? length - at : RUN;
-        int32_t own[RUN] = {};
-        uint32_t symbols[RUN];
+    for (int row = 0; row * ROW < length; row += Write::ROWS) {
+        uint32_t symbols[Write::ROWS][RUN];
+        int all = 0;
 #pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            if (i < n) own[i] = source.code(first + at + i);
-        predictor.symbols_of(own, row, symbols);
-        put_run(writer, codes, symbols, n);
+        for (int r = 0; r < Write::ROWS; ++r) {
+            int at = (row + r) * ROW + lane() * RUN, n = length - at < 0 ? 0 : length - at < RUN ? length - at : RUN;
+            int32_t own[RUN] = {};
+#pragma unroll
+            for (int i = 0; i < RUN; ++i)
+                if (i < n) own[i] = source.code(first + at + i);
+            predictor.symbols_of(own, row + r, symbols[r]);
+            all += n;
+        }
+        write.run(writer, symbols, all);
     }
+}
+
+// The bit strings of a page.
+template <class Source, class Write>
+NCZ_DEVICE void encode_lanes(const Source& source, int64_t page, int length, int32_t predictor, Write write, LaneWriter& writer) {
+    if (length == PAGE && source.has_runs())
+        encode_page(source, page * PAGE, RowPredictor(predictor), write, writer);
+    else
+        encode_part(source, page * PAGE, length, RowPredictor(predictor), write, writer);
+    write.end(writer);
+    writer.end();
 }
 
 // HUFFMAN32 frames of what `source_of` gives, where that coder was chosen; PLANES becomes the choice for those that would be
@@ -277,12 +383,10 @@ NCZ_DEVICE void encode_pages(SourceOf source_of, const Pieces& pieces, Written* 
     PageMemory& memory = shared.pages[warp()];
     auto source = source_of(piece);
     LaneWriter writer(memory.rows[0] + lane());
-    RowPredictor predictor(choice.predictor);
-    if (length == PAGE && source.has_runs())
-        encode_page(source, page * PAGE, predictor, shared.codes, writer);
+    if (encodings[f].width == GAPPED)
+        encode_lanes(source, page, length, choice.predictor, WriteGaps{shared.codes, 0}, writer);
     else
-        encode_part(source, page * PAGE, length, predictor, shared.codes, writer);
-    writer.end();
+        encode_lanes(source, page, length, choice.predictor, WriteTokens{shared.codes}, writer);
     int words = writer.words();
     bool fits = !__any_sync(ALL_LANES, words > MOST_WORDS);
     if (!fits) words = 0;
@@ -320,7 +424,7 @@ NCZ_DEVICE void encode_pages(SourceOf source_of, const Pieces& pieces, Written* 
         choice.coder = PLANES;
     } else {
         int64_t bytes = first_page + 2 * int64_t(load_relaxed(places + blocks - 1) / KINDS);
-        write_header(piece.frame, HUFFMAN32, choice.predictor, 0, count, bytes);
+        write_header(piece.frame, HUFFMAN32, choice.predictor, encodings[f].width, count, bytes);
         sizes[f] = HEADER_BYTES + bytes;
     }
 }
@@ -360,6 +464,15 @@ NCZ_DEVICE PlacedPage placed_page(long long placed) { return {placed >> 16, int(
 // What decoders look the next bits up in, HUFFMAN_WHOLE for each frame: bits of the code, and the letter.
 NCZ_DEVICE uint16_t huffman_entry(unsigned length, unsigned letter) { return uint16_t(length | letter << 4); }
 
+// Letters of gaps stand there in parts: the bit length of the gap, and from bit 4 on the symbol. No symbol is as large as what
+// stands in its place for NO_MORE and ESCAPE.
+constexpr unsigned GAP_ENDS = (GAP_SYMBOLS + 1) << 4, GAP_ESCAPES = (GAP_SYMBOLS + 2) << 4;
+NCZ_DEVICE unsigned parts_of_gap(unsigned letter) {
+    if (letter == NO_MORE) return GAP_ENDS;
+    if (letter == ESCAPE) return GAP_ESCAPES;
+    return (letter - 1) % GAP_LENGTHS | ((letter - 1) / GAP_LENGTHS + 1) << 4;
+}
+
 // Reads the bit string of a lane.
 class LaneReader {
   public:
@@ -376,14 +489,14 @@ class LaneReader {
         at_ += WARP;
         next_ = column_[at_];
     }
+    NCZ_DEVICE uint32_t take_few(unsigned n) {          // at most 16
+        uint32_t low = bits_ & ((1u << n) - 1);
+        skip(n);
+        return low;
+    }
     NCZ_DEVICE uint32_t take(unsigned n) {
-        unsigned low_bits = n < 16 ? n : 16;
-        uint32_t low = bits_ & ((1u << low_bits) - 1);
-        skip(low_bits);
-        if (n <= 16) return low;
-        uint32_t high = bits_ & ((1u << (n - 16)) - 1);
-        skip(n - 16);
-        return low | high << 16;
+        uint32_t low = take_few(n < 16 ? n : 16);
+        return n <= 16 ? low : low | take_few(n - 16) << 16;
     }
     // That five words more may be read. Whether too many were, which happens in damaged frames alone.
     NCZ_DEVICE bool stay_in_page() {
@@ -402,6 +515,15 @@ class LaneReader {
 };
 static_assert(SPARE_ROWS >= 2 + 5 + 1, "as readers say");
 
+// The symbol with a token, whose extra bits are next. `is_wrong` becomes true where there is no such token.
+NCZ_DEVICE uint32_t symbol_of(unsigned token, LaneReader& reader, bool& is_wrong) {
+    if (token >= TOKENS) {
+        is_wrong = true;
+        token = 0;
+    }
+    return base_of(token) + (reader.take(extra_bits_of(token)) << 1);
+}
+
 // `is_wrong` becomes true where there is no such token, or the lane is behind its end.
 NCZ_DEVICE uint32_t next_symbol(LaneReader& reader, const uint16_t* entries, bool& is_wrong) {
     unsigned entry = entries[reader.bits() % HUFFMAN_WHOLE], token = entry >> 4;
@@ -409,12 +531,88 @@ NCZ_DEVICE uint32_t next_symbol(LaneReader& reader, const uint16_t* entries, boo
     if (token < DIRECT) return token;
     is_wrong |= reader.stay_in_page();
     if (token == ESCAPE) token = reader.take(ESCAPED_BITS);
-    if (token >= TOKENS) {
-        is_wrong = true;
-        token = 0;
-    }
-    return base_of(token) + (reader.take(extra_bits_of(token)) << 1);
+    return symbol_of(token, reader, is_wrong);
 }
+
+// How a lane's symbols are read, runs of ROWS rows at a time, of which it has `n`: those of letters that are tokens, or those of
+// gaps. Both are told how many the lane has in all. `is_wrong` becomes true where something can't be.
+struct ReadTokens {
+    static constexpr int ROWS = 1;
+    LaneReader& reader;
+    const uint16_t* entries;
+    bool is_wrong;
+
+    NCZ_DEVICE ReadTokens(LaneReader& its_reader, const uint16_t* its_entries, int)
+        : reader(its_reader), entries(its_entries), is_wrong(false) {}
+    NCZ_DEVICE void run(int n, uint32_t (&symbols)[ROWS][RUN]) {
+        is_wrong |= reader.stay_in_page();
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) symbols[0][i] = i < n ? next_symbol(reader, entries, is_wrong) : 0;
+    }
+    NCZ_DEVICE void end() {}
+};
+struct ReadGaps {
+    static constexpr int ROWS = 2;
+    LaneReader& reader;
+    const uint16_t* entries;
+    bool is_wrong;
+    int left;         // symbols from the next run on
+    int gap;          // of these, before the next that is not zero
+    unsigned symbol;  // that one; GAP_SYMBOLS: it is large
+    uint32_t large;   // then it is this
+
+    static constexpr int NONE_LEFT = 1 << 30;
+
+    NCZ_DEVICE ReadGaps(LaneReader& its_reader, const uint16_t* its_entries, int count)
+        : reader(its_reader), entries(its_entries), is_wrong(false), left(count), gap(-1), symbol(0), large(0) {
+        find_next();
+    }
+    NCZ_DEVICE void run(int n, uint32_t (&symbols)[ROWS][RUN]) {
+        uint32_t packed = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS * RUN; ++i) symbols[i / RUN][i % RUN] = 0;
+#pragma unroll 1
+        while (gap < n) {  // as often as the lane with most symbols that are not zero needs
+            if (symbol < GAP_SYMBOLS) {
+                packed |= symbol << GAP_BITS * gap;
+            } else {
+#pragma unroll
+                for (int i = 0; i < ROWS * RUN; ++i) symbols[i / RUN][i % RUN] = gap == i ? large : symbols[i / RUN][i % RUN];
+            }
+            find_next();
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS * RUN; ++i) symbols[i / RUN][i % RUN] |= packed >> GAP_BITS * i & SMALL_BITS;
+        gap -= n;
+        left -= n;
+    }
+    NCZ_DEVICE void end() { is_wrong |= gap < NONE_LEFT / 2; }  // it lies behind the lane's end
+
+  private:
+    // Reads the letter behind the symbol that is known, unless that is the last.
+    NCZ_DEVICE void find_next() {
+        if (gap + 1 >= left) {
+            gap = NONE_LEFT;
+            return;
+        }
+        is_wrong |= reader.stay_in_page();
+        unsigned entry = entries[reader.bits() % HUFFMAN_WHOLE], parts = entry >> 4;
+        reader.skip(entry & 15u);
+        if (parts >= GAP_ENDS) {
+            unsigned letter = parts == GAP_ESCAPES ? reader.take_few(ESCAPED_BITS) : NO_MORE;
+            is_wrong |= letter >= GAP_LETTERS;
+            parts = letter < GAP_LETTERS ? parts_of_gap(letter) : GAP_ENDS;
+            if (parts == GAP_ENDS) {
+                gap = NONE_LEFT;
+                return;
+            }
+        }
+        unsigned length = parts & 15u, bits = length ? length - 1 : 0;
+        gap += 1 + int((length ? 1u << bits : 0) | reader.take_few(bits));
+        symbol = parts >> 4;
+        if (symbol == GAP_SYMBOLS) large = symbol_of(reader.take_few(ESCAPED_BITS), reader, is_wrong);
+    }
+};
 
 // Shared memory of a block that reads pages.
 struct PagesToRead {
@@ -450,36 +648,54 @@ NCZ_DEVICE bool load_page(const uint32_t* from, int page_words, PageMemory& page
     return true;
 }
 
+// How many codes this lane has in a page of `length`.
+NCZ_DEVICE int length_of_lane(int length) {
+    int rest = length % ROW - lane() * RUN;
+    return length / ROW * RUN + (rest < 0 ? 0 : rest < RUN ? rest : RUN);
+}
+
 // Decodes a page that was loaded, of `length` codes; if IS_WHOLE, of PAGE. `put` takes each row's run of this lane. Whether
 // every lane ended where it should.
-template <bool IS_WHOLE, class Put>
+template <class Read, bool IS_WHOLE, class Put>
 NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int32_t predictor, const uint16_t* entries,
                              const Put& put) {
     if (IS_WHOLE) length = int(PAGE);
     LaneReader reader(page.rows[0] + lane());
-    bool is_wrong = false;
+    Read read(reader, entries, length_of_lane(length));
     uint32_t before = 0;  // with DELTA, the last code of the row before
 #pragma unroll 1
-    for (int row = 0; row * ROW < length; ++row) {
-        int left = length - row * ROW - lane() * RUN, n = IS_WHOLE || left > RUN ? RUN : left;
-        auto ahead = put.ahead(row, n);  // asked for before it is needed
-        is_wrong |= reader.stay_in_page();
-        int32_t codes[RUN];
+    for (int row = 0; row * ROW < length; row += Read::ROWS) {
+        int n[Read::ROWS], all = 0;
+        typename Put::Ahead ahead[Read::ROWS];  // asked for before it is needed
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) codes[i] = i < n ? unzigzag(next_symbol(reader, entries, is_wrong)) : 0;
-        if (predictor == DELTA) {
-#pragma unroll
-            for (int i = 1; i < RUN; ++i) codes[i] = sum(codes[i], codes[i - 1]);
-            uint32_t own = uint32_t(codes[RUN - 1]), inclusive = warp_inclusive_sum(own);
-            if (row % CHUNK_ROWS == 0) before = 0;
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) codes[i] = sum(codes[i], int32_t(before + inclusive - own));
-            before += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+        for (int r = 0; r < Read::ROWS; ++r) {
+            int left = length - (row + r) * ROW - lane() * RUN;
+            n[r] = IS_WHOLE || left > RUN ? RUN : left > 0 ? left : 0;
+            all += n[r];
+            ahead[r] = put.ahead((row + r) * ROW < length ? row + r : row, n[r]);
         }
-        put.run(row, n, codes, ahead);
+        uint32_t symbols[Read::ROWS][RUN];
+        read.run(all, symbols);
+#pragma unroll
+        for (int r = 0; r < Read::ROWS; ++r) {
+            int32_t codes[RUN];
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) codes[i] = unzigzag(symbols[r][i]);
+            if (predictor == DELTA) {
+#pragma unroll
+                for (int i = 1; i < RUN; ++i) codes[i] = sum(codes[i], codes[i - 1]);
+                uint32_t own = uint32_t(codes[RUN - 1]), inclusive = warp_inclusive_sum(own);
+                if ((row + r) % CHUNK_ROWS == 0) before = 0;
+#pragma unroll
+                for (int i = 0; i < RUN; ++i) codes[i] = sum(codes[i], int32_t(before + inclusive - own));
+                before += __shfl_sync(ALL_LANES, inclusive, WARP - 1);
+            }
+            put.run(row + r, n[r], codes, ahead[r]);
+        }
     }
+    read.end();
     int left = 16 * words - reader.read();
-    is_wrong |= left < 0 || left > 15 || (reader.bits() & ((1u << left) - 1));
+    bool is_wrong = read.is_wrong || left < 0 || left > 15 || (reader.bits() & ((1u << left) - 1));
     return !__any_sync(ALL_LANES, is_wrong);
 }
 
@@ -488,7 +704,8 @@ struct PutValues {
     Element* to;
     const Scale* scales;
 
-    NCZ_DEVICE Scale ahead(int row, int) const { return scales[row]; }
+    typedef Scale Ahead;
+    NCZ_DEVICE Ahead ahead(int row, int) const { return scales[row]; }
     NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], Scale scale) const {
         Element values[RUN];
 #pragma unroll
@@ -522,7 +739,8 @@ struct PutSums {
 struct PutCodes {
     int32_t* to;
 
-    NCZ_DEVICE int ahead(int, int) const { return 0; }
+    typedef int Ahead;
+    NCZ_DEVICE Ahead ahead(int, int) const { return 0; }
     NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], int) const { store_run(to + row * ROW, n, codes); }
 };
 
@@ -548,10 +766,13 @@ NCZ_DEVICE void decode_pages(PutOf put_of, int i, int64_t number, const Opened& 
     await_copies();
     __syncthreads();
     int32_t predictor = status.header.predictor;
-    if (length == PAGE && is_whole)
-        is_whole = decode_lanes<true>(memory, words, length, predictor, shared.entries, put_of(page));
+    bool is_gapped = status.header.width == GAPPED;
+    if (length && is_whole && is_gapped)
+        is_whole = decode_lanes<ReadGaps, false>(memory, words, length, predictor, shared.entries, put_of(page));
+    else if (length == PAGE && is_whole)
+        is_whole = decode_lanes<ReadTokens, true>(memory, words, length, predictor, shared.entries, put_of(page));
     else if (length && is_whole)
-        is_whole = decode_lanes<false>(memory, words, length, predictor, shared.entries, put_of(page));
+        is_whole = decode_lanes<ReadTokens, false>(memory, words, length, predictor, shared.entries, put_of(page));
     // Not in `result`, which other blocks look at meanwhile.
     if (!is_whole && lane() == 0 && record(status, damaged(DAMAGED_PAGE)))
         report_damage(damaged(DAMAGED_PAGE), status, opened.report);

@@ -22,7 +22,8 @@ NCZ_DEVICE void add_tile_words(const Input& input, int unit, int units, Status& 
 // What the header says about the payload, or 0.
 NCZ_DEVICE int64_t payload_damage(const Header& header) {
     bool is_known = header.coder == PLANES || header.coder == HUFFMAN32;
-    if (!is_known || header.width) return damaged(BAD_CODER);
+    bool is_gapped = header.coder == HUFFMAN32 && header.width == GAPPED;
+    if (!is_known || (header.width && !is_gapped)) return damaged(BAD_CODER);
     bool has_tables = header.payload_bytes >= 4 * table_words(header.count) && header.payload_bytes % 4 == 0;
     return header.coder == PLANES && !has_tables ? damaged(PLANES_TABLES) : 0;
 }

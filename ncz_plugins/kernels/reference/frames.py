@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..format import (
+    GAPPED,
     HAS_CHECKSUM,
     HEADER,
     HEADER_BYTES,
@@ -30,7 +31,7 @@ def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> by
     Args:
         on_gpus: whether to use the coders of GPUs, see format.ON_GPUS.
     """
-    coder, predictor, mode, counts = select(codes, coding, on_gpus)
+    coder, predictor, sampled = select(codes, coding, on_gpus)
     symbols = predict(codes, predictor)
     payload = None
     if coder == Coder.FIXED:
@@ -38,9 +39,9 @@ def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> by
     elif coder == Coder.HUFFMAN:
         payload = huffman.encode(symbols)
     elif coder == Coder.HUFFMAN32:
-        payload = huffman32.encode(symbols, huffman32.lengths_of(counts))
+        payload = huffman32.encode(symbols, huffman32.lengths_of(sampled.counts), sampled.is_gapped)
     elif coder == Coder.RANS:
-        payload = rans.encode(symbols, mode)
+        payload = rans.encode(symbols, sampled.mode)
     # RAW, and on GPUs PLANES, replaces a coder whose payload turned out larger.
     if on_gpus and (payload is None or len(payload) > symbols.size):
         coder, payload = Coder.PLANES, planes.encode(codes, predictor)
@@ -49,6 +50,8 @@ def encode_codes(codes: np.ndarray, coding: Coding, on_gpus: bool = False) -> by
         if coder == Coder.RAW or len(payload) > len(raw):
             coder, payload = Coder.RAW, raw
     width = fixed.raw_bits(symbols) if coder == Coder.RAW else 0
+    if coder == Coder.HUFFMAN32 and sampled.is_gapped:
+        width = GAPPED
     return HEADER.pack(MAGIC, VERSION, coder, predictor, width, codes.size, len(payload), 0, 0) + payload
 
 
@@ -85,6 +88,8 @@ def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
         return unpredict(fixed.decode_raw(payload, count, width), predictor)
     if is_known and coder == Coder.PLANES and width == 0:
         return planes.decode(payload, count, predictor)
+    if is_known and coder == Coder.HUFFMAN32 and width in (0, GAPPED):
+        return unpredict(huffman32.decode(payload, count, width == GAPPED), predictor)
     if not is_known or coder not in _DECODERS or width:
         raise DamagedFrame(f"coder {coder} with width {width} is unknown")
     return unpredict(_DECODERS[coder](payload, count), predictor)
@@ -93,7 +98,6 @@ def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
 _DECODERS = {  # functions from payloads to symbols
     Coder.FIXED: fixed.decode_fixed,
     Coder.HUFFMAN: huffman.decode,
-    Coder.HUFFMAN32: huffman32.decode,
     Coder.RANS: rans.decode,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..format import (
@@ -25,8 +27,22 @@ from .symbols import EXTRA_BITS, tokens_of, zigzag
 _NEVER = 1 << 62  # picoseconds, more than any frame costs: for a coder that would be replaced anyway
 
 
-def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Predictor, int, np.ndarray]:
-    """Coder and predictor for `codes` (int32), the mode for RANS, and the count of each token in the sample.
+class Sampled(NamedTuple):
+    """What a coder takes from the selector's sample.
+
+    Attributes:
+        mode: RANS: the most frequent symbol below DIRECT.
+        counts: HUFFMAN32: count of each letter.
+        is_gapped: HUFFMAN32: whether letters are those of gaps.
+    """
+
+    mode: int
+    counts: np.ndarray
+    is_gapped: bool
+
+
+def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Predictor, Sampled]:
+    """Coder and predictor for `codes` (int32), and what the coder takes from the sample.
 
     Args:
         on_gpus: whether to choose among the coders of GPUs.
@@ -40,10 +56,12 @@ def select(codes: np.ndarray, coding: Coding, on_gpus: bool) -> tuple[Coder, Pre
         coders = Coder.FIXED, Coder.RAW, Coder.HUFFMAN, Coder.RANS
     predictors = (Predictor.NONE, Predictor.DELTA) if coding.predictor == Predictor.AUTO else (coding.predictor,)
     symbols = {p: [_symbols(piece, p) for piece in pieces] for p in predictors}
-    cost = {p: _cost(symbols[p], p, codes.size, coding, on_gpus) for p in predictors}
+    cost_of = _cost_on_gpus if on_gpus else _cost
+    cost = {p: cost_of(symbols[p], p, codes.size, coding) for p in predictors}
     coder, predictor = min(((c, p) for c in coders for p in predictors), key=lambda pair: cost[pair[1]][pair[0]])
-    counts = _counts(symbols[predictor])
-    return coder, predictor, mode_of(counts), counts
+    together = _together(symbols[predictor])
+    letters, is_gapped = letters_of(together)
+    return coder, predictor, Sampled(mode_of(_counts(together)), _counts_of_letters(letters), is_gapped)
 
 
 def sample(codes: np.ndarray) -> list[np.ndarray]:
@@ -65,21 +83,60 @@ def _symbols(piece: np.ndarray, predictor: int) -> np.ndarray:
     return zigzag(piece if predictor == Predictor.NONE else np.diff(piece, prepend=piece[:1]))
 
 
-def _counts(symbols: list[np.ndarray]) -> np.ndarray:
-    """Count of each token in all pieces."""
-    tokens, _ = tokens_of(np.concatenate([*symbols, np.zeros(0, np.uint32)]))
+def _together(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([*pieces, np.zeros(0, np.uint32)])
+
+
+def _counts(symbols: np.ndarray) -> np.ndarray:
+    """Count of each token."""
+    tokens, _ = tokens_of(symbols)
     return np.bincount(tokens, minlength=TOKENS)
 
 
-def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_gpus: bool) -> dict[Coder, int]:
-    """Picoseconds that a frame of `n` codes costs with each coder."""
+def letters_of(symbols: np.ndarray) -> tuple[huffman32.Letters, bool]:
+    """Letters by which HUFFMAN32 writes a sample's symbols, and whether they are those of gaps.
+
+    They are if at least half of the symbols are zero.
+    """
+    is_gapped = symbols.size > 0 and 2 * np.count_nonzero(symbols) <= symbols.size
+    found = [huffman32.letters_of(lane, is_gapped) for lane in huffman32.lanes_of(symbols)]
+    return huffman32.Letters(*map(np.concatenate, zip(*found))), is_gapped
+
+
+def _counts_of_letters(found: huffman32.Letters) -> np.ndarray:
+    return np.bincount(found.letters, minlength=TOKENS)
+
+
+def _cost_on_gpus(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding) -> dict[Coder, int]:
+    """Picoseconds that a frame of `n` codes costs with each coder of GPUs."""
     costs = coding.costs
-    symbols = np.concatenate([*pieces, np.zeros(0, np.uint32)])
+    symbols = _together(pieces)
     m = max(1, symbols.size)
-    counts = _counts(pieces)
+    found, _ = letters_of(symbols)
+    counts = _counts_of_letters(found)
+    lengths = huffman32.lengths_of(counts)
+    in_code = int((counts * lengths[:TOKENS]).sum()) + int(found.bits_behind.sum())
+    beside_codes = huffman32.table_bytes(lengths) + 66 * huffman32.pages_of(n)
+    beside_planes = 4 * chunks_of(n) + (8 if predictor == Predictor.DELTA else 4) * tiles_of(n)
+
+    def cost(bits: int, bytes: int, picoseconds: int) -> int:
+        return costs.link * (bits * n // (8 * m) + bytes) + picoseconds
+
+    gives_way = coding.coder == Coder.AUTO and in_code > HUFFMAN32_MOST_BITS * symbols.size
+    return {
+        Coder.PLANES: cost(32 * planes.words_of(symbols), beside_planes, costs.fixed * n),
+        Coder.HUFFMAN32: _NEVER if gives_way else cost(in_code, beside_codes, costs.huffman * n),
+    }
+
+
+def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding) -> dict[Coder, int]:
+    """Picoseconds that a frame of `n` codes costs with each coder of CPUs."""
+    costs = coding.costs
+    symbols = _together(pieces)
+    m = max(1, symbols.size)
+    counts = _counts(symbols)
     extra = int((counts * EXTRA_BITS).sum())
-    layout = huffman32 if on_gpus else huffman
-    lengths = layout.lengths_of(counts)
+    lengths = huffman.lengths_of(counts)
     mode = mode_of(counts)
     masks = np.bincount(np.packbits(symbols != mode, bitorder="little"), minlength=256)
     others = np.where(np.arange(TOKENS) == mode, 0, counts)
@@ -87,25 +144,17 @@ def _cost(pieces: list[np.ndarray], predictor: int, n: int, coding: Coding, on_g
     rans = _entropy(masks) + 3 * max(0, np.count_nonzero(masks) - 1) // 4 + _entropy(others) + extra
     rans_tables = 66 + 2 * (np.count_nonzero(masks) + np.count_nonzero(others))
     chunks, pages = chunks_of(n), -(-n // RANS_PAGE)
-    beside_codes = layout.table_bytes(lengths) + (66 * huffman32.pages_of(n) if on_gpus else 10 * chunks)
 
     def cost(bits: int, bytes: int, picoseconds: int) -> int:
         return costs.link * (bits * n // (8 * m) + bytes) + picoseconds
 
-    in_code = int((counts * lengths[:TOKENS]).sum()) + extra
-    found = {
-        Coder.HUFFMAN32 if on_gpus else Coder.HUFFMAN: cost(in_code, beside_codes, costs.huffman * n),
-        Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
-    }
-    if on_gpus:
-        if coding.coder == Coder.AUTO and in_code > HUFFMAN32_MOST_BITS * symbols.size:
-            found[Coder.HUFFMAN32] = _NEVER
-        beside_planes = 4 * chunks + (8 if predictor == Predictor.DELTA else 4) * tiles_of(n)
-        return found | {Coder.PLANES: cost(32 * planes.words_of(symbols), beside_planes, costs.fixed * n)}
+    in_code = int((counts * lengths).sum()) + extra
     fixed = 8 * sum(packed_bytes(piece) for piece in pieces)
-    return found | {
+    return {
         Coder.FIXED: cost(fixed, 2 * chunks, costs.fixed * n),
         Coder.RAW: cost(raw_bits(symbols) * symbols.size, 0, costs.raw * n),
+        Coder.HUFFMAN: cost(in_code, huffman.table_bytes(lengths) + 10 * chunks, costs.huffman * n),
+        Coder.RANS: cost(rans, rans_tables + 20 * pages, costs.rans * n + costs.rans_rest * (n * rest // m)),
     }
 
 

@@ -3,8 +3,10 @@
     python tests/unit/golden/make.py
 
 `codes.npz` holds codes and, for each coder and predictor, the frame they give; `floats.npz` holds floats, inverse
-steps, the codes (rounded to nearest, and at random) and the statistics they give. Run it again only together with a
-change of docs/reference/wire-format.md. The numbers come from a formula: no library's random numbers are pinned.
+steps, the codes (rounded to nearest, and at random) and the statistics they give. `earlier.npz`, which this does not
+write, holds frames of these codes that were written once: none are any more, but all are read. Run it again only
+together with a change of docs/reference/wire-format.md. The numbers come from a formula: no library's random numbers
+are pinned.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ def codes() -> dict[str, np.ndarray]:
         "two_chunks": (noise(CHUNK + 37) % 15).astype(np.int32) - 7,
         "sparse": np.where(noise(CHUNK + 37) % 20, 0, noise(CHUNK + 37) >> 20).astype(np.int32),
         "two_pages": (noise(4 * CHUNK + 300) % 100 > 97).astype(np.int32),
+        "gaps": np.where(noise(2 * CHUNK + 300) % 60, 0, (noise(2 * CHUNK + 300) >> 26).astype(np.int32) - 32).astype(
+            np.int32
+        ),
     }
 
 

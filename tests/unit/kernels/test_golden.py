@@ -13,6 +13,7 @@ from ncz_plugins.kernels.reference import ReferenceBackend
 
 CODES = dict(np.load(GOLDEN / "codes.npz"))
 FLOATS = dict(np.load(GOLDEN / "floats.npz"))
+EARLIER = dict(np.load(GOLDEN / "earlier.npz"))
 FRAMES = [name for name in CODES if "-" in name]  # codes-coder-predictor
 OF_GPUS = [name for name in FRAMES if Coder[name.split("-")[1].upper()] in ON_GPUS.values()]
 STATUSES = kernels.statuses()
@@ -41,6 +42,15 @@ def test_frames_of_gpus(name):
     kind, coder, predictor = name.split("-")
     coding = Coding(Coder[coder.upper()], Predictor[predictor.upper()])
     check(ReferenceBackend(on_gpus=True), name, kind, coding)
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_frames_that_were_written_once_are_read(name):
+    """Those of mostly zeros, of which HUFFMAN32's letters were tokens."""
+    codes, frame = torch.from_numpy(CODES[name.split("-")[0]]), torch.from_numpy(EARLIER[name])
+    decoded = torch.empty_like(codes)
+    ReferenceBackend(on_gpus=True).decode_codes(frame, decoded)
+    assert decoded.tolist() == codes.tolist() and frame.tolist() != CODES[name].tolist()
 
 
 def check(backend, name: str, kind: str, coding: Coding) -> None:
